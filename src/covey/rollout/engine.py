@@ -1,0 +1,80 @@
+"""The one narrow door to whatever samples tokens.
+
+An engine turns a token prompt into completions. It knows no tools, rewards, datasets or training; adding one means
+writing a class with these three methods and a `from_args`.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from covey.core.rollout import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw tokens. Filters apply in this order: repetition penalty, temperature, top-k, top-p, min-p.
+
+    Attributes:
+        max_tokens: most tokens to sample.
+        temperature: divides the logits; 0 is greedy.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        min_p: keep tokens at least this times as probable as the most probable one; None or 0 keeps all.
+        repetition_penalty: divide positive and multiply negative logits of tokens already seen (CTRL,
+            arXiv 1909.05858); 1 changes nothing.
+        extra: further settings passed through to engines that know them.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the sampling distribution differs from the softmax at `temperature`."""
+        return self.top_k > 0 or self.top_p < 1.0 or bool(self.min_p) or self.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """`n` completions of one prompt.
+
+    Attributes:
+        prompt_ids: the tokens to continue.
+        n: how many completions; the prompt is computed once for all of them.
+        params: how to sample.
+        seeds: one 64-bit seed per completion. The same seed, prompt and weights give the same completion, whatever
+            else is in flight.
+        images: for vision-language models, in the order of the prompt's image tokens.
+    """
+
+    prompt_ids: list[int]
+    n: int
+    params: SamplingParams
+    seeds: list[int]
+    images: list[Any] | None = None
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """What the collector needs of an engine."""
+
+    async def generate(self, request: SampleRequest) -> list[Completion]:
+        """Sample `request.n` completions; many calls may be in flight at once and the engine batches them."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take the policy's weights (Hugging Face names). An engine that shares the policy's memory ignores them."""
+        ...
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Within this context the engine is ready to sample; outside it may release memory."""
+        ...
