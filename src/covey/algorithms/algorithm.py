@@ -1,0 +1,79 @@
+"""A method as a value: how rewards become advantages, and what is minimised.
+
+`GRPOConfig` and `RLOOConfig` are turned into an `Algorithm` by `covey.algorithms.grpo.algorithm` and
+`covey.algorithms.rloo.algorithm`; the trainer knows nothing else about the method it runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from covey.core.objective import Objective
+from covey.core.ratios import RatioLevel
+from covey.core.registry import Registry
+from covey.core.surrogates import Surrogate, SurrogateStats
+from covey.core.weighting import Weighting, mean_over_update
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One method of group-relative policy optimisation.
+
+    Attributes:
+        name: for messages and model cards.
+        advantages: (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None) -> advantages [P, G].
+        objective: the loss.
+        weighting: how token losses are averaged.
+        kl_in_reward: the KL penalty is part of the reward (RLOO) rather than of the loss (GRPO).
+        beta: weight of the KL penalty, wherever it acts.
+    """
+
+    name: str
+    advantages: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    objective: Objective
+    weighting: Weighting
+    kl_in_reward: bool
+    beta: float
+
+
+@dataclass(frozen=True)
+class LossType:
+    """A row of the loss table.
+
+    Attributes:
+        surrogate: config -> token losses. The config supplies the hyperparameters (epsilon, ...).
+        weighting: how token losses are averaged.
+        stats: config -> the surrogate's metrics, or None.
+        ratio_level: a level that the loss prescribes; None takes `importance_sampling_level` from the config.
+        mismatch_in_surrogate: the surrogate applies the engine/trainer mismatch weights itself.
+    """
+
+    surrogate: Callable[[Any], Surrogate]
+    weighting: Weighting = mean_over_update
+    stats: Callable[[Any], SurrogateStats] | None = None
+    ratio_level: RatioLevel | None = None
+    mismatch_in_surrogate: bool = False
+
+
+LOSS_TYPES: Registry[LossType] = Registry("loss_type")
+"""Every `loss_type` by name: `covey.algorithms.grpo` and `.rloo` fill it, `register_loss` extends it."""
+
+
+def register_loss(name: str, surrogate: Surrogate, weighting: Weighting = mean_over_update) -> Surrogate:
+    """Make `loss_type=name` mean: this surrogate, averaged this way.
+
+    Args:
+        name: what users write in their config.
+        surrogate: `SurrogateInputs -> token losses [N]`.
+        weighting: one of `covey.core.weighting`, or a function of one's own; the token mean by default.
+
+    Returns:
+        `surrogate`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    LOSS_TYPES.register(name, LossType(surrogate=lambda config: surrogate, weighting=weighting))
+    return surrogate

@@ -1,0 +1,125 @@
+"""GRPO and the losses descended from it: one row of the table each.
+
+A new published loss is a surrogate in `covey.core.surrogates` and a row here.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
+from covey.core.advantages import group_relative, normalize_then_sum, weighted_total
+from covey.core.kl import KL_ESTIMATORS
+from covey.core.objective import Objective
+from covey.core.ratios import RATIO_LEVELS, token_level
+from covey.core.surrogates import (
+    Surrogate,
+    SurrogateStats,
+    cispo,
+    cispo_stats,
+    clip,
+    clip_stats,
+    gmpo,
+    sapo,
+    vespo,
+    vespo_stats,
+)
+from covey.core.weighting import (
+    mean_constant_length,
+    mean_over_update,
+    mean_per_micro_batch,
+    mean_per_sequence,
+    sum_per_sequence,
+)
+
+
+def _clip(config: Any) -> Surrogate:
+    return partial(clip, epsilon_low=config.epsilon, epsilon_high=config.resolved_epsilon_high, delta=config.delta)
+
+
+def _clip_stats(config: Any) -> SurrogateStats:
+    return partial(clip_stats, low=1 - config.epsilon, high=1 + config.resolved_epsilon_high)
+
+
+def _cispo(config: Any) -> Surrogate:
+    return partial(cispo, epsilon_high=config.resolved_epsilon_high)
+
+
+def _cispo_stats(config: Any) -> SurrogateStats:
+    return partial(cispo_stats, epsilon_high=config.resolved_epsilon_high)
+
+
+def _sapo(config: Any) -> Surrogate:
+    return partial(sapo, temperature_pos=config.sapo_temperature_pos, temperature_neg=config.sapo_temperature_neg)
+
+
+def _vespo_kernel(config: Any) -> dict[str, float]:
+    return {
+        "k_pos": config.vespo_k_pos,
+        "lambda_pos": config.vespo_lambda_pos,
+        "k_neg": config.vespo_k_neg,
+        "lambda_neg": config.vespo_lambda_neg,
+    }
+
+
+def _vespo(config: Any) -> Surrogate:
+    return partial(vespo, **_vespo_kernel(config))
+
+
+def _vespo_stats(config: Any) -> SurrogateStats:
+    return partial(vespo_stats, **_vespo_kernel(config))
+
+
+def _gmpo(config: Any) -> Surrogate:
+    return partial(gmpo, epsilon_low=config.epsilon, epsilon_high=config.resolved_epsilon_high)
+
+
+LOSS_TYPES.register("grpo", LossType(_clip, mean_per_sequence, _clip_stats))
+LOSS_TYPES.register("bnpo", LossType(_clip, mean_per_micro_batch, _clip_stats))
+LOSS_TYPES.register("dr_grpo", LossType(_clip, mean_constant_length, _clip_stats))
+LOSS_TYPES.register("dapo", LossType(_clip, mean_over_update, _clip_stats))
+LOSS_TYPES.register("luspo", LossType(_clip, sum_per_sequence, _clip_stats))
+LOSS_TYPES.register("cispo", LossType(_cispo, mean_over_update, _cispo_stats))
+LOSS_TYPES.register("sapo", LossType(_sapo, mean_per_sequence))
+LOSS_TYPES.register("vespo", LossType(_vespo, mean_over_update, _vespo_stats, mismatch_in_surrogate=True))
+LOSS_TYPES.register("gmpo", LossType(_gmpo, mean_per_sequence, ratio_level=token_level))
+
+
+def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
+    """The loss that a config describes.
+
+    Raises:
+        ValueError: an unknown `loss_type`; the message lists the known ones.
+    """
+    row = LOSS_TYPES[config.loss_type]
+    return Objective(
+        surrogate=row.surrogate(config),
+        stats=row.stats(config) if row.stats else None,
+        ratio_level=row.ratio_level or RATIO_LEVELS[config.importance_sampling_level],
+        beta=0.0 if kl_in_reward else config.beta,
+        kl=KL_ESTIMATORS[config.kl_estimator],
+        correct_kl_bias=config.use_bias_correction_kl,
+        off_policy_threshold=config.off_policy_mask_threshold,
+        mismatch_in_surrogate=row.mismatch_in_surrogate,
+    )
+
+
+def algorithm(config: Any) -> Algorithm:
+    """GRPO as `config` (a `GRPOConfig`) sets it."""
+    return Algorithm(
+        name="GRPO",
+        advantages=partial(_advantages, aggregation=config.multi_objective_aggregation, scale=config.scale_rewards),
+        objective=objective(config),
+        weighting=LOSS_TYPES[config.loss_type].weighting,
+        kl_in_reward=False,
+        beta=config.beta,
+    )
+
+
+def _advantages(
+    rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None, *, aggregation: str, scale: str
+) -> Tensor:
+    if aggregation == "normalize_then_sum":
+        return normalize_then_sum(rewards_PGF, weights_F)
+    return group_relative(weighted_total(rewards_PGF, weights_F), scale)

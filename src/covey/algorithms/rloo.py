@@ -1,0 +1,64 @@
+"""RLOO: REINFORCE with a leave-one-out baseline, the KL penalty in the reward, a completion as one action.
+
+It differs from GRPO by values alone: the baseline, where the KL acts, and the ratio of whole sequences. On-policy the
+clipped form below reduces to REINFORCE: the ratio is 1 and its gradient is that of log π(o_i).
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
+from covey.algorithms.grpo import objective
+from covey.core.advantages import leave_one_out, weighted_total
+from covey.core.ratios import sequence_sum_level
+from covey.core.surrogates import Surrogate, SurrogateStats, clip, clip_stats
+from covey.core.weighting import mean_per_sequence
+
+
+def _clip(config: Any) -> Surrogate:
+    return partial(clip, epsilon_low=config.epsilon, epsilon_high=config.resolved_epsilon_high)
+
+
+def _clip_stats(config: Any) -> SurrogateStats:
+    return partial(clip_stats, low=1 - config.epsilon, high=1 + config.resolved_epsilon_high, per_sequence=True)
+
+
+# The token losses of a rollout are all equal to the rollout's, so their mean is the rollout's loss.
+LOSS_TYPES.register("rloo", LossType(_clip, mean_per_sequence, _clip_stats, ratio_level=sequence_sum_level))
+
+
+def algorithm(config: Any) -> Algorithm:
+    """RLOO as `config` (an `RLOOConfig`) sets it."""
+    return Algorithm(
+        name="RLOO",
+        advantages=partial(
+            _advantages,
+            clip_range=config.reward_clip_range,
+            beta=config.beta,
+            normalize=config.normalize_advantages,
+        ),
+        objective=objective(config, kl_in_reward=True),
+        weighting=LOSS_TYPES[config.loss_type].weighting,
+        kl_in_reward=True,
+        beta=config.beta,
+    )
+
+
+def _advantages(
+    rewards_PGF: Tensor,
+    weights_F: Tensor,
+    kl_PG: Tensor | None,
+    *,
+    clip_range: tuple[float, float] | None,
+    beta: float,
+    normalize: bool,
+) -> Tensor:
+    """R = clip(Σ w r) - β KL(π_old || π_ref) of the whole completion, then leave one out."""
+    total_PG = weighted_total(rewards_PGF, weights_F)
+    if clip_range is not None:
+        total_PG = total_PG.clamp(*clip_range)
+    if kl_PG is not None:
+        total_PG = total_PG - beta * kl_PG
+    return leave_one_out(total_PG, normalize)

@@ -1,0 +1,94 @@
+"""Credit: from rewards to advantages, over groups of completions of the same prompt.
+
+Rewards come as `[P, G]` (one total per completion) or `[P, G, F]` (one per reward function), with NaN where a
+function abstained. A completion that nothing could score is left out of every mean and deviation, and its advantage
+is 0. Everything is computed in float64 and returned in float32; a group whose rewards are all equal gets exact zeros.
+"""
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-4
+"""Added to a standard deviation before dividing by it."""
+
+
+def weighted_total(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:
+    """Σ_k w_k r_k over the functions that answered, NaN where none did: [..., F] -> [...]."""
+    total = (rewards_PGF * weights_F.to(rewards_PGF)).nansum(-1)
+    return torch.where(rewards_PGF.isnan().all(-1), torch.nan, total)
+
+
+def group_relative(rewards_PG: Tensor, scale: str = "group") -> Tensor:
+    """A = (R - mean_group) / (std + ε).
+
+    Args:
+        rewards_PG: [P, G], NaN = not scorable.
+        scale: "group" divides by the group's deviation (GRPO, arXiv 2402.03300 §4.1.2), "batch" by the whole
+            batch's (Lite PPO, arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783).
+
+    Returns:
+        [P, G] float32 without NaN.
+
+    Example:
+        >>> group_relative(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), scale="none").tolist()
+        [[0.5, -0.5], [0.0, 0.0]]
+    """
+    rewards = rewards_PG.double()
+    centred = _centre(rewards)
+    if scale == "group":
+        centred = centred / (nanstd(rewards, dim=1) + EPSILON)
+    elif scale == "batch":
+        centred = centred / (nanstd(rewards.flatten(), dim=0) + EPSILON)
+    return centred.nan_to_num(0.0).float()
+
+
+def normalize_then_sum(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:
+    """Normalise each reward in its group, add them up, normalise over the batch: GDPO (arXiv 2601.05242).
+
+    z_k = (r_k - mean_group) / (std_group + ε);  S = Σ_k w_k z_k;  A = (S - mean_batch) / (std_batch + ε).
+    [P, G, F], [F] -> [P, G] float32 without NaN.
+    """
+    rewards = rewards_PGF.double()
+    normalised = _centre(rewards) / (nanstd(rewards, dim=1) + EPSILON)
+    total_PG = weighted_total(normalised, weights_F.double())
+    flat = total_PG.flatten()
+    centred = total_PG - flat.nanmean()
+    advantages = centred / (nanstd(flat, dim=0) + EPSILON)
+    return advantages.nan_to_num(0.0).float()
+
+
+def leave_one_out(rewards_PG: Tensor, normalize: bool = False) -> Tensor:
+    """A_i = R_i - mean of the siblings' rewards: RLOO (arXiv 2402.14740, eq. 5).
+
+    Args:
+        rewards_PG: [P, G], NaN = not scorable. A completion without a scorable sibling gets 0.
+        normalize: afterwards subtract the batch's mean advantage and divide by its deviation.
+
+    Example:
+        >>> leave_one_out(torch.tensor([[3.0, 1.0, 2.0]])).tolist()
+        [[1.5, -1.5, 0.0]]
+    """
+    rewards = rewards_PG.double()
+    scorable = (~rewards.isnan()).sum(1, keepdim=True)
+    # R_i - (S - R_i)/(n-1) = (R_i - S/n) · n/(n-1)
+    advantages = _centre(rewards) * scorable / (scorable - 1).clamp(min=1)
+    if normalize:
+        flat = advantages.flatten()
+        advantages = (advantages - flat.nanmean()) / (nanstd(flat, dim=0) + EPSILON)
+    return advantages.nan_to_num(0.0).float()
+
+
+def nanstd(values: Tensor, dim: int) -> Tensor:
+    """Unbiased standard deviation over `dim` (kept) without the NaN; 0 for fewer than two values or equal ones."""
+    count = (~values.isnan()).sum(dim, keepdim=True)
+    centred = _centre(values, dim)
+    variance = centred.square().nansum(dim, keepdim=True) / (count - 1).clamp(min=1)
+    return variance.sqrt()
+
+
+def _centre(values: Tensor, dim: int = 1) -> Tensor:
+    """Subtract the mean over `dim`; exactly 0 where all values are equal, whatever the rounding of their mean."""
+    centred = values - values.nanmean(dim, keepdim=True)
+    high = values.nan_to_num(-torch.inf).amax(dim, keepdim=True)
+    low = torch.where(values.isnan(), torch.inf, values).amin(dim, keepdim=True)
+    return torch.where((high == low) & ~values.isnan(), 0.0, centred)

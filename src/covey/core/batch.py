@@ -1,0 +1,155 @@
+"""`TrainBatch`: what the policy is trained on, flat and unpadded, and how rollouts become one.
+
+Not here: how a batch is laid out for a forward pass (`covey.policy.layouts`) and what its advantages and weights are
+(`covey.core.advantages`, `covey.core.weighting`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.ragged import segment_starts, token_index
+from covey.core.rollout import Rollout
+
+TOKEN_FIELDS = (
+    "token_ids",
+    "sampled",
+    "advantages",
+    "weights",
+    "entropy_weights",
+    "old_logprobs",
+    "ref_logprobs",
+    "engine_logprobs",
+    "mismatch_weights",
+)
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """Completion tokens of B rollouts in flat vectors, with their prompts stored once each.
+
+    Attributes:
+        token_ids: [N] int64, the completion tokens of all rollouts, one after the other.
+        lengths: [B] int64, completion tokens of each rollout; may be 0.
+        sampled: [N] bool, the tokens that are learned from. False for tool output, and for every token of a
+            truncated completion under `mask_truncated_completions`.
+        prompt_ids: [M] int64, the tokens of the P distinct prompts, one after the other.
+        prompt_lengths: [P] int64.
+        groups: [B] int64, the prompt each rollout continues: an index into `prompt_lengths`.
+        advantages: [N] float32, credit of each token (equal over a rollout unless credit is given per step).
+        weights: [N] float32, how much each token's loss counts; 0 where not sampled. Their sum over one optimizer
+            step and all ranks is the loss's normaliser already applied: `loss = sum(weights * token_loss)`.
+        entropy_weights: [N] float32 or None, the same for the entropy bonus.
+        old_logprobs: [N] float32 or None, under the policy before this generation's updates. None: on-policy.
+        ref_logprobs: [N] float32 or None, under the reference policy.
+        engine_logprobs: [N] float32 or None, as the sampling engine reported them.
+        mismatch_weights: [N] float32 or None, importance weights that correct the engine's distribution.
+        forward_kwargs: further model inputs, opaque to us.
+        entropy_threshold: tokens with less entropy are left out of the loss (`top_entropy_quantile`), or None.
+
+    Example:
+        Two answers to one prompt, "2+2=" -> "4" and "2+2=" -> "2 2":
+        `TrainBatch(token_ids=[4, 2, 2], lengths=[1, 2], sampled=[1, 1, 1], prompt_ids=[2, 9, 2, 8],
+        prompt_lengths=[4], groups=[0, 0])`
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+    sampled: Tensor
+    prompt_ids: Tensor
+    prompt_lengths: Tensor
+    groups: Tensor
+    advantages: Tensor | None = None
+    weights: Tensor | None = None
+    entropy_weights: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    engine_logprobs: Tensor | None = None
+    mismatch_weights: Tensor | None = None
+    forward_kwargs: dict[str, Any] = field(default_factory=dict)
+    entropy_threshold: float | None = None
+
+    def __len__(self) -> int:
+        """Number of rollouts, B."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of completion tokens, N."""
+        return len(self.token_ids)
+
+    @property
+    def sampled_lengths(self) -> Tensor:
+        """[B] int64: the tokens of each rollout that are learned from."""
+        totals = torch.zeros(len(self.lengths) + 1, dtype=torch.long, device=self.lengths.device)
+        running = torch.cat([totals[:1], self.sampled.long().cumsum(0)])
+        starts = segment_starts(self.lengths)
+        return running[starts + self.lengths] - running[starts]
+
+    def select(self, rows: Tensor) -> "TrainBatch":
+        """The rollouts `rows` [R] in that order, with just the prompts they continue."""
+        tokens = token_index(rows, self.lengths)
+        prompts, groups = self.groups[rows].unique(return_inverse=True)
+        per_token = {name: getattr(self, name) for name in TOKEN_FIELDS}
+        return TrainBatch(
+            **{name: None if value is None else value[tokens] for name, value in per_token.items()},
+            lengths=self.lengths[rows],
+            prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
+            prompt_lengths=self.prompt_lengths[prompts],
+            groups=groups,
+            forward_kwargs=self.forward_kwargs,
+            entropy_threshold=self.entropy_threshold,
+        )
+
+    def split(self, rows_per_part: int) -> list["TrainBatch"]:
+        """Consecutive parts of `rows_per_part` rollouts; the last may be smaller."""
+        order = torch.arange(len(self), device=self.lengths.device)
+        return [self.select(rows) for rows in order.split(rows_per_part)] if len(self) else []
+
+    def to(self, device: torch.device | str) -> "TrainBatch":
+        """A copy whose tensors live on `device`."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TrainBatch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+
+    def prompts(self) -> list[Tensor]:
+        """The P prompts' tokens, each [its length]."""
+        return list(self.prompt_ids.split(self.prompt_lengths.tolist()))
+
+    def completions(self) -> list[Tensor]:
+        """The B completions' tokens, each [its length]."""
+        return list(self.token_ids.split(self.lengths.tolist()))
+
+
+def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> TrainBatch:
+    """Flatten rollouts into a `TrainBatch`; rollouts with the same `group` share one copy of their prompt.
+
+    Args:
+        rollouts: finished episodes; siblings must have equal `prompt_ids`.
+        mask_truncated: learn nothing from truncated completions (DAPO's overlong filtering, arXiv 2503.14476 §3.4).
+    """
+    prompts: dict[int, list[int]] = {}
+    for rollout in rollouts:
+        known = prompts.setdefault(rollout.group, rollout.prompt_ids)
+        assert known == rollout.prompt_ids, "rollouts of one group share their prompt"
+    place = {group: i for i, group in enumerate(prompts)}
+
+    def learned(rollout: Rollout) -> list[bool]:
+        return [False] * len(rollout.sampled) if mask_truncated and rollout.truncated else rollout.sampled
+
+    have_logprobs = bool(rollouts) and all(r.logprobs is not None for r in rollouts)
+    return TrainBatch(
+        token_ids=_flat([r.completion_ids for r in rollouts], torch.long),
+        lengths=torch.tensor([len(r.completion_ids) for r in rollouts], dtype=torch.long),
+        sampled=_flat([learned(r) for r in rollouts], torch.bool),
+        prompt_ids=_flat(list(prompts.values()), torch.long),
+        prompt_lengths=torch.tensor([len(p) for p in prompts.values()], dtype=torch.long),
+        groups=torch.tensor([place[r.group] for r in rollouts], dtype=torch.long),
+        engine_logprobs=_flat([r.logprobs or [] for r in rollouts], torch.float32) if have_logprobs else None,
+    )
+
+
+def _flat(lists: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([x for one in lists for x in one], dtype=dtype)

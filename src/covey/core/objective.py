@@ -1,0 +1,162 @@
+"""The loss: surrogate, filters, KL and entropy bonus over flat tokens, summed with precomputed weights.
+
+`policy_loss` is the only place where they meet. It is pure: the same inputs give the same loss on one process or many,
+in one micro-batch or in ten, because every average is already in the weights.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from covey.core.batch import TrainBatch
+from covey.core.kl import KLEstimator, k3
+from covey.core.ratios import RatioLevel, off_policy_keep, token_level
+from covey.core.stats import Mean, Stat
+from covey.core.surrogates import Surrogate, SurrogateInputs, SurrogateStats
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised, as values.
+
+    Attributes:
+        surrogate: token losses from ratios and advantages.
+        stats: metrics of the surrogate (clip fractions, ...), or None.
+        ratio_level: how the importance ratio is formed.
+        beta: weight of the KL term in the loss; 0 leaves it out.
+        kl: its estimator.
+        correct_kl_bias: multiply the KL term by the token ratio, which makes its gradient unbiased off-policy
+            (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
+        off_policy_threshold: drop punished sequences that drifted further than this; None keeps all.
+        mismatch_in_surrogate: the surrogate itself uses the mismatch weights (VESPO), so they are not applied again.
+    """
+
+    surrogate: Surrogate
+    stats: SurrogateStats | None = None
+    ratio_level: RatioLevel = token_level
+    beta: float = 0.0
+    kl: KLEstimator = k3
+    correct_kl_bias: bool = False
+    off_policy_threshold: float | None = None
+    mismatch_in_surrogate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Everything the loss looks at. All `[N]` but `lengths [B]`; see `TrainBatch` for meanings.
+
+    `logprobs` and `entropies` come from the policy and carry the gradient. `old_logprobs` None means on-policy: the
+    ratio is 1 with its gradient alive. `entropy_coef` weighs the entropy bonus (0 leaves it out).
+    """
+
+    logprobs: Tensor
+    entropies: Tensor | None
+    sampled: Tensor
+    lengths: Tensor
+    advantages: Tensor
+    weights: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    engine_logprobs: Tensor | None = None
+    mismatch_weights: Tensor | None = None
+    entropy_weights: Tensor | None = None
+    entropy_threshold: float | None = None
+    entropy_coef: float = 0.0
+
+    @classmethod
+    def of(
+        cls, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, entropy_coef: float = 0.0
+    ) -> "LossInputs":
+        """Join a batch with the policy's scores of it."""
+        assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
+        return cls(
+            logprobs=logprobs,
+            entropies=entropies,
+            sampled=batch.sampled,
+            lengths=batch.lengths,
+            advantages=batch.advantages,
+            weights=batch.weights,
+            old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            engine_logprobs=batch.engine_logprobs,
+            mismatch_weights=batch.mismatch_weights,
+            entropy_weights=batch.entropy_weights,
+            entropy_threshold=batch.entropy_threshold,
+            entropy_coef=entropy_coef,
+        )
+
+
+class LossResult(NamedTuple):
+    """The loss (a scalar with its gradient) and the metrics of these tokens."""
+
+    loss: Tensor
+    stats: dict[str, Stat]
+
+
+def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
+    """loss = Σ_t w_t (keep_t · ρ_t · surrogate_t + β KL_t) - coef Σ_t w^H_t H_t.
+
+    keep is the product of the off-policy and the entropy filter, ρ the engine/trainer mismatch weight; neither
+    touches the KL term. Denominators (inside the weights) count filtered tokens too.
+    """
+    old = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+    log_ratio = objective.ratio_level(inputs.logprobs, old, inputs.sampled, inputs.lengths)
+    x = SurrogateInputs(
+        log_ratio, inputs.logprobs, old, inputs.advantages, inputs.sampled, inputs.lengths, inputs.mismatch_weights
+    )
+    token_loss = objective.surrogate(x)
+    stats = objective.stats(x) if objective.stats else {}
+    keep = _filters(inputs, objective, old)
+    if keep is not None:
+        token_loss = torch.where(keep, token_loss, 0.0)
+        stats["kept_token_fraction"] = _masked_mean(keep.to(token_loss), inputs.sampled)
+    if inputs.mismatch_weights is not None and not objective.mismatch_in_surrogate:
+        token_loss = token_loss * inputs.mismatch_weights
+    policy_part = _weighted(inputs.weights, token_loss)
+    loss = policy_part
+    if objective.beta:
+        kl = _kl(inputs, objective, old)
+        loss = loss + objective.beta * _weighted(inputs.weights, kl)
+        stats["kl"] = _masked_mean(kl.detach(), inputs.sampled)
+    if inputs.entropies is not None:
+        stats["entropy"] = _masked_mean(inputs.entropies.detach(), inputs.sampled)
+        if inputs.entropy_weights is not None:
+            loss = loss - inputs.entropy_coef * _weighted(inputs.entropy_weights, inputs.entropies)
+    return LossResult(loss, stats)
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """Σ w v over the tokens that count; the others cannot spoil it, not even with an infinity."""
+    return (weights * torch.where(weights != 0, values, 0.0)).sum()
+
+
+def _filters(inputs: LossInputs, objective: Objective, old_logprobs: Tensor) -> Tensor | None:
+    """Which tokens' surrogate counts, [N] bool, or None for all."""
+    keep = None
+    if objective.off_policy_threshold is not None:
+        behaviour = old_logprobs if inputs.engine_logprobs is None else inputs.engine_logprobs
+        keep = off_policy_keep(
+            inputs.advantages,
+            inputs.logprobs,
+            behaviour,
+            inputs.sampled,
+            inputs.lengths,
+            objective.off_policy_threshold,
+        )
+    if inputs.entropy_threshold is not None:
+        assert inputs.entropies is not None, "an entropy threshold needs entropies"
+        decisive = inputs.entropies.detach() >= inputs.entropy_threshold
+        keep = decisive if keep is None else keep & decisive
+    return keep
+
+
+def _kl(inputs: LossInputs, objective: Objective, old_logprobs: Tensor) -> Tensor:
+    assert inputs.ref_logprobs is not None, "a KL term needs the reference's log-probs"
+    kl = objective.kl(inputs.logprobs, inputs.ref_logprobs)
+    return kl * (inputs.logprobs - old_logprobs).exp() if objective.correct_kl_bias else kl
+
+
+def _masked_mean(values: Tensor, sampled: Tensor) -> Mean:
+    return Mean(torch.where(sampled, values, 0.0).sum().item(), sampled.sum().item())

@@ -1,0 +1,118 @@
+"""Importance ratios: between the updated and the old policy, and between the trainer and the sampling engine.
+
+Ratio levels take flat log-probabilities and return the log-ratio of every token, `[N]`; a sequence-level ratio is
+repeated over its tokens. The gradient flows through `logprobs` alone.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from covey.core.ragged import expand, masked_segment_mean, segment_ids, segment_sum
+from covey.core.stats import Max, Mean, Min, Stat
+
+RatioLevel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(logprobs [N], old_logprobs [N], sampled [N], lengths [B]) -> log-ratio [N]."""
+
+
+def token_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
+    """log r_t = log π(o_t) - log π_old(o_t): PPO and GRPO (arXiv 2402.03300, eq. 3)."""
+    return logprobs - old_logprobs
+
+
+def sequence_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
+    """log s_i = mean over the sequence of log r_t: GSPO (arXiv 2507.18071, eq. 7)."""
+    return expand(masked_segment_mean(logprobs - old_logprobs, sampled, lengths), lengths)
+
+
+def sequence_token_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
+    """log(sg[s_i] · π(o_t) / sg[π(o_t)]): the sequence's ratio, each token's gradient; GSPO-token (ibid., eq. 14)."""
+    sequence = sequence_level(logprobs.detach(), old_logprobs, sampled, lengths)
+    return sequence + logprobs - logprobs.detach()
+
+
+def sequence_sum_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
+    """log(π(o_i) / π_old(o_i)), the whole completion as one action: RLOO (arXiv 2402.14740, §3)."""
+    return expand(segment_sum(torch.where(sampled, logprobs - old_logprobs, 0.0), lengths), lengths)
+
+
+RATIO_LEVELS: dict[str, RatioLevel] = {
+    "token": token_level,
+    "sequence": sequence_level,
+    "sequence_token": sequence_token_level,
+    "sequence_sum": sequence_sum_level,
+}
+
+
+def off_policy_keep(
+    advantages: Tensor, logprobs: Tensor, behaviour_logprobs: Tensor, sampled: Tensor, lengths: Tensor, threshold: float
+) -> Tensor:
+    """Which tokens to keep: all but those of punished sequences that have drifted too far from where they were sampled.
+
+    keep_i = A_i >= 0 or mean_t(log π_behaviour - log π) <= threshold (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
+    NaN log-probs of the engine count as no drift. Returns bool [N].
+    """
+    drift = (behaviour_logprobs - logprobs.detach()).nan_to_num(0.0)
+    return (advantages >= 0) | (expand(masked_segment_mean(drift, sampled, lengths), lengths) <= threshold)
+
+
+class MismatchWeights(NamedTuple):
+    """Importance weights [N] of the trainer's policy over the engine's, and their metrics."""
+
+    weights: Tensor
+    stats: dict[str, Stat]
+
+
+def mismatch_weights(
+    old_logprobs: Tensor,
+    engine_logprobs: Tensor,
+    sampled: Tensor,
+    lengths: Tensor,
+    *,
+    mode: str,
+    clip_min: float | None,
+    clip_max: float | None,
+) -> MismatchWeights:
+    """Correct samples drawn by an engine whose probabilities differ from the trainer's.
+
+    ρ = exp(log π_trainer - log π_engine), per token or summed over the sequence, then either truncated to
+    [clip_min, clip_max] (TIS) or set to 0 outside it (MIS). Yao et al. 2025, "Your efficient RL framework secretly
+    brings you off-policy RL training"; Liu et al. 2025, "When speed kills stability".
+
+    Args:
+        old_logprobs, engine_logprobs: [N]; NaN of the engine counts as no difference.
+        mode: token_truncate | token_mask | sequence_truncate | sequence_mask.
+        clip_min, clip_max: bounds of ρ; None leaves that side open.
+    """
+    level, _, action = mode.partition("_")
+    difference = torch.where(sampled, (old_logprobs - engine_logprobs).nan_to_num(0.0), 0.0)
+    log_rho = expand(segment_sum(difference, lengths), lengths) if level == "sequence" else difference
+    rho = log_rho.exp()
+    low = 0.0 if clip_min is None else clip_min
+    high = float("inf") if clip_max is None else clip_max
+    if action == "truncate":
+        weights = rho.clamp(min=low, max=high)
+    else:
+        weights = torch.where((rho >= low) & (rho <= high), rho, 0.0)
+    return MismatchWeights(weights, _mismatch_stats(difference.abs(), weights, sampled, lengths, level))
+
+
+def _mismatch_stats(gap: Tensor, weights: Tensor, sampled: Tensor, lengths: Tensor, level: str) -> dict[str, Stat]:
+    if not sampled.any():
+        return {}
+    gap, seen = gap[sampled], weights[sampled]
+    if level == "sequence":  # one ratio per sequence, not one per token
+        ids = segment_ids(lengths)[sampled]
+        first = torch.ones_like(ids, dtype=torch.bool)
+        first[1:] = ids[1:] != ids[:-1]
+        seen = seen[first]
+    prefix = "sampling/importance_sampling_ratio"
+    return {
+        "sampling/sampling_logp_difference/mean": Mean(gap.sum().item(), len(gap)),
+        "sampling/sampling_logp_difference/max": Max(gap.max().item()),
+        f"{prefix}/min": Min(seen.min().item()),
+        f"{prefix}/mean": Mean(seen.sum().item(), len(seen)),
+        f"{prefix}/max": Max(seen.max().item()),
+    }
