@@ -1,0 +1,128 @@
+"""Runs a batch of rollouts to their end: draws in, finished episodes out.
+
+Every rollout is a coroutine around `await engine.generate(...)`; all of them are in flight at once and the engine
+batches what it is given. Siblings are asked for together, so that their prompt is computed once.
+"""
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from covey.core.rollout import Completion, Rollout
+from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
+from covey.rollout.prompts import PromptCodec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One completion to be sampled.
+
+    Attributes:
+        row: the dataset row; `row["prompt"]` is the prompt.
+        prompt: the row's number, which seeds the sample.
+        sample: which of the prompt's completions this is, 0 ... G-1.
+    """
+
+    row: dict[str, Any]
+    prompt: int
+    sample: int
+
+
+def sample_seed(*key: int | str) -> int:
+    """A 63-bit seed that depends on every part of the key and on nothing else."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Collector:
+    """Turns draws into rollouts with one engine.
+
+    Args:
+        engine: what samples.
+        codec: encodes prompts and decodes completions.
+        seed: with the generation's number, the prompt and the sample index, it decides every sample.
+    """
+
+    def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int):
+        self.engine = engine
+        self.codec = codec
+        self.seed = seed
+
+    def collect(self, draws: Sequence[Draw], params: SamplingParams, key: tuple[int | str, ...]) -> list[Rollout]:
+        """Sample every draw; the result is in the draws' order.
+
+        Args:
+            draws: siblings (equal `prompt`) next to each other.
+            params: how to sample.
+            key: names this generation (mode and step): another key gives other samples.
+        """
+        with self.engine.awake():
+            return run_async(self._collect(draws, params, key))
+
+    async def _collect(
+        self, draws: Sequence[Draw], params: SamplingParams, key: tuple[int | str, ...]
+    ) -> list[Rollout]:
+        groups = _siblings(draws)
+        answered = await asyncio.gather(
+            *(self._group(number, siblings, params, key) for number, siblings in enumerate(groups))
+        )
+        return [rollout for rollouts in answered for rollout in rollouts]
+
+    async def _group(
+        self, number: int, siblings: list[Draw], params: SamplingParams, key: tuple[int | str, ...]
+    ) -> list[Rollout]:
+        row = siblings[0].row
+        prompt_ids = self.codec.encode(row["prompt"], row.get("chat_template_kwargs"))
+        seeds = [sample_seed(self.seed, *key, draw.prompt, draw.sample) for draw in siblings]
+        completions = await self.engine.generate(SampleRequest(prompt_ids, len(siblings), params, seeds))
+        return [self._rollout(row, prompt_ids, completion, number) for completion in completions]
+
+    def _rollout(self, row: dict[str, Any], prompt_ids: list[int], completion: Completion, group: int) -> Rollout:
+        return Rollout(
+            prompt_ids=prompt_ids,
+            completion_ids=completion.token_ids,
+            sampled=[True] * len(completion.token_ids),
+            logprobs=completion.logprobs,
+            completion=self.codec.decode(row["prompt"], completion.token_ids),
+            finish=completion.finish,
+            group=group,
+        )
+
+
+def _siblings(draws: Sequence[Draw]) -> list[list[Draw]]:
+    """Runs of draws of the same prompt; a prompt drawn again (sample 0 once more) starts a new run."""
+    runs: list[list[Draw]] = []
+    for draw in draws:
+        if runs and runs[-1][-1].prompt == draw.prompt and runs[-1][-1].sample < draw.sample:
+            runs[-1].append(draw)
+        else:
+            runs.append([draw])
+    return runs
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end from synchronous code, inside a notebook's running loop too."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            outcome.append(asyncio.run(work))
+        except BaseException as error:  # carried to the caller's thread
+            failure.append(error)
+
+    thread = threading.Thread(target=target, name="covey-rollouts")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

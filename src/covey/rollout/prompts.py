@@ -1,0 +1,95 @@
+"""From what users write to tokens and back: prompts are rendered and encoded, completions decoded.
+
+Standard prompts are strings, conversational ones are lists of messages that the tokenizer's chat template renders.
+Prompts are never truncated: one that does not fit the model's context is an error.
+"""
+
+from typing import Any
+
+from covey.core.rollout import Message
+
+Prompt = str | list[Message]
+
+
+def is_conversational(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
+
+
+class PromptCodec:
+    """Encodes prompts and decodes completions with one tokenizer.
+
+    Args:
+        tokenizer: of the policy.
+        chat_template_kwargs: further arguments of the chat template, for every prompt.
+        max_context: most tokens the model can attend to, or None when unlimited.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None, max_context: int | None):
+        self.tokenizer = tokenizer
+        self.chat_template_kwargs = chat_template_kwargs or {}
+        self.max_context = max_context
+
+    def encode(self, prompt: Prompt, row_kwargs: dict[str, Any] | None = None) -> list[int]:
+        """Tokens of a prompt. A conversation that ends with the assistant is continued, any other is answered.
+
+        Args:
+            prompt: a string or messages.
+            row_kwargs: this row's own chat template arguments (a `chat_template_kwargs` column).
+
+        Raises:
+            ValueError: no chat template for messages, an empty prompt, or one that fills the context.
+        """
+        ids = self._encode_chat(prompt, row_kwargs or {}) if is_conversational(prompt) else self._encode_text(prompt)
+        if not ids:
+            raise ValueError(f"the prompt {_shown(prompt)} is empty: it encodes to no tokens. Remove the row.")
+        if self.max_context is not None and len(ids) >= self.max_context:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens leaves no room to answer in the model's context of {self.max_context}:"
+                f" {_shown(prompt)}. Prompts are never truncated; shorten or filter such rows."
+            )
+        return ids
+
+    def _encode_text(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"a prompt must be a string or a non-empty list of messages with 'role' and 'content', got"
+                f" {type(prompt).__name__}: {_shown(prompt)}"
+            )
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def _encode_chat(self, messages: Prompt, row_kwargs: dict[str, Any]) -> list[int]:
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                "the dataset's prompts are conversations but the tokenizer has no chat template. Set"
+                " `tokenizer.chat_template`, use an instruction-tuned model, or give prompts as plain strings."
+            )
+        continues = ends_with_assistant(messages)
+        return list(
+            self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                tokenize=True,
+                return_dict=False,
+                **{**self.chat_template_kwargs, **row_kwargs},
+            )
+        )
+
+    def decode(self, prompt: Prompt, completion_ids: list[int]) -> str | list[Message]:
+        """The completion as reward functions see it: text, or one assistant message (with its prefill, if any)."""
+        text = self.tokenizer.decode(completion_ids, skip_special_tokens=True)
+        if not is_conversational(prompt):
+            return text
+        prefill = prompt[-1]["content"] if ends_with_assistant(prompt) else ""  # type: ignore[index]
+        return [{"role": "assistant", "content": prefill + text}]  # type: ignore[operator]
+
+
+def ends_with_assistant(messages: Any) -> bool:
+    """Whether the policy is to continue a message that the assistant has begun."""
+    return messages[-1]["role"] == "assistant"
+
+
+def _shown(prompt: Any, width: int = 120) -> str:
+    text = repr(prompt)
+    return text if len(text) <= width else text[: width - 1] + "…"
