@@ -1,0 +1,150 @@
+"""Is the mathematics right? Rewards that compare with a `solution` column through math-verify.
+
+Needs the `math` extra. Parsing and comparing happen in a process of their own (`math_worker.py`), so these functions
+work on any thread and cannot hang. For answers that are plain numbers or strings see `covey.rewards.matching`, which
+needs nothing.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from covey.rewards.text import completion_text
+from covey.rewards.workers import ScriptWorker, WorkerFailed
+
+CHECK_SECONDS = 5.0
+"""Deadline for parsing and comparing one pair."""
+
+PATIENCE = 8
+"""After this many failed checks in one call the deadline is a second: hopeless answers must not use up the call's own."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one answer compares with its reference.
+
+    Attributes:
+        correct: whether they are equal; None where the reference could not be parsed, or where `failed`.
+        failed: the check took too long or too much memory.
+        gold: what was read in the reference, as text.
+        answer: what was read in the answer, as text.
+    """
+
+    correct: bool | None
+    failed: bool = False
+    gold: list[str] = field(default_factory=list)
+    answer: list[str] = field(default_factory=list)
+
+    @property
+    def reward(self) -> float | None:
+        """1 or 0; None (abstain) without a usable reference; NaN, which counts as a failure, if the check failed."""
+        if self.failed:
+            return math.nan
+        return None if self.correct is None else float(self.correct)
+
+
+@cache
+def _worker() -> ScriptWorker:
+    return ScriptWorker(Path(__file__).with_name("math_worker.py"))
+
+
+def verify_answers(answers: list[str], solutions: list[str], seconds: float = CHECK_SECONDS) -> list[Verdict]:
+    """Compare each answer with its reference; equal pairs are compared once.
+
+    Args:
+        answers: texts whose boxed (or announced) LaTeX answer is read.
+        solutions: references of any form: LaTeX, plain expressions, numbers.
+        seconds: deadline per pair.
+    """
+    known: dict[tuple[str, str], Verdict] = {}
+    failures = 0
+    for pair in zip(answers, solutions, strict=True):
+        if pair not in known:
+            known[pair] = _verify(*pair, seconds if failures < PATIENCE else min(seconds, 1.0))
+            failures += known[pair].failed
+    return [known[pair] for pair in zip(answers, solutions, strict=True)]
+
+
+def _verify(answer: str, solution: str, seconds: float) -> Verdict:
+    try:
+        reply = _worker().ask({"gold": str(solution), "answer": answer}, seconds)
+    except WorkerFailed:
+        return Verdict(correct=None, failed=True)
+    return Verdict(reply["correct"], gold=reply["gold"], answer=reply["answer"])
+
+
+def accuracy_reward(
+    completions: list[Any],
+    solution: list[str],
+    log_extra: Callable[[str, list], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """1 where the final answer is mathematically equal to `solution`, else 0; None where `solution` is no mathematics.
+
+    The answer is what stands in the last `\\boxed{}`, else LaTeX that is announced as the answer. An answer that cannot
+    be checked within five seconds gets NaN: it is excluded, and counted under `rewards/accuracy_reward/failures`.
+
+    Args:
+        completions: strings or messages.
+        solution: the dataset's column of references.
+        log_extra: given by the trainer; adds `solution`, `gold_parsed` and `answer_parsed` to the completions table.
+
+    Example:
+        >>> accuracy_reward([r"So it is \\boxed{\\frac{2}{4}}.", r"\\boxed{3}"], solution=["1/2", "$2$"])
+        [1.0, 0.0]
+    """
+    return _accuracy([completion_text(completion) for completion in completions], solution, log_extra)
+
+
+def reasoning_accuracy_reward(
+    completions: list[Any],
+    solution: list[str],
+    reasoning_delimiters: list[str] | None = None,
+    log_extra: Callable[[str, list], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """`accuracy_reward` on what follows the reasoning; 0 where the reasoning never ends.
+
+    Args:
+        completions: strings or messages.
+        solution: the dataset's column of references.
+        reasoning_delimiters: texts that end the reasoning, `["</think>"]` by default. The first of them that occurs is
+            used, and the answer starts after its last occurrence.
+        log_extra: as in `accuracy_reward`.
+
+    Example:
+        >>> texts = [r"<think>Half of 8.</think> \\boxed{4}", r"<think> \\boxed{4}"]
+        >>> reasoning_accuracy_reward(texts, solution=["4", "4"])
+        [1.0, 0.0]
+    """
+    texts = [completion_text(completion) for completion in completions]
+    finals = [text_after_reasoning(text, reasoning_delimiters or ["</think>"]) for text in texts]
+    rewards = _accuracy([final or "" for final in finals], solution, log_extra)
+    return [0.0 if final is None else reward for final, reward in zip(finals, rewards, strict=True)]
+
+
+def text_after_reasoning(text: str, delimiters: list[str]) -> str | None:
+    """What follows the last occurrence of the first delimiter that occurs, or None if none does.
+
+    Example:
+        >>> text_after_reasoning("<think>2+2</think>4", ["</think>"])
+        '4'
+    """
+    for delimiter in delimiters:
+        if delimiter in text:
+            return text.rpartition(delimiter)[2]
+    return None
+
+
+def _accuracy(
+    texts: list[str], solution: list[str], log_extra: Callable[[str, list], None] | None
+) -> list[float | None]:
+    verdicts = verify_answers(texts, solution)
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [", ".join(verdict.gold) for verdict in verdicts])
+        log_extra("answer_parsed", [", ".join(verdict.answer) for verdict in verdicts])
+    return [verdict.reward for verdict in verdicts]

@@ -1,0 +1,122 @@
+"""What reward functions are given: samples as keyword arguments, and two functions to log with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from covey.core.rollout import Rollout
+from covey.rewards.errors import RewardError, describe_sample
+
+RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
+"""Arguments that are always given; a dataset column of that name could not be."""
+
+NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})
+"""Columns that the arguments above replace."""
+
+
+@dataclass(frozen=True)
+class RewardContext:
+    """What reward functions are told beside the samples.
+
+    Attributes:
+        trainer_state: the transformers `TrainerState`, or None outside training.
+        log_extra: `log_extra(column, values)`, one value per sample: adds a column to the completions table.
+        log_metric: `log_metric(name, value)`: logs a number.
+    """
+
+    trainer_state: Any
+    log_extra: Callable[[str, list], None]
+    log_metric: Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """Samples to score. `rows[i]` is the dataset row of `rollouts[i]`, repeated for every completion of its group."""
+
+    rows: list[dict[str, Any]]
+    rollouts: list[Rollout]
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def sample(self, index: int) -> "RewardBatch":
+        """The batch of one sample."""
+        return RewardBatch([self.rows[index]], [self.rollouts[index]])
+
+    def describe(self, index: int) -> str:
+        """Prompt and completion of a sample, shortened, for messages."""
+        return describe_sample(self.rows[index].get("prompt"), self.rollouts[index].completion)
+
+    @cached_property
+    def arguments(self) -> dict[str, list]:
+        """Keyword arguments: samples, dataset columns and rollout extras, each a list with one element per sample.
+
+        Where an extra has the name of a dataset column, the extra is given: it is what happened in this episode. A
+        value that a row or a rollout lacks is None.
+
+        Raises:
+            RewardError: a column or an extra has a reserved name.
+        """
+        columns = {**_columns(self.rows), **_columns([rollout.extras for rollout in self.rollouts])}
+        taken = sorted(RESERVED & columns.keys())
+        if taken:
+            raise RewardError(
+                f"column {taken[0]!r} has the name of an argument that every reward function receives "
+                f"({', '.join(sorted(RESERVED))}); rename it, with `dataset.rename_column` for instance."
+            )
+        completion_ids = [rollout.completion_ids for rollout in self.rollouts]
+        return {
+            **columns,
+            "prompts": [row.get("prompt") for row in self.rows],
+            "completions": [rollout.completion for rollout in self.rollouts],
+            "completion_ids": completion_ids,
+            "completions_ids": completion_ids,
+        }
+
+
+def _columns(records: list[dict[str, Any]]) -> dict[str, list]:
+    names = dict.fromkeys(name for record in records for name in record if name not in NOT_FORWARDED)
+    return {name: [record.get(name) for record in records] for name in names}
+
+
+@dataclass
+class Log:
+    """What one call of a reward function logged; kept back until the call has succeeded.
+
+    Attributes:
+        size: samples of the call, the length that logged columns must have.
+    """
+
+    size: int
+    extras: dict[str, list] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+
+    def log_extra(self, column: str, values: list) -> None:
+        """What reward functions receive as `log_extra`.
+
+        Raises:
+            RewardError: not one value per sample.
+        """
+        values = list(values)
+        if len(values) != self.size:
+            raise RewardError(f"log_extra({column!r}, ...) was given {len(values)} values for {self.size} samples.")
+        self.extras[column] = values
+
+    def log_metric(self, name: str, value: float) -> None:
+        """What reward functions receive as `log_metric`."""
+        self.metrics.append((name, float(value)))
+
+    def replay(self, context: RewardContext) -> None:
+        """Hand everything on to the trainer."""
+        for column, values in self.extras.items():
+            context.log_extra(column, values)
+        for name, value in self.metrics:
+            context.log_metric(name, value)
+
+    @classmethod
+    def joined(cls, logs: "list[Log | None]") -> "Log":
+        """One log of calls of one sample each; None, and None in every column, where a call failed."""
+        columns = dict.fromkeys(column for log in logs if log for column in log.extras)
+        extras = {column: [log.extras.get(column, [None])[0] if log else None for log in logs] for column in columns}
+        return cls(len(logs), extras, [metric for log in logs if log for metric in log.metrics])

@@ -1,0 +1,185 @@
+"""Python callables as reward functions: which arguments they take, and what they may return."""
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.rewards.batch import Log, RewardBatch
+from covey.rewards.errors import RewardError
+
+Values = list[float | None]
+"""One value per sample: a number, None where the function abstains, NaN where it failed."""
+
+
+def is_async(function: Callable) -> bool:
+    """Whether calling `function` gives a coroutine: `async def`, or an object whose `__call__` is one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def function_name(function: Callable) -> str:
+    """The name of a callable in metrics: its `__name__`, that of what a `partial` wraps, or its class's.
+
+    Example:
+        >>> function_name(functools.partial(max, 1))
+        'max'
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", None) or type(function).__name__
+    return name.strip("<>")  # "<lambda>" would be an odd metric name
+
+
+class FunctionReward:
+    """A callable, sync or async, with its signature read once.
+
+    A function without `**kwargs` receives only the arguments it names. Keywords bound by `functools.partial` stay so.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        self.function = function
+        self.name = name
+        self.is_async = is_async(function)
+        self._takes_all, self._names, self._required = _read_signature(function, name)
+
+    def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
+        """Score a batch with a sync function."""
+        return self.check(self.function(**self.arguments(batch, trainer_state, log)), batch)
+
+    async def call_async(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
+        """Score a batch with an async function."""
+        return self.check(await self.function(**self.arguments(batch, trainer_state, log)), batch)
+
+    def arguments(self, batch: RewardBatch, trainer_state: Any, log: Log) -> dict[str, Any]:
+        """What the function is called with; lists are copies, so that one function cannot disturb the next.
+
+        Raises:
+            RewardError: it asks for something that neither the trainer nor the dataset has.
+        """
+        available: dict[str, Any] = {name: list(values) for name, values in batch.arguments.items()}
+        available["completions_ids"] = available["completion_ids"]
+        available |= {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
+        missing = [name for name in self._required if name not in available]
+        if missing:
+            raise RewardError(
+                f"reward function {self.name!r} asks for {', '.join(map(repr, missing))}, which is neither given by "
+                f"the trainer nor a dataset column. Available: {', '.join(sorted(available))}. Rename the column, or "
+                "give the argument a default."
+            )
+        bound = _bound_keywords(self.function)
+        return {
+            name: value
+            for name, value in available.items()
+            if name not in bound and (self._takes_all or name in self._names)
+        }
+
+    def check(self, returned: Any, batch: RewardBatch) -> Values:
+        """`returned` as a list of numbers; see `as_values`."""
+        return as_values(returned, batch, self.name)
+
+
+def _read_signature(function: Callable, name: str) -> tuple[bool, frozenset[str], list[str]]:
+    """Whether it takes any keyword, the keywords it names, and those of them without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # some C functions tell nothing about themselves
+        return True, frozenset(), []
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if positional:
+        raise RewardError(
+            f"reward function {name!r} takes {positional[0]!r} by position only, but reward functions are called with "
+            "keyword arguments: prompts, completions, completion_ids and every dataset column."
+        )
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return takes_all, frozenset(p.name for p in named), [p.name for p in named if p.default is p.empty]
+
+
+def _bound_keywords(function: Callable) -> set[str]:
+    """Keywords given to `functools.partial` (which merges nested ones)."""
+    return set(function.keywords) if isinstance(function, functools.partial) else set()
+
+
+def as_values(returned: Any, batch: RewardBatch, name: str) -> Values:
+    """Check what a reward function returned and turn it into a list of numbers.
+
+    Accepted are lists and tuples of numbers, booleans, numpy or torch scalars and None, and one-dimensional arrays and
+    tensors.
+
+    Raises:
+        RewardError: another type or length, an element that is no number, or an infinite one.
+    """
+    expected = f"expected a list of {len(batch)} numbers (or None), one per completion"
+    items = _listed(returned)
+    if items is None:
+        raise RewardError(
+            f"reward function {name!r} returned {_shown(returned)}; {expected}.{_hint(returned)} First sample:\n"
+            + batch.describe(0)
+        )
+    if len(items) != len(batch):
+        raise RewardError(
+            f"reward function {name!r} returned {len(items)} rewards for {len(batch)} completions; {expected}. "
+            f"First sample:\n{batch.describe(0)}"
+        )
+    values = [_number(item) for item in items]
+    for index, value in enumerate(values):
+        if isinstance(value, _NotANumber):
+            raise RewardError(
+                f"reward function {name!r} returned {_shown(items[index])} for sample {index}; {expected}. That "
+                f"sample:\n{batch.describe(index)}"
+            )
+    return values  # type: ignore[return-value]
+
+
+def _listed(returned: Any) -> list | None:
+    """The elements of a list, a tuple or a one-dimensional array, or None for anything else."""
+    if isinstance(returned, Tensor):
+        returned = returned.detach().cpu()
+    if isinstance(returned, list | tuple):
+        return list(returned)
+    if hasattr(returned, "tolist") and getattr(returned, "ndim", None) == 1:  # a tensor, an array, a pandas series
+        return returned.tolist()
+    return None
+
+
+class _NotANumber:
+    """Marks an element that cannot be a reward."""
+
+
+def _number(item: Any) -> "float | _NotANumber | None":
+    if item is None:
+        return None
+    if not isinstance(item, numbers.Real) and hasattr(item, "item"):
+        try:
+            item = item.item()  # a numpy or torch scalar
+        except (ValueError, RuntimeError):  # an array of several elements
+            return _NotANumber()
+    if not isinstance(item, numbers.Real):
+        return _NotANumber()
+    try:
+        value = float(item)
+    except OverflowError:
+        return _NotANumber()
+    if abs(value) > torch.finfo(torch.float32).max:
+        return _NotANumber()
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 120 else text[:120] + '...'} ({type(value).__name__})"
+
+
+def _hint(returned: Any) -> str:
+    if returned is None:
+        return " Is there a `return`?"
+    if inspect.isawaitable(returned):
+        return " It is awaitable: declare the function with `async def`, or as an object with an async `__call__`."
+    shape = getattr(returned, "shape", None)
+    return f" Its shape is {tuple(shape)}; flatten it to ({shape[0]},)." if shape else ""

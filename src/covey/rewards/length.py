@@ -1,0 +1,141 @@
+"""How long is it? Rewards that depend on the number of completion tokens, alone or together with correctness."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from covey.rewards.text import completion_text
+
+
+def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
+    """0 up to the cache, down to -1 linearly within it, -1 beyond (DAPO, arXiv 2503.14476, equation 13).
+
+        0                                    if length <= max - cache
+        ((max - cache) - length) / cache     if max - cache < length <= max
+        -1                                   if length > max
+
+    Example:
+        >>> [soft_overlong_punishment(length, 100, 20) for length in (80, 90, 100, 101)]
+        [0.0, -0.5, -1.0, -1.0]
+    """
+    free = max_completion_len - soft_punish_cache
+    if length <= free:
+        return 0.0
+    if length <= max_completion_len:
+        return (free - length) / soft_punish_cache
+    return -1.0
+
+
+@dataclass(frozen=True)
+class SoftOverlongPunishment:
+    """See `get_soft_overlong_punishment`; a class so that it can be pickled."""
+
+    max_completion_len: int
+    soft_punish_cache: int
+
+    __name__ = "soft_overlong_punishment_reward"
+
+    def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [
+            soft_overlong_punishment(len(ids), self.max_completion_len, self.soft_punish_cache)
+            for ids in completion_ids
+        ]
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """A reward that discourages completions close to the limit (DAPO, arXiv 2503.14476, section 3.4).
+
+    Args:
+        max_completion_len: tokens; longer completions get -1.
+        soft_punish_cache: width, in tokens, of the stretch before it in which the penalty grows from 0 to -1.
+
+    Raises:
+        ValueError: the stretch is negative or longer than the limit.
+
+    Example:
+        >>> get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)(completion_ids=[[7] * 90])
+        [-0.5]
+    """
+    if not 0 <= soft_punish_cache <= max_completion_len:
+        raise ValueError(
+            f"soft_punish_cache={soft_punish_cache} must lie between 0 and max_completion_len={max_completion_len}."
+        )
+    return SoftOverlongPunishment(max_completion_len, soft_punish_cache)
+
+
+def cosine_scaled(length: int, max_len: int, at_zero: float, at_max: float) -> float:
+    """Half a cosine wave from `at_zero` at length 0 to `at_max` at `max_len`, constant beyond.
+
+        at_max + (at_zero - at_max) * (1 + cos(pi * min(length / max_len, 1))) / 2
+
+    (Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373, section 4)
+
+    Example:
+        >>> [round(cosine_scaled(length, 100, 1.0, 0.5), 2) for length in (0, 50, 100, 200)]
+        [1.0, 0.75, 0.5, 0.5]
+    """
+    return at_max + (at_zero - at_max) * (1 + math.cos(math.pi * min(length / max_len, 1.0))) / 2
+
+
+@dataclass(frozen=True)
+class CosineScaledReward:
+    """See `get_cosine_scaled_reward`; a class so that it can be pickled."""
+
+    max_len: int
+    min_value_wrong: float = -1.0
+    max_value_wrong: float = -0.5
+    min_value_correct: float = 0.5
+    max_value_correct: float = 1.0
+
+    __name__ = "cosine_scaled_reward"
+
+    def __call__(
+        self, completions: list[Any], completion_ids: list[list[int]], solution: list[str], **kwargs: Any
+    ) -> list[float | None]:
+        from covey.rewards.accuracy import verify_answers
+
+        verdicts = verify_answers([completion_text(completion) for completion in completions], solution)
+        return [
+            verdict.reward if verdict.correct is None else self.scale(verdict.correct, len(ids))
+            for verdict, ids in zip(verdicts, completion_ids, strict=True)
+        ]
+
+    def scale(self, correct: bool, length: int) -> float:
+        """Right answers earn most when short, wrong ones lose most when short."""
+        if correct:
+            return cosine_scaled(length, self.max_len, at_zero=self.max_value_correct, at_max=self.min_value_correct)
+        return cosine_scaled(length, self.max_len, at_zero=self.min_value_wrong, at_max=self.max_value_wrong)
+
+
+def get_cosine_scaled_reward(
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> Callable[..., list[float | None]]:
+    """A correctness reward scaled by length: be brief when right, think longer when wrong (arXiv 2502.03373).
+
+    Correctness is that of `accuracy_reward` (a `solution` column, math-verify); None where the solution is no
+    mathematics. Length is counted in tokens.
+
+    Args:
+        max_len: tokens at which the scale ends.
+        min_value_wrong: reward of a wrong answer of length 0.
+        max_value_wrong: reward of a wrong answer of `max_len` tokens or more.
+        min_value_correct: reward of a right answer of `max_len` tokens or more.
+        max_value_correct: reward of a right answer of length 0.
+
+    Raises:
+        ValueError: `max_len` is not positive.
+
+    Example:
+        >>> reward = get_cosine_scaled_reward(max_len=100)
+        >>> values = reward(completions=[r"\\boxed{4}"] * 2, completion_ids=[[1] * 50, [1] * 100], solution=["4", "5"])
+        >>> [round(value, 2) for value in values]
+        [0.75, -0.5]
+    """
+    if max_len <= 0:
+        raise ValueError(f"max_len={max_len} must be a positive number of tokens.")
+    return CosineScaledReward(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)

@@ -1,0 +1,175 @@
+"""Is the answer the expected one? Exact and numeric comparison with an `answer` (or `solution`) column.
+
+Nothing but the standard library: for algebra, units, sets and the like see `covey.rewards.accuracy`.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from covey.rewards.text import completion_text
+
+
+def expected_answers(answer: list[Any] | None, solution: list[Any] | None) -> list[Any]:
+    """The reference column: `answer`, else `solution`.
+
+    Raises:
+        ValueError: the dataset has neither.
+    """
+    expected = answer if answer is not None else solution
+    if expected is None:
+        raise ValueError("this reward needs a dataset column 'answer' or 'solution', and there is neither.")
+    return expected
+
+
+@dataclass(frozen=True)
+class ExactMatchReward:
+    """See `get_exact_match_reward`; a class so that it can be pickled."""
+
+    ignore_case: bool = False
+    ignore_whitespace: bool = True
+
+    __name__ = "exact_match_reward"
+
+    def __call__(
+        self,
+        completions: list[Any],
+        answer: list[Any] | None = None,
+        solution: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> list[float | None]:
+        return [
+            None if expected is None else float(self.normalise(completion_text(given)) == self.normalise(str(expected)))
+            for given, expected in zip(completions, expected_answers(answer, solution), strict=True)
+        ]
+
+    def normalise(self, text: str) -> str:
+        """What is compared."""
+        if self.ignore_whitespace:
+            text = " ".join(text.split())
+        return text.casefold() if self.ignore_case else text
+
+
+def exact_match_reward(
+    completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
+) -> list[float | None]:
+    """1 where the completion is the `answer` (or `solution`), whitespace aside, else 0; None where that is None.
+
+    Example:
+        >>> exact_match_reward([" Paris\\n", "paris", "It is Paris"], answer=["Paris"] * 3)
+        [1.0, 0.0, 0.0]
+    """
+    return ExactMatchReward()(completions, answer=answer, solution=solution)
+
+
+def get_exact_match_reward(
+    ignore_case: bool = False, ignore_whitespace: bool = True
+) -> Callable[..., list[float | None]]:
+    """`exact_match_reward` with another idea of equality.
+
+    Args:
+        ignore_case: compare case-folded texts.
+        ignore_whitespace: strip both ends and take any run of whitespace for one space.
+
+    Example:
+        >>> get_exact_match_reward(ignore_case=True)(["paris", "Rome"], answer=["Paris", "Paris"])
+        [1.0, 0.0]
+    """
+    return ExactMatchReward(ignore_case, ignore_whitespace)
+
+
+_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?"
+_NUMBER = re.compile(
+    # A sign counts unless it follows a digit, a letter or a closing bracket: then it is a subtraction or a hyphen.
+    rf"(?:(?<![A-Za-z0-9_)\]}}.])(?P<sign>[-+\u2212])\s?)?"
+    r"(?:\\[dt]?frac\{(?P<top>\d+)\}\{(?P<bottom>\d+)\}"
+    rf"|(?<![A-Za-z0-9_.])(?P<numerator>{_UNSIGNED})(?:\s?/\s?(?P<denominator>{_UNSIGNED}))?)"
+)
+_MAX_DIGITS = 1000  # longer runs of digits are noise, and slow to convert
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number written in `text`, exactly, or None.
+
+    Reads signs, thousands separators, decimals, exponents, `a/b` and LaTeX fractions; currency signs are skipped.
+
+    Example:
+        >>> texts = ["so 1,234.50 EUR.", "10-3 makes -$7", r"$-\\frac{3}{4}$", "2 / 4", "none"]
+        >>> [str(last_number(text)) for text in texts]
+        ['2469/2', '-7', '-3/4', '1/2', 'None']
+    """
+    found = None
+    for found in _NUMBER.finditer(text.replace("{,}", ",").replace("\\$", "").replace("$", "")):  # noqa: B007
+        pass
+    if found is None:
+        return None
+    top, bottom = found["top"] or found["numerator"], found["bottom"] or found["denominator"] or "1"
+    if len(top) + len(bottom) > _MAX_DIGITS:
+        return None
+    numerator, denominator = (Fraction(part.replace(",", "")) for part in (top, bottom))
+    if denominator == 0:
+        return None
+    return (-1 if found["sign"] in ("-", "\u2212") else 1) * numerator / denominator
+
+
+@dataclass(frozen=True)
+class NumericMatchReward:
+    """See `get_numeric_match_reward`; a class so that it can be pickled."""
+
+    relative_tolerance: float = 0.0
+
+    __name__ = "numeric_match_reward"
+
+    def __call__(
+        self,
+        completions: list[Any],
+        answer: list[Any] | None = None,
+        solution: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> list[float | None]:
+        return [
+            self.compare(last_number(completion_text(given)), None if expected is None else last_number(str(expected)))
+            for given, expected in zip(completions, expected_answers(answer, solution), strict=True)
+        ]
+
+    def compare(self, given: Fraction | None, expected: Fraction | None) -> float | None:
+        """1 if equal within the tolerance; None without a number to compare with."""
+        if expected is None:
+            return None
+        if given is None:
+            return 0.0
+        return float(abs(given - expected) <= Fraction(self.relative_tolerance) * abs(expected))
+
+
+def numeric_match_reward(
+    completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
+) -> list[float | None]:
+    """1 where the last number of the completion equals the last number of the `answer` (or `solution`), else 0.
+
+    Numbers are compared exactly (1/2 = 0.5, 1,000 = 1000). None where the column holds no number.
+
+    Example:
+        >>> numeric_match_reward(["That makes 1,234.", "It is 0.5", "no idea"], answer=["#### 1234", "1/2", 3])
+        [1.0, 1.0, 0.0]
+    """
+    return NumericMatchReward()(completions, answer=answer, solution=solution)
+
+
+def get_numeric_match_reward(relative_tolerance: float = 0.0) -> Callable[..., list[float | None]]:
+    """`numeric_match_reward` that forgives rounding.
+
+    Args:
+        relative_tolerance: largest accepted error as a share of the expected number's size.
+
+    Raises:
+        ValueError: the tolerance is negative or not finite.
+
+    Example:
+        >>> get_numeric_match_reward(relative_tolerance=0.01)(["about 0.333"], answer=["1/3"])
+        [1.0]
+    """
+    if not 0 <= relative_tolerance < float("inf"):
+        raise ValueError(f"relative_tolerance={relative_tolerance} must be a finite number, at least 0.")
+    return NumericMatchReward(relative_tolerance)

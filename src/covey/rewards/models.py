@@ -1,0 +1,176 @@
+"""Sequence classifiers as reward functions: text in, one logit per sample out.
+
+A reward model has its own tokenizer and chat template; it never sees the policy's tokens.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from covey.rewards.batch import Log, RewardBatch
+from covey.rewards.errors import RewardError
+from covey.rewards.text import completion_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def is_reward_model(candidate: Any) -> bool:
+    """Whether this is a transformers model (or a wrapper of one, as PEFT's) rather than a callable."""
+    return isinstance(candidate, nn.Module) and hasattr(candidate, "config")
+
+
+def model_name(model_id: str) -> str:
+    """The name of a model in metrics: the last part of its id or path.
+
+    Example:
+        >>> model_name("org/reward-model"), model_name("./runs/rm/")
+        ('reward-model', 'rm')
+    """
+    return model_id.replace("\\", "/").rstrip("/").rpartition("/")[2] or model_id
+
+
+def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
+    """Load a classifier with one label from the hub or a folder.
+
+    Raises:
+        RewardError: there is no such model, it is no sequence classifier, or it has several labels.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            model_id, **{"num_labels": 1, **init_kwargs}, output_loading_info=True
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RewardError(
+            f"reward model {model_id!r} could not be loaded as a sequence classifier with one label. It must be the "
+            "hub id or the folder of a model trained with num_labels=1 (a reward *function* is passed as an object, or "
+            f"by import path on the command line). transformers says: {error}"
+        ) from error
+    if info["missing_keys"]:
+        import warnings
+
+        warnings.warn(
+            f"reward model {model_id!r} has no trained weights for {', '.join(sorted(info['missing_keys']))}: they are "
+            "random, and so are its rewards. Is it a reward model?",
+            stacklevel=3,
+        )
+    return model
+
+
+class ModelReward:
+    """A sequence classifier with its tokenizer.
+
+    Prompt and completion are joined as text, through the tokenizer's chat template if they are messages, tokenized
+    without further special tokens and padded on the right. Samples are scored in micro-batches of similar length.
+
+    Args:
+        model: has one label; put in evaluation mode and frozen here.
+        processing_class: tokenizer, or a processor holding one; None loads the model's own.
+        name: for metrics and messages.
+        batch_size: samples per forward pass.
+        device: where to move the model; None leaves it where it is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processing_class: Any,
+        name: str,
+        batch_size: int = 8,
+        device: torch.device | str | None = None,
+    ):
+        self.name = name
+        self.batch_size = batch_size
+        self.config: Any = model.config
+        num_labels = getattr(self.config, "num_labels", None)
+        if num_labels != 1:
+            raise RewardError(
+                f"reward model {name!r} ({type(model).__name__}) has num_labels={num_labels}; a reward model is a "
+                "sequence classifier with num_labels=1."
+            )
+        self.tokenizer = self._prepare_tokenizer(processing_class)
+        self.model = model if device is None else model.to(device)
+        self.model.eval().requires_grad_(False)
+
+    def _prepare_tokenizer(self, processing_class: Any) -> "PreTrainedTokenizerBase":
+        """The tokenizer, with a padding token that the model knows about: it scores the last token that is not one."""
+        if processing_class is None:
+            processing_class = self._load_tokenizer()
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+        if tokenizer.pad_token is None:
+            raise RewardError(
+                f"the tokenizer of reward model {self.name!r} has no pad, eos or unk token to pad with; set "
+                "`tokenizer.pad_token`."
+            )
+        self.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        self.config.pad_token_id = tokenizer.pad_token_id
+        return tokenizer
+
+    def _load_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        source = getattr(self.config, "_name_or_path", "")
+        try:
+            if not source:
+                raise OSError("the model was not loaded from anywhere")
+            return AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise RewardError(
+                f"no tokenizer for reward model {self.name!r}: {error}. Pass one in `reward_processing_classes`."
+            ) from error
+
+    def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> list[float | None]:
+        """Score a batch: one logit per sample."""
+        texts = [
+            self.text(row["prompt"], rollout.completion)
+            for row, rollout in zip(batch.rows, batch.rollouts, strict=True)
+        ]
+        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        rewards: list[float | None] = [None] * len(texts)
+        for start in range(0, len(texts), self.batch_size):
+            chosen = by_length[start : start + self.batch_size]
+            for index, reward in zip(chosen, self.score([texts[index] for index in chosen]), strict=True):
+                rewards[index] = reward
+        return rewards
+
+    def text(self, prompt: Any, completion: Any) -> str:
+        """What the model reads.
+
+        Raises:
+            RewardError: messages, but no chat template.
+        """
+        if isinstance(prompt, str):
+            return prompt + completion_text(completion)
+        if not self.tokenizer.chat_template:
+            raise RewardError(
+                f"the prompts are messages, but the tokenizer of reward model {self.name!r} has no chat template; set "
+                "`tokenizer.chat_template`, or pass a tokenizer that has one in `reward_processing_classes`."
+            )
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+        assert isinstance(text, str), "one conversation, not tokenized"
+        return text
+
+    @torch.inference_mode()
+    def score(self, texts: list[str]) -> list[float]:
+        """One forward pass.
+
+        Raises:
+            RewardError: the model gives something else than one logit per text.
+        """
+        inputs = self.tokenizer(
+            texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt"
+        ).to(next(self.model.parameters()).device)
+        logits = self.model(**inputs).logits
+        if logits.shape != (len(texts), 1):
+            raise RewardError(
+                f"reward model {self.name!r} returned logits of shape {tuple(logits.shape)} for {len(texts)} texts, "
+                f"instead of ({len(texts)}, 1); only sequence classifiers can be reward models."
+            )
+        return logits[:, 0].float().tolist()

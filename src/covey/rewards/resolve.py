@@ -1,0 +1,142 @@
+"""From text to a reward function: how a command line or a YAML file names one."""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from covey.core.registry import Registry
+
+BUILT_IN: Registry[str] = Registry("built-in reward function")
+"""Names that need no import path, and the module in which each is."""
+
+for _module, _names in {
+    "accuracy": ["accuracy_reward", "reasoning_accuracy_reward"],
+    "format": ["think_format_reward", "json_reward", "get_json_reward", "get_regex_reward"],
+    "length": ["get_soft_overlong_punishment", "get_cosine_scaled_reward"],
+    "matching": [
+        "exact_match_reward",
+        "get_exact_match_reward",
+        "numeric_match_reward",
+        "get_numeric_match_reward",
+    ],
+    "repetition": ["get_repetition_penalty_reward"],
+}.items():
+    for _name in _names:
+        BUILT_IN.register(_name, f"covey.rewards.{_module}")
+
+FORMS = "a built-in name, 'module:function', 'module.function', 'path/to/file.py:function', or a model's id or path"
+
+
+def resolve_reward(text: str) -> Callable | str:
+    """The reward function that `text` names, or `text` itself if it is the id or path of a reward model.
+
+    A factory is called with literal arguments in parentheses.
+
+    Args:
+        text: a built-in name, `module:function`, `module.function`, `path/to/file.py:function`, or a model. Modules are
+            also looked for in the working directory.
+
+    Raises:
+        ValueError: a module, file or function that does not exist, or arguments that are no literals.
+
+    Example:
+        >>> resolve_reward("think_format_reward")(completions=["<think></think>4"])
+        [1.0]
+        >>> resolve_reward("get_repetition_penalty_reward(ngram_size=2)").__name__
+        'repetition_penalty_reward'
+        >>> resolve_reward("operator:neg")(3)
+        -3
+        >>> resolve_reward("org/reward-model")
+        'org/reward-model'
+    """
+    text = text.strip()
+    reference, call, arguments = text.partition("(")
+    found = _look_up(reference)
+    if isinstance(found, str):
+        return text
+    return _call(found, text, arguments) if call else found
+
+
+def _look_up(reference: str) -> Callable | str:
+    if reference in BUILT_IN:
+        return getattr(importlib.import_module(BUILT_IN[reference]), reference)
+    if os.path.isdir(reference):
+        return reference
+    source, colon, attribute = reference.rpartition(":")
+    if colon and source.endswith(".py"):
+        return _attribute(_load_file(Path(source)), attribute, reference)
+    if colon and _is_dotted(source):
+        return _attribute(_import(source, reference), attribute, reference)
+    if "." in reference and _is_dotted(reference):
+        source, _, attribute = reference.rpartition(".")
+        return _attribute(_import(source, reference), attribute, reference)
+    close = difflib.get_close_matches(reference, BUILT_IN, n=1)
+    if close and "/" not in reference:
+        raise ValueError(f"reward {reference!r} is unknown; did you mean {close[0]!r}? A reward is {FORMS}.")
+    return reference
+
+
+def _is_dotted(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def _import(module: str, reference: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+            raise  # the module is there; something it imports is not
+        raise ValueError(f"reward {reference!r}: there is no module {error.name!r}. A reward is {FORMS}.") from error
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"reward file {str(path)!r} does not exist (working directory: {os.getcwd()}).")
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == path.resolve():
+        return loaded
+    if loaded is not None:  # another module of that name stays what it is
+        name = f"covey_reward_file_{name}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that what it defines can be pickled
+    spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: Any, attribute: str, reference: str) -> Callable:
+    found = getattr(module, attribute, None)
+    if callable(found):
+        return found
+    functions = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+    what = "is not callable" if hasattr(module, attribute) else "does not exist"
+    raise ValueError(
+        f"reward {reference!r}: {attribute!r} {what}. There: {', '.join(functions[:30]) or 'no functions'}."
+    )
+
+
+def _call(factory: Callable, text: str, arguments: str) -> Callable:
+    """Call a factory with the literals between the parentheses."""
+    try:
+        call = ast.parse(f"f({arguments}", mode="eval").body
+        assert isinstance(call, ast.Call), "f(...) parses to a call"
+        positional = [ast.literal_eval(argument) for argument in call.args]
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"reward {text!r}: arguments must be literals, as in 'get_cosine_scaled_reward(max_len=512)'."
+        ) from error
+    try:
+        return factory(*positional, **named)
+    except TypeError as error:
+        raise ValueError(f"reward {text!r}: {error}.") from error

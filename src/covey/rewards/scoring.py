@@ -1,0 +1,135 @@
+"""One reward function on one batch, under a deadline and with failures isolated to their samples.
+
+The whole batch is tried first. If that raises, every sample is tried alone, so that one bad sample costs only itself.
+The deadline covers both. Breaking the contract (`RewardError`) is no failure of a sample and passes through.
+"""
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from covey.rewards.batch import Log, RewardBatch
+from covey.rewards.errors import RewardError
+from covey.rewards.functions import FunctionReward, Values
+from covey.rewards.models import ModelReward
+from covey.rewards.workers import DeadlineExceeded, await_with_deadline, call_with_deadline
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One call: its values and log, or what it ended with."""
+
+    values: Values | None
+    log: Log | None
+    error: Exception | DeadlineExceeded | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function made of a batch.
+
+    Attributes:
+        values: one per sample; NaN where it abstained, failed or was late.
+        failures: samples on which it raised or returned NaN.
+        timeouts: samples that it had not scored at the deadline.
+        culprit: index of the first failure.
+        error: what the culprit raised, or the call on the whole batch if every sample failed.
+        log: what the successful calls logged.
+        seconds: wall time.
+    """
+
+    values: list[float]
+    failures: int
+    timeouts: int
+    culprit: int
+    error: Exception | DeadlineExceeded | None
+    log: Log
+    seconds: float
+
+    @classmethod
+    def of(cls, size: int, whole: Attempt, parts: list[Attempt], seconds: float) -> "Outcome":
+        """From the attempt on the whole batch and, if that raised, the attempts on its samples."""
+        if isinstance(whole.error, DeadlineExceeded):
+            return cls.timed_out(size, seconds)
+        if whole.values is not None and whole.log is not None:
+            values, log = whole.values, whole.log
+        else:
+            values = [part.values[0] if part.values is not None else math.nan for part in parts]
+            log = Log.joined([part.log for part in parts])
+        late = {index for index, part in enumerate(parts) if isinstance(part.error, DeadlineExceeded)}
+        failed = [i for i, value in enumerate(values) if value is not None and math.isnan(value) and i not in late]
+        partly = parts and 0 < len(failed) < size
+        return cls(
+            values=[math.nan if value is None else value for value in values],
+            failures=len(failed),
+            timeouts=len(late),
+            culprit=failed[0] if failed else 0,
+            error=parts[failed[0]].error if partly else whole.error,
+            log=log,
+            seconds=seconds,
+        )
+
+    @classmethod
+    def timed_out(cls, size: int, seconds: float) -> "Outcome":
+        """Nothing was scored in time."""
+        return cls([math.nan] * size, 0, size, 0, DeadlineExceeded(), Log(size), seconds)
+
+    @classmethod
+    def empty(cls) -> "Outcome":
+        """Of no samples."""
+        return cls([], 0, 0, 0, None, Log(0), 0.0)
+
+    def describe_error(self) -> str:
+        """Why samples failed."""
+        if self.error is None:
+            return "it returned NaN; None is how to abstain"
+        if isinstance(self.error, DeadlineExceeded):
+            return f"no answer within {self.seconds:g} s"
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+def score(function: FunctionReward | ModelReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> Outcome:
+    """Score with a sync function or a model."""
+    start = time.monotonic()
+
+    def attempt(some: RewardBatch) -> Attempt:
+        log = Log(len(some))
+        try:
+            left = timeout - (time.monotonic() - start)
+            return Attempt(call_with_deadline(lambda: function(some, trainer_state, log), left), log, None)
+        except (Exception, DeadlineExceeded) as error:
+            return Attempt(None, None, error)
+
+    whole = attempt(batch)
+    parts = [attempt(sample) for sample in samples_to_retry(whole, batch)]
+    return Outcome.of(len(batch), whole, parts, time.monotonic() - start)
+
+
+async def score_async(function: FunctionReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> Outcome:
+    """Score with an async function; the samples of a batch that raised are tried concurrently."""
+    start = time.monotonic()
+
+    async def attempt(some: RewardBatch) -> Attempt:
+        log = Log(len(some))
+        try:
+            left = timeout - (time.monotonic() - start)
+            return Attempt(await await_with_deadline(function.call_async(some, trainer_state, log), left), log, None)
+        except (Exception, DeadlineExceeded) as error:
+            return Attempt(None, None, error)
+
+    whole = await attempt(batch)
+    parts = await asyncio.gather(*(attempt(sample) for sample in samples_to_retry(whole, batch)))
+    return Outcome.of(len(batch), whole, parts, time.monotonic() - start)
+
+
+def samples_to_retry(whole: Attempt, batch: RewardBatch) -> list[RewardBatch]:
+    """Every sample alone where the whole batch raised, else none.
+
+    Raises:
+        RewardError: the function broke its contract.
+    """
+    if isinstance(whole.error, RewardError):
+        raise whole.error
+    return [batch.sample(index) for index in range(len(batch))] if isinstance(whole.error, Exception) else []

@@ -1,0 +1,284 @@
+"""All reward functions of a run behind one call: rollouts in, a matrix of rewards out.
+
+`RewardSuite` turns whatever the user passed into reward functions, runs them under a deadline (async ones beside the
+others) and applies the failure policy: a sample that cannot be scored becomes NaN, is counted and shown once; only a
+function that breaks its contract or fails on everything stops the run. It knows nothing of weights' use, groups or
+advantages, and logs nothing itself. A new kind of reward is a class like `FunctionReward` and a case in `_adapt`.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.rollout import Rollout
+from covey.core.stats import Mean, Stat, Sum
+from covey.rewards.batch import RewardBatch, RewardContext
+from covey.rewards.errors import RewardError, RewardWarning
+from covey.rewards.functions import FunctionReward, function_name
+from covey.rewards.models import ModelReward, is_reward_model, load_reward_model, model_name
+from covey.rewards.scoring import Outcome, score, score_async
+from covey.rewards.workers import BackgroundLoop, DeadlineExceeded
+
+FAILED_BATCHES = 3
+"""After this many batches in a row on which a function failed entirely, the run stops."""
+
+LOOP_GRACE = 2.0
+"""Seconds after the deadline at which an event loop that does not answer is given up."""
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Scores of a batch.
+
+    Attributes:
+        rewards: [N, F] float32 on the CPU, unweighted; NaN where function f abstained or failed on sample n.
+        stats: for every function `rewards/{name}/failures` and `rewards/{name}/timeouts` (samples) and
+            `rewards/{name}/seconds` (per call).
+    """
+
+    rewards: Tensor
+    stats: dict[str, Stat]
+
+
+class RewardSuite:
+    """The reward functions of a run.
+
+    Args:
+        reward_funcs: one, or a list, of callables (sync or async), sequence classifiers, and ids or paths of those.
+        weights: one per function; all 1 by default.
+        processing_classes: tokenizers of the reward models: a list aligned with `reward_funcs` (None for anything but a
+            model, or to load the model's own), or a single one if there is a single function.
+        model_init_kwargs: passed to `from_pretrained` of models given by id or path.
+        timeout: seconds that one function may take for one batch; samples it has not scored by then become NaN.
+        batch_size: samples per forward pass of a reward model.
+        device: where reward models go; None leaves them where they are.
+
+    Attributes:
+        names: unique names for metrics: `__name__`, the last part of a model id, `name_1` for the second of a name.
+        weights: [F] float32.
+
+    Raises:
+        RewardError: something that cannot be a reward function, or lists whose lengths differ.
+
+    Example:
+        >>> from covey.core.rollout import FinishReason
+        >>> def short(completions):
+        ...     return [-float(len(text)) for text in completions]
+        >>> rollout = Rollout([1], [2, 3], [True, True], None, "four", FinishReason.STOP)
+        >>> suite = RewardSuite([short])
+        >>> context = RewardContext(None, log_extra=print, log_metric=print)
+        >>> suite.names, suite([{"prompt": "2+2="}], [rollout], context).rewards
+        (['short'], tensor([[-4.]]))
+    """
+
+    def __init__(
+        self,
+        reward_funcs: Any,
+        *,
+        weights: Sequence[float] | None = None,
+        processing_classes: Any = None,
+        model_init_kwargs: dict[str, Any] | None = None,
+        timeout: float = 300.0,
+        batch_size: int = 8,
+        device: torch.device | str | None = None,
+    ):
+        given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        if not given:
+            raise RewardError("reward_funcs is empty; pass at least one reward function.")
+        if not timeout > 0:
+            raise RewardError(f"timeout={timeout} must be a positive number of seconds.")
+        if batch_size < 1:
+            raise RewardError(f"batch_size={batch_size} must be at least 1.")
+        self.timeout = timeout
+        self.names = unique_names([_name(candidate) for candidate in given])
+        self.weights = _weights(weights, len(given))
+        self.functions = [
+            _adapt(candidate, tokenizer, name, model_init_kwargs or {}, batch_size, device)
+            for candidate, tokenizer, name in zip(
+                given, _aligned(processing_classes, len(given)), self.names, strict=True
+            )
+        ]
+        self._loop = BackgroundLoop()
+        self._has_scored = [False] * len(given)
+        self._failed_batches = [0] * len(given)
+        self._warned: set[tuple[str, str]] = set()
+
+    def __call__(self, rows: list[dict[str, Any]], rollouts: list[Rollout], context: RewardContext) -> RewardResult:
+        """Score rollouts.
+
+        Args:
+            rows: the dataset row of every rollout, `row["prompt"]` as the user wrote it.
+            rollouts: N of them, all groups of this process.
+            context: what the functions may see of the trainer.
+
+        Raises:
+            RewardError: a function returned something that is no list of N rewards, asks for a column that does not
+                exist, or failed on every sample, at once or in several batches in a row.
+        """
+        assert len(rows) == len(rollouts), "one dataset row per rollout"
+        batch = RewardBatch(rows, rollouts)
+        if not len(batch):
+            return RewardResult(torch.empty(0, len(self.names)), self._stats([Outcome.empty()] * len(self.names)))
+        outcomes = self._score_all(batch, context.trainer_state)
+        for index, outcome in enumerate(outcomes):
+            self._judge(index, outcome, batch)
+            outcome.log.replay(context)
+        rewards = torch.tensor([outcome.values for outcome in outcomes], dtype=torch.float32).T.contiguous()
+        self._warn_of_unscored(rewards, batch)
+        return RewardResult(rewards, self._stats(outcomes))
+
+    def _score_all(self, batch: RewardBatch, trainer_state: Any) -> list[Outcome]:
+        """Start the async functions, run the others one after another meanwhile, then collect."""
+        pending: dict[int, Future[Outcome]] = {}
+        outcomes: dict[int, Outcome] = {}
+        try:
+            for index, function in enumerate(self.functions):
+                if isinstance(function, FunctionReward) and function.is_async:
+                    pending[index] = self._loop.start(score_async(function, batch, trainer_state, self.timeout))
+            for index, function in enumerate(self.functions):
+                if index not in pending:
+                    outcomes[index] = score(function, batch, trainer_state, self.timeout)
+            for index, future in pending.items():
+                try:
+                    outcomes[index] = self._loop.wait(future, self.timeout + LOOP_GRACE)
+                except DeadlineExceeded:
+                    outcomes[index] = Outcome.timed_out(len(batch), self.timeout)
+        finally:
+            for future in pending.values():
+                future.cancel()
+        return [outcomes[index] for index in range(len(self.functions))]
+
+    def _judge(self, index: int, outcome: Outcome, batch: RewardBatch) -> None:
+        """Stop the run for a function that only fails; warn once about one that sometimes does."""
+        name, size = self.names[index], len(batch)
+        if outcome.failures + outcome.timeouts < size:
+            self._has_scored[index] = True
+            self._failed_batches[index] = 0
+        else:
+            self._failed_batches[index] += 1
+            broken = isinstance(outcome.error, Exception) and not self._has_scored[index]
+            if broken or self._failed_batches[index] >= FAILED_BATCHES:
+                raise RewardError(
+                    f"reward function {name!r} failed on all {size} samples"
+                    + (f", {FAILED_BATCHES} batches in a row" if not broken else "")
+                    + f": {outcome.describe_error()}. First sample:\n{batch.describe(0)}"
+                ) from outcome.error
+        if outcome.failures:
+            self._warn_once(
+                name,
+                "failures",
+                f"reward function {name!r} failed on {outcome.failures} of {size} samples "
+                f"({outcome.describe_error()}); they get no reward from it and are counted in "
+                f"rewards/{name}/failures. The first of them:\n{batch.describe(outcome.culprit)}",
+            )
+        if outcome.timeouts:
+            self._warn_once(
+                name,
+                "timeouts",
+                f"reward function {name!r} did not score {outcome.timeouts} of {size} samples within "
+                f"{self.timeout:g} s; they get no reward from it and are counted in rewards/{name}/timeouts. First "
+                "sample of the batch:\n"
+                f"{batch.describe(0)}",
+            )
+
+    def _warn_of_unscored(self, rewards: Tensor, batch: RewardBatch) -> None:
+        unscored = rewards.isnan().all(dim=1).nonzero().flatten().tolist()
+        if unscored:
+            row = batch.rows[unscored[0]]
+            self._warn_once(
+                "",
+                "unscored",
+                f"no reward function scored {len(unscored)} of {len(batch)} samples; their advantage is 0. The first "
+                f"of them has the columns {', '.join(sorted(row))}:\n{batch.describe(unscored[0])}",
+            )
+
+    def _warn_once(self, name: str, kind: str, message: str) -> None:
+        if (name, kind) not in self._warned:
+            self._warned.add((name, kind))
+            warnings.warn(message, RewardWarning, stacklevel=4)
+
+    def _stats(self, outcomes: list[Outcome]) -> dict[str, Stat]:
+        """The same keys on every call and every process."""
+        stats: dict[str, Stat] = {}
+        for name, outcome in zip(self.names, outcomes, strict=True):
+            stats[f"rewards/{name}/failures"] = Sum(float(outcome.failures))
+            stats[f"rewards/{name}/timeouts"] = Sum(float(outcome.timeouts))
+            stats[f"rewards/{name}/seconds"] = Mean.of([outcome.seconds])
+        return stats
+
+
+def _name(candidate: Any) -> str:
+    if isinstance(candidate, str):
+        return model_name(candidate)
+    if is_reward_model(candidate):
+        return model_name(getattr(candidate.config, "_name_or_path", "") or type(candidate).__name__)
+    return function_name(candidate)
+
+
+def unique_names(names: list[str]) -> list[str]:
+    """The same names, the second of a kind with `_1` after it, and so on.
+
+    Example:
+        >>> unique_names(["length", "length", "format", "length"])
+        ['length', 'length_1', 'format', 'length_2']
+    """
+    unique: list[str] = []
+    for name in names:
+        candidate, suffix = name, 0
+        while candidate in unique or (suffix and candidate in names):
+            suffix += 1
+            candidate = f"{name}_{suffix}"
+        unique.append(candidate)
+    return unique
+
+
+def _weights(weights: Sequence[float] | None, count: int) -> Tensor:
+    if weights is None:
+        return torch.ones(count)
+    if len(weights) != count:
+        raise RewardError(f"{len(weights)} reward weights for {count} reward functions; give one each.")
+    if not all(math.isfinite(weight) for weight in weights):
+        raise RewardError(f"reward weights must be finite numbers, not {list(weights)}.")
+    return torch.tensor(list(weights), dtype=torch.float32)
+
+
+def _aligned(processing_classes: Any, count: int) -> list[Any]:
+    if processing_classes is None:
+        return [None] * count
+    if not isinstance(processing_classes, list | tuple):
+        processing_classes = [processing_classes]
+    if len(processing_classes) != count:
+        raise RewardError(
+            f"{len(processing_classes)} reward processing classes for {count} reward functions; pass a list with one "
+            "for each, None for those that need none."
+        )
+    return list(processing_classes)
+
+
+def _adapt(
+    candidate: Any,
+    tokenizer: Any,
+    name: str,
+    model_init_kwargs: dict[str, Any],
+    batch_size: int,
+    device: torch.device | str | None,
+) -> FunctionReward | ModelReward:
+    """One entry of `reward_funcs` as something that scores batches."""
+    if isinstance(candidate, str):
+        model = load_reward_model(candidate, model_init_kwargs)
+        placed = "device_map" in model_init_kwargs
+        return ModelReward(model, tokenizer, name, batch_size, None if placed else device)
+    if is_reward_model(candidate):
+        return ModelReward(candidate, tokenizer, name, batch_size, device)
+    if callable(candidate):
+        return FunctionReward(candidate, name)
+    raise RewardError(
+        f"{candidate!r} ({type(candidate).__name__}) cannot be a reward function; pass a callable, a sequence "
+        "classifier, or the id or path of one."
+    )

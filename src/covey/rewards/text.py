@@ -1,0 +1,73 @@
+"""Reading the text out of prompts and completions, whatever their shape.
+
+The one place that knows that a completion is a string or a list of messages, and that a message's content is a string,
+a list of parts or missing. Everything in `covey.rewards` reads text through here.
+"""
+
+from typing import Any
+
+
+def completion_text(completion: Any) -> str:
+    """The text of a completion: itself, or what the assistant said last.
+
+    Args:
+        completion: a string, or messages as `[{"role": "assistant", "content": ...}, ...]`. Of several messages (tool
+            use) the last one of the assistant counts; without any, the last one.
+
+    Example:
+        >>> completion_text("4")
+        '4'
+        >>> completion_text([{"role": "assistant", "content": "4"}])
+        '4'
+        >>> completion_text([{"role": "assistant", "content": [{"type": "text", "text": "4"}]}])
+        '4'
+        >>> completion_text([])
+        ''
+    """
+    if isinstance(completion, str):
+        return completion
+    by_assistant = [message for message in completion if message.get("role") == "assistant"]
+    said = by_assistant or list(completion)
+    return content_text(said[-1].get("content")) if said else ""
+
+
+def content_text(content: Any) -> str:
+    """The text of one message's content: a string, text parts joined, or nothing (a bare tool call).
+
+    Example:
+        >>> content_text([{"type": "image"}, {"type": "text", "text": "a "}, {"type": "text", "text": "cat"}])
+        'a cat'
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
+
+
+def message_text(text_or_messages: Any) -> str:
+    """A prompt or completion on one line for a human: plain text as it is, several messages with their roles.
+
+    Example:
+        >>> message_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+        'system: Be brief. | user: Hi'
+        >>> message_text([{"role": "assistant", "content": "Hello"}])
+        'Hello'
+    """
+    if not isinstance(text_or_messages, list) or not all(isinstance(message, dict) for message in text_or_messages):
+        return str(text_or_messages)
+    texts = [content_text(message.get("content")) for message in text_or_messages]
+    if len(texts) == 1:
+        return texts[0]
+    roles = [message.get("role", "?") for message in text_or_messages]
+    return " | ".join(f"{role}: {text}" for role, text in zip(roles, texts, strict=True))
+
+
+def shorten(text: str, limit: int = 240) -> str:
+    """`text` with its middle cut out where it has more than `limit` characters.
+
+    Example:
+        >>> shorten("a" * 5 + "b" * 90 + "c" * 5, limit=10)
+        'aaaaa [...] ccccc'
+    """
+    return text if len(text) <= limit else f"{text[: limit // 2]} [...] {text[-(limit // 2) :]}"

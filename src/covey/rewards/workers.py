@@ -1,0 +1,258 @@
+"""Waiting that ends: the three ways in which rewards run under a deadline.
+
+`call_with_deadline` runs an ordinary function, `BackgroundLoop` runs coroutines and `ScriptWorker` runs code that can
+hang where nothing but killing its process helps. Nothing here knows what a reward is.
+
+An ordinary function stays on the main thread when it is called there, because reward functions are written for it:
+`signal.alarm` (math-verify's own timeouts), sqlite connections, the current CUDA device and torch's gradient mode all
+belong to a thread. A timer interrupts it as Ctrl-C would, which also stops a runaway regular expression. Elsewhere it
+runs on a thread of its own that is left behind when it is late.
+"""
+
+import asyncio
+import atexit
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")
+
+
+class DeadlineExceeded(BaseException):
+    """The deadline passed. Not an `Exception`, so that a reward's own `except Exception` cannot swallow it."""
+
+
+def call_with_deadline(function: Callable[[], T], seconds: float) -> T:
+    """Return `function()`, or raise `DeadlineExceeded` once `seconds` have passed.
+
+    Code inside a C extension that neither returns nor looks for signals cannot be interrupted on the main thread.
+    """
+    if seconds <= 0:
+        raise DeadlineExceeded
+    if CAN_INTERRUPT and threading.current_thread() is threading.main_thread():
+        with _interrupted_after(seconds):
+            return function()
+    return _call_on_thread(function, seconds)
+
+
+_interrupt_at: float | None = None
+"""When the call on the main thread is late (`time.monotonic`), or None while none is running."""
+
+
+def _on_timer(signum: int, frame: FrameType | None) -> None:
+    global _interrupt_at
+    now = time.monotonic()
+    if _interrupt_at is not None and now >= _interrupt_at:
+        _interrupt_at = now + 1.0  # again, should the function swallow this one; never twice in a row
+        raise DeadlineExceeded
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """Within this context, on the main thread, `DeadlineExceeded` is raised after `seconds`, then again every second.
+
+    Two clocks send the same signal. A thread follows the wall clock and reaches code that waits; an interval timer
+    follows CPU time and reaches code that computes without ever letting another thread run. The handler stays installed
+    afterwards and then does nothing: a last signal under way must not find the default action, which ends the process.
+    """
+    global _interrupt_at
+    main_thread = threading.get_ident()
+    done = threading.Event()
+
+    def watch() -> None:
+        wait = seconds
+        while not done.wait(wait):
+            signal.pthread_kill(main_thread, signal.SIGVTALRM)
+            wait = 1.0
+
+    signal.signal(signal.SIGVTALRM, _on_timer)
+    watcher = threading.Thread(target=watch, name="covey-deadline", daemon=True)
+    outer, _interrupt_at = _interrupt_at, time.monotonic() + seconds
+    watcher.start()
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
+    try:
+        try:
+            yield
+        finally:
+            _interrupt_at = outer  # an interrupt that lands on this very line is what the outer `finally` is for
+    finally:
+        _interrupt_at = outer
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        done.set()
+        watcher.join()
+
+
+def _call_on_thread(function: Callable[[], T], seconds: float) -> T:
+    """Run `function` on a daemon thread that has the caller's gradient mode and CUDA device; leave it if it is late."""
+    import torch
+
+    grad_enabled = torch.is_grad_enabled()
+    on_device = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with torch.set_grad_enabled(grad_enabled), on_device:
+                future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="covey-reward", daemon=True).start()
+    if not _finished(future, seconds):
+        raise DeadlineExceeded
+    return future.result()
+
+
+def _finished(future: "Future[Any]", seconds: float) -> bool:
+    """Whether `future` is done after waiting for at most `seconds`."""
+    with suppress(TimeoutError):
+        future.exception(timeout=max(seconds, 0.0))
+    return future.done()
+
+
+class BackgroundLoop:
+    """An event loop on a daemon thread, so that coroutines run beside whatever the caller does next.
+
+    It lives as long as the process, so clients and locks that reward functions keep between calls stay valid. A loop
+    that a coroutine blocks (with `time.sleep`, say) is left behind, and the next call starts another.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Schedule `coroutine` and return at once."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="covey-async-rewards", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def wait(self, future: "Future[T]", seconds: float) -> T:
+        """The result of `future`; `DeadlineExceeded`, and a fresh loop next time, if it takes longer."""
+        if not _finished(future, seconds):
+            self._loop = None
+            raise DeadlineExceeded
+        return future.result()
+
+
+async def await_with_deadline(coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
+    """Return `await coroutine`, or raise `DeadlineExceeded` after `seconds` without waiting for it to stop."""
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.wait({task}, timeout=max(seconds, 0.0))
+    if not task.done():
+        task.cancel()
+        raise DeadlineExceeded
+    return task.result()
+
+
+class WorkerFailed(Exception):
+    """A worker process did not answer a request: it was too slow, ran out of memory or crashed."""
+
+
+class ScriptWorker:
+    """A child process that answers JSON lines, started on first use and killed when an answer takes too long.
+
+    The script prints `{"ready": true}` once it can work and then one line for each line it reads. It is run by path,
+    not through `multiprocessing`: that would either run the user's training script a second time or fork a process
+    that holds CUDA and threads.
+
+    Args:
+        script: the file to run with this interpreter and its `sys.path`.
+        start_seconds: deadline for becoming ready (imports).
+    """
+
+    def __init__(self, script: Path, start_seconds: float = 120.0):
+        self.script = script
+        self.start_seconds = start_seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._replies: queue.Queue[str | None] = queue.Queue()
+        self._owner = os.getpid()
+        atexit.register(self.close)
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Send `request`, return the reply.
+
+        Raises:
+            WorkerFailed: no reply within `seconds`, or it died or reported an error. The process was ended and the next
+                call starts another.
+            RuntimeError: the script does not start.
+        """
+        with self._lock:
+            process = self._running()
+            try:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+                return self._reply(seconds)
+            except BrokenPipeError as error:
+                self.close()
+                raise WorkerFailed(f"{self.script.name} died") from error
+            except BaseException:  # an answer that arrives later must not be taken for the next one's
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Kill the process, if this process started one."""
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def _running(self) -> "subprocess.Popen[str]":
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        self.close()
+        self._owner = os.getpid()
+        self._replies = queue.Queue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(self.script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        reader = threading.Thread(target=_forward_lines, args=(self._process.stdout, self._replies), daemon=True)
+        reader.start()
+        try:
+            self._reply(self.start_seconds)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, WorkerFailed):
+                raise RuntimeError(f"{self.script.name} did not start: {error}") from error
+            raise
+        return self._process
+
+    def _reply(self, seconds: float) -> dict[str, Any]:
+        try:
+            line = self._replies.get(timeout=seconds)
+        except queue.Empty:
+            raise WorkerFailed(f"no answer within {seconds:g} s") from None
+        if line is None:
+            raise WorkerFailed("the process died")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise WorkerFailed(reply["error"])
+        return reply
+
+
+def _forward_lines(stream: Any, into: "queue.Queue[str | None]") -> None:
+    """Copy the lines of a pipe to a queue, then None; a queue can be waited on with a deadline on every platform."""
+    for line in stream:
+        into.put(line)
+    into.put(None)
