@@ -1,0 +1,72 @@
+"""What a config must satisfy: each rule is one function, named after what it guarantees.
+
+A rule takes the config and raises `ValueError` for what cannot work, or warns about an option that has no effect.
+To add one, write the function into the module of its theme in `covey.trainers.config.rules` and put it into `RULES`;
+nothing else calls rules by name. Rules about the arguments of a trainer (model, dataset, reward functions) live with
+the trainer; divisibility lives in `covey.trainers.config.algebra`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from covey.trainers.config.rules import batches, features, loss, penalties, sampling, unused
+
+Rule = Callable[[Any], None]
+
+BATCH_RULES: tuple[Rule, ...] = (
+    batches.one_process_per_gpu,
+    batches.counts_are_whole_and_positive,
+    batches.groups_have_siblings,
+    batches.batch_size_is_fixed,
+)
+"""Rules that must hold before batch sizes can be worked out."""
+
+RULES: tuple[Rule, ...] = (
+    features.later_features_are_off,
+    features.words_are_known,
+    features.loss_type_is_known,
+    features.rloo_loss_has_its_config,
+    features.liger_is_off,
+    sampling.temperature_is_positive,
+    sampling.truncation_of_the_distribution_is_sane,
+    sampling.generation_kwargs_repeat_no_field,
+    sampling.dr_grpo_has_a_length,
+    loss.clipping_leaves_a_range,
+    loss.delta_is_beyond_the_clip,
+    loss.cispo_has_its_cap,
+    loss.options_suit_the_loss,
+    loss.ratio_level_is_free,
+    loss.clipping_can_happen,
+    loss.off_policy_mask_can_happen,
+    loss.top_entropy_keeps_something,
+    loss.iterations_change_the_policy,
+    loss.updates_align_with_generations,
+    penalties.kl_weight_is_not_negative,
+    penalties.reference_sync_needs_a_reference,
+    penalties.kl_options_need_kl,
+    penalties.rloo_kl_is_the_log_ratio,
+    penalties.entropy_controller_has_room,
+    penalties.adaptive_options_need_adaptive_entropy,
+    penalties.rewards_carry_weight,
+    penalties.reward_timeout_is_positive,
+    penalties.reward_clip_is_ordered,
+    penalties.scaling_is_read,
+    unused.engine_options_need_their_engine,
+    unused.mismatch_bounds_are_ordered,
+    unused.printing_needs_log_completions,
+    unused.padding_is_a_number,
+    unused.supervised_options_are_off,
+)
+"""All other rules, in the order in which they are checked."""
+
+
+def check_batch_numbers(args: Any) -> None:
+    """Run the rules that precede the batch algebra."""
+    for rule in BATCH_RULES:
+        rule(args)
+
+
+def check(args: Any) -> None:
+    """Run every other rule on a config whose batch sizes are settled."""
+    for rule in RULES:
+        rule(args)

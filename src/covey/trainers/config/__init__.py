@@ -1,0 +1,1 @@
+"""Configuration: field groups, old names, batch algebra and the base class of `GRPOConfig` and `RLOOConfig`."""

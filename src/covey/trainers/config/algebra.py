@@ -1,0 +1,220 @@
+"""Batch algebra: how completions, prompts, micro-batches and updates divide one another.
+
+Pure arithmetic, in whole numbers; docs/batch-algebra.md tells the same in prose.
+
+    generation_batch_size   = per_device_train_batch_size * world_size * steps_per_generation    [completions]
+    prompts_per_generation  = generation_batch_size / num_generations
+    completions_per_update  = per_device_train_batch_size * world_size * gradient_accumulation_steps
+    updates_per_generation  = steps_per_generation * num_iterations / gradient_accumulation_steps
+    on-policy              <=> gradient_accumulation_steps is a multiple of steps_per_generation * num_iterations
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+_PLANNED_WORLD_SIZE: ContextVar[int | None] = ContextVar("planned_world_size", default=None)
+
+
+@contextmanager
+def planning_for(world_size: int | None) -> Iterator[None]:
+    """Within this context, configs are resolved for `world_size` processes rather than for those that are running."""
+    token = _PLANNED_WORLD_SIZE.set(world_size)
+    try:
+        yield
+    finally:
+        _PLANNED_WORLD_SIZE.reset(token)
+
+
+def planned_world_size() -> int | None:
+    """The number of processes of the enclosing `planning_for`, if any."""
+    return _PLANNED_WORLD_SIZE.get()
+
+
+@dataclass(frozen=True)
+class BatchAlgebra:
+    """The numbers that a run is made of. Batch sizes count completions, never prompts.
+
+    Attributes:
+        per_device_train_batch_size: completions of one micro-batch in one process.
+        gradient_accumulation_steps: micro-batches of one optimizer update.
+        steps_per_generation: micro-batches that one generation is cut into.
+        num_iterations: passes over each generation.
+        num_generations: completions per prompt.
+        world_size: processes.
+        per_device_eval_batch_size: completions of one evaluation batch in one process.
+        num_generations_eval: completions per prompt in evaluation.
+
+    Example:
+        >>> a = BatchAlgebra(per_device_train_batch_size=4, gradient_accumulation_steps=8, steps_per_generation=16,
+        ...                  num_iterations=1, num_generations=64, world_size=8)
+        >>> a.generation_batch_size, a.prompts_per_generation, a.completions_per_update, a.on_policy
+        (512, 8, 256, False)
+    """
+
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    steps_per_generation: int
+    num_iterations: int
+    num_generations: int
+    world_size: int = 1
+    per_device_eval_batch_size: int = 8
+    num_generations_eval: int | None = None
+
+    @property
+    def micro_batch(self) -> int:
+        """Completions of one micro-batch over all processes."""
+        return self.per_device_train_batch_size * self.world_size
+
+    @property
+    def generation_batch_size(self) -> int:
+        """Completions sampled at a time over all processes."""
+        return self.micro_batch * self.steps_per_generation
+
+    @property
+    def prompts_per_generation(self) -> int:
+        """Distinct prompts sampled from at a time."""
+        return self.generation_batch_size // self.num_generations
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward and backward passes that each process spends on one generation."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def updates_per_generation(self) -> Fraction:
+        """Optimizer updates until the next generation; below 1 where one update spans several generations."""
+        return Fraction(self.micro_batches, self.gradient_accumulation_steps)
+
+    @property
+    def completions_per_update(self) -> int:
+        """Completions that one optimizer update averages over, all processes together."""
+        return self.micro_batch * self.gradient_accumulation_steps
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every gradient is computed with the weights that sampled: then all importance ratios are 1."""
+        return self.gradient_accumulation_steps % self.micro_batches == 0
+
+    @property
+    def eval_group(self) -> int:
+        """Completions per prompt in evaluation."""
+        return self.num_generations if self.num_generations_eval is None else self.num_generations_eval
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Completions of one evaluation batch over all processes."""
+        return self.per_device_eval_batch_size * self.world_size
+
+    @property
+    def prompts_per_eval_batch(self) -> int:
+        """Distinct prompts of one evaluation batch."""
+        return self.eval_batch_size // self.eval_group
+
+    def check(self, generation_batch_size_given: bool = False) -> None:
+        """Refuse a generation that is not made of whole groups.
+
+        Args:
+            generation_batch_size_given: the user fixed `generation_batch_size` rather than `steps_per_generation`.
+
+        Raises:
+            ValueError: with the nearest numbers that would do, for each number that could change.
+        """
+        if self.generation_batch_size % self.num_generations:
+            proposals = self._by_total() if generation_batch_size_given else self._by_steps()
+            raise ValueError(
+                f"A generation of {self.generation_batch_size} completions (per_device_train_batch_size="
+                f"{self.per_device_train_batch_size} * {self.world_size} process(es) * steps_per_generation="
+                f"{self.steps_per_generation}) cannot be cut into groups of num_generations={self.num_generations}. "
+                f"Change one of these to the nearest number that divides: {'; '.join(proposals)}."
+            )
+
+    def _makes_whole_groups(self, **change: int) -> bool:
+        changed = replace(self, **change)
+        return changed.num_generations >= 2 and changed.generation_batch_size % changed.num_generations == 0
+
+    def _by_total(self) -> list[str]:
+        total, group = self.generation_batch_size, self.num_generations
+        return [
+            _proposal("generation_batch_size", total, lambda n: n % group == 0 and n % self.micro_batch == 0),
+            _proposal("num_generations", group, lambda n: self._makes_whole_groups(num_generations=n)),
+        ]
+
+    def _by_steps(self) -> list[str]:
+        steps = "steps_per_generation"
+        if self.steps_per_generation == self.gradient_accumulation_steps:
+            steps = "gradient_accumulation_steps or steps_per_generation"
+        fits = self._makes_whole_groups
+        return [
+            _proposal("num_generations", self.num_generations, lambda n: fits(num_generations=n)),
+            _proposal(
+                "per_device_train_batch_size",
+                self.per_device_train_batch_size,
+                lambda n: fits(per_device_train_batch_size=n),
+            ),
+            _proposal(steps, self.steps_per_generation, lambda n: fits(steps_per_generation=n)),
+            _proposal("the number of processes", self.world_size, lambda n: fits(world_size=n)),
+        ]
+
+    def check_eval(self) -> None:
+        """Refuse an evaluation batch that is not made of whole groups.
+
+        Raises:
+            ValueError: with the nearest numbers that would do.
+        """
+
+        def fits(**change: int) -> bool:
+            changed = replace(self, **change)
+            return changed.eval_batch_size % changed.eval_group == 0
+
+        if not fits():
+            batch = self.per_device_eval_batch_size
+            proposals = [
+                _proposal("num_generations_eval", self.eval_group, lambda n: fits(num_generations_eval=n)),
+                _proposal("per_device_eval_batch_size", batch, lambda n: fits(per_device_eval_batch_size=n)),
+                _proposal("the number of processes", self.world_size, lambda n: fits(world_size=n)),
+            ]
+            raise ValueError(
+                f"An evaluation batch of {self.eval_batch_size} completions (per_device_eval_batch_size={batch} * "
+                f"{self.world_size} process(es)) cannot be cut into groups of num_generations_eval={self.eval_group}. "
+                f"Change one of these to the nearest number that divides: {'; '.join(proposals)}."
+            )
+
+
+def steps_of(generation_batch_size: int, micro_batch: int) -> int:
+    """Micro-batches in a generation of `generation_batch_size` completions.
+
+    Args:
+        generation_batch_size: completions sampled at a time over all processes.
+        micro_batch: completions of one micro-batch over all processes.
+
+    Raises:
+        ValueError: it is not a whole number of micro-batches; the message proposes the nearest sizes.
+    """
+    if generation_batch_size % micro_batch == 0 and generation_batch_size > 0:
+        return generation_batch_size // micro_batch
+    near = _proposal("generation_batch_size", generation_batch_size, lambda n: n % micro_batch == 0)
+    raise ValueError(
+        f"generation_batch_size={generation_batch_size} is not a whole number of micro-batches of {micro_batch} "
+        f"completions (per_device_train_batch_size * processes). Nearest that are: {near}."
+    )
+
+
+def nearest(value: int, fits: Callable[[int], bool], furthest: int = 1_000_000) -> list[int]:
+    """The nearest number below and the nearest above `value` that fit; fewer where there is none.
+
+    Example:
+        >>> nearest(3, lambda n: 8 % n == 0)
+        [2, 4]
+    """
+    below = next((n for n in range(value - 1, 0, -1) if fits(n)), None)
+    reach = min(furthest, max(4 * value, 4096))
+    above = next((n for n in range(max(value + 1, 1), reach) if fits(n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def _proposal(name: str, value: int, fits: Callable[[int], bool]) -> str:
+    numbers = nearest(value, fits)
+    return f"{name}: {' or '.join(map(str, numbers))}" if numbers else f"{name}: no number near {value} would do"

@@ -1,0 +1,160 @@
+"""`OnlineConfig`: everything that GRPO and RLOO share, on top of `transformers.TrainingArguments`.
+
+The fields are declared in `covey.trainers.config.groups`, the rules that tie them together in
+`covey.trainers.checks`, old names in `covey.trainers.config.aliases`. This module normalises what users write (JSON
+strings, booleans where words are meant), settles what depends on the hardware and on the number of processes, and
+runs the rules. It holds no training logic.
+"""
+
+import dataclasses
+import json
+from typing import Any, ClassVar
+
+from transformers import TrainingArguments
+
+from covey.trainers import checks
+from covey.trainers.config import groups
+from covey.trainers.config.algebra import BatchAlgebra, planned_world_size, steps_of
+from covey.trainers.config.aliases import AcceptsAliases
+from covey.trainers.config.hardware import has_accelerator, multiplies_bf16
+
+DICT_FIELDS = (
+    "model_init_kwargs",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "transformers_continuous_batching_config",
+)
+CISPO_CAP = 5.0
+"""Largest ratio of cispo when `epsilon_high` is not given: high enough to let gradients through, as in MiniMax-M1."""
+
+
+@dataclasses.dataclass
+class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
+    groups.TrainingDefaults,
+    groups.ModelFields,
+    groups.BatchFields,
+    groups.GenerationFields,
+    groups.AgentFields,
+    groups.RewardFields,
+    groups.LossFields,
+    groups.KLFields,
+    groups.EntropyFields,
+    groups.MismatchFields,
+    groups.VllmFields,
+    groups.SglangFields,
+    groups.ContinuousBatchingFields,
+    groups.LoggingFields,
+    TrainingArguments,
+    metaclass=AcceptsAliases,
+):
+    """The fields common to `GRPOConfig` and `RLOOConfig`; `-h` of the command line describes each.
+
+    After construction `generation_batch_size` and `steps_per_generation` are both filled in, `bf16` is a bool,
+    `scale_rewards` a word and fields that accept JSON hold dicts.
+
+    Raises:
+        TypeError: an unknown keyword; the message proposes the closest field.
+        ValueError: a value or combination of values that cannot work.
+    """
+
+    method: ClassVar[str] = ""
+    """`grpo` or `rloo`: what the command line and the rules call the method."""
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._settle_hardware()
+        super().__post_init__()
+        checks.check_batch_numbers(self)
+        self._settle_batches()
+        checks.check(self)
+
+    @property
+    def resolved_epsilon_high(self) -> float:
+        """Upper clipping range in force: `epsilon_high`, or what stands in for it when it is not given."""
+        if self.epsilon_high is not None:
+            return self.epsilon_high
+        return CISPO_CAP if self.loss_type == "cispo" else self.epsilon
+
+    def algebra(self, world_size: int | None = None) -> BatchAlgebra:
+        """How this run's batches divide.
+
+        Args:
+            world_size: number of processes; those that are running (or planned for) by default.
+
+        Raises:
+            ValueError: for `world_size` processes the numbers do not divide.
+        """
+        processes = world_size or self._planned_world_size or self.world_size
+        micro_batch = self.per_device_train_batch_size * processes
+        steps = self.steps_per_generation
+        if self._generation_batch_size_given:
+            assert self.generation_batch_size is not None, "filled in at construction"
+            steps = steps_of(self.generation_batch_size, micro_batch)
+        assert steps is not None and self.num_generations is not None, "filled in at construction"
+        algebra = BatchAlgebra(
+            per_device_train_batch_size=self.per_device_train_batch_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            steps_per_generation=steps,
+            num_iterations=self.num_iterations,
+            num_generations=self.num_generations,
+            world_size=processes,
+            per_device_eval_batch_size=self.per_device_eval_batch_size,
+            num_generations_eval=self.num_generations_eval,
+        )
+        algebra.check(self._generation_batch_size_given)
+        return algebra
+
+    def _normalise(self) -> None:
+        for name in DICT_FIELDS:
+            setattr(self, name, as_dict(name, getattr(self, name)))
+        self.scale_rewards = as_scale(self.scale_rewards)
+        if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of.isdigit():
+            self.pad_to_multiple_of = int(self.pad_to_multiple_of)
+        # transformers >= 5.20 renames these and warns about the old names, which scripts written for it still use.
+        for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+            new = old.replace("gradient", "activation")
+            if getattr(self, new, False) is None:
+                setattr(self, new, getattr(self, old))
+
+    def _settle_hardware(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and multiplies_bf16(self.use_cpu)
+            if self.bf16 and not has_accelerator():
+                self.use_cpu = True  # TrainingArguments wants bfloat16 on a CPU to be asked for by this name
+
+    def _settle_batches(self) -> None:
+        self._planned_world_size = planned_world_size()
+        given, steps = self.generation_batch_size, self.steps_per_generation
+        micro_batch = self.per_device_train_batch_size * (self._planned_world_size or self.world_size)
+        if given is not None and steps is not None and given != micro_batch * steps:
+            raise ValueError(
+                f"generation_batch_size={given} and steps_per_generation={steps} contradict each other: "
+                f"{steps} steps of {micro_batch} completions (per_device_train_batch_size * processes) are "
+                f"{micro_batch * steps}. Give one of the two; the other follows from it."
+            )
+        self._generation_batch_size_given = given is not None and steps is None
+        self.steps_per_generation = steps or self.gradient_accumulation_steps
+        algebra = self.algebra()
+        self.steps_per_generation = algebra.steps_per_generation
+        self.generation_batch_size = algebra.generation_batch_size
+
+
+def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """The value of a field that accepts a dict or JSON text.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}={value!r} is not JSON ({error}); write it like '{{\"key\": 1}}'.") from error
+    if value is None or isinstance(value, dict):
+        return value
+    raise ValueError(f"{name} must be a dict, or JSON text of one, but is a {type(value).__name__}: {value!r}.")
+
+
+def as_scale(value: str | bool) -> str:
+    """`scale_rewards` as a word: True, "True" and "true" mean "group", their opposites "none"."""
+    return {"true": "group", "false": "none"}.get(str(value).lower(), value)  # type: ignore[arg-type]

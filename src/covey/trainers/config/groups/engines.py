@@ -1,0 +1,79 @@
+"""Fields about external sampling engines and about correcting their numerical mismatch with the trainer."""
+# ruff: noqa: RUF009 - `described` makes a dataclass field
+
+from dataclasses import dataclass
+
+from covey.trainers.config.groups.describe import described
+
+
+@dataclass
+class VllmFields:
+    """Sampling with vLLM."""
+
+    use_vllm: bool = described(False, "Sample with vLLM rather than with the built-in engine.")
+    vllm_mode: str = described(
+        "colocate", "`colocate`: vLLM shares the training devices; `server`: it runs as a server of its own."
+    )
+    vllm_model_impl: str = described(
+        "vllm", "Model code that vLLM runs: `vllm` for its own, `transformers` for transformers'."
+    )
+    vllm_enable_sleep_mode: bool = described(
+        False, "Release vLLM's memory while the policy is trained (colocate mode); waking up takes time."
+    )
+    vllm_structured_outputs_regex: str | None = described(None, "Regular expression that every completion must match.")
+    vllm_server_base_url: str | None = described(
+        None, "URL of the vLLM server, as in http://localhost:8000; replaces host and port."
+    )
+    vllm_server_host: str = described("0.0.0.0", "Host of the vLLM server.")
+    vllm_server_port: int = described(8000, "Port of the vLLM server.")
+    vllm_server_timeout: float = described(240.0, "Seconds to wait for the vLLM server to be up.")
+    vllm_group_port: int = described(51216, "Port over which weights are sent to the vLLM server.")
+    vllm_gpu_memory_utilization: float = described(
+        0.3, "Share of a GPU's memory that vLLM may take, between 0 and 1 (colocate mode)."
+    )
+    vllm_max_model_length: int | None = described(
+        None, "Context length of vLLM, in tokens. Unset: the model's own (colocate mode)."
+    )
+    vllm_tensor_parallel_size: int = described(1, "GPUs over which vLLM splits the model (colocate mode).")
+
+
+@dataclass
+class MismatchFields:
+    """Importance weights for the difference between the engine's log-probabilities and the trainer's."""
+
+    vllm_importance_sampling_correction: bool = described(
+        True, "Weigh the loss by trainer probability over engine probability, for their numerical mismatch."
+    )
+    vllm_importance_sampling_mode: str = described(
+        "sequence_mask",
+        "Ratio per `token` or per `sequence`, and what happens beyond the bounds: `_truncate` sets it to the bound, "
+        "`_mask` drops the token or sequence.",
+    )
+    vllm_importance_sampling_clip_max: float | None = described(3.0, "Upper bound of that ratio; unset: none.")
+    vllm_importance_sampling_clip_min: float | None = described(None, "Lower bound of that ratio; unset: none.")
+    vllm_importance_sampling_cap: float | None = described(
+        None, "Old name of `vllm_importance_sampling_clip_max`; use that one."
+    )
+
+
+@dataclass
+class ContinuousBatchingFields:
+    """Sampling with transformers' own continuous batching."""
+
+    use_transformers_continuous_batching: bool = described(
+        False, "Sample with transformers' continuous batching rather than with the built-in engine, which has its own."
+    )
+    transformers_continuous_batching_config: dict | str | None = described(
+        None, "Settings of transformers' continuous batching (a dict or JSON)."
+    )
+    use_transformers_paged: bool = described(False, "Old name of `use_transformers_continuous_batching`; use that one.")
+
+
+@dataclass
+class SglangFields:
+    """Sampling with an SGLang server."""
+
+    use_sglang: bool = described(False, "Sample with an SGLang server rather than with the built-in engine.")
+    sglang_base_url: str | None = described(None, "URL of the SGLang server, as in http://localhost:30000.")
+    sglang_device: str | None = described(None, "Device on which the SGLang server is launched, as in `cuda:1`.")
+    checkpoint_path: str | None = described(None, "Folder through which weights reach the SGLang server.")

@@ -1,0 +1,53 @@
+"""Fields about drawing completions: the distribution, the built-in engine, tools."""
+# ruff: noqa: RUF009 - `described` makes a dataclass field
+
+from dataclasses import dataclass
+
+from covey.trainers.config.groups.describe import described
+
+
+@dataclass
+class GenerationFields:
+    """The sampling distribution and the built-in engine."""
+
+    max_completion_length: int | None = described(
+        512, "Most tokens of a completion; a longer one is truncated. Unset: until the model's context is full."
+    )
+    temperature: float = described(
+        1.0, "Divides the logits, when sampling and when computing log-probabilities alike. Higher is more random."
+    )
+    top_p: float = described(1.0, "Sample from the smallest set of tokens whose probabilities reach this; 1 keeps all.")
+    top_k: int = described(0, "Sample from the this many most probable tokens; 0 keeps all.")
+    min_p: float | None = described(
+        None, "Sample from tokens at least this times as probable as the most probable one; unset keeps all."
+    )
+    repetition_penalty: float = described(
+        1.0, "Above 1, tokens already in the prompt or completion become less probable; 1 changes nothing."
+    )
+    generation_kwargs: dict | str | None = described(
+        None, "Further sampling settings for the engine (a dict or JSON); not for those that have a field of their own."
+    )
+    chat_template_kwargs: dict | str | None = described(
+        None, "Keyword arguments of the chat template (a dict or JSON); a dataset column of that name wins, row by row."
+    )
+    cache_implementation: str | None = described(
+        None, "Kind of key-value cache of transformers' `generate`. The built-in engine manages its own."
+    )
+    max_concurrent_completions: int = described(
+        64, "Most completions that the built-in engine decodes at once; the rest wait. Bounds the key-value cache."
+    )
+
+
+@dataclass
+class AgentFields:
+    """Tools, resampling and generation that overlaps training."""
+
+    max_tool_calling_iterations: int | None = described(
+        None, "Most rounds of tool calls in one rollout; unset: until the model stops calling."
+    )
+    dynamic_sample: bool = described(
+        False, "Replace groups whose rewards are all equal by freshly sampled ones (dynamic sampling, DAPO)."
+    )
+    max_resample_times: int = described(3, "Most rounds of resampling with `dynamic_sample`.")
+    async_generate: bool = described(False, "Sample the next generation while the current one is trained on.")
+    max_staleness: int = described(1, "Most weight updates between sampling and training with `async_generate`.")

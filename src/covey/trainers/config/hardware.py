@@ -1,0 +1,45 @@
+"""What the machine's arithmetic units can do."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers.utils import is_torch_bf16_gpu_available
+
+_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
+
+
+def has_accelerator() -> bool:
+    """Whether something other than a CPU is there to compute on."""
+    return torch.accelerator.is_available()
+
+
+def multiplies_bf16(use_cpu: bool = False) -> bool:
+    """Whether matrices of bfloat16 are multiplied by hardware.
+
+    True for CUDA GPUs since Ampere, other accelerators that say so, and CPUs with AMX or AVX512-BF16. Elsewhere
+    bfloat16 is emulated, on a plain CPU several hundred times slower than float32.
+
+    Args:
+        use_cpu: look at the CPU although there is an accelerator.
+    """
+    if use_cpu or not has_accelerator():
+        return cpu_multiplies_bf16()
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.backends.mps.is_available():
+        return False  # emulated by Metal on the chips that lack it
+    return bool(is_torch_bf16_gpu_available())
+
+
+@cache
+def cpu_multiplies_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
+    """Whether the CPU has AMX or AVX512-BF16; False where the system does not tell."""
+    path = Path(cpuinfo)
+    if not path.exists():
+        return False
+    for line in path.read_text().splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() == "flags":
+            return not _CPU_FLAGS.isdisjoint(flags.split())
+    return False

@@ -1,0 +1,1 @@
+"""The rules of a config, by theme; `covey.trainers.checks` collects and runs them."""

@@ -1,0 +1,79 @@
+"""Rules about which features and words there are."""
+
+from typing import Any
+
+from covey.core.kl import KL_ESTIMATORS
+from covey.core.ratios import RATIO_LEVELS
+from covey.trainers.config.rules.helpers import is_set
+
+LATER = {
+    "use_vllm": "sampling with vLLM",
+    "use_sglang": "sampling with SGLang",
+    "use_transformers_continuous_batching": "transformers' continuous batching (the built-in engine has its own)",
+    "vllm_structured_outputs_regex": "structured outputs",
+    "max_tool_calling_iterations": "tool calling",
+    "dynamic_sample": "dynamic sampling",
+    "max_resample_times": "dynamic sampling",
+    "async_generate": "asynchronous generation",
+    "max_staleness": "asynchronous generation",
+    "log_completions_hub_repo": "pushing completions to the hub",
+}
+"""Fields that exist already, for features that come with later releases."""
+
+WORDS = {
+    "importance_sampling_level": tuple(RATIO_LEVELS),
+    "kl_estimator": tuple(KL_ESTIMATORS),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "attn_layout": ("auto", "packed", "padded"),
+    "vllm_mode": ("colocate", "server"),
+    "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+"""Fields that take one of a few words."""
+
+
+def later_features_are_off(args: Any) -> None:
+    """A field whose feature is not there yet is refused rather than ignored."""
+    for name, feature in LATER.items():
+        if is_set(args, name):
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} is not yet supported: {feature} comes with a later release. Leave "
+                f"{name} at its default."
+            )
+    if args.attn_layout == "shared_prefix":
+        raise ValueError("attn_layout='shared_prefix' is not yet supported; use 'auto', 'packed' or 'padded'.")
+
+
+def words_are_known(args: Any) -> None:
+    """A field that takes one of a few words has one of them."""
+    for name, allowed in WORDS.items():
+        value = getattr(args, name)
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} is not known; choose one of: {', '.join(allowed)}.")
+
+
+def loss_type_is_known(args: Any) -> None:
+    """The loss is built in or registered."""
+    from covey.algorithms import LOSS_TYPES
+
+    if args.loss_type not in LOSS_TYPES:
+        raise ValueError(
+            f"loss_type={args.loss_type!r} is not known; choose one of: {', '.join(sorted(LOSS_TYPES))}. To add your "
+            "own, call covey.algorithms.register_loss before making the config."
+        )
+
+
+def rloo_loss_has_its_config(args: Any) -> None:
+    """The sequence-level loss of RLOO goes with RLOO's advantages."""
+    if args.method == "grpo" and args.loss_type == "rloo":
+        raise ValueError("loss_type='rloo' belongs to RLOO: use RLOOConfig and RLOOTrainer (`covey rloo`).")
+
+
+def liger_is_off(args: Any) -> None:
+    """The log-probabilities are computed by Covey's own chunked head."""
+    if args.use_liger_kernel:
+        raise ValueError(
+            "use_liger_kernel=True is not supported: its fused loss has no place here. The LM head is already computed "
+            "in chunks (logprob_chunk_size), so that logits never fill the memory."
+        )

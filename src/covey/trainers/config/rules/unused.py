@@ -1,0 +1,55 @@
+"""Rules about options of engines, displays and trainers that are not in use."""
+
+import dataclasses
+from typing import Any
+
+from covey.trainers.config.rules.helpers import ignored, warn
+
+
+def engine_options_need_their_engine(args: Any) -> None:
+    """Settings of vLLM, SGLang and transformers' generation need those engines."""
+    names = [field.name for field in dataclasses.fields(args)]
+    if not args.use_vllm:
+        ignored(args, [n for n in names if n.startswith("vllm_")], "use_vllm is False")
+    if not args.use_sglang:
+        ignored(args, [n for n in names if n.startswith("sglang_")] + ["checkpoint_path"], "use_sglang is False")
+    if not args.use_transformers_continuous_batching:
+        name = "transformers_continuous_batching_config"
+        ignored(args, [name], "use_transformers_continuous_batching is False")
+    ignored(args, ["cache_implementation"], "the built-in engine manages its own key-value cache")
+
+
+def mismatch_bounds_are_ordered(args: Any) -> None:
+    """The bounds of the engine mismatch ratio are in order."""
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    if low is not None and (low < 0 or (high is not None and low > high)):
+        raise ValueError(
+            f"vllm_importance_sampling_clip_min={low} must be 0 or more and not above "
+            f"vllm_importance_sampling_clip_max={high}."
+        )
+
+
+def printing_needs_log_completions(args: Any) -> None:
+    """Settings of the table of completions need the table."""
+    if not args.log_completions:
+        ignored(args, ["num_completions_to_print", "log_unique_prompts"], "log_completions is False")
+
+
+def padding_is_a_number(args: Any) -> None:
+    """`pad_to_multiple_of` is "auto", unset or a whole number, and needs padding."""
+    value = args.pad_to_multiple_of
+    if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"pad_to_multiple_of={value!r} must be 'auto', None or a whole number, 1 or more.")
+    if args.attn_layout == "packed":
+        ignored(args, ["pad_to_multiple_of"], "attn_layout='packed' pads nothing")
+
+
+def supervised_options_are_off(args: Any) -> None:
+    """Options of supervised training that mean nothing here are pointed out."""
+    names = ("label_smoothing_factor", "neftune_noise_alpha", "train_sampling_strategy", "length_column_name")
+    ignored(args, names, "it belongs to supervised training")
+    if args.remove_unused_columns:
+        warn(
+            "remove_unused_columns=True drops every column but the prompt, so reward functions will not see answers or "
+            "other columns. Leave it False unless your rewards need the completion only.",
+        )
