@@ -19,7 +19,7 @@ CHECK_SECONDS = 5.0
 """Deadline for parsing and comparing one pair."""
 
 PATIENCE = 8
-"""After this many failed checks in one call the deadline is a second: hopeless answers must not use up the call's own."""
+"""After this many failed checks in one call the deadline is a second, so that they cannot use up the call's own."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,9 @@ def accuracy_reward(
 ) -> list[float | None]:
     """1 where the final answer is mathematically equal to `solution`, else 0; None where `solution` is no mathematics.
 
-    The answer is what stands in the last `\\boxed{}`, else LaTeX that is announced as the answer. An answer that cannot
-    be checked within five seconds gets NaN: it is excluded, and counted under `rewards/accuracy_reward/failures`.
+    The answer is what stands in `\\boxed{}` (several boxes are one set), else LaTeX that is announced as the answer. An
+    answer that cannot be checked within five seconds gets NaN: it is excluded, and counted under
+    `rewards/accuracy_reward/failures`.
 
     Args:
         completions: strings or messages.

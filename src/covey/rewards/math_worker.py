@@ -2,7 +2,7 @@
 
 One JSON line in, `{"gold": text, "answer": text}`, one out, `{"gold": [...], "answer": [...], "correct": true}`: what
 each text was parsed to and whether they agree; `correct` is null where the gold text is no mathematics. Algebra can
-take for ever or all memory (`9^{9^{9^9}}`), so memory is limited here, and the parent kills the process at its deadline.
+take for ever or all memory (`9^{9^{9^9}}`), so memory is limited here and the parent kills the process at a deadline.
 """
 
 import functools

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import os
@@ -70,7 +71,7 @@ def _look_up(reference: str) -> Callable | str:
         return reference
     source, colon, attribute = reference.rpartition(":")
     if colon and source.endswith(".py"):
-        return _attribute(_load_file(Path(source)), attribute, reference)
+        return _attribute(_load_file(Path(source).resolve()), attribute, reference)
     if colon and _is_dotted(source):
         return _attribute(_import(source, reference), attribute, reference)
     if "." in reference and _is_dotted(reference):
@@ -97,16 +98,13 @@ def _import(module: str, reference: str) -> Any:
         raise ValueError(f"reward {reference!r}: there is no module {error.name!r}. A reward is {FORMS}.") from error
 
 
+@functools.cache
 def _load_file(path: Path) -> Any:
+    """The module in a file, run once."""
     if not path.is_file():
-        raise ValueError(f"reward file {str(path)!r} does not exist (working directory: {os.getcwd()}).")
-    name = path.stem
-    loaded = sys.modules.get(name)
-    if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == path.resolve():
-        return loaded
-    if loaded is not None:  # another module of that name stays what it is
-        name = f"covey_reward_file_{name}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
+        raise ValueError(f"reward file {str(path)!r} does not exist.")
+    name = path.stem if path.stem not in sys.modules else f"reward_file_{path.stem}"  # never replace a module
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that what it defines can be pickled

@@ -1,0 +1,306 @@
+"""How functions are named, called and believed, and what a failure costs."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from covey.rewards import RewardError, RewardSuite, RewardWarning
+
+
+def constant(value):
+    def reward(completions):
+        return [value] * len(completions)
+
+    return reward
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_with_kwargs_receives_everything_and_one_without_only_what_it_names(context, rollout):
+    seen = {}
+
+    def everything(**kwargs):
+        seen.update(kwargs)
+        return [0.0, 0.0]
+
+    def little(completions, answer, unasked="default"):
+        assert unasked == "default"
+        return [float(text == a) for text, a in zip(completions, answer, strict=True)]
+
+    rows = [{"prompt": "p", "answer": "a", "completion": "x", "completion_ids": [9]}, {"prompt": "q", "answer": "b"}]
+    rewards = RewardSuite([everything, little])(rows, [rollout("a", turns=3), rollout("a")], context).rewards
+    assert rewards.tolist() == [[0.0, 1.0], [0.0, 0.0]]
+    assert set(seen) == {
+        *("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric"),
+        *("answer", "turns"),
+    }
+    assert seen["prompts"] == ["p", "q"] and seen["completion_ids"] == [[1, 2], [1, 2]]
+    assert seen["turns"] == [3, None]  # an extra that only the first rollout has
+
+
+def test_an_extra_of_a_rollout_replaces_the_column_of_its_name(context, rollout):
+    def reward(state):
+        return [float(value) for value in state]
+
+    rows = [{"prompt": "p", "state": 1}]
+    assert RewardSuite(reward)(rows, [rollout("a", state=2)], context).rewards.tolist() == [[2.0]]
+
+
+def test_one_function_cannot_disturb_the_next(score):
+    def vandal(completions, **kwargs):
+        count = len(completions)
+        completions.clear()
+        return [0.0] * count
+
+    assert score(RewardSuite([vandal, constant(1.0)]), ["a", "b"])[0] == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def test_keywords_bound_by_partial_stay_bound_and_the_name_is_the_functions(score):
+    def scaled(completions, factor):
+        return [factor * len(text) for text in completions]
+
+    suite = RewardSuite(functools.partial(scaled, factor=3))
+    assert suite.names == ["scaled"]
+    assert score(suite, ["ab"], factor=[100])[0] == [[6.0]]
+
+
+def test_a_missing_column_is_named_with_what_there_is(score):
+    def wants(completions, ground_truth):
+        return [0.0]
+
+    with pytest.raises(RewardError, match=r"'wants' asks for 'ground_truth'.*Available: answer, completion_ids"):
+        score(RewardSuite(wants), ["a"], answer=["a"])
+
+
+def test_a_column_named_like_an_argument_is_refused(score):
+    with pytest.raises(RewardError, match="column 'log_metric' has the name of an argument"):
+        score(RewardSuite(constant(0)), ["a"], log_metric=["a"])
+
+
+def test_positional_only_arguments_are_refused_at_once():
+    def positional(completions, /):
+        return []
+
+    with pytest.raises(RewardError, match="takes 'completions' by position only"):
+        RewardSuite(positional)
+
+
+# --- names and weights -----------------------------------------------------------------------------------------------
+
+
+def test_names_are_unique():
+    def reward_1(completions):
+        return []
+
+    suite = RewardSuite([constant(0), reward_1, constant(1), constant(2), lambda completions: []])
+    assert suite.names == ["reward", "reward_1", "reward_2", "reward_3", "lambda"]
+
+
+def test_weights_default_to_one_and_are_checked():
+    assert RewardSuite([constant(0), constant(1)]).weights.tolist() == [1.0, 1.0]
+    assert RewardSuite([constant(0)], weights=[0.25]).weights.tolist() == [0.25]
+    with pytest.raises(RewardError, match="3 reward weights for 2 reward functions"):
+        RewardSuite([constant(0), constant(1)], weights=[1, 2, 3])
+    with pytest.raises(RewardError, match="finite"):
+        RewardSuite(constant(0), weights=[math.nan])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"reward_funcs": 3}, "cannot be a reward function"),
+        ({"reward_funcs": len, "timeout": 0}, "timeout=0"),
+        ({"reward_funcs": len, "batch_size": 0}, "batch_size=0"),
+        ({"reward_funcs": [len, len], "processing_classes": [None]}, "1 reward processing classes for 2"),
+    ],
+)
+def test_bad_arguments_are_explained(arguments, message):
+    with pytest.raises(RewardError, match=message):
+        RewardSuite(**arguments)
+
+
+# --- what may be returned --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 0.5, None],
+        (True, 0.5, None),
+        [np.float32(1), np.float64(0.5), None],
+        [torch.tensor(1), torch.tensor([0.5]), None],
+    ],
+)
+def test_lists_of_any_scalars_are_accepted_and_none_abstains(score, returned):
+    suite = RewardSuite([lambda completions: returned, constant(0.0)])
+    assert [row[0] for row in score(suite, ["a", "b", "c"])[0]] == [1.0, 0.5, None]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        np.array([1, 0]),
+        np.array([True, False]),
+        torch.tensor([1.0, 0.0], dtype=torch.bfloat16),
+        torch.tensor([1.0, 0.0], requires_grad=True),
+    ],
+)
+def test_arrays_and_tensors_are_accepted(score, returned):
+    assert score(RewardSuite(lambda completions: returned), ["a", "b"])[0] == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, r"returned None \(NoneType\); expected a list of 2 numbers.*Is there a `return`\?"),
+        ("12", r"returned '12' \(str\)"),
+        (1.0, r"returned 1.0 \(float\)"),
+        ({"a": 1, "b": 2}, r"\(dict\)"),
+        ([1.0], "returned 1 rewards for 2 completions"),
+        ([1.0, 2.0, 3.0], "returned 3 rewards for 2 completions"),
+        ([[1.0], [2.0]], r"returned \[1.0\] \(list\) for sample 0"),
+        ([1.0, "2"], r"returned '2' \(str\) for sample 1"),
+        ([1.0, math.inf], r"returned inf \(float\) for sample 1"),
+        ([1.0, 1e39], r"returned 1e\+39 \(float\) for sample 1"),
+        ([1.0, 10**400], "for sample 1"),
+        ([1.0, 1j], "for sample 1"),
+        (torch.ones(2, 1), r"Its shape is \(2, 1\); flatten it to \(2,\)"),
+    ],
+)
+def test_anything_else_names_the_function_and_shows_a_sample(score, returned, message):
+    def broken(completions):
+        return returned
+
+    with pytest.raises(RewardError, match=f"(?s)reward function 'broken' .*{message}") as error:
+        score(RewardSuite(broken), ["first answer", "second answer"], ["first question", "second question"])
+    shown = "second" if "sample 1" in str(error.value) else "first"
+    assert f"prompt:     '{shown} question'\n  completion: '{shown} answer'" in str(error.value)
+
+
+def test_an_undeclared_coroutine_is_recognised(score):
+    class Future:
+        def __await__(self):
+            yield
+
+    with pytest.raises(RewardError, match="It is awaitable: declare the function with `async def`"):
+        score(RewardSuite(lambda completions: Future()), ["a"])
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def parses(completions, **kwargs):
+    """Raises for the whole batch if a single completion is no number."""
+    return [float(text) for text in completions]
+
+
+async def parses_async(completions, **kwargs):
+    return parses(completions)
+
+
+@pytest.mark.parametrize("function", [parses, parses_async])
+def test_a_raising_sample_costs_only_itself(score, function):
+    suite = RewardSuite(function)
+    name = function.__name__
+    with pytest.warns(RewardWarning) as caught:
+        rewards, stats = score(suite, ["1", "two", "3"], ["q1", "q2", "q3"])
+    assert rewards == [[1.0], [None], [3.0]]
+    assert stats[f"rewards/{name}/failures"] == 1 and stats[f"rewards/{name}/timeouts"] == 0
+    message = str(caught[0].message)
+    assert f"'{name}' failed on 1 of 3 samples" in message and "could not convert string to float: 'two'" in message
+    assert "'q2'" in message and f"rewards/{name}/failures" in message
+
+
+def test_failures_are_warned_about_once_but_always_counted(score, recwarn):
+    suite = RewardSuite([parses, constant(0.0)])
+    for _ in range(3):
+        assert score(suite, ["1", "two"])[1]["rewards/parses/failures"] == 1
+    assert sum("failed on" in str(warning.message) for warning in recwarn) == 1
+
+
+@pytest.mark.parametrize("function", [parses, parses_async])
+def test_failing_on_every_sample_from_the_start_stops_the_run(score, function):
+    with pytest.raises(RewardError, match=f"'{function.__name__}' failed on all 2 samples: ValueError") as error:
+        score(RewardSuite(function), ["one", "two"])
+    assert isinstance(error.value.__cause__, ValueError) and "completion: 'one'" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::covey.rewards.RewardWarning")
+def test_a_function_that_has_worked_may_fail_on_two_batches_in_a_row(score):
+    suite = RewardSuite(parses)
+    score(suite, ["1"])
+    for _ in range(2):
+        assert score(suite, ["one", "two"])[0] == [[None], [None]]
+    score(suite, ["1"])  # recovers, and the count starts again
+    for _ in range(2):
+        score(suite, ["one"])
+    with pytest.raises(RewardError, match="failed on all 1 samples, 3 batches in a row"):
+        score(suite, ["one"])
+
+
+def test_returned_nan_counts_as_a_failure(score):
+    with pytest.warns(RewardWarning, match=r"returned NaN; None is how to abstain"):
+        rewards, stats = score(RewardSuite([lambda completions: [math.nan, 1.0], constant(0.0)]), ["a", "b"])
+    assert rewards == [[None, 0.0], [1.0, 0.0]] and stats["rewards/lambda/failures"] == 1
+
+
+def test_a_function_that_needs_the_whole_group_reports_its_own_error(score):
+    def relative(completions):
+        if len(completions) == 1:
+            return []  # a contract broken only because the sample is alone
+        raise KeyError("original")
+
+    with pytest.raises(RewardError, match="KeyError: 'original'"):
+        score(RewardSuite(relative), ["a", "b"])
+
+
+def test_rows_that_nothing_scores_are_allowed_and_shown_once(score):
+    suite = RewardSuite([constant(None)])
+    with pytest.warns(RewardWarning, match="no reward function scored 2 of 2 samples.*columns prompt, task"):
+        assert score(suite, ["a", "b"], task=["x", "y"])[0] == [[None], [None]]
+
+
+def test_no_samples_give_an_empty_matrix_and_the_same_statistics(context):
+    suite = RewardSuite([constant(1.0)])
+    result = suite([], [], context)
+    assert result.rewards.shape == (0, 1)
+    assert set(result.stats) == {f"rewards/reward/{kind}" for kind in ("failures", "timeouts", "seconds")}
+
+
+# --- logging ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_functions_log_reaches_the_trainer(score, context):
+    def logs(completions, log_extra, log_metric):
+        log_extra("length", [len(text) for text in completions])
+        log_metric("longest", max(map(len, completions)))
+        return [0.0] * len(completions)
+
+    score(RewardSuite(logs), ["a", "bcd"])
+    assert context.extras == {"length": [1, 3]} and context.metrics == [("longest", 3.0)]
+
+
+def test_a_failed_call_logs_nothing_and_retried_samples_are_joined(score, context):
+    def logs(completions, log_extra, log_metric):
+        log_extra("raw", list(completions))
+        values = [float(text) for text in completions]
+        log_metric("count", len(values))
+        return values
+
+    with pytest.warns(RewardWarning):
+        score(RewardSuite(logs), ["1", "two", "3"])
+    assert context.extras == {"raw": ["1", None, "3"]} and context.metrics == [("count", 1.0), ("count", 1.0)]
+
+
+def test_a_logged_column_has_one_value_per_sample(score):
+    def logs(completions, log_extra):
+        log_extra("raw", [1])
+        return [0.0, 0.0]
+
+    with pytest.raises(RewardError, match=r"log_extra\('raw', ...\) was given 1 values for 2 samples"):
+        score(RewardSuite(logs), ["a", "b"])
