@@ -9,6 +9,7 @@ Pure arithmetic, in whole numbers; docs/batch-algebra.md tells the same in prose
     on-policy              <=> gradient_accumulation_steps is a multiple of steps_per_generation * num_iterations
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -183,22 +184,31 @@ class BatchAlgebra:
             )
 
 
-def steps_of(generation_batch_size: int, micro_batch: int) -> int:
+def steps_of(generation_batch_size: int, per_device: int, world_size: int, num_generations: int) -> int:
     """Micro-batches in a generation of `generation_batch_size` completions.
 
     Args:
         generation_batch_size: completions sampled at a time over all processes.
-        micro_batch: completions of one micro-batch over all processes.
+        per_device: completions of one micro-batch in one process.
+        world_size: processes.
+        num_generations: completions per prompt; only the proposals in the error look at it.
 
     Raises:
-        ValueError: it is not a whole number of micro-batches; the message proposes the nearest sizes.
+        ValueError: it is not a whole number of micro-batches; the message proposes the nearest numbers.
     """
-    if generation_batch_size % micro_batch == 0 and generation_batch_size > 0:
+    micro_batch = per_device * world_size
+    if generation_batch_size % micro_batch == 0:
         return generation_batch_size // micro_batch
-    near = _proposal("generation_batch_size", generation_batch_size, lambda n: n % micro_batch == 0)
+    total = generation_batch_size
+    proposals = [
+        _proposal("generation_batch_size", total, lambda n: n % math.lcm(micro_batch, num_generations) == 0),
+        _proposal("per_device_train_batch_size", per_device, lambda n: total % (n * world_size) == 0),
+        _proposal("the number of processes", world_size, lambda n: total % (n * per_device) == 0),
+    ]
     raise ValueError(
-        f"generation_batch_size={generation_batch_size} is not a whole number of micro-batches of {micro_batch} "
-        f"completions (per_device_train_batch_size * processes). Nearest that are: {near}."
+        f"generation_batch_size={total} is not a whole number of micro-batches of {micro_batch} completions "
+        f"(per_device_train_batch_size={per_device} * {world_size} process(es)). Change one of these to the nearest "
+        f"number that divides: {'; '.join(proposals)}."
     )
 
 

@@ -85,12 +85,13 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             ValueError: for `world_size` processes the numbers do not divide.
         """
         processes = world_size or self._planned_world_size or self.world_size
-        micro_batch = self.per_device_train_batch_size * processes
+        assert self.num_generations is not None, "a rule has seen to it"
         steps = self.steps_per_generation
         if self._generation_batch_size_given:
-            assert self.generation_batch_size is not None, "filled in at construction"
-            steps = steps_of(self.generation_batch_size, micro_batch)
-        assert steps is not None and self.num_generations is not None, "filled in at construction"
+            assert self.generation_batch_size is not None, "that is what was given"
+            per_device = self.per_device_train_batch_size
+            steps = steps_of(self.generation_batch_size, per_device, processes, self.num_generations)
+        assert steps is not None, "filled in at construction"
         algebra = BatchAlgebra(
             per_device_train_batch_size=self.per_device_train_batch_size,
             gradient_accumulation_steps=self.gradient_accumulation_steps,

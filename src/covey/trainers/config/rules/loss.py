@@ -73,7 +73,7 @@ def ratio_level_is_free(args: Any) -> None:
 
 def clipping_can_happen(args: Any) -> None:
     """On-policy every ratio is 1, so clipping bounds are idle."""
-    if args.algebra().on_policy and args.loss_type in BUILT_IN:
+    if args.algebra().on_policy and args.loss_type in BUILT_IN - {"cispo"}:  # its cap is no distance from 1
         bounds = [name for name in ("epsilon", "epsilon_high", "delta") if args.loss_type in READ_BY[name]]
         ignored(args, bounds, "this run is on-policy, so every importance ratio is 1; see `covey explain`")
 

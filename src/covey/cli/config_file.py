@@ -1,0 +1,271 @@
+"""A run as a file: a YAML or JSON mapping of config fields plus what to train on, and the flags that override it.
+
+    method: grpo
+    model: HuggingFaceTB/SmolLM2-135M-Instruct
+    dataset: data/questions.jsonl
+    reward_funcs: [accuracy_reward]
+    per_device_train_batch_size: 8
+    learning_rate: 1e-6
+
+Every command that takes a run reads it here. Not here: loading models, datasets or reward functions.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from covey.trainers.config.algebra import planning_for
+from covey.trainers.config.aliases import ALIASES
+from covey.trainers.config.base import OnlineConfig
+
+RUN_KEYS = {
+    "method": "`grpo` or `rloo`.",
+    "model": "The model to train: a hub id or a folder.",
+    "dataset": "Training prompts: a hub id, or a json, jsonl, parquet or csv file.",
+    "dataset_split": "Split of the dataset to train on.",
+    "eval_dataset": "Evaluation prompts, given like `dataset`; without it there is no evaluation.",
+    "reward_funcs": "Reward functions: built-in names, import paths (package.module.function), model ids or folders.",
+    "peft": "Train a LoRA adapter instead of all weights: arguments of peft.LoraConfig (a mapping or JSON).",
+}
+"""What a run file holds beside config fields."""
+
+_OTHER_NAMES = {
+    "model_name_or_path": "model",
+    "dataset_name": "dataset",
+    "dataset_train_split": "dataset_split",
+    "peft_config": "peft",
+}
+
+
+@dataclasses.dataclass
+class RunConfig:
+    """One run, as its file and flags describe it.
+
+    Attributes:
+        method: `grpo` or `rloo`.
+        model: hub id or folder, or None.
+        dataset: hub id or file, or None.
+        dataset_split: split of `dataset`.
+        eval_dataset: hub id or file, or None.
+        reward_funcs: names and import paths, as written.
+        peft: arguments of `peft.LoraConfig`, or None.
+        args: the `GRPOConfig` or `RLOOConfig`.
+    """
+
+    method: str
+    model: str | None
+    dataset: str | None
+    dataset_split: str
+    eval_dataset: str | None
+    reward_funcs: list[Any]
+    peft: dict[str, Any] | None
+    args: OnlineConfig
+
+    def require(self, *names: str) -> None:
+        """Make sure that each named attribute was given.
+
+        Raises:
+            ValueError: one is missing; the message says what it is and how to give it.
+        """
+        for name in names:
+            if not getattr(self, name):
+                raise ValueError(
+                    f"the run names no `{name}`. {RUN_KEYS[name]} Write `{name}: ...` into the run file or pass "
+                    f"`--{name} ...`."
+                )
+
+
+def load_run(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    method: str | None = None,
+    world_size: int | None = None,
+) -> RunConfig:
+    """Read a run file, apply `--field value` flags on top, and make the config.
+
+    Args:
+        path: a YAML or JSON file; None for flags alone.
+        overrides: flags as on a command line, such as `["--beta", "0.04", "--model", "my/model"]`.
+        method: `grpo` or `rloo` when the command fixes it.
+        world_size: resolve batch sizes for this many processes rather than for those that are running.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TypeError: a key that is neither a field nor part of a run.
+        ValueError: the file is no mapping, a flag cannot be read, or the config cannot work.
+    """
+    written = read_mapping(path) if path is not None else {}
+    given = parse_flags(overrides)
+    values = {**_canonical(written), **_canonical(given)}
+    method = _settle_method(values, method)
+    config_class = config_of(method)
+    run = {key: values.pop(key) for key in list(values) if key in RUN_KEYS}
+    _refuse_unknown(values, config_class)
+    with planning_for(world_size):
+        args = config_class(**_typed(values, config_class))
+    return RunConfig(
+        method=method,
+        model=run.get("model"),
+        dataset=run.get("dataset"),
+        dataset_split=run.get("dataset_split") or "train",
+        eval_dataset=run.get("eval_dataset"),
+        reward_funcs=_as_list(run.get("reward_funcs")),
+        peft=_as_mapping("peft", run.get("peft")),
+        args=args,
+    )
+
+
+def config_of(method: str) -> type[OnlineConfig]:
+    """The config class of a method.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    from covey.trainers.grpo_config import GRPOConfig
+    from covey.trainers.rloo_config import RLOOConfig
+
+    classes: dict[str, type[OnlineConfig]] = {"grpo": GRPOConfig, "rloo": RLOOConfig}
+    if method not in classes:
+        raise ValueError(f"method={method!r} is not known; choose one of: {', '.join(classes)}.")
+    return classes[method]
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds something else.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no run file {str(path)!r}.")
+    try:
+        values = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold `field: value` lines, but holds a {type(values).__name__}.")
+    return values
+
+
+class _Flags(argparse.ArgumentParser):
+    """An argument parser whose errors are exceptions, for the caller to show."""
+
+    def error(self, message: str) -> Any:
+        raise ValueError(message)
+
+
+def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
+    """A parser of every flag that a run takes; flags that are not given leave no trace in its result."""
+    from transformers import HfArgumentParser
+
+    class Parser(_Flags, HfArgumentParser):
+        pass
+
+    parser = Parser([config_class], add_help=False, allow_abbrev=False)  # type: ignore[list-item]
+    for key, help in RUN_KEYS.items():
+        parser.add_argument(f"--{key}", nargs="+" if key == "reward_funcs" else None, help=help)
+    for other, key in _OTHER_NAMES.items():
+        parser.add_argument(f"--{other}", dest=key, help=argparse.SUPPRESS)
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    for old in [*ALIASES, "advantage_estimator"]:
+        if old not in fields:
+            parser.add_argument(f"--{old}", nargs="?", const=True, type=yaml.safe_load, help=argparse.SUPPRESS)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return parser
+
+
+def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
+    """Flags to values, each in the type of its field; only those that are given.
+
+    Example:
+        `parse_flags(["--beta", "0.04", "--log_completions"])` is `{"beta": 0.04, "log_completions": True}`.
+
+    Raises:
+        TypeError: an unknown flag.
+        ValueError: a value that its field cannot hold.
+    """
+    if not flags:
+        return {}
+    from covey.trainers.rloo_config import RLOOConfig  # the class with the most fields
+
+    namespace, unknown = flag_parser(RLOOConfig).parse_known_args(list(flags))
+    if unknown:
+        name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
+        if not unknown[0].startswith("--"):
+            raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
+        _refuse_unknown({name: None}, RLOOConfig)
+    return vars(namespace)
+
+
+def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {_OTHER_NAMES.get(name, name): value for name, value in values.items()}
+
+
+def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
+    """Take the method out of `values`: from `method`, or from `advantage_estimator` as ms-swift spells it."""
+    named = values.pop("method", None)
+    if "advantage_estimator" in values:
+        estimator = values.pop("advantage_estimator")
+        warnings.warn("`advantage_estimator` is called `method` here.", FutureWarning, stacklevel=3)
+        if named is not None and named != estimator:
+            raise ValueError(f"method={named!r} and advantage_estimator={estimator!r} contradict each other.")
+        named = estimator
+    if fixed is not None and named is not None and named != fixed:
+        raise ValueError(f"the run says method={named!r}, but the command is `covey {fixed}`: use `covey {named}`.")
+    return fixed or named or "grpo"
+
+
+def _refuse_unknown(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> None:
+    known = [*(field.name for field in dataclasses.fields(config_class)), *ALIASES, *RUN_KEYS, *_OTHER_NAMES]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean `{close[0]}`?" if close else ""
+            raise TypeError(f"`{name}` is no setting of a {config_class.method.upper()} run.{hint}")
+
+
+def _typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[str, Any]:
+    """Give values the types of their fields: YAML reads 1e-6 as text and `eval_strategy: no` as False."""
+    flags = {action.dest: action for action in flag_parser(config_class)._actions}
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        flag = flags.get(name)
+        convert = flag.type if flag else None
+        if name.endswith("_strategy") and value is False:
+            value = "no"
+        elif isinstance(value, str) and callable(convert) and convert is not str and name not in ALIASES:
+            try:
+                value = [convert(value)] if flag and flag.nargs == "+" else convert(value)
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                raise ValueError(f"{name}={value!r} cannot be read: {error}.") from error
+        result[name] = value
+    return result
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _as_mapping(name: str, value: Any) -> dict[str, Any] | None:
+    if isinstance(value, str):
+        value = yaml.safe_load(value)
+    if value is None or value is False:
+        return None
+    if value is True:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={value!r} must be a mapping, such as {{r: 16, lora_alpha: 32}}.")
+    return value

@@ -1,0 +1,285 @@
+"""`covey explain`: what a config means, in words, before any of it is computed.
+
+Batches, updates, whether ratios can clip, what the loss will look like and why, tokens, memory. Nothing is loaded but
+the model's config. Each section is a function from the run to lines; a new section goes into `SECTIONS`. Whole
+paragraphs are in `explain_sentences`.
+"""
+
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from covey.cli import explain_sentences as sentences
+from covey.cli.config_file import load_run
+from covey.cli.explain_sentences import count
+from covey.trainers.config.algebra import BatchAlgebra
+from covey.trainers.config.rules.loss import CLIPPED
+from covey.trainers.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, estimate, readable
+
+USAGE = """usage: covey explain CONFIG [--world_size N] [--prompt_tokens N] [--field value ...]
+
+Say in words what a run will do: batches, updates, loss, tokens, memory.
+
+  CONFIG            YAML or JSON file of the run
+  --world_size N    explain it for N processes
+  --prompt_tokens N length of a prompt, for tokens and memory (256 if not given)
+  --field value     any setting of the run, in place of the file's
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the sections read."""
+
+    args: Any
+    algebra: BatchAlgebra
+    prompt_tokens: int
+    has_eval: bool
+    memory: MemoryEstimate | None
+    no_memory_because: str
+
+
+def explain(
+    args: Any,
+    *,
+    model_config: Any = None,
+    world_size: int | None = None,
+    prompt_tokens: int | None = None,
+    peft: dict[str, Any] | None = None,
+    has_eval: bool = False,
+    no_model_because: str = "no model config was given",
+) -> str:
+    """Explain a config in words.
+
+    Args:
+        args: a `GRPOConfig` or `RLOOConfig`.
+        model_config: the model's transformers config, for the memory estimate.
+        world_size: number of processes; those that are running by default.
+        prompt_tokens: length of a prompt.
+        peft: arguments of `peft.LoraConfig`, when an adapter is trained.
+        has_eval: the run has an evaluation dataset.
+        no_model_because: what to say where there is no `model_config`.
+
+    Raises:
+        ValueError: the batch sizes do not divide for `world_size` processes.
+    """
+    length = prompt_tokens or ASSUMED_PROMPT_TOKENS
+    memory = estimate(model_config, args, prompt_tokens=length, peft=peft) if model_config is not None else None
+    run = Run(args, args.algebra(world_size), length, has_eval, memory, no_model_because)
+    return "\n\n".join(_section(title, lines(run)) for title, lines in SECTIONS.items())
+
+
+def main(argv: list[str]) -> int:
+    """The command; returns its exit status."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if argv else 2
+    path, flags = (None, argv) if argv[0].startswith("--") else (argv[0], argv[1:])
+    try:
+        world_size, flags = _take_number("--world_size", flags)
+        prompt_tokens, flags = _take_number("--prompt_tokens", flags)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run = load_run(path, flags, world_size=world_size)
+        model_config, reason = _model_config(run.model)
+        text = explain(
+            run.args,
+            model_config=model_config,
+            world_size=world_size,
+            prompt_tokens=prompt_tokens,
+            peft=run.peft,
+            has_eval=run.eval_dataset is not None,
+            no_model_because=reason,
+        )
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        print(f"covey explain: {error}", file=sys.stderr)
+        return 2
+    print(f"{run.method.upper()} of {run.model or 'a model yet to be named'}\n")
+    print(text)
+    notes = [str(w.message) for w in caught if issubclass(w.category, (UserWarning, FutureWarning))]
+    if notes:
+        print("\n" + _section("Warnings", notes))
+    return 0
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+def batches(run: Run) -> list[str]:
+    """Prompts, completions and updates."""
+    a = run.algebra
+    per_device = f"{a.per_device_train_batch_size} completions in each of {count(a.world_size, 'process', 'es')}"
+    lines = [
+        f"Batch sizes count completions, not prompts. One generation: {count(a.prompts_per_generation, 'prompt')}, "
+        f"{a.num_generations} completions each, {a.generation_batch_size} completions in all (generation_batch_size).",
+        f"It is cut into {count(a.steps_per_generation, 'micro-batch', 'es')} (steps_per_generation) of {per_device}"
+        + (f", and gone through {a.num_iterations} times (num_iterations)." if a.num_iterations > 1 else "."),
+        f"One optimizer update averages over {count(a.gradient_accumulation_steps, 'micro-batch', 'es')} "
+        f"(gradient_accumulation_steps), that is {a.completions_per_update} completions.",
+        sentences.updates_per_generation(a.updates_per_generation),
+        sentences.total_updates(run.args, run.algebra),
+    ]
+    if a.updates_per_generation == 1:
+        lines.append(
+            "For several smaller updates per generation, make steps_per_generation a multiple of "
+            f"gradient_accumulation_steps: {2 * a.gradient_accumulation_steps} would give 2."
+        )
+    return lines
+
+
+def policy(run: Run) -> list[str]:
+    """On- or off-policy, and what follows for ratios and clipping."""
+    a, args = run.algebra, run.args
+    numbers = (
+        f"gradient_accumulation_steps={a.gradient_accumulation_steps}, "
+        f"steps_per_generation * num_iterations={a.micro_batches}"
+    )
+    if a.on_policy:
+        metric = "clip_ratio/* stays 0" if args.loss_type in CLIPPED | {"rloo"} else "no bound on them acts"
+        return [
+            f"On-policy ({numbers}): every gradient is computed with the weights that sampled the completions.",
+            f"So all importance ratios are exactly 1 and nothing can clip: {metric}. That is how it should be. To make "
+            "use of clipping, set num_iterations above 1 or steps_per_generation above gradient_accumulation_steps.",
+            "One forward pass more per generation computes the log-probabilities that the KL penalty needs."
+            if args.method == "rloo" and args.beta
+            else "Old log-probabilities are those of the current forward pass; no extra pass is spent on them.",
+        ]
+    return [
+        f"Off-policy ({numbers}): after the first update on a generation, the policy is no longer the one that "
+        "sampled it.",
+        "The first update still has ratios of 1; later ones drift away from 1, and more so with a higher "
+        f"learning rate ({args.learning_rate:g}).",
+        sentences.clipping(args),
+        "One forward pass more per generation computes the old log-probabilities.",
+    ]
+
+
+def loss(run: Run) -> list[str]:
+    """What the logged loss will look like, and why."""
+    lines = [sentences.loss_value(run.args, run.algebra), sentences.loss_trend(run.args, run.algebra)]
+    args = run.args
+    if args.method == "grpo" and args.scale_rewards == "group" and run.algebra.num_generations == 2:
+        lines.append(
+            "With groups of 2 scaled by their own standard deviation, advantages are always +0.71 and -0.71 (or 0 on a "
+            "tie), however far apart the rewards are. scale_rewards=none keeps the distance."
+        )
+    lines.append(
+        "A group whose rewards are all equal has advantages of 0 and teaches nothing; frac_reward_zero_std says how "
+        "many there were. Near 1, the task is too hard, too easy, or the reward too coarse."
+    )
+    lines.append(sentences.kl_penalty(args))
+    lines.append(sentences.truncation(args))
+    if args.entropy_coef or args.use_adaptive_entropy:
+        lines.append("The entropy bonus is subtracted from the loss; policy_loss is without it.")
+    return lines
+
+
+def tokens(run: Run) -> list[str]:
+    """Tokens sampled and trained on."""
+    a, length = run.algebra, run.args.max_completion_length
+    prompts = f"with prompts of {run.prompt_tokens} tokens"
+    if length is None:
+        return ["max_completion_length is unset: completions run until the model's context is full, so no bound here."]
+    return [
+        f"A generation samples at most {a.generation_batch_size * length:,} tokens "
+        f"({a.generation_batch_size} completions of up to {length}).",
+        f"An update trains on at most {a.completions_per_update * length:,} completion tokens, and {prompts} reads at "
+        f"most {a.completions_per_update * (length + run.prompt_tokens):,} in all.",
+    ]
+
+
+def memory(run: Run) -> list[str]:
+    """Bytes by part."""
+    m, args = run.memory, run.args
+    if m is None:
+        return [f"No estimate: {run.no_memory_because}."]
+    share = f", {m.trainable:,} of them trained" if m.trainable != m.parameters else ""
+    precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else "the type of the weights"
+    parts = {
+        "weights": m.weights,
+        "reference model": m.reference,
+        "gradients": m.gradients,
+        "optimizer": m.optimizer,
+        "activations": m.activations,
+        "logits": m.logits,
+        "KV cache": m.kv_cache,
+    }
+    table = [f"{name:<16}{readable(size):>12}" for name, size in parts.items()]
+    return [
+        f"{m.parameters:,} parameters{share}; computing in {precision}. Per process, nothing sharded, completions of "
+        "full length:",
+        *table,
+        f"Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak "
+        f"is about {readable(m.peak)}.",
+        sentences.largest_part(m, args),
+    ]
+
+
+def evaluation(run: Run) -> list[str]:
+    """What evaluation samples, if anything."""
+    a = run.algebra
+    if not run.has_eval:
+        return ["None: no eval_dataset is given, and nothing is split off the training data."]
+    try:
+        a.check_eval()
+    except ValueError as error:
+        return [f"This will fail: {error}"]
+    lines = [
+        f"Each evaluation batch: {count(a.prompts_per_eval_batch, 'prompt')}, {a.eval_group} completions each, "
+        f"{a.eval_batch_size} completions in all."
+    ]
+    if str(getattr(run.args.eval_strategy, "value", run.args.eval_strategy)) == "no":
+        lines.append("eval_strategy is `no`, so nothing is evaluated during training; set eval_strategy=steps.")
+    return lines
+
+
+SECTIONS: dict[str, Callable[[Run], list[str]]] = {
+    "Batches": batches,
+    "On- or off-policy": policy,
+    "Loss": loss,
+    "Tokens": tokens,
+    "Memory": memory,
+    "Evaluation": evaluation,
+}
+"""Title -> lines, in the order of the page."""
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _model_config(model: str | None) -> tuple[Any, str]:
+    """The config of a model that is on this machine, or why there is none."""
+    if model is None:
+        return None, "the run names no model"
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, local_files_only=True), ""
+    except (OSError, ValueError) as error:
+        return None, f"the config of {model!r} is not on this machine ({str(error).splitlines()[0]})"
+
+
+def _take_number(flag: str, argv: list[str]) -> tuple[int | None, list[str]]:
+    """Take `flag N` or `flag=N` out of an argument list."""
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and name[2:].replace("-", "_") == flag[2:]:
+            rest = argv[:i] + argv[i + (1 if equals else 2) :]
+            value = value if equals else "".join(argv[i + 1 : i + 2])
+            if not value.isdigit() or int(value) < 1:
+                raise ValueError(f"{flag} must be a whole number, 1 or more, not {value!r}.")
+            return int(value), rest
+    return None, argv
+
+
+def _section(title: str, lines: list[str]) -> str:
+    wrapped = [
+        textwrap.fill(line, 100, initial_indent="  ", subsequent_indent="    ", drop_whitespace=True)
+        if "   " not in line
+        else "    " + line
+        for line in lines
+    ]
+    return "\n".join([title, *wrapped])

@@ -1,0 +1,142 @@
+"""The sentences of `covey explain`: each function turns numbers of a run into one paragraph.
+
+Statements about formulas hold for the objective in `covey.core` and `covey.algorithms`; change them together.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+from covey.trainers.config.algebra import BatchAlgebra
+from covey.trainers.config.rules.loss import BUILT_IN, CLIPPED
+from covey.trainers.memory import MemoryEstimate
+
+
+def updates_per_generation(per_generation: Fraction) -> str:
+    """How many optimizer updates one generation feeds."""
+    if per_generation == 1:
+        return "One optimizer update per generation."
+    if per_generation.denominator == 1:
+        return f"{per_generation} optimizer updates per generation."
+    if per_generation.numerator == 1:
+        return f"One optimizer update spans {per_generation.denominator} generations."
+    return f"{per_generation} optimizer updates per generation: some updates mix two generations."
+
+
+def total_updates(args: Any, a: BatchAlgebra) -> str:
+    """How long the run is."""
+    if args.max_steps > 0:
+        generations = args.max_steps / a.updates_per_generation
+        return (
+            f"max_steps={args.max_steps} updates are {float(generations):g} generations, "
+            f"{float(generations * a.prompts_per_generation):g} prompts in all."
+        )
+    updates = Fraction(1000, a.prompts_per_generation) * a.updates_per_generation
+    return (
+        f"Every 1,000 prompts of the dataset are about {float(updates):.4g} updates; num_train_epochs="
+        f"{args.num_train_epochs:g} goes through the dataset so many times. A last, incomplete generation is left out."
+    )
+
+
+def clipping(args: Any) -> str:
+    """What becomes of ratios that drift away from 1."""
+    low, high = args.epsilon, args.resolved_epsilon_high
+    if args.loss_type == "cispo":
+        return f"Ratios above {high:g} are cut to {high:g} and keep their gradient; watch cispo_clip_ratio."
+    if args.loss_type == "sapo":
+        return "sapo has no hard clip: a smooth gate closes as a ratio leaves 1."
+    if args.loss_type == "vespo":
+        return "vespo has no hard clip: a smooth weight of the sequence's ratio falls off; watch vespo/phi_seq_mean."
+    unit = "sequences" if args.loss_type == "rloo" or args.importance_sampling_level != "token" else "tokens"
+    if args.loss_type == "gmpo":
+        return f"Token log-ratios are clipped at -{low:g} and +{high:g}, then averaged over the completion."
+    text = (
+        f"{unit.capitalize()} whose ratio has left [{1 - low:g}, {1 + high:g}] in the direction of their advantage "
+        "stop contributing; clip_ratio/* says how many. A few percent is healthy, tens of percent mean too many or too "
+        "large updates per generation."
+    )
+    return text + (f" With a negative advantage, ratios are cut at delta={args.delta:g}." if args.delta else "")
+
+
+def loss_value(args: Any, a: BatchAlgebra) -> str:
+    """What value the loss takes, and why."""
+    kind = args.loss_type
+    if kind in ("cispo", "vespo"):
+        return (
+            f"{kind} logs advantage times log-probability, so its value follows how probable completions are; its size "
+            "and sign mean little. Watch `reward`."
+        )
+    if kind not in BUILT_IN:
+        return f"What values {kind!r}, a registered loss, takes is its author's to say. Watch `reward`."
+    why = "with ratios of 1 it is minus the mean advantage, and the advantages of a group add up to 0"
+    if not a.on_policy:
+        value = "starts near 0 on each generation and may be negative"
+        why += " (an update sees a random part of the groups)"
+    elif kind in CLIPPED - {"grpo"}:
+        value = "is close to 0 and may be negative"
+        why += (
+            " over completions, though not over tokens: what is left shows whether longer or shorter completions did "
+            "better"
+        )
+    else:
+        value = "is 0 up to " + ("the difference of sapo's two temperatures" if kind == "sapo" else "rounding")
+    return f"The loss {value}: {why}. Its gradient is not 0, and the model learns."
+
+
+def loss_trend(args: Any, a: BatchAlgebra) -> str:
+    """How the loss develops."""
+    text = "So a loss that hovers around 0 and does not fall is normal here; `reward` is what should rise."
+    if not a.on_policy:
+        text += " Within a generation the loss falls below 0 as the policy moves towards the better completions."
+    if args.beta and args.method == "grpo":
+        text += f" The KL term adds {args.beta:g} * kl, so over time the loss creeps upwards."
+    return text
+
+
+def kl_penalty(args: Any) -> str:
+    """What the KL penalty does."""
+    if args.beta == 0:
+        return "beta=0: no KL penalty, no reference model in memory, no kl metric."
+    where = "subtracted from the reward" if args.method == "rloo" else f"added to the loss ({args.kl_estimator})"
+    synced = f"; the reference moves towards the policy every {args.ref_model_sync_steps} updates" * args.sync_ref_model
+    return (
+        f"beta={args.beta:g}: {args.beta:g} * KL to the reference model is {where}{synced}. kl starts at 0. Set beta=0 "
+        "to do without, which also frees the reference model."
+    )
+
+
+def truncation(args: Any) -> str:
+    """What becomes of completions that reach the length limit."""
+    if args.max_completion_length is None:
+        return "Completions end by themselves or when the context is full."
+    if args.mask_truncated_completions:
+        return (
+            f"Completions cut off at {args.max_completion_length} tokens are left out of the loss, kl and clip_ratio. "
+            "If all of an update are cut off, there is nothing to average: the loss is 0 and kl is not logged "
+            "(elsewhere that shows as NaN). Keep completions/clipped_ratio well below 1."
+        )
+    return (
+        f"Completions cut off at {args.max_completion_length} tokens are trained on like others; "
+        "completions/clipped_ratio says how many. Set mask_truncated_completions to leave them out."
+    )
+
+
+def largest_part(m: MemoryEstimate, args: Any) -> str:
+    """What takes the most memory, and how to shrink it."""
+    advice = {
+        "activations": "per_device_train_batch_size (raise gradient_accumulation_steps to match)"
+        + ("" if args.gradient_checkpointing else " or gradient_checkpointing=True"),
+        "logits": "logprob_chunk_size",
+        "kv_cache": "max_concurrent_completions",
+        "optimizer": "peft, or an 8-bit optim",
+        "weights": "model_init_kwargs with dtype=bfloat16",
+        "reference": "beta=0 or peft",
+        "gradients": "peft",
+    }
+    part = max(advice, key=lambda name: getattr(m, name))
+    title = {"kv_cache": "KV cache", "reference": "reference model"}.get(part, part)
+    return f"The largest part is the {title}; to shrink it: {advice[part]}."
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun: `1 prompt`, `2 prompts`."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
