@@ -1,0 +1,118 @@
+"""Run files and flags: what is read, in which type, and who wins."""
+
+import json
+
+import pytest
+
+from covey.cli.config_file import load_run, parse_flags
+from covey.trainers.grpo_config import GRPOConfig
+from covey.trainers.rloo_config import RLOOConfig
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(text, name="run.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return written
+
+
+def test_a_file_names_the_run_and_its_settings(write):
+    run = load_run(
+        write(
+            "method: rloo\nmodel: my/model\ndataset: data.jsonl\nreward_funcs: [a.b, c]\npeft: {r: 8}\n"
+            "learning_rate: 1e-5\neval_strategy: no\nnum_generations: 4\n"
+        )
+    )
+    assert isinstance(run.args, RLOOConfig)
+    assert (run.method, run.model, run.dataset, run.dataset_split) == ("rloo", "my/model", "data.jsonl", "train")
+    assert (run.reward_funcs, run.peft) == (["a.b", "c"], {"r": 8})
+    assert run.args.learning_rate == 1e-5
+    assert run.args.eval_strategy == "no"
+
+
+def test_json_files_are_read_too(write):
+    run = load_run(write(json.dumps({"beta": 0.5, "reward_funcs": "one"}), "run.json"))
+    assert isinstance(run.args, GRPOConfig)
+    assert (run.args.beta, run.reward_funcs) == (0.5, ["one"])
+
+
+def test_flags_win_over_the_file(write):
+    run = load_run(
+        write("beta: 0.5\nmodel: a\nlog_completions: true\n"),
+        ["--beta", "0.25", "--model", "b", "--no_shuffle_dataset", "--reward_funcs", "x", "y"],
+    )
+    assert (run.args.beta, run.model, run.reward_funcs) == (0.25, "b", ["x", "y"])
+    assert run.args.log_completions is True
+    assert run.args.shuffle_dataset is False
+
+
+def test_flags_take_the_type_of_their_field():
+    flags = ["--beta", "1", "--num-generations", "4", "--log_completions", "--reward_weights", "1", "2", "--top_k=5"]
+    given = parse_flags(flags)
+    assert given == {
+        "beta": 1.0,
+        "num_generations": 4,
+        "log_completions": True,
+        "reward_weights": [1.0, 2.0],
+        "top_k": 5,
+    }
+
+
+@pytest.mark.parametrize("where", ["file", "flag"])
+def test_old_names_work_in_files_and_flags(write, where):
+    path, flags = (write("kl_coef: 0.3\n"), []) if where == "file" else (None, ["--kl_coef", "0.3"])
+    with pytest.warns(FutureWarning, match="`kl_coef` is called `beta` here"):
+        assert load_run(path, flags).args.beta == 0.3
+
+
+def test_names_of_other_run_files_are_understood(write):
+    run = load_run(write("model_name_or_path: m\ndataset_name: d\ndataset_train_split: test\n"))
+    assert (run.model, run.dataset, run.dataset_split) == ("m", "d", "test")
+
+
+def test_advantage_estimator_chooses_the_method(write):
+    with pytest.warns(FutureWarning, match="called `method`"):
+        assert load_run(write("advantage_estimator: rloo\n")).method == "rloo"
+
+
+def test_world_size_is_planned_for(write):
+    # 2 completions in each of 4 processes make one group of 8; in 1 process they would not
+    path = write("per_device_train_batch_size: 2\n")
+    assert load_run(path, world_size=4).args.generation_batch_size == 8
+    with pytest.raises(ValueError, match="cannot be cut into groups"):
+        load_run(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("- a\n- b\n", ValueError, "must hold `field: value` lines, but holds a list"),
+        ("a: [1\n", ValueError, "cannot be read"),
+        ("", ValueError, "holds a NoneType"),
+        ("modle: x\n", TypeError, "Did you mean `model`"),
+        ("method: ppo\n", ValueError, "choose one of: grpo, rloo"),
+        ("beta: high\n", ValueError, "beta='high' cannot be read"),
+        ("peft: 3\n", ValueError, "peft=3 must be a mapping"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(write, text, error, message):
+    with pytest.raises(error, match=message):
+        load_run(write(text))
+
+
+def test_the_command_and_the_file_must_agree_on_the_method(write):
+    with pytest.raises(ValueError, match="use `covey rloo`"):
+        load_run(write("method: rloo\n"), method="grpo")
+
+
+def test_a_stray_word_is_no_flag():
+    with pytest.raises(TypeError, match=r"'0\.3' stands where a flag should"):
+        parse_flags(["0.3"])
+
+
+def test_what_a_run_requires_is_asked_for_by_name():
+    with pytest.raises(ValueError, match=r"the run names no `dataset`.*--dataset"):
+        load_run(None, ["--model", "m"]).require("model", "dataset")

@@ -1,0 +1,129 @@
+"""`covey explain`: what it says about runs whose answers are known."""
+
+import pytest
+from transformers import LlamaConfig
+
+from covey.cli.explain import explain, main
+from covey.trainers.grpo_config import GRPOConfig
+from covey.trainers.rloo_config import RLOOConfig
+
+
+def words(text):
+    """The text without its line breaks, for comparing sentences."""
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    LlamaConfig(
+        vocab_size=100,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ).save_pretrained(tmp_path / "model")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {tmp_path / 'model'}\nnum_generations: 4\nper_device_train_batch_size: 4\n"
+        "gradient_accumulation_steps: 2\nlearning_rate: 1e-5\n"
+    )
+    return str(path)
+
+
+def test_an_on_policy_run_is_told_that_nothing_clips():
+    text = words(explain(GRPOConfig()))
+    assert "On-policy (gradient_accumulation_steps=1, steps_per_generation * num_iterations=1)" in text
+    assert "all importance ratios are exactly 1 and nothing can clip: clip_ratio/* stays 0" in text
+    assert "One generation: 1 prompt, 8 completions each, 8 completions in all" in text
+    assert "One optimizer update per generation." in text
+
+
+def test_an_off_policy_run_is_told_what_clips():
+    text = words(explain(GRPOConfig(num_iterations=2, epsilon_high=0.28)))
+    assert "Off-policy (gradient_accumulation_steps=1, steps_per_generation * num_iterations=2)" in text
+    assert "Tokens whose ratio has left [0.8, 1.28]" in text
+    assert "2 optimizer updates per generation." in text
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (GRPOConfig(loss_type="grpo"), "The loss is 0 up to rounding"),
+        (GRPOConfig(loss_type="dapo"), "The loss is close to 0 and may be negative"),
+        (GRPOConfig(loss_type="vespo"), "vespo logs advantage times log-probability"),
+        (GRPOConfig(num_iterations=2), "starts near 0 on each generation"),
+        (RLOOConfig(), "The loss is 0 up to rounding"),
+    ],
+)
+def test_the_loss_to_expect_depends_on_the_loss_type(args, sentence):
+    assert sentence in words(explain(args))
+
+
+def test_a_kl_penalty_is_where_its_method_puts_it():
+    assert "0.04 * KL to the reference model is added to the loss (k3)" in words(explain(GRPOConfig(beta=0.04)))
+    assert "0.05 * KL to the reference model is subtracted from the reward" in words(explain(RLOOConfig()))
+    assert "no reference model in memory" in words(explain(GRPOConfig()))
+
+
+def test_masking_truncated_completions_explains_the_empty_update():
+    text = words(explain(GRPOConfig(mask_truncated_completions=True)))
+    assert "If all of an update are cut off" in text
+
+
+def test_groups_of_two_are_told_about_their_scale():
+    assert "always +0.71 and -0.71" in words(explain(GRPOConfig(num_generations=2)))
+    assert "always +0.71" not in words(explain(GRPOConfig(num_generations=4)))
+
+
+def test_tokens_are_counted():
+    # 8 completions of up to 100 tokens: 800 sampled; with prompts of 20, 8 * 120 = 960 read
+    text = words(explain(GRPOConfig(max_completion_length=100), prompt_tokens=20))
+    assert "samples at most 800 tokens" in text
+    assert "960 in all" in text
+
+
+def test_evaluation_that_would_fail_is_said_beforehand():
+    args = GRPOConfig(num_generations=6, per_device_train_batch_size=6)
+    assert "None: no eval_dataset" in words(explain(args))
+    assert "This will fail: An evaluation batch of 8" in words(explain(args, has_eval=True))
+
+
+def test_the_command_reads_the_file_and_its_model(run_file, capsys):
+    assert main([run_file, "--kl_coef", "0.1"]) == 0
+    text = words(capsys.readouterr().out)
+    assert "7,888 parameters" in text
+    assert "One generation: 2 prompts, 4 completions each, 8 completions in all" in text
+    assert "Warnings `kl_coef` is called `beta` here." in text
+
+
+def test_the_command_plans_for_more_processes(run_file, capsys):
+    assert main([run_file, "--world_size", "4", "--prompt_tokens=10"]) == 0
+    assert "8 prompts, 4 completions each, 32 completions in all" in words(capsys.readouterr().out)
+
+
+def test_a_model_that_is_not_here_costs_only_the_memory_estimate(run_file, capsys):
+    assert main([run_file, "--model", "nobody/nothing-here"]) == 0
+    assert "No estimate: the config of 'nobody/nothing-here' is not on this machine" in words(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nowhere.yaml"], "there is no run file 'nowhere.yaml'"),
+        (["--num_generations", "3"], "num_generations: 2 or 4"),
+        (["--nm_generations", "3"], "Did you mean `num_generations`?"),
+        (["--world_size", "none"], "--world_size must be a whole number"),
+        (["--beta", "big"], "invalid float value: 'big'"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_status_two(argv, message, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("covey explain: ")
+    assert message in error
+
+
+def test_help_says_how_to_call_it(capsys):
+    assert main(["--help"]) == 0
+    assert "usage: covey explain CONFIG" in capsys.readouterr().out

@@ -1,0 +1,222 @@
+"""Each rule of a config: one setting that breaks it, and what the message says."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from covey.trainers import checks
+from covey.trainers.config.rules import batches, features, loss, penalties, sampling, unused
+from covey.trainers.grpo_config import GRPOConfig
+from covey.trainers.rloo_config import RLOOConfig
+
+# rule, config class, settings, what the error must say
+REFUSED = [
+    (batches.counts_are_whole_and_positive, GRPOConfig, {"num_iterations": 0}, "num_iterations=0 must be a whole"),
+    (batches.counts_are_whole_and_positive, GRPOConfig, {"max_completion_length": 0}, "max_completion_length=0 must"),
+    (batches.counts_are_whole_and_positive, GRPOConfig, {"steps_per_generation": 1.5}, "steps_per_generation=1.5"),
+    (batches.counts_are_whole_and_positive, GRPOConfig, {"logprob_chunk_size": -1}, "logprob_chunk_size=-1"),
+    (batches.groups_have_siblings, GRPOConfig, {"num_generations": 1}, "at least 2"),
+    (batches.groups_have_siblings, GRPOConfig, {"num_generations": None}, "at least 2"),
+    (batches.batch_size_is_fixed, GRPOConfig, {"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+    (batches.batch_size_is_fixed, GRPOConfig, {"accelerator_config": {"split_batches": True}}, "split_batches=True"),
+    (features.later_features_are_off, GRPOConfig, {"use_vllm": True}, "use_vllm=True is not yet supported"),
+    (features.later_features_are_off, GRPOConfig, {"use_sglang": True}, "use_sglang=True is not yet"),
+    (features.later_features_are_off, GRPOConfig, {"dynamic_sample": True}, "dynamic_sample=True is not yet"),
+    (features.later_features_are_off, GRPOConfig, {"max_resample_times": 5}, "max_resample_times=5 is not yet"),
+    (features.later_features_are_off, GRPOConfig, {"async_generate": True}, "async_generate=True is not yet"),
+    (features.later_features_are_off, GRPOConfig, {"max_staleness": 2}, "max_staleness=2 is not yet"),
+    (features.later_features_are_off, GRPOConfig, {"max_tool_calling_iterations": 2}, "max_tool_calling.* is not yet"),
+    (features.later_features_are_off, GRPOConfig, {"use_transformers_continuous_batching": True}, "is not yet"),
+    (features.later_features_are_off, GRPOConfig, {"vllm_structured_outputs_regex": "a"}, "structured outputs"),
+    (features.later_features_are_off, GRPOConfig, {"log_completions_hub_repo": "me/x"}, "log_completions_hub_repo"),
+    (features.later_features_are_off, GRPOConfig, {"attn_layout": "shared_prefix"}, "'shared_prefix' is not yet"),
+    (features.words_are_known, GRPOConfig, {"attn_layout": "dense"}, "choose one of: auto, packed, padded"),
+    (features.words_are_known, GRPOConfig, {"kl_estimator": "k4"}, "choose one of: k1, k2, k3"),
+    (features.words_are_known, GRPOConfig, {"scale_rewards": "std"}, "choose one of: group, batch, none"),
+    (features.words_are_known, GRPOConfig, {"importance_sampling_level": "word"}, "token, sequence, sequence_token"),
+    (features.words_are_known, GRPOConfig, {"multi_objective_aggregation": "sum"}, "sum_then_normalize"),
+    (features.words_are_known, GRPOConfig, {"vllm_mode": "remote"}, "choose one of: colocate, server"),
+    (features.words_are_known, GRPOConfig, {"vllm_importance_sampling_mode": "mask"}, "token_truncate, token_mask"),
+    (features.loss_type_is_known, GRPOConfig, {"loss_type": "ppo"}, "loss_type='ppo' is not known.*dapo"),
+    (features.rloo_loss_has_its_config, GRPOConfig, {"loss_type": "rloo"}, "use RLOOConfig"),
+    (features.liger_is_off, GRPOConfig, {"use_liger_kernel": True}, "use_liger_kernel=True is not supported"),
+    (sampling.temperature_is_positive, GRPOConfig, {"temperature": 0.0}, "temperature=0.0 is out of range"),
+    (sampling.truncation_of_the_distribution_is_sane, GRPOConfig, {"top_p": 0.0}, "top_p=0.0 .* above 0 and at most 1"),
+    (sampling.truncation_of_the_distribution_is_sane, GRPOConfig, {"top_p": 1.1}, "top_p=1.1"),
+    (sampling.truncation_of_the_distribution_is_sane, GRPOConfig, {"top_k": -1}, "top_k=-1 .* 0 or more"),
+    (sampling.truncation_of_the_distribution_is_sane, GRPOConfig, {"min_p": 2.0}, "min_p=2.0 .* between 0 and 1"),
+    (sampling.truncation_of_the_distribution_is_sane, GRPOConfig, {"repetition_penalty": 0.0}, "repetition_penalty"),
+    (sampling.generation_kwargs_repeat_no_field, GRPOConfig, {"generation_kwargs": {"n": 2}}, "num_generations"),
+    (sampling.generation_kwargs_repeat_no_field, GRPOConfig, {"generation_kwargs": {"top_p": 0.9}}, "field `top_p`"),
+    (
+        sampling.dr_grpo_has_a_length,
+        GRPOConfig,
+        {"loss_type": "dr_grpo", "max_completion_length": None},
+        "divides by max_completion_length",
+    ),
+    (loss.clipping_leaves_a_range, GRPOConfig, {"epsilon": 1.0}, "epsilon=1.0 is out of range"),
+    (loss.clipping_leaves_a_range, GRPOConfig, {"epsilon": -0.1}, "epsilon=-0.1"),
+    (loss.clipping_leaves_a_range, GRPOConfig, {"epsilon_high": -0.1}, "epsilon_high=-0.1"),
+    (loss.delta_is_beyond_the_clip, GRPOConfig, {"delta": 1.1}, r"larger than 1 \+ epsilon_high = 1.2"),
+    (loss.off_policy_mask_can_happen, GRPOConfig, {"off_policy_mask_threshold": -1.0}, "off_policy_mask_threshold"),
+    (loss.top_entropy_keeps_something, GRPOConfig, {"top_entropy_quantile": 0.0}, "top_entropy_quantile=0.0"),
+    (loss.top_entropy_keeps_something, GRPOConfig, {"top_entropy_quantile": 20.0}, "at most 1"),
+    (penalties.kl_weight_is_not_negative, GRPOConfig, {"beta": -0.1}, "beta=-0.1 is out of range"),
+    (penalties.reference_sync_needs_a_reference, GRPOConfig, {"sync_ref_model": True}, "beta=0 loads none"),
+    (
+        penalties.reference_sync_needs_a_reference,
+        GRPOConfig,
+        {"sync_ref_model": True, "beta": 0.1, "ref_model_mixup_alpha": 0.0},
+        "ref_model_mixup_alpha=0.0",
+    ),
+    (penalties.rloo_kl_is_the_log_ratio, RLOOConfig, {"kl_estimator": "k3"}, "'k1', the log ratio"),
+    (penalties.entropy_controller_has_room, GRPOConfig, {"entropy_coef": -0.1}, "entropy_coef=-0.1 must be 0 or more"),
+    (penalties.entropy_controller_has_room, GRPOConfig, {"entropy_coef_min": 2.0}, "entropy_coef_min=2.0"),
+    (
+        penalties.entropy_controller_has_room,
+        GRPOConfig,
+        {"use_adaptive_entropy": True, "entropy_coef": 2.0},
+        r"outside \[entropy_coef_min, entropy_coef_max\]",
+    ),
+    (
+        penalties.entropy_controller_has_room,
+        GRPOConfig,
+        {"use_adaptive_entropy": True, "entropy_coef_delta": 0.0},
+        "needs entropy_coef_delta above 0",
+    ),
+    (penalties.rewards_carry_weight, GRPOConfig, {"reward_weights": [0.0, 0.0]}, "at least one of them not 0"),
+    (penalties.rewards_carry_weight, GRPOConfig, {"reward_weights": [float("nan")]}, "finite number"),
+    (penalties.rewards_carry_weight, GRPOConfig, {"reward_weights": []}, "one finite number per reward function"),
+    (penalties.reward_timeout_is_positive, GRPOConfig, {"reward_timeout": 0}, "reward_timeout=0"),
+    (penalties.reward_clip_is_ordered, RLOOConfig, {"reward_clip_range": (1, -1)}, "first number must be smaller"),
+    (
+        unused.mismatch_bounds_are_ordered,
+        GRPOConfig,
+        {"vllm_importance_sampling_clip_min": 4.0},
+        "vllm_importance_sampling_clip_min=4.0",
+    ),
+    (unused.padding_is_a_number, GRPOConfig, {"pad_to_multiple_of": "many"}, "pad_to_multiple_of='many'"),
+]
+
+# rule, config class, settings, what the warning must say
+POINTED_OUT = [
+    (loss.cispo_has_its_cap, GRPOConfig, {"loss_type": "cispo"}, "5 is used"),
+    (loss.cispo_has_its_cap, GRPOConfig, {"loss_type": "cispo", "epsilon_high": 0.2}, "shrinks every gradient"),
+    (loss.options_suit_the_loss, GRPOConfig, {"vespo_k_pos": 1.0}, "`vespo_k_pos=1.0` has no effect.*'dapo'"),
+    (loss.options_suit_the_loss, GRPOConfig, {"loss_type": "sapo", "epsilon": 0.1}, "`epsilon=0.1` has no effect"),
+    (
+        loss.ratio_level_is_free,
+        GRPOConfig,
+        {"loss_type": "gmpo", "importance_sampling_level": "sequence"},
+        "'gmpo' prescribes its own",
+    ),
+    (loss.clipping_can_happen, GRPOConfig, {"epsilon_high": 0.28}, "`epsilon_high=0.28` has no effect.*on-policy"),
+    (loss.off_policy_mask_can_happen, GRPOConfig, {"off_policy_mask_threshold": 0.5}, "no completion is stale"),
+    (
+        loss.iterations_change_the_policy,
+        GRPOConfig,
+        {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 1},
+        "the same gradient is computed 2 times over",
+    ),
+    (
+        loss.updates_align_with_generations,
+        GRPOConfig,
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
+        "mix two generations",
+    ),
+    (penalties.reference_sync_needs_a_reference, GRPOConfig, {"ref_model_sync_steps": 9}, "sync_ref_model is False"),
+    (penalties.kl_options_need_kl, GRPOConfig, {"kl_estimator": "k1"}, "beta is 0"),
+    (penalties.kl_options_need_kl, RLOOConfig, {"use_bias_correction_kl": False}, "carries no gradient"),
+    (penalties.adaptive_options_need_adaptive_entropy, GRPOConfig, {"entropy_target": 1.0}, "use_adaptive_entropy is"),
+    (penalties.scaling_is_read, RLOOConfig, {"scale_rewards": "batch"}, "RLOO's baseline"),
+    (
+        penalties.scaling_is_read,
+        GRPOConfig,
+        {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
+        "scales each reward itself",
+    ),
+    (unused.engine_options_need_their_engine, GRPOConfig, {"vllm_server_port": 9}, "use_vllm is False"),
+    (unused.engine_options_need_their_engine, GRPOConfig, {"checkpoint_path": "x"}, "use_sglang is False"),
+    (unused.engine_options_need_their_engine, GRPOConfig, {"cache_implementation": "static"}, "its own key-value"),
+    (
+        unused.engine_options_need_their_engine,
+        GRPOConfig,
+        {"transformers_continuous_batching_config": {"a": 1}},
+        "use_transformers_continuous_batching is False",
+    ),
+    (unused.printing_needs_log_completions, GRPOConfig, {"num_completions_to_print": 3}, "log_completions is False"),
+    (unused.padding_is_a_number, GRPOConfig, {"attn_layout": "packed", "pad_to_multiple_of": 8}, "pads nothing"),
+    (unused.supervised_options_are_off, GRPOConfig, {"label_smoothing_factor": 0.1}, "supervised training"),
+    (unused.supervised_options_are_off, GRPOConfig, {"remove_unused_columns": True}, "drops every column"),
+]
+
+
+def ids(cases):
+    return [f"{rule.__name__}-{'-'.join(settings)}" for rule, _, settings, _ in cases]
+
+
+@pytest.mark.parametrize(("rule", "cls", "settings", "message"), REFUSED, ids=ids(REFUSED))
+def test_what_cannot_work_is_refused(rule, cls, settings, message):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match=message) as error:
+            cls(**settings)
+    assert rule.__name__ in [frame.name for frame in error.traceback]
+
+
+@pytest.mark.parametrize(("rule", "cls", "settings", "message"), POINTED_OUT, ids=ids(POINTED_OUT))
+def test_what_has_no_effect_is_pointed_out_once(rule, cls, settings, message):
+    with pytest.warns(UserWarning, match=message) as caught:
+        cls(**settings)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_several_gpus_need_several_processes():
+    with pytest.raises(ValueError, match=r"accelerate launch --num_processes 4"):
+        batches.one_process_per_gpu(SimpleNamespace(n_gpu=4))
+    batches.one_process_per_gpu(SimpleNamespace(n_gpu=1))
+
+
+def test_every_rule_has_a_test():
+    tested = {rule for rule, *_ in [*REFUSED, *POINTED_OUT]} | {batches.one_process_per_gpu}
+    assert {*checks.BATCH_RULES, *checks.RULES} == tested
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"])
+@pytest.mark.parametrize("cls", [GRPOConfig, RLOOConfig])
+@pytest.mark.filterwarnings("ignore:loss_type='cispo' needs")
+def test_every_loss_is_accepted_by_both_methods(cls, loss_type):
+    assert cls(loss_type=loss_type).loss_type == loss_type
+
+
+def test_a_registered_loss_is_accepted_and_may_read_any_option(monkeypatch, recwarn):
+    from covey.algorithms import LOSS_TYPES, register_loss
+
+    register_loss("mine", lambda x: -x.advantages)
+    try:
+        args = GRPOConfig(loss_type="mine", vespo_k_pos=1.0, epsilon=0.5)
+    finally:
+        del LOSS_TYPES["mine"]
+    assert args.loss_type == "mine"
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epsilon_high": 0.28, "num_iterations": 2},
+        {"delta": 3.0, "num_iterations": 2},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 64},
+        {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 0.5},
+        {"log_completions": True, "num_completions_to_print": 4, "log_unique_prompts": True},
+        {"importance_sampling_level": "sequence", "epsilon": 3e-4, "num_iterations": 2},
+        {"reward_weights": [1.0, 0.0]},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_sound_settings_pass_silently(settings, recwarn):
+    GRPOConfig(**settings)
+    assert not recwarn.list
