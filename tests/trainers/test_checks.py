@@ -139,6 +139,7 @@ POINTED_OUT = [
     (unused.engine_options_need_their_engine, GRPOConfig, {"vllm_server_port": 9}, "use_vllm is False"),
     (unused.engine_options_need_their_engine, GRPOConfig, {"checkpoint_path": "x"}, "use_sglang is False"),
     (unused.engine_options_need_their_engine, GRPOConfig, {"cache_implementation": "static"}, "its own key-value"),
+    (unused.engine_options_need_their_engine, GRPOConfig, {"ds3_gather_for_generation": False}, "DeepSpeed is not"),
     (
         unused.engine_options_need_their_engine,
         GRPOConfig,
@@ -146,7 +147,7 @@ POINTED_OUT = [
         "use_transformers_continuous_batching is False",
     ),
     (unused.printing_needs_log_completions, GRPOConfig, {"num_completions_to_print": 3}, "log_completions is False"),
-    (unused.padding_is_a_number, GRPOConfig, {"attn_layout": "packed", "pad_to_multiple_of": 8}, "pads nothing"),
+    (unused.padding_is_a_number, GRPOConfig, {"pad_to_multiple_of": 8}, "to the longest of them"),
     (unused.supervised_options_are_off, GRPOConfig, {"label_smoothing_factor": 0.1}, "supervised training"),
     (unused.supervised_options_are_off, GRPOConfig, {"remove_unused_columns": True}, "drops every column"),
 ]

@@ -79,7 +79,7 @@ def test_argument_parser_of_transformers_reads_the_config():
     ]
     parser = HfArgumentParser(GRPOConfig)
     (args,) = parser.parse_args_into_dataclasses(
-        [*flags, "--generation_kwargs", '{"seed": 1}'], look_for_args_file=False
+        [*flags, "--log_completions", "--generation_kwargs", '{"seed": 1}'], look_for_args_file=False
     )
     assert (args.beta, args.scale_rewards, args.reward_weights) == (0.1, "none", [1.0, 2.0])
     assert args.shuffle_dataset is False

@@ -85,9 +85,7 @@ class BatchFields:
     )
     shuffle_dataset: bool | None = described(True, "Shuffle the training prompts.")
     pad_to_multiple_of: int | str | None = described(
-        "auto",
-        "Round padded lengths up to a multiple of this number; `auto` picks what the hardware prefers, unset pads to "
-        "the longest only. Concerns the padded layout.",
+        "auto", "Round padded lengths up to a multiple of this number. `auto` and unset pad to the longest row only."
     )
     ds3_gather_for_generation: bool = described(
         True, "With DeepSpeed ZeRO-3, gather the whole weights for generation (faster) rather than layer by layer."

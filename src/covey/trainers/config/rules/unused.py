@@ -16,6 +16,8 @@ def engine_options_need_their_engine(args: Any) -> None:
     if not args.use_transformers_continuous_batching:
         name = "transformers_continuous_batching_config"
         ignored(args, [name], "use_transformers_continuous_batching is False")
+    if not args.deepspeed:
+        ignored(args, ["ds3_gather_for_generation"], "DeepSpeed is not in use")
     ignored(args, ["cache_implementation"], "the built-in engine manages its own key-value cache")
 
 
@@ -36,12 +38,11 @@ def printing_needs_log_completions(args: Any) -> None:
 
 
 def padding_is_a_number(args: Any) -> None:
-    """`pad_to_multiple_of` is "auto", unset or a whole number, and needs padding."""
+    """`pad_to_multiple_of` is "auto", unset or a whole number; lengths are not rounded up yet."""
     value = args.pad_to_multiple_of
     if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
         raise ValueError(f"pad_to_multiple_of={value!r} must be 'auto', None or a whole number, 1 or more.")
-    if args.attn_layout == "packed":
-        ignored(args, ["pad_to_multiple_of"], "attn_layout='packed' pads nothing")
+    ignored(args, ["pad_to_multiple_of"], "rows are padded to the longest of them and no further")
 
 
 def supervised_options_are_off(args: Any) -> None:
