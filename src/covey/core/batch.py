@@ -114,6 +114,11 @@ class TrainBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         return TrainBatch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
 
+    def state(self) -> dict[str, Any]:
+        """The fields by name, tensors on the CPU: `TrainBatch(**batch.state())` is an equal batch."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+
     def prompts(self) -> list[Tensor]:
         """The P prompts' tokens, each [its length]."""
         return list(self.prompt_ids.split(self.prompt_lengths.tolist()))

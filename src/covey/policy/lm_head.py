@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of chosen tokens, straight from hidden states.
 
-The head is applied to the wanted positions alone, a chunk at a time, in float32 at least; logits of more than one chunk never
-live at once, backward included. Whatever module is the model's output embedding is called as it is (a plain linear,
-with LoRA, quantised).
+The head is applied to the wanted positions alone, a chunk at a time, in float32 at least; logits of more than one chunk
+never live at once, backward included. Whatever module is the model's output embedding is called as it is (a plain
+linear, with LoRA, quantised).
 """
 
 from collections.abc import Callable
@@ -37,10 +37,6 @@ def score_hidden(
         entropy: also return the entropy of each position's distribution.
         chunk_size: positions whose logits live at once.
     """
-    if len(targets) == 0:
-        nothing = hidden.sum(-1)  # [0], still part of the graph
-        return TokenScores(nothing, nothing if entropy else None)
-
     def score(states: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits_of(states)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -71,7 +71,8 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
         raise ImportError("`peft_config` needs PEFT: pip install 'covey[peft]'") from error
     if isinstance(model, PeftModel):
         raise ValueError(
-            "a PeftModel and a `peft_config` were both given; pass the base model with the config, or the PeftModel alone."
+            "a PeftModel and a `peft_config` were both given; pass the base model with the config, or the PeftModel"
+            " alone."
         )
     if getattr(model, "is_quantized", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -112,8 +113,8 @@ def load_tokenizer(processing_class: Any, model: Any, *, trust_remote_code: bool
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if len(processing_class) > vocabulary:
         raise ValueError(
-            f"the tokenizer has {len(processing_class)} tokens but the model embeds only {vocabulary}: they do not belong"
-            " together. Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))`."
+            f"the tokenizer has {len(processing_class)} tokens but the model embeds only {vocabulary}: they do not"
+            " belong together. Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))`."
         )
     return processing_class
 

@@ -98,7 +98,7 @@ class TokenScorer:
 
     @torch.no_grad()
     def _prove(self, model: Any, batch: TrainBatch) -> None:
-        """Check, on a few rollouts, that the head is understood and that the packed layout agrees with the padded one."""
+        """On a few rollouts: the head is understood, and the packed layout agrees with the padded one."""
         inner = self.unwrap(model)
         few = batch.select(torch.arange(min(CHECK_ROWS, len(batch)), device=batch.lengths.device))
         with inference_mode_of(inner):
@@ -112,14 +112,16 @@ class TokenScorer:
             return "padded"  # the user chose an attention that packs in its own way or not at all
         expected = self._score(inner, few, "padded", entropy=False).logprobs
         try:
-            difference = (self._score(inner, few, "packed", entropy=False).logprobs - expected).abs().max().item()
+            gaps = (self._score(inner, few, "packed", entropy=False).logprobs - expected).abs()
         except (TypeError, ValueError, RuntimeError) as error:
             inner.set_attn_implementation("sdpa")
             return self._fall_back(inner, f"it fails there with {type(error).__name__}: {error}")
-        tolerance = 1e-3 if inner.dtype.itemsize >= 4 and not torch.is_autocast_enabled() else 0.2
+        # In half precision single tokens differ visibly whenever shapes do, so the mean decides.
+        exact = inner.dtype.itemsize >= 4 and not torch.is_autocast_enabled(expected.device.type)
+        difference, tolerance = (gaps.max().item(), 1e-3) if exact else (gaps.mean().item(), 0.1)
         if difference > tolerance:
             inner.set_attn_implementation("sdpa")
-            return self._fall_back(inner, f"its log-probs there differ by up to {difference:.2g}")
+            return self._fall_back(inner, f"its log-probs there differ by {difference:.2g}")
         return "packed"
 
     @staticmethod

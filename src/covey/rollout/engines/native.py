@@ -184,7 +184,7 @@ class NativeEngine:
         for row in rows:
             row.generator = torch.Generator(device).manual_seed(row.seed)
         if self._cache is None:
-            self._cache = RowCache(self.max_rows)
+            self._cache = RowCache(self.max_rows, _compute_dtype(model))
         owners = torch.tensor([place for place, group in enumerate(groups) for _ in group], device=device)
         self._cache.append(cache, owners, max(len(row.request.prompt_ids) + self._budget(row) for row in rows))
         self._rows.extend(rows)
@@ -205,8 +205,7 @@ class NativeEngine:
         parameter = next(model.parameters())
         last = torch.tensor([[row.last_token] for row in self._rows], device=parameter.device)
         positions = torch.tensor([[row.length - 1] for row in self._rows], device=parameter.device)
-        mask_dtype = torch.get_autocast_dtype(parameter.device.type) if torch.is_autocast_enabled() else model.dtype
-        masks = self._cache.begin_step(positions[:, 0], model.config.get_text_config(), mask_dtype)
+        masks = self._cache.begin_step(positions[:, 0], model.config.get_text_config())
         output = model(
             input_ids=last,
             position_ids=positions,
@@ -258,3 +257,9 @@ class NativeEngine:
         self._rows.pop()
         if not row.done.done():  # its caller may have been cancelled
             row.done.set_result(Completion(row.token_ids, row.logprobs, reason))
+
+
+def _compute_dtype(model: Any) -> torch.dtype:
+    """What the model multiplies in here and now."""
+    device = next(model.parameters()).device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype

@@ -20,11 +20,14 @@ class RowCache(Cache):
 
     Args:
         max_rows: most rows at once.
+        dtype: what keys and values are stored as: the type attention multiplies in, so that nothing is converted
+            again at every step.
     """
 
-    def __init__(self, max_rows: int):
+    def __init__(self, max_rows: int, dtype: torch.dtype):
         super().__init__(layers=[])
         self.max_rows = max_rows
+        self._dtype = dtype
         self.capacity = 0
         self.rows = 0
         self._keys: dict[int, Tensor] = {}
@@ -44,8 +47,8 @@ class RowCache(Cache):
         added = slice(self.rows, self.rows + len(owners))
         for index, layer in enumerate(prefilled.layers if prefilled is not None else []):
             width = layer.keys.shape[2]
-            self._storage(self._keys, index, layer.keys)[added, :, :width] = layer.keys[owners]
-            self._storage(self._values, index, layer.values)[added, :, :width] = layer.values[owners]
+            self._storage(self._keys, index, layer.keys)[added, :, :width] = layer.keys[owners].to(self._dtype)
+            self._storage(self._values, index, layer.values)[added, :, :width] = layer.values[owners].to(self._dtype)
         self.rows += len(owners)
 
     def move(self, source: int, target: int) -> None:
@@ -56,13 +59,12 @@ class RowCache(Cache):
                 stored[target] = stored[source]
         self.rows -= 1
 
-    def begin_step(self, positions: Tensor, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    def begin_step(self, positions: Tensor, config: Any) -> Tensor | dict[str, Tensor]:
         """Say where each row's next token goes; returns the additive attention mask(s) the model's layers need.
 
         Args:
             positions: [rows] int64.
             config: the model's text config: it names the sliding window and the kinds of layer.
-            dtype: of the mask.
 
         Returns:
             [rows, 1, 1, width], or a dict of such by layer type for models that mix them.
@@ -75,9 +77,9 @@ class RowCache(Cache):
         kinds = set(getattr(config, "layer_types", None) or [])
         sliding = causal & (column > positions[:, None] - window) if window else causal
         if len(kinds) > 1:
-            return {k: _additive(sliding if k == "sliding_attention" else causal, dtype) for k in kinds}
+            return {k: _additive(sliding if k == "sliding_attention" else causal, self._dtype) for k in kinds}
         uses_window = "sliding_attention" in kinds if kinds else window is not None
-        return _additive(sliding if uses_window else causal, dtype)
+        return _additive(sliding if uses_window else causal, self._dtype)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -87,8 +89,8 @@ class RowCache(Cache):
         keys = self._storage(self._keys, layer_idx, key_states)
         values = self._storage(self._values, layer_idx, value_states)
         row = torch.arange(self.rows, device=key_states.device)
-        keys[row, :, self._positions] = key_states[:, :, 0]
-        values[row, :, self._positions] = value_states[:, :, 0]
+        keys[row, :, self._positions] = key_states[:, :, 0].to(self._dtype)
+        values[row, :, self._positions] = value_states[:, :, 0].to(self._dtype)
         return keys[: self.rows, :, : self._width], values[: self.rows, :, : self._width]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -109,7 +111,8 @@ class RowCache(Cache):
     def _storage(self, store: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
         """A layer's tensor, made on first use. Zeros, because masked garbage could be NaN."""
         if layer not in store:
-            store[layer] = like.new_zeros(self.max_rows, like.shape[1], self.capacity, like.shape[3])
+            shape = (self.max_rows, like.shape[1], self.capacity, like.shape[3])
+            store[layer] = torch.zeros(shape, dtype=self._dtype, device=like.device)
         return store[layer]
 
 

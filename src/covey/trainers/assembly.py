@@ -1,0 +1,187 @@
+"""Builds the parts of a trainer from its config: the only place that knows which field decides what.
+
+Not here: what the parts do together (`covey.trainers.online_trainer`).
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from covey.algorithms.algorithm import Algorithm
+from covey.observability.completions import CompletionLog
+from covey.observability.console import ProgressDisplay
+from covey.policy.loading import disable_dropout, end_token_ids, load_policy, load_tokenizer, max_context
+from covey.policy.reference import Reference
+from covey.policy.scoring import TokenScorer
+from covey.rewards import RewardSuite
+from covey.rollout.collector import Collector
+from covey.rollout.engine import SamplingParams
+from covey.rollout.engines.native import NativeEngine
+from covey.rollout.prompts import PromptCodec
+from covey.trainers.config.base import OnlineConfig
+from covey.trainers.entropy import EntropyController
+
+__all__ = ["load_tokenizer"]
+
+UNLIMITED = 2**31
+"""`max_completion_length=None`: only the model's context ends a completion."""
+
+
+def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any:
+    """The config, or its defaults with an output folder named after the model.
+
+    Raises:
+        TypeError: another kind of config.
+    """
+    if args is None:
+        name = model if isinstance(model, (str, os.PathLike)) else getattr(model.config, "_name_or_path", "")
+        short = os.path.basename(os.fspath(name).rstrip("/")) or "model"
+        return config_class(output_dir=f"{short}-{config_class.method.upper()}")
+    if not isinstance(args, config_class):
+        raise TypeError(f"`args` must be a {config_class.__name__}, got {type(args).__name__}.")
+    return args
+
+
+def refuse_agents(**arguments: Any) -> None:
+    """Agent training comes with a later version; until then its arguments are refused rather than ignored.
+
+    Raises:
+        ValueError: one of them is given.
+    """
+    given = [name for name, value in arguments.items() if value]
+    if given:
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in given)}: agent training is not available in this version."
+        )
+
+
+def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: Any) -> Any:
+    """The model to train, with dropout and gradient checkpointing as the config has them."""
+    policy = load_policy(
+        model,
+        init_kwargs=args.model_init_kwargs,
+        trust_remote_code=args.trust_remote_code,
+        quantization_config=quantization_config,
+        peft_config=peft_config,
+    )
+    if args.disable_dropout:
+        disable_dropout(policy)
+    if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):
+        policy.enable_input_require_grads()  # checkpointed frozen layers need an input that carries gradient
+    return policy
+
+
+def build_scorer(args: Any, tokenizer: Any, accelerator: Any) -> TokenScorer:
+    """What runs the policy and the reference forward."""
+    return TokenScorer(
+        lambda model: accelerator.unwrap_model(model, keep_torch_compile=False),
+        temperature=args.temperature,
+        layout=args.attn_layout,
+        pad_token_id=tokenizer.pad_token_id,
+        chunk_size=args.logprob_chunk_size,
+        float32_head=args.cast_lm_head_to_fp32,
+    )
+
+
+def build_reference(args: Any, algorithm: Algorithm, model: Any) -> Reference | None:
+    """The reference, if anything is measured against it.
+
+    Raises:
+        ValueError: `sync_ref_model` with an adapter.
+    """
+    if algorithm.beta == 0:
+        return None
+    reference = Reference(model)
+    if args.sync_ref_model and reference.adapter_off:
+        raise ValueError(
+            "sync_ref_model=True with an adapter: the reference is the model without the adapter and cannot follow it."
+            " Set sync_ref_model=False or train the whole model."
+        )
+    return reference
+
+
+def build_collector(args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any]) -> Collector:
+    """The engine, and what feeds it prompts."""
+    context = max_context(model)
+    engine = NativeEngine(
+        policy,
+        eos_token_ids=end_token_ids(model, tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        max_rows=args.max_concurrent_completions,
+        max_context=context,
+        forward_context=accelerator.autocast,
+    )
+    return Collector(engine, PromptCodec(tokenizer, args.chat_template_kwargs, context), args.seed)
+
+
+def sampling_params(args: Any) -> SamplingParams:
+    """How completions are sampled."""
+    return SamplingParams(
+        max_tokens=args.max_completion_length or UNLIMITED,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        extra=args.generation_kwargs or {},
+    )
+
+
+def build_rewards(args: Any, reward_funcs: Any, processing_classes: Any, accelerator: Any) -> RewardSuite:
+    """The reward functions behind one call.
+
+    Raises:
+        ValueError: none were given.
+    """
+    if reward_funcs is None:
+        raise ValueError("`reward_funcs` is missing: give at least one reward function, reward model or list of them.")
+    return RewardSuite(
+        reward_funcs,
+        weights=args.reward_weights,
+        processing_classes=processing_classes,
+        model_init_kwargs=args.model_init_kwargs,
+        timeout=args.reward_timeout,
+        batch_size=args.per_device_train_batch_size,
+        device=accelerator.device,
+    )
+
+
+def entropy_controller(args: Any) -> EntropyController:
+    """The entropy bonus."""
+    return EntropyController(
+        coef=args.entropy_coef,
+        adaptive=args.use_adaptive_entropy,
+        low=args.entropy_coef_min,
+        high=args.entropy_coef_max,
+        delta=args.entropy_coef_delta,
+        target=args.entropy_target,
+    )
+
+
+def build_completions(args: Any) -> CompletionLog:
+    """Where completions are written down."""
+    return CompletionLog(args.output_dir, limit=args.generation_batch_size)
+
+
+def add_callbacks(trainer: Any) -> None:
+    """Covey's own progress display instead of the stock ones, and the reference's slow following."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    if not trainer.args.disable_tqdm:
+        trainer.add_callback(ProgressDisplay())
+    if trainer.reference is not None and trainer.args.sync_ref_model:
+        trainer.add_callback(FollowPolicy(trainer))
+
+
+class FollowPolicy(TrainerCallback):
+    """Moves the reference towards the policy every `ref_model_sync_steps` optimizer steps."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called by the training loop."""
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self.trainer.reference.follow(self.trainer.policy, args.ref_model_mixup_alpha)

@@ -1,0 +1,449 @@
+"""The training step of group-relative reinforcement learning: sample, score, assign credit, update.
+
+This is the one place where engines, rewards, the policy and the algorithm meet. What they are is decided in
+`covey.trainers.assembly`; the outer loop (epochs, optimizer, schedule, checkpoints) is Hugging Face's `Trainer`.
+`GRPOTrainer` and `RLOOTrainer` differ by the `Algorithm` they hand in.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import set_seed
+from transformers.trainer_utils import EvalLoopOutput
+
+from covey.algorithms.algorithm import Algorithm
+from covey.core.batch import TrainBatch, collate
+from covey.core.objective import LossInputs, policy_loss
+from covey.core.ragged import expand, segment_sum
+from covey.core.rollout import Rollout
+from covey.core.stats import Max, Mean
+from covey.observability.metrics import MetricLog, generation_stats
+from covey.observability.phases import PhaseTimer
+from covey.rollout.collector import Draw
+from covey.trainers import assembly
+from covey.trainers.checkpoint import AtomicCheckpoints
+from covey.trainers.config.base import OnlineConfig
+from covey.trainers.dataset import check_dataset
+from covey.trainers.experience import Experience, weigh
+from covey.trainers.record import Generation, Notes, Share, describe
+from covey.trainers.sampler import eval_loader, train_loader
+
+
+class OnlineTrainer(AtomicCheckpoints):
+    """Trains a causal language model on its own completions.
+
+    Args:
+        model: hub id, folder, transformers model or PEFT model.
+        reward_funcs: one or a list of functions, model ids or paths, or sequence classifiers (`covey.rewards`).
+        args: the config; defaults if None.
+        train_dataset: rows with a `prompt` column (text or messages); other columns go to the reward functions.
+        eval_dataset: the same, or a dictionary of such by name.
+        processing_class: the tokenizer; loaded with the model if None.
+        reward_processing_classes: tokenizers of reward models, aligned with `reward_funcs`.
+        callbacks: `transformers.TrainerCallback`s.
+        optimizers: an optimizer and a scheduler instead of the config's.
+        quantization_config: loads the policy in fewer bits; needs `peft_config`.
+        peft_config: trains an adapter instead of the whole model.
+        tools, rollout_func, environment_factory: agent training; not available in this version.
+
+    Raises:
+        ValueError: arguments that cannot work, each with what to do about it.
+    """
+
+    loss_is_scaled_for_ga = True
+    config_class: ClassVar[type[OnlineConfig]]
+    make_algorithm: ClassVar[Callable[[Any], Algorithm]]
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ):
+        args = assembly.resolve_args(args, model, self.config_class)
+        assembly.refuse_agents(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
+        self._check_data(args, train_dataset, eval_dataset)
+        set_seed(args.seed)  # before an adapter is initialised
+        model = assembly.build_policy(args, model, quantization_config, peft_config)
+        tokenizer = assembly.load_tokenizer(processing_class, model, trust_remote_code=args.trust_remote_code)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.algorithm = type(self).make_algorithm(args)
+        self.algebra = args.algebra(args.world_size)
+        self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator)
+        self.reference = assembly.build_reference(args, self.algorithm, model)
+        self.collector = assembly.build_collector(args, model, tokenizer, self.accelerator, lambda: self.policy)
+        self.sampling = assembly.sampling_params(args)
+        self.rewards = assembly.build_rewards(args, reward_funcs, reward_processing_classes, self.accelerator)
+        self.entropy = assembly.entropy_controller(args)
+        self.experience = Experience()
+        self.metrics = MetricLog(gather=lambda value: gather_object([value]))
+        self.phases = PhaseTimer()
+        self.completions = assembly.build_completions(args)
+        self.num_tokens = 0
+        self._generations = {"train": 0, "eval": 0}
+        self._micro_step = 0
+        self._step_seconds = 0.0
+        self._step_entropy = Mean(0.0, 0.0)
+        assembly.add_callbacks(self)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, draws: list[Draw]) -> TrainBatch:  # type: ignore[override]
+        if not self.model.training:
+            return self.gather_experience(draws)
+        if self.experience.is_spent():
+            batch = self.gather_experience(draws)
+            parts = batch.split(self.args.per_device_train_batch_size)
+            self.experience.refill(parts, self.args.num_iterations)
+        if self.args.top_entropy_quantile < 1.0 and self._micro_step == 0:
+            self._find_entropy_threshold(self.experience.upcoming(self.args.gradient_accumulation_steps))
+        return self.experience.next()
+
+    @torch.no_grad()
+    def gather_experience(self, draws: list[Draw]) -> TrainBatch:
+        """Sample, score, assign credit: dataset rows in, training tokens out."""
+        with self.phases("generate"):
+            rollouts = self.collector.collect(draws, self.sampling, self._generation_key())
+        with self.phases("reward"):
+            notes = Notes()
+            scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state))
+        batch = collate(rollouts, mask_truncated=self.args.mask_truncated_completions).to(self.accelerator.device)
+        with self.phases("score"):
+            kl = self.score_behaviour(batch)
+        generation = self._share(draws, rollouts, batch, scored.rewards, kl, notes)
+        advantages = self._advantages(generation)
+        batch.advantages = expand(advantages[generation.mine].to(batch.lengths.device), batch.lengths)
+        self._weigh(batch, generation)
+        self.metrics.add({**scored.stats, **notes.metrics}, self.mode)
+        self._record(generation, advantages)
+        return batch
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: TrainBatch,  # type: ignore[override]
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """The loss of one micro-batch, so scaled that the sum over micro-steps, averaged over ranks, is the step's."""
+        batch = self._with_signal(inputs)
+        with self.accelerator.autocast():
+            scores = self.scorer(model, batch, entropy=True)
+        coef = self.entropy.effective
+        result = policy_loss(LossInputs.of(batch, *scores, coef), self.algorithm.objective)
+        self.metrics.add(result.stats, self.mode)
+        if self.model.training and isinstance(entropy := result.stats.get("entropy"), Mean):
+            self._step_entropy = self._step_entropy.merge(entropy)
+        return result.loss * self._loss_scale()
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Hugging Face's step, timed; closes the books when it is the last of an optimizer step."""
+        start = time.perf_counter()
+        with self.phases("train"):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step_seconds += time.perf_counter() - start
+        self._micro_step += 1
+        if self.accelerator.sync_gradients:
+            self._close_step()
+        return loss
+
+    # ---- parts of a step -------------------------------------------------------------------------------------------
+
+    def score_behaviour(self, batch: TrainBatch) -> Tensor | None:
+        """Score the batch under the old and the reference policy where needed; returns the KL penalty [B], if any."""
+        training = self.model.training
+        penalised = self.algorithm.kl_in_reward and self.algorithm.beta != 0
+        off_policy = training and not self.algebra.on_policy
+        rows = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
+        old = None
+        with self.accelerator.autocast():
+            if off_policy or penalised:
+                old = self.scorer.split(self.policy, batch, rows).logprobs
+            if self.reference is not None:
+                with self.reference.model(self.policy) as reference:
+                    batch.ref_logprobs = self.scorer.split(reference, batch, rows).logprobs
+        batch.old_logprobs = old if off_policy else None
+        if not penalised:
+            return None
+        assert old is not None and batch.ref_logprobs is not None, "a penalty needs both"
+        kl = torch.where(batch.sampled, old - batch.ref_logprobs, 0.0)
+        self.metrics.add({"kl": Mean(kl.sum().item(), batch.sampled.sum().item())}, self.mode)
+        return segment_sum(kl, batch.lengths).cpu()
+
+    def _share(
+        self,
+        draws: list[Draw],
+        rollouts: list[Rollout],
+        batch: TrainBatch,
+        rewards: Tensor,
+        kl: Tensor | None,
+        notes: Notes,
+    ) -> Generation:
+        """Let every process know what the others sampled."""
+        mine = Share(
+            rewards=rewards,
+            kl=kl,
+            tokens=batch.sampled_lengths.tolist(),
+            parts=-(-len(rollouts) // self._rows_per_part),
+            lengths=[rollout.num_sampled for rollout in rollouts],
+            truncated=[rollout.truncated for rollout in rollouts],
+            prompt_lengths=[len(rollout.prompt_ids) for rollout in rollouts],
+            table=describe(draws, rollouts, notes.columns),
+        )
+        return Generation(gather_object([mine]), self.accelerator.process_index)
+
+    def _advantages(self, generation: Generation) -> Tensor:
+        """Advantages of all processes' rollouts, [rollouts]."""
+        shape = (-1, self._group_size)
+        rewards_PGF = generation.rewards.view(*shape, len(self.rewards.names))
+        kl_PG = None if generation.kl is None else generation.kl.view(shape)
+        return self.algorithm.advantages(rewards_PGF, self.rewards.weights, kl_PG).flatten()
+
+    def _weigh(self, batch: TrainBatch, generation: Generation) -> None:
+        training = self.model.training
+        weigh(
+            batch,
+            self.algorithm.weighting,
+            rows_per_part=self._rows_per_part,
+            total_rows=len(generation),
+            total_tokens=generation.total_tokens,
+            total_parts=generation.total_parts,
+            updates=self.args.steps_per_generation / self.args.gradient_accumulation_steps if training else 1.0,
+            max_completion_length=self.args.max_completion_length,
+            entropy_bonus=self.entropy.enabled,
+        )
+
+    def _record(self, generation: Generation, advantages: Tensor) -> None:
+        if self.mode == "train":
+            self.num_tokens += generation.processed_tokens
+            self.metrics.set("num_tokens", self.num_tokens)
+        stats = generation_stats(
+            lengths=generation.lengths,
+            truncated=generation.truncated,
+            rewards_NF=generation.rewards,
+            weights_F=self.rewards.weights,
+            names=self.rewards.names,
+            num_generations=self._group_size,
+        )
+        self.metrics.add(stats, self.mode)
+        if self.mode == "train" and self.is_world_process_zero():
+            self.completions.add(
+                self.state.global_step,
+                generation.column("prompt"),
+                generation.column("completion"),
+                rewards=_reward_columns(self.rewards.names, generation.rewards),
+                advantages=advantages.tolist(),
+                extras=_columns(generation.column("extras")),
+                finish=generation.column("finish"),
+                lengths=generation.lengths,
+            )
+
+    def _with_signal(self, batch: TrainBatch) -> TrainBatch:
+        """Leave out rollouts whose gradient is exactly zero; one stays, so that every process runs a pass."""
+        if self.algorithm.objective.beta or batch.entropy_weights is not None or not len(batch):
+            return batch
+        assert batch.advantages is not None, "credit comes before the loss"
+        has_signal = segment_sum((batch.advantages != 0).long() * batch.sampled, batch.lengths) > 0
+        rows = has_signal.nonzero()[:, 0]
+        return batch.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=rows.device))
+
+    def _find_entropy_threshold(self, parts: list[TrainBatch]) -> None:
+        """The entropy that a token of the coming optimizer step needs to count: a quantile over all its tokens."""
+        entropies = []
+        with self.accelerator.autocast():
+            for part in parts:
+                scores = self.scorer.split(self.policy, part, len(part) or 1, entropy=True)
+                assert scores.entropies is not None, "asked for"
+                entropies.append(scores.entropies[part.sampled].float().cpu())
+        everyone = torch.cat(gather_object([torch.cat(entropies)]))
+        threshold = exact_quantile(everyone, 1 - self.args.top_entropy_quantile)
+        self.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, self.mode)
+        for part in parts:
+            part.entropy_threshold = threshold
+
+    def _loss_scale(self) -> float:
+        """Weights assume a full accumulation window and sum over ranks; the optimizer sees a mean over ranks."""
+        if not self.model.training:
+            return 1.0
+        window = self.args.gradient_accumulation_steps / self.current_gradient_accumulation_steps
+        return window * self.accelerator.num_processes
+
+    def _close_step(self) -> None:
+        stats = {"step_time": Mean(self._step_seconds, 1.0)}
+        if self.entropy.enabled:
+            totals = gather_object([self._step_entropy])
+            entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
+            stats["entropy_coef"] = Mean(self.entropy.effective, 1.0)
+            if entropy.count:
+                self.entropy.observe(entropy.value())
+        self.metrics.add(stats, "train")
+        self._micro_step, self._step_seconds, self._step_entropy = 0, 0.0, Mean(0.0, 0.0)
+
+    # ---- where a step stands ---------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Any:
+        """The transformers (or PEFT) model inside whatever wraps it."""
+        return self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+
+    @property
+    def mode(self) -> str:
+        """`train` or `eval`."""
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _group_size(self) -> int:
+        return self.algebra.num_generations if self.model.training else self.algebra.eval_group
+
+    @property
+    def _rows_per_part(self) -> int:
+        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+
+    def _generation_key(self) -> tuple[str, int]:
+        """A name for this generation that no other has: its samples are seeded with it."""
+        number = self._generations[self.mode]
+        self._generations[self.mode] += 1
+        return self.mode, number
+
+    # ---- data, evaluation, logs, checkpoints -----------------------------------------------------------------------
+
+    @staticmethod
+    def _check_data(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
+        if train_dataset is not None:
+            check_dataset(train_dataset, "train_dataset")
+        evaluations = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+        for dataset in evaluations:
+            if dataset is not None:
+                check_dataset(dataset, "eval_dataset")
+                args.algebra(args.world_size).check_eval()
+
+    def get_train_dataloader(self) -> Any:
+        """Micro-steps over the training prompts."""
+        if self.train_dataset is None:
+            raise ValueError("training needs a `train_dataset`; this trainer was made without one.")
+        return train_loader(
+            self.train_dataset,
+            self.algebra,
+            self.accelerator.process_index,
+            shuffle=bool(self.args.shuffle_dataset),
+            seed=self.args.seed,
+            workers=self.args.dataloader_num_workers,
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Batches over one evaluation dataset."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
+        check_dataset(dataset, "eval_dataset")
+        self.algebra.check_eval()
+        return eval_loader(dataset, self.algebra, self.accelerator.process_index)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Sample and score every prompt of a dataset; the metrics are those of training, prefixed."""
+        was_training = self.model.training
+        self.model.eval()
+        losses, rows = [0.0], 0
+        try:
+            for draws in dataloader:
+                batch = self._prepare_inputs(draws)
+                with torch.no_grad():
+                    loss = self.compute_loss(self.model, batch).item() if len(batch) else 0.0
+                losses.append(sum(gather_object([loss])))
+                rows += sum(gather_object([len(batch)]))
+        finally:
+            self.model.train(was_training)
+        metrics = self.metrics.drain("eval", prefix=f"{metric_key_prefix}_")
+        metrics[f"{metric_key_prefix}_loss"] = sum(losses) / max(len(losses) - 1, 1)
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the window's metrics to what Hugging Face logs, and write down its completions."""
+        if "loss" in logs:
+            self.metrics.add({f"phase/{name}": Max(s) for name, s in self.phases.drain().items()}, "train")
+            logs = {**logs, **self.metrics.drain("train")}
+            if self.is_world_process_zero():
+                self.completions.publish(self.state.global_step)
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not estimated here: prompts are shared and tokens without signal skipped, so a formula would mislead."""
+        return 0
+
+    def method_state(self) -> dict[str, Any]:
+        """Everything a resumed run needs to go on as if it had not stopped."""
+        follows = self.reference is not None and self.args.sync_ref_model
+        return {
+            "experience": self.experience.state_dict(),
+            "metrics": self.metrics.state_dict(),
+            "entropy": self.entropy.state_dict(),
+            "reference": self.reference.state_dict() if follows and self.reference else None,
+            "num_tokens": self.num_tokens,
+            "generations": self._generations,
+        }
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.experience.load_state_dict(state["experience"], self.accelerator.device)
+        self.metrics.load_state_dict(state["metrics"])
+        self.entropy.load_state_dict(state["entropy"])
+        if state["reference"] is not None and self.reference is not None:
+            self.reference.load_state_dict(state["reference"])
+        self.num_tokens = state["num_tokens"]
+        self._generations = dict(state["generations"])
+
+
+def exact_quantile(values: Tensor, q: float) -> float:
+    """The q-quantile with linear interpolation, of any number of values (torch.quantile stops at 2^24)."""
+    if not len(values):
+        return 0.0
+    ordered = values.sort().values
+    place = q * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return torch.lerp(ordered[low], ordered[high], place - low).item()
+
+
+def _reward_columns(names: list[str], rewards: Tensor) -> dict[str, list[float | None]]:
+    return {
+        name: [None if value != value else value for value in rewards[:, k].tolist()] for k, name in enumerate(names)
+    }
+
+
+def _columns(cells: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Per-rollout dictionaries to columns; what a rollout lacks is None."""
+    names = dict.fromkeys(name for cell in cells for name in cell)
+    return {name: [cell.get(name) for cell in cells] for name in names}

@@ -1,0 +1,105 @@
+"""What a generation leaves in the logs: metrics, and the completions themselves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.rollout import Rollout
+from covey.core.stats import Mean, Stat, merge_all
+from covey.rewards.batch import RewardContext
+from covey.rollout.collector import Draw
+
+
+@dataclass
+class Notes:
+    """What reward functions log beside their rewards, while they run.
+
+    Attributes:
+        columns: extra columns of the completions table, by name, one value per rollout of this process.
+        metrics: scalars by name.
+    """
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, Stat] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        """Add a column to the completions table."""
+        self.columns[column] = list(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Add a value to a metric, averaged over calls, processes and the logging window."""
+        merge_all(self.metrics, {name: Mean(float(value), 1.0)})
+
+    def context(self, trainer_state: Any) -> RewardContext:
+        """What the reward functions are given."""
+        return RewardContext(trainer_state, self.log_extra, self.log_metric)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One process's part of a generation, as every process gets to see it.
+
+    Attributes:
+        rewards: [n, F], NaN where a function abstained.
+        kl: [n] KL penalty of each completion, or None.
+        tokens: trained tokens of each rollout.
+        parts: nominal micro-batches.
+        lengths, truncated, prompt_lengths: of each rollout: sampled tokens, whether it was cut off, prompt tokens.
+        table: columns of the completions table.
+    """
+
+    rewards: Tensor
+    kl: Tensor | None
+    tokens: list[int]
+    parts: int
+    lengths: list[int]
+    truncated: list[bool]
+    prompt_lengths: list[int]
+    table: dict[str, list[Any]]
+
+
+def describe(draws: list[Draw], rollouts: list[Rollout], columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The completions table's columns that do not depend on other processes."""
+    return {
+        "prompt": [draw.row["prompt"] for draw in draws],
+        "completion": [rollout.completion for rollout in rollouts],
+        "finish": [str(rollout.finish) for rollout in rollouts],
+        "extras": [{name: values[i] for name, values in columns.items()} for i in range(len(rollouts))],
+    }
+
+
+class Generation:
+    """All processes' shares of one generation, joined.
+
+    Args:
+        shares: in the order of ranks.
+        rank: this process.
+    """
+
+    def __init__(self, shares: list[Share], rank: int):
+        self.shares = shares
+        self.rewards = torch.cat([share.rewards for share in shares])
+        self.kl = (
+            torch.cat([share.kl for share in shares if share.kl is not None]) if shares[0].kl is not None else None
+        )
+        self.lengths = self._joined(lambda s: s.lengths)
+        self.truncated = self._joined(lambda s: s.truncated)
+        self.total_tokens = sum(sum(share.tokens) for share in shares)
+        self.total_parts = sum(share.parts for share in shares)
+        self.processed_tokens = sum(self.lengths) + sum(self._joined(lambda s: s.prompt_lengths))
+        sizes = [len(share.lengths) for share in shares]
+        self.mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+    def __len__(self) -> int:
+        """Rollouts of all processes."""
+        return len(self.lengths)
+
+    def column(self, name: str) -> list[Any]:
+        """A column of the completions table over all processes."""
+        return self._joined(lambda share: share.table[name])
+
+    def _joined(self, part: Callable[[Share], list[Any]]) -> list[Any]:
+        return [value for share in self.shares for value in part(share)]

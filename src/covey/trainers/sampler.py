@@ -1,0 +1,195 @@
+"""Which prompts a generation draws, and which share of them each process samples.
+
+A dataloader step is one micro-batch of Hugging Face's training loop. The first step of a generation carries its
+draws; the others carry nothing, because the completions are already waiting in the experience buffer. Every process
+sees the same permutation and takes its own slice, so the data does not depend on accelerate's sharding.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from covey.rollout.collector import Draw
+from covey.trainers.config.algebra import BatchAlgebra
+
+Slot = tuple[int, int]
+"""(row of the dataset, which of its completions)."""
+
+
+class GenerationSampler:
+    """Batches of slots for one process, generation by generation.
+
+    Args:
+        rows: rows of the dataset.
+        algebra: the run's batch sizes.
+        rank: this process.
+        shuffle: draw prompts in a new random order each epoch.
+        seed: of that order.
+
+    Raises:
+        ValueError: the dataset has fewer prompts than one generation needs.
+    """
+
+    def __init__(self, rows: int, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int):
+        if rows < algebra.prompts_per_generation:
+            raise ValueError(
+                f"the training dataset has {rows} prompts but one generation draws {algebra.prompts_per_generation}"
+                f" (generation_batch_size={algebra.generation_batch_size} / num_generations="
+                f"{algebra.num_generations}). Give more prompts, a smaller generation, or a larger num_generations."
+            )
+        self.rows = rows
+        self.algebra = algebra
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation of this epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Micro-batches of one epoch; prompts that do not fill a generation are left for another epoch's order."""
+        return self.rows // self.algebra.prompts_per_generation * self.algebra.micro_batches
+
+    def __iter__(self) -> Iterator[list[Slot]]:
+        order = torch.arange(self.rows)
+        if self.shuffle:
+            order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        prompts = self.algebra.prompts_per_generation
+        for chunk in order.split(prompts):
+            if len(chunk) == prompts:
+                yield rank_share(chunk.tolist(), self.algebra.num_generations, self.algebra, self.rank)
+                yield from ([] for _ in range(self.algebra.micro_batches - 1))
+
+
+def rank_share(prompts: Sequence[int], group: int, algebra: BatchAlgebra, rank: int) -> list[Slot]:
+    """The slots of one process: an equal, consecutive share of every prompt's `group` completions.
+
+    Where the slots do not divide (a last evaluation batch), earlier processes take one more.
+    """
+    slots = [(prompt, sample) for prompt in prompts for sample in range(group)]
+    share, extra = divmod(len(slots), algebra.world_size)
+    start = rank * share + min(rank, extra)
+    return slots[start : start + share + (rank < extra)]
+
+
+class EvaluationSampler:
+    """Batches of slots for one process that go through a dataset once, in order, the last batch being what is left.
+
+    Args:
+        rows: rows of the dataset.
+        algebra: the run's batch sizes.
+        rank: this process.
+    """
+
+    def __init__(self, rows: int, algebra: BatchAlgebra, rank: int):
+        self.rows = rows
+        self.algebra = algebra
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return -(-self.rows // self.algebra.prompts_per_eval_batch)
+
+    def __iter__(self) -> Iterator[list[Slot]]:
+        for first in range(0, self.rows, self.algebra.prompts_per_eval_batch):
+            prompts = range(first, min(first + self.algebra.prompts_per_eval_batch, self.rows))
+            yield rank_share(prompts, self.algebra.eval_group, self.algebra, self.rank)
+
+
+class DrawDataset(Dataset):  # type: ignore[type-arg]
+    """Looks slots up in a dataset of rows; each row is fetched once per batch."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, slots: list[Slot]) -> list[Draw]:
+        """Draws for a batch of slots, which may be empty."""
+        fetched = {prompt: self.rows[prompt] for prompt, _ in slots}
+        return [Draw(fetched[prompt], prompt, sample) for prompt, sample in slots]
+
+    def __getitem__(self, slot: Slot) -> Draw:
+        return self.__getitems__([slot])[0]
+
+
+class DrawStream(IterableDataset):  # type: ignore[type-arg]
+    """The same steps from a dataset that can only be read forward. Every process reads all of it and keeps its share.
+
+    Args:
+        rows: an iterable of rows that can be iterated anew.
+        algebra: the run's batch sizes.
+        rank: this process.
+        training: whether a generation is followed by the empty steps that train on it.
+    """
+
+    def __init__(self, rows: Any, algebra: BatchAlgebra, rank: int, *, training: bool):
+        self.rows = rows
+        self.algebra = algebra
+        self.rank = rank
+        self.training = training
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a stream that shuffles."""
+        if hasattr(self.rows, "set_epoch"):
+            self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        a = self.algebra
+        wanted, group = (
+            (a.prompts_per_generation, a.num_generations)
+            if self.training
+            else (
+                a.prompts_per_eval_batch,
+                a.eval_group,
+            )
+        )
+        numbered = enumerate(self.rows)
+        while chunk := list(islice(numbered, wanted)):
+            if self.training and len(chunk) < wanted:
+                return
+            rows = dict(chunk)
+            share = rank_share(list(rows), group, a, self.rank)
+            yield [Draw(rows[prompt], prompt, sample) for prompt, sample in share]
+            yield from ([] for _ in range(a.micro_batches - 1 if self.training else 0))
+
+
+class _EpochLoader(DataLoader):  # type: ignore[type-arg]
+    """A dataloader that passes the epoch on, which is all that the training loop asks of one."""
+
+    def set_epoch(self, epoch: int) -> None:
+        for part in (self.batch_sampler, self.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+
+def train_loader(
+    dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int, workers: int = 0
+) -> DataLoader:  # type: ignore[type-arg]
+    """Training steps over a dataset with or without a length."""
+    if not hasattr(dataset, "__len__"):
+        rows = dataset.shuffle(seed=seed) if shuffle and hasattr(dataset, "shuffle") else dataset
+        return _loader(DrawStream(rows, algebra, rank, training=True), batch_size=None, seed=seed)
+    sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)
+    return _loader(DrawDataset(dataset), batch_sampler=sampler, num_workers=workers, seed=seed)
+
+
+def eval_loader(dataset: Any, algebra: BatchAlgebra, rank: int) -> DataLoader:  # type: ignore[type-arg]
+    """Evaluation batches over a dataset with or without a length."""
+    if not hasattr(dataset, "__len__"):
+        return _loader(DrawStream(dataset, algebra, rank, training=False), batch_size=None, seed=0)
+    return _loader(DrawDataset(dataset), batch_sampler=EvaluationSampler(len(dataset), algebra, rank), seed=0)
+
+
+def _loader(dataset: Any, *, seed: int, **kwargs: Any) -> DataLoader:  # type: ignore[type-arg]
+    # A generator of its own: reading data must not advance the random state that training resumes from.
+    return _EpochLoader(dataset, collate_fn=_as_is, generator=torch.Generator().manual_seed(seed), **kwargs)
+
+
+def _as_is(draws: list[Draw]) -> list[Draw]:
+    return draws
