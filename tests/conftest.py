@@ -1,0 +1,35 @@
+"""Fixtures shared by all tests."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny models run fastest on one thread, and the machine may be shared."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny_tokenizer():
+    return tiny.tokenizer()
+
+
+@pytest.fixture
+def tiny_model():
+    return tiny.model()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    return tiny.folder(tmp_path_factory.mktemp("tiny") / "tiny-llama")

@@ -1,0 +1,171 @@
+"""Scoring: every layout gives the naive log-probs, entropies and gradients."""
+
+import random
+import warnings
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from covey.core.batch import collate
+from covey.core.rollout import FinishReason, Rollout
+from covey.policy.scoring import TokenScorer
+
+VOCABULARY = 104
+
+
+def rollouts(lengths=((3, [4, 0, 6]), (9, [2, 1]), (1, [5])), seed=0):
+    """Groups as (prompt length, completion lengths)."""
+    chance = random.Random(seed)
+
+    def ids(n):
+        return [chance.randrange(VOCABULARY) for _ in range(n)]
+
+    out = []
+    for group, (prompt_length, completions) in enumerate(lengths):
+        prompt = ids(prompt_length)
+        for length in completions:
+            out.append(Rollout(prompt, ids(length), [True] * length, None, "", FinishReason.STOP, group=group))
+    return out
+
+
+def scorer(layout="packed", temperature=1.0, **settings):
+    return TokenScorer(lambda m: m, temperature=temperature, layout=layout, **settings)
+
+
+def naive(model, episodes, temperature):
+    """Log-probs and entropies one sequence at a time, straight from the model's logits."""
+    logprobs, entropies = [], []
+    for episode in episodes:
+        logits = model(torch.tensor([episode.prompt_ids + episode.completion_ids])).logits[0] / temperature
+        for i, token in enumerate(episode.completion_ids):
+            row = logits[len(episode.prompt_ids) - 1 + i].log_softmax(-1)
+            logprobs.append(row[token])
+            entropies.append(-(row.exp() * row).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+def gradients(model, logprobs, entropies):
+    model.zero_grad()
+    (logprobs * torch.linspace(-1, 1, len(logprobs)) + 0.3 * entropies.square()).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("chunk_size", [4, 1024])
+def test_scores_and_gradients_equal_the_naive_ones(layout, checkpointing, chunk_size):
+    model = tiny.model().double().train()
+    episodes = rollouts()
+    expected = naive(model, episodes, 0.7)
+    expected_gradients = gradients(model, *expected)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scores = scorer(layout, 0.7, chunk_size=chunk_size)(model, collate(episodes), entropy=True)
+    torch.testing.assert_close(scores.logprobs, expected[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(scores.entropies, expected[1], rtol=1e-9, atol=1e-9)
+    for mine, theirs in zip(gradients(model, *scores), expected_gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+OTHERS = [
+    Qwen2Config(**SMALL),
+    Qwen3Config(**SMALL),
+    GemmaConfig(**SMALL),
+    MistralConfig(**SMALL, sliding_window=4),
+]
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=lambda config: config.model_type)
+def test_other_decoders_pack_too(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    batch = collate(rollouts())
+    expected, _ = naive(model, rollouts(), 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        automatic = scorer("auto")
+        torch.testing.assert_close(automatic(model, batch).logprobs, expected, rtol=1e-4, atol=1e-4)
+    assert automatic.layout == "packed"
+
+
+def test_a_model_that_cannot_pack_is_padded_with_a_warning():
+    model = tiny.model()
+    original = model.model.forward
+
+    def forgets_packing(*args, packed_lengths=None, **kwargs):
+        return original(*args, **kwargs)
+
+    model.model.forward = forgets_packing
+    automatic = scorer("auto")
+    with pytest.warns(UserWarning, match="LlamaForCausalLM cannot use the packed layout"):
+        scores = automatic(model, collate(rollouts()))
+    assert automatic.layout == "padded"
+    torch.testing.assert_close(scores.logprobs, naive(model, rollouts(), 1.0)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_an_attention_the_user_chose_is_left_alone():
+    model = tiny.model()
+    model.set_attn_implementation("eager")
+    automatic = scorer("auto")
+    automatic(model, collate(rollouts()))
+    assert automatic.layout == "padded"
+    assert model.config._attn_implementation == "eager"
+
+
+def test_an_unknown_head_is_refused():
+    class Shifted(type(tiny.model())):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 1.5
+            return output
+
+    torch.manual_seed(0)
+    model = Shifted(tiny.config())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)
+    with pytest.raises(ValueError, match="turns hidden states into logits in a way"):
+        scorer()(model, collate(rollouts()))
+
+
+def test_one_rollout_scores_alike_alone_and_in_company(tiny_model):
+    episodes = rollouts()
+    together = scorer()(tiny_model, collate(episodes)).logprobs
+    alone = torch.cat([scorer()(tiny_model, collate([e])).logprobs for e in episodes if e.completion_ids])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_without_completions_still_has_a_graph(tiny_model):
+    scores = scorer()(tiny_model, collate(rollouts([(3, [0, 0])])), entropy=True)
+    assert scores.logprobs.shape == (0,)
+    scores.logprobs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in tiny_model.parameters())
+
+
+def test_splitting_changes_nothing_and_restores_the_mode(tiny_model):
+    tiny_model.train()
+    batch = collate(rollouts())
+    whole = scorer()(tiny_model, batch, entropy=True)
+    split = scorer().split(tiny_model, batch, 2, entropy=True)
+    torch.testing.assert_close(split.logprobs, whole.logprobs.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(split.entropies, whole.entropies.detach(), rtol=1e-4, atol=1e-4)
+    assert tiny_model.training and not split.logprobs.requires_grad
+
+
+def test_a_float32_head_is_used_when_asked_for():
+    model = tiny.model().bfloat16()
+    batch = collate(rollouts())
+    exact = scorer(float32_head=True)(model, batch).logprobs
+    assert exact.dtype == torch.float32
+    assert not torch.equal(exact, scorer()(model, batch).logprobs)

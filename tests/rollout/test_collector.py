@@ -1,0 +1,84 @@
+"""Collecting rollouts: order, siblings and seeds."""
+
+import asyncio
+from contextlib import nullcontext
+
+import pytest
+
+from covey.core.rollout import Completion, FinishReason
+from covey.rollout.collector import Collector, Draw, run_async, sample_seed
+from covey.rollout.engine import SamplingParams
+from covey.rollout.prompts import PromptCodec
+
+PARAMS = SamplingParams(max_tokens=4)
+
+
+class Echo:
+    """An engine that answers each seed with a token made from it, later prompts first."""
+
+    def __init__(self):
+        self.requests = []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        await asyncio.sleep(0.001 * (5 - len(self.requests)))
+        return [Completion([seed % 100 + 4], [0.0], FinishReason.STOP) for seed in request.seeds]
+
+    def load_weights(self, weights, version):
+        pass
+
+    def awake(self):
+        return nullcontext()
+
+
+def draws(prompts, group):
+    return [Draw({"prompt": "abc"[p]}, p, s) for p in prompts for s in range(group)]
+
+
+@pytest.fixture
+def collector(tiny_tokenizer):
+    return Collector(Echo(), PromptCodec(tiny_tokenizer, None, None), seed=7)
+
+
+def test_rollouts_come_in_the_order_of_their_draws(collector):
+    rollouts = collector.collect(draws([0, 1, 2], 2), PARAMS, ("train", 0))
+    expected = [sample_seed(7, "train", 0, p, s) % 100 + 4 for p in range(3) for s in range(2)]
+    assert [r.completion_ids[0] for r in rollouts] == expected
+    assert [r.group for r in rollouts] == [0, 0, 1, 1, 2, 2]
+
+
+def test_siblings_are_one_request(collector):
+    collector.collect(draws([0, 1], 3), PARAMS, ("train", 0))
+    assert [request.n for request in collector.engine.requests] == [3, 3]
+
+
+def test_a_share_of_a_group_keeps_its_seeds(collector):
+    whole = collector.collect(draws([0], 4), PARAMS, ("train", 0))
+    half = collector.collect(draws([0], 4)[2:], PARAMS, ("train", 0))
+    assert [r.completion_ids for r in half] == [r.completion_ids for r in whole[2:]]
+
+
+def test_the_same_prompt_drawn_again_is_another_group(collector):
+    rollouts = collector.collect(draws([0, 0], 2), PARAMS, ("train", 0))
+    assert [r.group for r in rollouts] == [0, 0, 1, 1]
+
+
+def test_another_generation_samples_anew(collector):
+    first = collector.collect(draws([0, 1], 4), PARAMS, ("train", 0))
+    second = collector.collect(draws([0, 1], 4), PARAMS, ("train", 1))
+    assert [r.completion_ids for r in first] != [r.completion_ids for r in second]
+
+
+def test_nothing_to_draw_is_no_error(collector):
+    assert collector.collect([], PARAMS, ("eval", 0)) == []
+
+
+def test_coroutines_run_inside_a_running_loop_too():
+    async def answer():
+        return 42
+
+    async def notebook():
+        return run_async(answer())
+
+    assert run_async(answer()) == 42
+    assert asyncio.run(notebook()) == 42

@@ -1,0 +1,170 @@
+"""The native engine: samples that depend on nothing but prompt, seed and weights."""
+
+import asyncio
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config, Qwen3Config
+
+from covey.core.rollout import FinishReason
+from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
+from covey.rollout.engines.native import NativeEngine
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [20, 21], [30, 31, 32, 33]]
+
+
+def engine_of(model, max_rows=16, eos=frozenset({1}), max_context=256):
+    return NativeEngine(lambda: model, eos_token_ids=set(eos), pad_token_id=0, max_rows=max_rows, max_context=max_context)
+
+
+def sample(engine, prompts=PROMPTS, n=3, **settings):
+    params = SamplingParams(**{"max_tokens": 12, **settings})
+
+    async def run():
+        requests = [
+            SampleRequest(prompt, n, params, [1000 * i + j for j in range(n)]) for i, prompt in enumerate(prompts)
+        ]
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    with engine.awake():
+        return asyncio.run(run())
+
+
+def tokens(answers):
+    return [[completion.token_ids for completion in group] for group in answers]
+
+
+def test_it_is_a_rollout_engine(tiny_model):
+    assert isinstance(engine_of(tiny_model), RolloutEngine)
+
+
+def test_samples_do_not_depend_on_the_batch_size(tiny_model):
+    reference = tokens(sample(engine_of(tiny_model, max_rows=16)))
+    assert tokens(sample(engine_of(tiny_model, max_rows=3))) == reference
+    assert tokens(sample(engine_of(tiny_model, max_rows=1))) == reference
+
+
+def test_samples_do_not_depend_on_their_neighbours(tiny_model):
+    reference = tokens(sample(engine_of(tiny_model)))
+    alone = sample(engine_of(tiny_model), prompts=PROMPTS[:1])
+    assert tokens(alone)[0] == reference[0]
+
+
+def test_another_seed_gives_another_sample(tiny_model):
+    (group,) = sample(engine_of(tiny_model), prompts=PROMPTS[:1], n=8)
+    assert len({tuple(completion.token_ids) for completion in group}) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_reported_logprobs_are_the_models_own(tiny_model, temperature):
+    for prompt, group in zip(PROMPTS, sample(engine_of(tiny_model), temperature=temperature), strict=True):
+        for completion in group:
+            logits = tiny_model(torch.tensor([prompt + completion.token_ids])).logits[0] / temperature
+            predicted = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+            expected = predicted.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def configs():
+    small = {
+        "vocab_size": 104,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "head_dim": 8,
+    }
+    return [
+        Qwen2Config(**small),
+        Qwen3Config(**small),
+        MistralConfig(**small, sliding_window=4),
+        Gemma2Config(**small, sliding_window=4, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    ]
+
+
+@pytest.mark.parametrize("config", configs(), ids=lambda config: config.model_type)
+def test_other_decoders_report_their_own_logprobs(config):
+    torch.manual_seed(0)
+    implementation = "eager" if config.model_type == "gemma2" else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+        for prompt, group in zip(PROMPTS, sample(engine_of(model)), strict=True):
+            for completion in group:
+                predicted = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
+                expected = predicted[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_an_end_token_ends_a_completion_and_is_kept(tiny_model):
+    everything = set(range(104))  # whatever is sampled first ends it
+    for group in sample(engine_of(tiny_model, eos=everything)):
+        assert all(len(c.token_ids) == 1 and c.finish is FinishReason.STOP for c in group)
+
+
+def test_without_an_end_token_the_budget_ends_it(tiny_model):
+    for group in sample(engine_of(tiny_model, eos=set()), max_tokens=5):
+        assert all(len(c.token_ids) == 5 and c.finish is FinishReason.LENGTH for c in group)
+
+
+def test_the_context_bounds_the_budget(tiny_model):
+    (group,) = sample(engine_of(tiny_model, eos=set(), max_context=10), prompts=[[5] * 7], max_tokens=50)
+    assert {len(completion.token_ids) for completion in group} == {3}
+
+
+def test_greedy_equals_generate(tiny_model):
+    (group,) = sample(engine_of(tiny_model), prompts=PROMPTS[2:3], n=1, temperature=0.0)
+    expected = tiny_model.generate(torch.tensor([PROMPTS[2]]), max_new_tokens=12, do_sample=False)[0, 7:].tolist()
+    assert group[0].token_ids == expected
+
+
+def test_the_first_token_follows_the_exact_distribution(tiny_model):
+    n = 3000
+    (group,) = sample(engine_of(tiny_model, max_rows=256), prompts=[[5, 6, 7]], n=n, max_tokens=1)
+    probs = tiny_model(torch.tensor([[5, 6, 7]])).logits[0, -1].double().softmax(-1)
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in group]), minlength=len(probs)).double()
+    common = probs * n >= 5
+    statistic = ((counts - probs * n)[common] ** 2 / (probs * n)[common]).sum().item()
+    freedom = int(common.sum())
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # four standard deviations of a chi-square
+
+
+def test_the_models_mode_and_attention_are_put_back(tiny_model):
+    tiny_model.train()
+    tiny_model.model.layers[0].eval()
+    sample(engine_of(tiny_model), prompts=PROMPTS[:1], n=1)
+    assert tiny_model.training and not tiny_model.model.layers[0].training
+
+
+def test_unknown_settings_are_refused(tiny_model):
+    with pytest.raises(ValueError, match="typical_p"):
+        sample(engine_of(tiny_model), extra={"typical_p": 0.3})
+
+
+def test_a_failure_reaches_every_caller_and_leaves_the_engine_usable():
+    class Broken(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = tiny.model()
+            self.fails = True
+            self.config = self.inner.config
+            self.dtype = self.inner.dtype
+
+        def get_decoder(self):
+            return self.inner.get_decoder()
+
+        def forward(self, **kwargs):
+            if self.fails:
+                raise RuntimeError("boom")
+            return self.inner(**kwargs)
+
+    model = Broken()
+    engine = engine_of(model)
+    with pytest.raises(RuntimeError, match="boom"):
+        sample(engine, prompts=PROMPTS[:2])
+    model.fails = False
+    assert len(sample(engine, prompts=PROMPTS[:2])) == 2

@@ -1,0 +1,66 @@
+"""Prompts to tokens and completions back to what reward functions receive."""
+
+import pytest
+import tiny
+
+from covey.rollout.prompts import PromptCodec
+
+
+@pytest.fixture
+def codec(tiny_tokenizer):
+    return PromptCodec(tiny_tokenizer, None, max_context=64)
+
+
+def test_text_is_encoded_as_it_is(codec):
+    assert codec.tokenizer.decode(codec.encode("2+2=")) == "2+2="
+
+
+def test_a_conversation_is_answered(codec):
+    ids = codec.encode([{"role": "user", "content": "hi"}])
+    assert codec.tokenizer.decode(ids) == "<bos>user: hi<eos><bos>assistant: "
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_continued(codec):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I s"}]
+    assert codec.tokenizer.decode(codec.encode(messages)).endswith("assistant: I s")
+    completion = codec.decode(messages, codec.tokenizer("ay")["input_ids"])
+    assert completion == [{"role": "assistant", "content": "I say"}]
+
+
+def test_special_tokens_are_not_part_of_the_completion(codec):
+    ids = codec.tokenizer("4")["input_ids"] + [1]
+    assert codec.decode("2+2=", ids) == "4"
+    assert codec.decode([{"role": "user", "content": "2+2"}], ids) == [{"role": "assistant", "content": "4"}]
+
+
+def test_template_arguments_reach_the_template(tiny_tokenizer):
+    tiny_tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}"
+    codec = PromptCodec(tiny_tokenizer, {"mood": "!"}, None)
+    assert codec.tokenizer.decode(codec.encode([{"role": "user", "content": "hi"}])) == "hi!"
+    assert codec.tokenizer.decode(codec.encode([{"role": "user", "content": "hi"}], {"mood": "?"})) == "hi?"
+
+
+def test_messages_need_a_template(tiny_tokenizer):
+    tiny_tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        PromptCodec(tiny_tokenizer, None, None).encode([{"role": "user", "content": "hi"}])
+
+
+def test_a_prompt_that_fills_the_context_is_refused(codec):
+    with pytest.raises(ValueError, match="64 tokens leaves no room"):
+        codec.encode("x" * 64)
+
+
+def test_an_empty_prompt_is_refused(codec):
+    with pytest.raises(ValueError, match="empty"):
+        codec.encode("")
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], ["hi"], {"role": "user"}])
+def test_other_things_are_no_prompts(codec, prompt):
+    with pytest.raises(ValueError, match="must be a string or a non-empty list"):
+        codec.encode(prompt)
+
+
+def test_the_fixture_tokenizer_round_trips():
+    assert tiny.tokenizer().decode(tiny.tokenizer()("a B\t1")["input_ids"]) == "a B\t1"
