@@ -1,0 +1,55 @@
+"""Where the time of a step goes: wall-clock seconds by phase.
+
+Work on a GPU is counted where the host waits for it. Used by one thread; not a profiler.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class PhaseTimer:
+    """Adds up the seconds spent in named phases. A phase inside another pauses the outer one.
+
+    Args:
+        clock: seconds since some fixed moment.
+
+    Example:
+        >>> phases = PhaseTimer()
+        >>> with phases("train"):
+        ...     with phases("generate"):
+        ...         pass
+        >>> sorted(phases.drain())
+        ['generate', 'train']
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the time inside the `with` block, less that of phases inside it, towards `name`."""
+        self._settle()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._open.pop()
+
+    def drain(self) -> dict[str, float]:
+        """Seconds by phase since the last call; an open phase is counted up to now."""
+        self._settle()
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _settle(self) -> None:
+        """Charge the time since the last change to the innermost open phase."""
+        now = self._clock()
+        if self._open:
+            name = self._open[-1]
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now

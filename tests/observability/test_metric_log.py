@@ -1,0 +1,153 @@
+"""Metrics reduce to the right values over windows and processes."""
+
+import math
+
+import pytest
+import torch
+
+from covey.core.stats import Max, Mean, Min, Sum
+from covey.observability.metrics import MetricLog, generation_stats
+
+
+def two_processes(first: MetricLog, second: MetricLog, mode: str = "train") -> dict[str, float]:
+    """Drain `first` as if `second` were the other process."""
+    second._gather = lambda mine: [first_object[0], mine]
+    first_object = []
+    first._gather = lambda mine: first_object.append(mine) or [mine]
+    first.drain(mode)
+    return second.drain(mode)
+
+
+def test_a_mean_weighs_values_not_calls():
+    log = MetricLog()
+    log.add({"reward": Mean.of([1.0, 1.0, 1.0])})
+    log.add({"reward": Mean.of([0.0])})
+    assert log.drain("train") == {"reward": 0.75}
+
+
+def test_processes_with_different_names_and_counts_merge():
+    first, second = MetricLog(), MetricLog()
+    first.add({"a": Mean(6.0, 2.0), "low": Min(3.0), "high": Max(3.0), "n": Sum(1.0)})
+    second.add({"a": Mean(0.0, 1.0), "low": Min(2.0), "high": Max(2.0), "n": Sum(2.0), "only_here": Mean(1.0, 1.0)})
+    assert two_processes(first, second) == {"a": 2.0, "low": 2.0, "high": 3.0, "n": 3.0, "only_here": 1.0}
+
+
+def test_draining_clears_one_mode_and_keeps_assigned_values():
+    log = MetricLog()
+    log.set("num_tokens", 10)
+    log.add({"reward": Mean(1.0, 1.0)}, "eval")
+    assert log.drain("train") == {"num_tokens": 10}
+    assert log.drain("eval", prefix="eval_") == {"eval_reward": 1.0}
+    assert log.drain("eval") == {}
+    assert log.drain("train") == {"num_tokens": 10}
+
+
+def test_what_has_no_value_is_left_out():
+    log = MetricLog()
+    log.add({"nothing": Mean(0.0, 0.0), "low": Min(math.nan)})
+    assert log.drain("train") == {}
+
+
+def test_state_survives_a_round_trip():
+    log = MetricLog()
+    log.add({"a": Mean(3.0, 2.0), "b": Min(1.0), "c": Max(2.0), "d": Sum(4.0)})
+    log.set("num_tokens", 7)
+    state = log.state_dict()
+    resumed = MetricLog()
+    resumed.load_state_dict(state)
+    resumed.add({"a": Mean(1.0, 2.0)})
+    assert resumed.drain("train") == {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0, "num_tokens": 7}
+
+
+def example_stats(**changes):
+    arguments = {
+        "lengths": [2, 4, 6, 8],
+        "truncated": [False, False, True, True],
+        "rewards_NF": torch.tensor([[1.0, 0.0], [0.0, math.nan], [1.0, 2.0], [1.0, 2.0]]),
+        "weights_F": torch.tensor([1.0, 0.5]),
+        "names": ["right", "short"],
+        "num_generations": 2,
+    }
+    return {name: stat.value() for name, stat in generation_stats(**{**arguments, **changes}).items()}
+
+
+def test_lengths_of_all_and_of_terminated_completions():
+    stats = example_stats()
+    assert [stats[f"completions/{which}_length"] for which in ("mean", "min", "max")] == [5, 2, 8]
+    assert [stats[f"completions/{which}_terminated_length"] for which in ("mean", "min", "max")] == [3, 2, 4]
+    assert stats["completions/clipped_ratio"] == 0.5
+
+
+def test_rewards_by_function_under_both_names_leave_out_abstentions():
+    stats = example_stats()
+    for spelling in ("reward", "rewards"):
+        assert stats[f"{spelling}/right/mean"] == 0.75
+        assert stats[f"{spelling}/right/std"] == pytest.approx(0.5)  # sqrt((3 · 0.25² + 0.75²) / 3)
+        assert stats[f"{spelling}/short/mean"] == pytest.approx(4 / 3)
+
+
+def test_the_reward_is_the_weighted_sum_and_its_std_that_of_the_whole_batch():
+    stats = example_stats()
+    # totals 1, 0, 2, 2: mean 1.25, squared deviations 0.0625 + 1.5625 + 0.5625 + 0.5625 = 2.75
+    assert stats["reward"] == 1.25
+    assert stats["reward_std"] == pytest.approx(math.sqrt(2.75 / 3))
+
+
+def test_groups_of_equal_rewards_are_counted():
+    assert example_stats()["frac_reward_zero_std"] == 0.5
+    assert example_stats(num_generations=4)["frac_reward_zero_std"] == 0.0
+    equal = torch.full((4, 2), 0.1)
+    assert example_stats(rewards_NF=equal)["frac_reward_zero_std"] == 1.0
+
+
+def test_terminated_lengths_are_zero_only_if_the_whole_window_has_none():
+    def stats(truncated):
+        return generation_stats(
+            lengths=[5, 7],
+            truncated=truncated,
+            rewards_NF=torch.zeros(2, 1),
+            weights_F=torch.ones(1),
+            names=["r"],
+            num_generations=2,
+        )
+
+    log = MetricLog()
+    log.add(stats([True, True]))
+    assert log.drain("train")["completions/min_terminated_length"] == 0.0
+    log.add(stats([True, True]))
+    log.add(stats([False, True]))
+    values = log.drain("train")
+    assert [values[f"completions/{which}_terminated_length"] for which in ("mean", "min", "max")] == [5, 5, 5]
+
+
+def test_a_function_that_always_abstains_has_no_metric():
+    log = MetricLog()
+    rewards = torch.tensor([[1.0, math.nan], [0.0, math.nan]])
+    log.add(
+        generation_stats(
+            lengths=[1, 1],
+            truncated=[False, False],
+            rewards_NF=rewards,
+            weights_F=torch.ones(2),
+            names=["a", "b"],
+            num_generations=2,
+        )
+    )
+    values = log.drain("train")
+    assert "rewards/b/mean" not in values and "rewards/b/std" not in values
+    assert values["reward"] == 0.5
+
+
+def test_every_process_adding_the_same_global_stats_changes_nothing():
+    stats = generation_stats(
+        lengths=[2, 4],
+        truncated=[False, True],
+        rewards_NF=torch.tensor([[1.0], [0.0]]),
+        weights_F=torch.ones(1),
+        names=["r"],
+        num_generations=2,
+    )
+    alone, first, second = MetricLog(), MetricLog(), MetricLog()
+    for log in (alone, first, second):
+        log.add(stats)
+    assert two_processes(first, second) == alone.drain("train")
