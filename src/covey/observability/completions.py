@@ -1,0 +1,226 @@
+"""The completions themselves: a parquet file for every logged step, a table on the console, tables for trackers.
+
+`CompletionLog` keeps the latest rows of the main process and publishes them when a step is logged. It is given finished
+columns and knows nothing of rollouts or rewards. Another tracker is one more function in `TRACKERS`.
+"""
+
+import importlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.observability.completion_table import completion_table
+from covey.observability.text import as_text
+
+Row = dict[str, Any]
+
+FIXED_COLUMNS = ("step", "prompt", "completion", "advantage", "finish", "length")
+"""What every file has; a reward function or an extra of that name gets another column name."""
+
+
+class CompletionLog:
+    """The latest completions, published at every log.
+
+    Args:
+        output_dir: files go to its subfolder `completions`.
+        limit: rows to keep: those of one generation, usually. None keeps all.
+        show: also print a table, and send one to trackers, when published.
+        num_to_print: most rows of that printed table; None prints all.
+        unique_prompts: one row per prompt in printed and sent tables.
+        report_to: names of trackers, as in `TrainingArguments.report_to`; ones without tables are passed over.
+        enabled: False makes a log that takes rows and does nothing with them (processes other than the first).
+
+    Example:
+        >>> log = CompletionLog("out", limit=8)
+        >>> log.add(1, ["2+2="], ["4"], rewards={"right": [1.0]}, advantages=[0.0])
+        >>> log.rows[0]["right"]
+        1.0
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        limit: int | None = None,
+        show: bool = False,
+        num_to_print: int | None = None,
+        unique_prompts: bool = False,
+        report_to: Sequence[str] = (),
+        enabled: bool = True,
+    ):
+        self.folder = Path(output_dir) / "completions"
+        self.rows: deque[Row] = deque(maxlen=limit)
+        self.reward_names: list[str] = []
+        self.enabled = enabled
+        self._show = show
+        self._num_to_print = num_to_print
+        self._unique_prompts = unique_prompts
+        self._report_to = list(report_to)
+        self._unpublished = False
+
+    def add(
+        self,
+        step: int,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        rewards: Mapping[str, Sequence[float | None]],
+        advantages: Sequence[float],
+        extras: Mapping[str, Sequence[Any]] | None = None,
+        finish: Sequence[str] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """Take the rollouts of a generation.
+
+        Args:
+            step: optimizer steps done so far.
+            prompts, completions: texts or message lists.
+            rewards: a column for each reward function; None where it abstained.
+            advantages: one per completion.
+            extras: columns of the users' own.
+            finish: why each ended.
+            lengths: sampled tokens of each.
+
+        Raises:
+            ValueError: a column's length is not the number of completions.
+        """
+        self.reward_names = [_free_name(name, "reward") for name in rewards]
+        columns: dict[str, Sequence[Any]] = {
+            "prompt": [as_text(prompt) for prompt in prompts],
+            "completion": [as_text(completion) for completion in completions],
+            **dict(zip(self.reward_names, rewards.values(), strict=True)),
+            **{_free_name(name, "extra", self.reward_names): values for name, values in (extras or {}).items()},
+            "advantage": advantages,
+            **({"finish": finish} if finish is not None else {}),
+            **({"length": lengths} if lengths is not None else {}),
+        }
+        for name, values in columns.items():
+            if len(values) != len(completions):
+                raise ValueError(
+                    f"column {name!r} of the completions table has {len(values)} values for {len(completions)} "
+                    "completions; it needs one for each (log_extra takes the list that belongs to its call)."
+                )
+        for cells in zip(*columns.values(), strict=True):
+            self.rows.append({"step": step, **dict(zip(columns, cells, strict=True))})
+        self._unpublished = True
+
+    def publish(self, step: int) -> Path | None:
+        """Write the rows that came since the last call, and show them if that was asked for.
+
+        Returns:
+            The parquet file, or None if there was nothing new.
+        """
+        if not (self.enabled and self._unpublished):
+            return None
+        self._unpublished = False
+        path = self.write(step)
+        if self._show:
+            import rich
+
+            rich.get_console().print(self.table(self._num_to_print, self._unique_prompts))
+            self.to_trackers(self._report_to, step)
+        return path
+
+    def write(self, step: int) -> Path:
+        """Write all kept rows to `completions/completions_{step:05d}.parquet`; the file appears complete or not at all.
+
+        Values of a column whose types do not fit together are written as text.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"completions_{step:05d}.parquet"
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        table = pa.table({name: _arrow_column(name, values, self.reward_names) for name, values in self._columns()})
+        try:
+            pq.write_table(table, unfinished)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        return path
+
+    def table(self, num: int | None = None, unique_prompts: bool = False) -> Any:
+        """A `rich.table.Table` of the latest rows, readable in 100 columns."""
+        return completion_table(self._chosen(unique_prompts), self.reward_names, num)
+
+    def to_trackers(self, report_to: Sequence[str], step: int) -> None:
+        """Send the rows as a table to every tracker of `report_to` that takes tables.
+
+        Raises:
+            ImportError: such a tracker is not installed.
+        """
+        rows = self._chosen(self._unique_prompts)
+        for name in report_to:
+            if name in TRACKERS and rows:
+                headers = [column for column, _ in _columns_of(rows)]
+                cells = [[_cell(row.get(header)) for header in headers] for row in rows]
+                TRACKERS[name](importlib.import_module(name), headers, cells, step)
+
+    def _chosen(self, unique_prompts: bool) -> list[Row]:
+        """Kept rows, or the last one of each prompt."""
+        return list({row["prompt"]: row for row in self.rows}.values()) if unique_prompts else list(self.rows)
+
+    def _columns(self) -> list[tuple[str, list[Any]]]:
+        return _columns_of(list(self.rows))
+
+
+def _columns_of(rows: list[Row]) -> list[tuple[str, list[Any]]]:
+    """Columns in the order in which rows introduce them, the fixed last ones last; None where a row lacks one."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    last = [name for name in FIXED_COLUMNS[3:] if name in names]
+    return [(name, [row.get(name) for row in rows]) for name in [n for n in names if n not in last] + last]
+
+
+def _free_name(name: str, kind: str, taken: Sequence[str] = ()) -> str:
+    return f"{name}_{kind}" if name in FIXED_COLUMNS or name in taken else name
+
+
+def _arrow_column(name: str, values: list[Any], reward_names: list[str]) -> Any:
+    import pyarrow as pa
+
+    if name in reward_names:
+        return pa.array(values, pa.float64())
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        return pa.array([None if value is None else _as_word(value) for value in values], pa.string())
+
+
+def _as_word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _cell(value: Any) -> Any:
+    """What every tracker can show."""
+    return value if value is None or isinstance(value, str | int | float | bool) else _as_word(value)
+
+
+def _to_wandb(wandb: Any, headers: list[str], cells: list[list[Any]], step: int) -> None:
+    if wandb.run is not None:
+        wandb.log({"completions": wandb.Table(columns=headers, data=cells), "train/global_step": step})
+
+
+def _to_trackio(trackio: Any, headers: list[str], cells: list[list[Any]], step: int) -> None:
+    import pandas as pd
+
+    trackio.log(
+        {"completions": trackio.Table(dataframe=pd.DataFrame(cells, columns=headers)), "train/global_step": step}
+    )
+
+
+def _to_swanlab(swanlab: Any, headers: list[str], cells: list[list[Any]], step: int) -> None:
+    if swanlab.get_run() is not None:
+        table = swanlab.echarts.Table()
+        table.add(headers, cells)
+        swanlab.log({"completions": table}, step=step)
+
+
+TRACKERS: dict[str, Callable[[Any, list[str], list[list[Any]], int], None]] = {
+    "wandb": _to_wandb,
+    "trackio": _to_trackio,
+    "swanlab": _to_swanlab,
+}
+"""Trackers that take tables: the module, headers, rows and step in, nothing out."""

@@ -1,0 +1,167 @@
+"""Completions reach the disk, the console and the trackers as they were."""
+
+import sys
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from covey.observability.completions import CompletionLog
+from covey.observability.text import as_text, shorten
+
+
+def filled(tmp_path, **options) -> CompletionLog:
+    log = CompletionLog(tmp_path, **options)
+    log.add(
+        3,
+        ["2+2=", "2+2="],
+        ["4", "five"],
+        rewards={"right": [1.0, None]},
+        advantages=[0.5, -0.5],
+        extras={"parsed": ["4", None]},
+        finish=["stop", "length"],
+        lengths=[1, 2],
+    )
+    return log
+
+
+def read(path) -> dict[str, list]:
+    return pq.read_table(path).to_pydict()
+
+
+def rendered(table, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def test_the_file_holds_every_column_in_order(tmp_path):
+    path = filled(tmp_path).write(7)
+    assert path == tmp_path / "completions" / "completions_00007.parquet"
+    columns = read(path)
+    assert list(columns) == ["step", "prompt", "completion", "right", "parsed", "advantage", "finish", "length"]
+    assert columns["right"] == [1.0, None]
+    assert columns["step"] == [3, 3]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_only_the_latest_rows_are_kept(tmp_path):
+    log = filled(tmp_path, limit=2)
+    log.add(4, ["a", "b"], ["c", "d"], rewards={"right": [0.0, 0.0]}, advantages=[0.0, 0.0])
+    assert [row["prompt"] for row in log.rows] == ["a", "b"]
+
+
+def test_messages_become_text(tmp_path):
+    log = CompletionLog(tmp_path)
+    log.add(0, [[{"role": "user", "content": "Hi"}]], [[{"role": "assistant", "content": "Yo"}]], {}, [0.0])
+    columns = read(log.write(0))
+    assert columns["prompt"] == ["user: Hi"] and columns["completion"] == ["Yo"]
+
+
+def test_tool_calls_and_images_show_in_the_text():
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]},
+    ]
+    assert as_text(messages) == 'user: <image>What?\nassistant:\n  calls {"name": "look"}'
+
+
+def test_a_column_of_the_wrong_length_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"column 'parsed'.*1 values for 2 completions"):
+        CompletionLog(tmp_path).add(0, ["a", "b"], ["c", "d"], {}, [0.0, 0.0], extras={"parsed": [1]})
+
+
+def test_mixed_types_are_written_as_text(tmp_path):
+    log = CompletionLog(tmp_path)
+    log.add(0, ["a", "b", "c"], ["d", "e", "f"], {}, [0.0, 0.0, 0.0], extras={"x": [1, "one", None], "y": [{}, 2, []]})
+    columns = read(log.write(0))
+    assert columns["x"] == ["1", "one", None]
+    assert columns["y"] == ["{}", "2", "[]"]
+
+
+def test_names_that_are_taken_get_a_suffix(tmp_path):
+    log = CompletionLog(tmp_path)
+    extras = {"prompt": [1], "right": [2]}
+    log.add(0, ["a"], ["b"], {"length": [1.0], "right": [0.0]}, [0.0], extras=extras, lengths=[9])
+    columns = read(log.write(0))
+    assert columns["length_reward"] == [1.0] and columns["length"] == [9]
+    assert columns["prompt_extra"] == [1] and columns["right_extra"] == [2] and columns["right"] == [0.0]
+
+
+def test_a_column_that_only_some_generations_have_is_null_elsewhere(tmp_path):
+    log = filled(tmp_path)
+    log.add(4, ["a"], ["b"], rewards={"right": [0.0]}, advantages=[0.0])
+    assert read(log.write(4))["parsed"] == ["4", None, None]
+
+
+def test_publishing_twice_writes_once(tmp_path):
+    log = filled(tmp_path)
+    assert log.publish(5) is not None
+    assert log.publish(6) is None
+
+
+def test_a_disabled_log_leaves_no_trace(tmp_path):
+    assert filled(tmp_path, enabled=False).publish(1) is None
+    assert not (tmp_path / "completions").exists()
+
+
+def test_the_console_table_fits_and_shows_both_ends_of_long_texts(tmp_path):
+    log = CompletionLog(tmp_path)
+    log.add(0, ["begin" + "x" * 900 + "end"], ["[bold]" + "y" * 2000 + "done"], {"right": [0.25]}, [1.5])
+    text = rendered(log.table())
+    assert max(len(line) for line in text.splitlines()) <= 100
+    flat = "".join(line.replace(" ", "") for line in text.splitlines())
+    assert "begin" in flat and "[bold]" in flat and "…" in flat and "0.25" in flat and "+1.50" in flat
+
+
+def test_many_reward_functions_share_a_column(tmp_path):
+    log = CompletionLog(tmp_path)
+    log.add(0, ["p"], ["c"], {f"reward_{i}": [float(i)] for i in range(6)}, [0.0])
+    text = rendered(log.table())
+    assert "reward_5 5.00" in text and max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_unique_prompts_and_a_number_choose_rows(tmp_path):
+    log = filled(tmp_path)
+    log.add(3, ["a"], ["b"], rewards={"right": [0.0]}, advantages=[0.0])
+    assert log.table().row_count == 3
+    assert log.table(unique_prompts=True).row_count == 2
+    assert log.table(num=1).row_count == 1
+
+
+def test_shown_completions_go_to_the_console_and_the_trackers(tmp_path, monkeypatch, capsys):
+    sent = []
+    wandb = SimpleNamespace(
+        run=object(), log=sent.append, Table=lambda columns, data: {"columns": columns, "data": data}
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    filled(tmp_path, show=True, report_to=["wandb", "tensorboard"]).publish(3)
+    assert "five" in capsys.readouterr().out
+    assert sent[0]["completions"]["columns"][:3] == ["step", "prompt", "completion"]
+    assert sent[0]["completions"]["data"][0][:3] == [3, "2+2=", "4"]
+    assert sent[0]["train/global_step"] == 3
+
+
+def test_trackio_and_swanlab_get_their_own_kind_of_table(tmp_path, monkeypatch):
+    sent = {}
+    trackio = SimpleNamespace(log=lambda entry: sent.update(trackio=entry), Table=lambda dataframe: dataframe)
+    table = SimpleNamespace(rows=None)
+    table.add = lambda headers, rows: setattr(table, "rows", (headers, rows))
+    swanlab = SimpleNamespace(
+        get_run=lambda: object(),
+        echarts=SimpleNamespace(Table=lambda: table),
+        log=lambda entry, step: sent.update(swanlab=(entry, step)),
+    )
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setitem(sys.modules, "swanlab", swanlab)
+    filled(tmp_path).to_trackers(["trackio", "swanlab"], 3)
+    assert list(sent["trackio"]["completions"]["completion"]) == ["4", "five"]
+    assert sent["swanlab"] == ({"completions": table}, 3)
+    assert table.rows[0][0] == "step"
+
+
+def test_shortening_keeps_both_ends_and_the_width():
+    assert shorten("short", 5) == "short"
+    assert shorten("abcdefghij", 5) == "ab…ij"
+    assert len(shorten("x" * 100, 8)) == 8
