@@ -160,9 +160,17 @@ def entropy_controller(args: Any) -> EntropyController:
     )
 
 
-def build_completions(args: Any) -> CompletionLog:
-    """Where completions are written down."""
-    return CompletionLog(args.output_dir, limit=args.generation_batch_size)
+def build_completions(args: Any, main_process: bool) -> CompletionLog:
+    """Where completions are written down, by the main process alone."""
+    return CompletionLog(
+        args.output_dir,
+        limit=args.generation_batch_size,
+        show=args.log_completions,
+        num_to_print=args.num_completions_to_print,
+        unique_prompts=args.log_unique_prompts,
+        report_to=args.report_to,
+        enabled=main_process,
+    )
 
 
 def add_callbacks(trainer: Any) -> None:

@@ -102,7 +102,7 @@ class OnlineTrainer(AtomicCheckpoints):
         self.experience = Experience()
         self.metrics = MetricLog(gather=lambda value: gather_object([value]))
         self.phases = PhaseTimer()
-        self.completions = assembly.build_completions(args)
+        self.completions = assembly.build_completions(args, self.is_world_process_zero())
         self.num_tokens = 0
         self._generations = {"train": 0, "eval": 0}
         self._micro_step = 0
@@ -250,7 +250,7 @@ class OnlineTrainer(AtomicCheckpoints):
             num_generations=self._group_size,
         )
         self.metrics.add(stats, self.mode)
-        if self.mode == "train" and self.is_world_process_zero():
+        if self.mode == "train":
             self.completions.add(
                 self.state.global_step,
                 generation.column("prompt"),
@@ -395,8 +395,7 @@ class OnlineTrainer(AtomicCheckpoints):
         if "loss" in logs:
             self.metrics.add({f"phase/{name}": Max(s) for name, s in self.phases.drain().items()}, "train")
             logs = {**logs, **self.metrics.drain("train")}
-            if self.is_world_process_zero():
-                self.completions.publish(self.state.global_step)
+            self.completions.publish(self.state.global_step)
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: Any) -> int:

@@ -1,0 +1,76 @@
+"""A run that was stopped and resumed ends where an uninterrupted one does, bit by bit."""
+
+import os
+
+import pytest
+import runs
+import torch
+
+VARIANTS = {
+    "between generations": {},
+    "in the middle of a generation": {
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+    },
+    "with a reference that follows": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    "with an adaptive entropy bonus": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 9.0},
+    "in the second epoch": {"max_steps": 7},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_resuming_is_exact(tmp_path, method, variant):
+    settings = {"max_steps": 6, **VARIANTS[variant]}
+    last = settings["max_steps"]
+    stop = last - 1 if "epoch" in variant else 3
+    straight = runs.trainer(tmp_path / "a", method, **settings)
+    straight.train()
+    first = runs.trainer(tmp_path / "b", method, **{**settings, "save_strategy": "steps", "save_steps": stop})
+    first.train()
+    resumed = runs.trainer(tmp_path / "b", method, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "b" / f"checkpoint-{stop}"))
+    for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True):
+        assert torch.equal(a, b)
+    for name in ("loss", "reward", "num_tokens", "entropy", "grad_norm"):
+        assert runs.history(straight, name) == runs.history(resumed, name)
+
+
+def test_checkpoints_appear_whole_or_not_at_all(tmp_path):
+    trained = runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=3, save_total_limit=2)
+    write = trained.method_state
+    seen = []
+    trained.method_state = lambda: seen.append(sorted(os.listdir(tmp_path))) or write()
+    trained.train()
+    # While checkpoint N is being written, only earlier ones are to be seen.
+    assert [[name for name in names if name.startswith("checkpoint")] for names in seen] == [
+        [],
+        ["checkpoint-1"],
+        ["checkpoint-1", "checkpoint-2"],
+    ]
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith("checkpoint")) == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    assert ".saving" not in os.listdir(tmp_path)
+
+
+def test_the_best_checkpoint_is_found_and_loaded(tmp_path):
+    import tiny
+
+    trained = runs.trainer(
+        tmp_path,
+        parts={"eval_dataset": tiny.rows(2)},
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        max_steps=3,
+    )
+    trained.train()
+    best = trained.state.best_model_checkpoint
+    assert best and os.path.isdir(best) and ".saving" not in best

@@ -1,0 +1,265 @@
+"""Training runs of tiny models: they learn, log what they promise, and do not depend on how work is cut."""
+
+import asyncio
+import itertools
+
+import pytest
+import runs
+import tiny
+import torch
+from transformers import LlamaForSequenceClassification
+
+METRICS = {
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "epoch",
+    "num_tokens",
+    "step_time",
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "entropy",
+    "rewards/longer/mean",
+    "rewards/longer/std",
+    "reward/longer/mean",
+    "reward/longer/std",
+    "clip_ratio/low_mean",
+    "clip_ratio/low_min",
+    "clip_ratio/high_mean",
+    "clip_ratio/high_max",
+    "clip_ratio/region_mean",
+    *(f"completions/{which}_{what}" for which in ("mean", "min", "max") for what in ("length", "terminated_length")),
+    "completions/clipped_ratio",
+}
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_every_promised_metric_is_logged(tmp_path, method):
+    trained = runs.trainer(tmp_path, method, beta=0.1)
+    trained.train()
+    logged = trained.state.log_history[0]
+    assert (METRICS | {"kl"}) - set(logged) == set()
+    assert logged["num_tokens"] > 0
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_the_reward_rises(tmp_path, method):
+    trained = runs.trainer(
+        tmp_path, method, parts={"reward_funcs": runs.digits}, max_steps=25, num_generations=8, beta=0.0,
+        per_device_train_batch_size=16,
+    )
+    trained.train()
+    rewards = runs.history(trained, "reward")
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+
+
+LOSSES = ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"]
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_accumulation_does_not_change_the_update(tmp_path, loss_type):
+    cuts = [{"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}]
+    results = []
+    for cut in cuts:
+        trained = runs.trainer(tmp_path, loss_type=loss_type, epsilon_high=0.2, max_steps=1, optim="sgd", max_grad_norm=0, **cut)
+        trained.train()
+        results.append(runs.weights(trained))
+    for whole, cut in zip(*results, strict=True):
+        torch.testing.assert_close(whole, cut, rtol=1e-5, atol=1e-6)
+
+
+def test_skipping_rollouts_without_signal_does_not_change_the_update(tmp_path):
+    def half(completions, prompts, **kwargs):  # constant within every other group
+        return [float(len(c)) if int(p[0]) % 2 else 1.0 for c, p in zip(completions, prompts, strict=True)]
+
+    results = []
+    for keep_all in (False, True):
+        trained = runs.trainer(tmp_path, parts={"reward_funcs": half}, max_steps=1, optim="sgd", max_grad_norm=0)
+        if keep_all:
+            trained._with_signal = lambda batch: batch
+        trained.train()
+        results.append(runs.weights(trained))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_reward_without_variance_changes_nothing(tmp_path):
+    trained = runs.trainer(tmp_path, parts={"reward_funcs": lambda completions, **kw: [0.1] * len(completions)})
+    before = runs.weights(trained)
+    trained.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, runs.weights(trained), strict=True))
+    assert runs.history(trained, "frac_reward_zero_std") == [1.0, 1.0]
+    assert runs.history(trained, "loss") == [0.0, 0.0]
+
+
+def test_several_updates_per_generation_are_off_policy(tmp_path):
+    trained = runs.trainer(tmp_path, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2, max_steps=4)
+    generations = []
+    collect = trained.collector.collect
+    trained.collector.collect = lambda *args: generations.append(1) or collect(*args)
+    trained.train()
+    assert len(generations) == 1
+    assert runs.history(trained, "clip_ratio/region_mean")[0] == 0.0  # the first update is on-policy
+    assert max(runs.history(trained, "clip_ratio/region_mean")[1:]) > 0.0
+
+
+def test_the_reference_starts_as_the_policy(tmp_path):
+    trained = runs.trainer(tmp_path, beta=0.1, max_steps=3)
+    trained.train()
+    kl = runs.history(trained, "kl")
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[-1] > 1e-4
+
+
+def test_a_followed_reference_becomes_the_policy(tmp_path):
+    trained = runs.trainer(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0)
+    trained.train()
+    with trained.reference.model(trained.policy) as reference:
+        for a, b in zip(reference.parameters(), trained.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_abstaining_rewards_are_left_out(tmp_path):
+    def even(prompts, **kwargs):
+        return [None if int(p[0]) % 2 else 1.0 for p in prompts]
+
+    trained = runs.trainer(tmp_path, parts={"reward_funcs": [runs.longer, even]})
+    trained.train()
+    assert runs.history(trained, "rewards/even/mean")[0] == 1.0
+
+
+def test_async_rewards_and_extra_logs_work(tmp_path):
+    async def slow(completions, log_metric, log_extra, **kwargs):
+        await asyncio.sleep(0.01)
+        log_metric("my_metric", 3.0)
+        log_extra("shout", [text.upper() for text in completions])
+        return [float(len(text)) for text in completions]
+
+    trained = runs.trainer(tmp_path, parts={"reward_funcs": [slow, runs.longer]}, reward_weights=[0.5, 2.0])
+    trained.train()
+    assert runs.history(trained, "my_metric") == [3.0, 3.0]
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00001.parquet")
+    assert {"step", "prompt", "completion", "slow", "longer", "shout", "advantage"} <= set(table.column_names)
+
+
+def test_a_reward_model_scores(tmp_path):
+    torch.manual_seed(0)
+    judge = LlamaForSequenceClassification(tiny.config(num_labels=1))
+    trained = runs.trainer(
+        tmp_path, parts={"reward_funcs": [judge, runs.longer], "reward_processing_classes": [tiny.tokenizer(), None]}
+    )
+    trained.train()
+    assert len(trained.rewards.names) == 2
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_conversations_are_trained_on(tmp_path, method):
+    def content(completions, **kwargs):
+        return [float(len(c[0]["content"])) for c in completions]
+
+    runs.trainer(
+        tmp_path, method, parts={"reward_funcs": content, "train_dataset": tiny.rows(conversational=True)}
+    ).train()
+
+
+def test_iterable_datasets_are_trained_and_evaluated_on(tmp_path):
+    from datasets import Dataset
+
+    stream = Dataset.from_list(tiny.rows(16)).to_iterable_dataset()
+    trained = runs.trainer(tmp_path, parts={"train_dataset": stream, "eval_dataset": stream}, per_device_eval_batch_size=4)
+    trained.train()
+    assert trained.evaluate()["eval_reward"] > 0
+
+
+def test_named_evaluation_sets_are_evaluated(tmp_path):
+    trained = runs.trainer(
+        tmp_path,
+        parts={"eval_dataset": {"easy": tiny.rows(3), "hard": tiny.rows(5)}},
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        num_generations_eval=2,
+        max_steps=1,
+    )
+    trained.train()
+    assert runs.history(trained, "eval_easy_reward") and runs.history(trained, "eval_hard_rewards/longer/mean")
+    assert runs.history(trained, "eval_easy_loss")
+
+
+def test_evaluation_sees_every_prompt_once(tmp_path):
+    seen = []
+
+    def spy(prompts, **kwargs):
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    trained = runs.trainer(
+        tmp_path, parts={"reward_funcs": spy, "eval_dataset": tiny.rows(5)}, per_device_eval_batch_size=4, num_generations_eval=2
+    )
+    trained.evaluate()
+    assert sorted(seen) == sorted(p["prompt"] for p in tiny.rows(5) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_entropy_quantile": 0.2},
+        {"entropy_coef": 0.01},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 100.0},
+        {"mask_truncated_completions": True},
+        {"off_policy_mask_threshold": 0.1, "num_iterations": 2},
+        {"importance_sampling_level": "sequence", "num_iterations": 2},
+        {"importance_sampling_level": "sequence_token", "num_iterations": 2},
+        {"scale_rewards": "batch"},
+        {"scale_rewards": False},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"repetition_penalty": 1.2, "top_k": 10, "top_p": 0.9, "min_p": 0.01},
+        {"gradient_checkpointing": True},
+        {"attn_layout": "padded"},
+        {"cast_lm_head_to_fp32": True},
+        {"beta": 0.1, "kl_estimator": "k2"},
+        {"bf16": True},
+    ],
+    ids=lambda options: ",".join(options),
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_options_run(tmp_path, options):
+    trained = runs.trainer(tmp_path, **options)
+    trained.train()
+    assert all(torch.isfinite(w).all() for w in runs.weights(trained))
+
+
+def test_the_entropy_bonus_raises_the_entropy(tmp_path):
+    ends = []
+    for coef in (0.0, 1.0):
+        trained = runs.trainer(tmp_path, parts={"reward_funcs": lambda completions, **kw: [0.0] * len(completions)},
+                               entropy_coef=coef, max_steps=6)
+        trained.train()
+        ends.append(runs.history(trained, "entropy"))
+    assert ends[1][-1] > ends[0][-1] + 0.05
+
+
+def test_truncated_completions_can_be_left_out(tmp_path):
+    trained = runs.trainer(tmp_path, mask_truncated_completions=True, max_completion_length=1)
+    before = runs.weights(trained)
+    trained.train()
+    changed = [not torch.equal(a, b) for a, b in zip(before, runs.weights(trained), strict=True)]
+    if runs.history(trained, "completions/clipped_ratio") == [1.0, 1.0]:
+        assert not any(changed)
+
+
+def test_an_epoch_goes_through_every_prompt(tmp_path):
+    seen = []
+
+    def spy(prompts, **kwargs):
+        seen.extend(prompts)
+        return list(itertools.islice(itertools.cycle([0.0, 1.0]), len(prompts)))
+
+    trained = runs.trainer(tmp_path, parts={"reward_funcs": spy}, max_steps=-1, num_train_epochs=1)
+    trained.train()
+    assert sorted(seen) == sorted(row["prompt"] for row in tiny.rows() for _ in range(4))
+    assert trained.state.global_step == 4  # 8 prompts x 4 completions / (4 x 2 per update)

@@ -1,0 +1,45 @@
+"""Two processes on gloo give the losses and weights of one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent / "two_processes.py"
+CASES = {
+    "grpo": {"method": "grpo", "beta": 0.05},
+    "rloo": {"method": "rloo", "num_iterations": 2},
+    "a group over both processes": {"method": "grpo", "num_generations": 8, "loss_type": "grpo"},
+    "lora": {"method": "grpo", "lora": True},
+    "entropies": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
+}
+
+
+def run(output: Path, settings: dict, processes: int) -> dict:
+    output.mkdir()
+    per_device = 8 // processes
+    micro = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": 1, "max_steps": 3, "optim": "sgd"}
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_addr", "127.0.0.1",
+                     "--master_port", str(29500 + os.getpid() % 500)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launcher, str(SCRIPT), str(output), json.dumps({**micro, **settings})],
+        env=environment, capture_output=True, text=True, timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(output / "result.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_equal_one(tmp_path, case):
+    one, two = (run(tmp_path / str(n), CASES[case], n) for n in (1, 2))
+    for name, values in one["history"].items():
+        assert two["history"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+    for a, b in zip(one["weights"], two["weights"], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,35 @@
+"""Run under torchrun or alone: trains a tiny model for a few steps and saves losses and weights.
+
+Usage: two_processes.py OUTPUT SETTINGS_AS_JSON
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import runs
+import torch
+
+if __name__ == "__main__":
+    output, settings = sys.argv[1], json.loads(sys.argv[2])
+    method = settings.pop("method")
+    lora = settings.pop("lora", False)
+    torch.set_num_threads(1)
+    parts = {}
+    if lora:
+        from peft import LoraConfig
+
+        parts["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trained = runs.trainer(output, method, parts=parts, **settings)
+    trained.train()
+    if trained.accelerator.is_main_process:
+        names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
+        torch.save(
+            {
+                "history": {name: runs.history(trained, name) for name in names},
+                "weights": [parameter.detach() for parameter in trained.policy.parameters()],
+            },
+            f"{output}/result.pt",
+        )
