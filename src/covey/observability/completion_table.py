@@ -34,7 +34,7 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
     separate = len(reward_names) <= MAX_REWARD_COLUMNS
     for name in reward_names if separate else ["rewards"]:
         wide = 9 if separate else 22
-        table.add_column(escape(name), justify="right" if separate else "left", width=wide, overflow="fold")
+        table.add_column(_header(name), justify="right" if separate else "left", width=wide, overflow="fold")
     table.add_column("advantage", justify="right", width=9)
     for row in shown:
         values = [_number(row.get(name)) for name in reward_names]
@@ -55,10 +55,17 @@ def _spread(rows: list[Any], num: int | None) -> list[Any]:
     return [rows[index * len(rows) // num] for index in range(num)]
 
 
+def _header(name: str) -> str:
+    """A reward function's name that wraps between its words."""
+    from rich.markup import escape
+
+    return escape(name.removesuffix("_reward").replace("_", " "))
+
+
 def _number(value: float | None, signed: bool = False) -> str:
     if value is None or value != value:
         return "–"
-    return f"{value:+.2f}" if signed else f"{value:.2f}"
+    return f"{value:+.2f}" if signed and value else f"{value:.2f}"
 
 
 def _colour(advantage: float) -> str:

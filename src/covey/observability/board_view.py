@@ -1,0 +1,107 @@
+"""The drawing of a run's state on a terminal: bar, sparkline, figures, time by phase. Pure: values in, picture out."""
+
+import math
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+PHASE_COLOURS = {"generate": "cyan", "reward": "magenta", "score": "yellow", "train": "green", "sync": "blue"}
+PHASE_BAR = 40
+
+
+def board_view(
+    *,
+    step: int,
+    max_steps: int,
+    seconds_left: float | None,
+    rewards: list[float],
+    figures: list[tuple[str, str]],
+    evaluation: list[tuple[str, str]],
+    phases: dict[str, float],
+) -> RenderableType:
+    """Everything, one part below the other; a part without values is left out.
+
+    Args:
+        step, max_steps: progress.
+        seconds_left: estimate, or None.
+        rewards: history for the sparkline, oldest first.
+        figures, evaluation: labels and formatted values.
+        phases: seconds by phase.
+    """
+    left = "estimating" if seconds_left is None else duration(seconds_left)
+    bar = Table.grid(padding=(0, 2))
+    bar.add_row(
+        Text("covey", style="bold"),
+        ProgressBar(total=max(max_steps, 1), completed=step, width=40),
+        f"{step}/{max_steps or '?'}",
+        Text(f"ETA {left}", style="dim"),
+    )
+    parts: list[RenderableType] = [bar]
+    if rewards:
+        ends = f"  {min(rewards):.2f} to {max(rewards):.2f}"
+        parts.append(Text("reward ", style="dim") + Text(sparkline(rewards), style="green") + Text(ends, style="dim"))
+    if figures:
+        parts.append(_figures(figures))
+    if evaluation:
+        parts.append(Text("eval   ", style="dim") + _figures(evaluation))
+    if sum(phases.values()) > 0:
+        parts.append(phase_bar(phases))
+    return Group(*parts)
+
+
+def _figures(figures: list[tuple[str, str]]) -> Text:
+    text = Text(overflow="fold")
+    for label, value in figures:
+        text.append(f"{label} ", style="dim").append(f"{value}   ", style="bold")
+    return text
+
+
+def sparkline(values: list[float]) -> str:
+    """A character per value, its height relative to the smallest and the largest.
+
+    Example:
+        >>> sparkline([0.0, 0.5, 1.0])
+        '▁▅█'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(SPARKS) - 1
+    return "".join(
+        " " if not math.isfinite(value) else SPARKS[round((value - low) / span * top)] if span else SPARKS[top // 2]
+        for value in values
+    )
+
+
+def phase_bar(phases: dict[str, float]) -> Text:
+    """A bar divided like the time, with a legend; phases in order of time spent."""
+    total = sum(phases.values())
+    ordered = sorted(phases.items(), key=lambda item: -item[1])
+    bar, legend, end = Text("time   ", style="dim"), Text(), 0.0
+    for name, seconds in ordered:
+        start, end = end, end + seconds
+        cells = round(end / total * PHASE_BAR) - round(start / total * PHASE_BAR)
+        colour = PHASE_COLOURS.get(name, "white")
+        bar.append("█" * cells, style=colour)
+        legend.append("  ■ ", style=colour).append(f"{name} {seconds / total:.0%}")
+    return bar + legend
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    Example:
+        >>> duration(3.2), duration(75), duration(7380)
+        ('3s', '1m15s', '2h03m')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,0 +1,132 @@
+"""The display shows what the logs hold, on a terminal and off it, and never stands in the way."""
+
+import gc
+import io
+import math
+
+from rich.console import Console
+from transformers import TrainerControl, TrainerState
+
+from covey.observability.board_view import duration, phase_bar, sparkline
+from covey.observability.console import ProgressDisplay
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Run:
+    """A display driven as the trainer drives it."""
+
+    def __init__(self, terminal: bool = False, step: int = 0):
+        self.out = io.StringIO()
+        self.clock = Clock()
+        self.state = TrainerState(max_steps=10, global_step=step, is_world_process_zero=True)
+        console = Console(file=self.out, force_terminal=terminal, width=100)
+        self.display = ProgressDisplay(console, self.clock)
+        self.display.on_train_begin(None, self.state, TrainerControl())
+
+    def step(self, seconds: float, **logs) -> None:
+        self.clock.now += seconds
+        self.state.global_step += 1
+        self.display.on_step_end(None, self.state, TrainerControl())
+        if logs:
+            self.display.on_log(None, self.state, TrainerControl(), logs=logs)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.getvalue().splitlines()
+
+
+def test_without_a_terminal_a_log_is_one_plain_line():
+    run = Run()
+    run.step(2.0, **{"reward": 0.25, "completions/mean_length": 12.0, "num_tokens": 300, "entropy": 1.5, "epoch": 0.1})
+    assert run.lines == ["step  1/10  reward 0.250  length 12.0  entropy 1.500  tok/s 150  ETA 18s"]
+
+
+def test_a_long_line_is_not_wrapped():
+    run = Run()
+    run.step(1.0, **dict.fromkeys(("reward", "reward_std", "entropy", "kl", "loss", "grad_norm", "step_time"), 1.0))
+    run.step(1.0, **{"reward": 1.0, "completions/mean_length": 1e6, "num_tokens": 10**9})
+    assert len(run.lines) == 2
+    assert "\x1b" not in run.out.getvalue()
+
+
+def test_tokens_per_second_are_those_since_the_last_log():
+    run = Run()
+    run.step(1.0, num_tokens=100)
+    run.step(2.0, num_tokens=500)
+    assert "tok/s 200" in run.lines[1]
+
+
+def test_a_resumed_run_does_not_count_tokens_from_before():
+    run = Run(step=5)
+    run.step(1.0, num_tokens=10**6)
+    assert "tok/s" not in run.lines[0]
+    assert "ETA 4s" in run.lines[0]
+
+
+def test_missing_and_undefined_metrics_are_left_out():
+    run = Run()
+    run.step(1.0, reward=math.nan, loss="odd")
+    assert run.lines == ["step  1/10    ETA 9s"]
+
+
+def test_evaluations_and_the_end_are_told():
+    run = Run()
+    run.step(1.0)
+    run.display.on_log(None, run.state, TrainerControl(), logs={"eval_reward": 0.5, "eval_loss": 0.0, "epoch": 1.0})
+    run.display.on_log(None, run.state, TrainerControl(), logs={"train_runtime": 75.0})
+    assert run.lines == ["eval  step  1/10  reward 0.500  loss +0.0000", "trained 1 steps in 1m15s"]
+
+
+def test_other_processes_say_nothing():
+    run = Run()
+    run.state.is_world_process_zero = False
+    run.step(1.0, reward=1.0)
+    assert run.lines == []
+
+
+def test_a_terminal_gets_bar_sparkline_and_phases():
+    run = Run(terminal=True)
+    run.step(1.0, **{"reward": 0.1, "phase/generate": 3.0, "phase/train": 1.0})
+    run.step(1.0, **{"reward": 0.9, "phase/generate": 3.0, "phase/train": 1.0})
+    run.display.on_train_end(None, run.state, TrainerControl())
+    text = run.out.getvalue()
+    assert "▁█" in text and "generate 75%" in text and "2/10" in text and "ETA 8s" in text
+
+
+def test_the_display_stops_when_training_fails():
+    run = Run(terminal=True)
+    finalizer = run.display._stop
+    del run.display
+    gc.collect()
+    assert not finalizer.alive
+    assert run.out.getvalue().endswith("\x1b[?25h")  # the cursor is visible again
+
+
+def test_logs_outside_training_do_not_need_a_beginning():
+    out = io.StringIO()
+    display = ProgressDisplay(Console(file=out))
+    display.on_log(None, TrainerState(is_world_process_zero=True), TrainerControl(), logs={"eval_reward": 0.5})
+    assert "reward 0.500" in out.getvalue()
+
+
+def test_a_sparkline_spans_its_own_range():
+    assert sparkline([1.0, 2.0, math.nan, 1.0]) == "▁█ ▁"
+    assert sparkline([3.0, 3.0]) == "▄▄"
+    assert sparkline([]) == ""
+
+
+def test_the_phase_bar_is_always_full():
+    bar = phase_bar({"a": 1.0, "b": 1.0, "c": 1.0})
+    assert bar.plain.count("█") == 40
+    assert "a 33%" in bar.plain
+
+
+def test_durations_are_short():
+    assert [duration(s) for s in (0.4, 59.6, 3600, 90061)] == ["0s", "1m00s", "1h00m", "25h01m"]
