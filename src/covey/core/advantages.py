@@ -45,24 +45,23 @@ def group_relative(rewards_PG: Tensor, scale: str = "group") -> Tensor:
 def normalize_then_sum(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:
     """Normalise each reward in its group, add them up, normalise over the batch: GDPO (arXiv 2601.05242).
 
-    z_k = (r_k - mean_group) / (std_group + ε);  S = Σ_k w_k z_k;  A = (S - mean_batch) / (std_batch + ε).
-    [P, G, F], [F] -> [P, G] float32 without NaN.
+    z_k = (r_k - mean_group) / (std_group + ε);  S = Σ_k w_k z_k;  A = S / (std_batch + ε).
+    The paper also subtracts the batch's mean of S. It is 0 already, z_k being centred in every group; computing it
+    would only add rounding to groups without a signal. [P, G, F], [F] -> [P, G] float32 without NaN.
     """
     rewards = rewards_PGF.double()
     normalised = _centre(rewards) / (nanstd(rewards, dim=1) + EPSILON)
     total_PG = weighted_total(normalised, weights_F.double())
-    flat = total_PG.flatten()
-    centred = total_PG - flat.nanmean()
-    advantages = centred / (nanstd(flat, dim=0) + EPSILON)
+    advantages = total_PG / (nanstd(total_PG.flatten(), dim=0) + EPSILON)
     return advantages.nan_to_num(0.0).float()
 
 
 def leave_one_out(rewards_PG: Tensor, normalize: bool = False) -> Tensor:
-    """A_i = R_i - mean of the siblings' rewards: RLOO (arXiv 2402.14740, eq. 5).
+    """A_i = R_i - mean of the siblings' rewards: RLOO (Kool et al. 2019; arXiv 2402.14740).
 
     Args:
         rewards_PG: [P, G], NaN = not scorable. A completion without a scorable sibling gets 0.
-        normalize: afterwards subtract the batch's mean advantage and divide by its deviation.
+        normalize: afterwards divide by the deviation of the whole batch's advantages, plus ε. Their mean is 0 already.
 
     Example:
         >>> leave_one_out(torch.tensor([[3.0, 1.0, 2.0]])).tolist()
@@ -73,8 +72,7 @@ def leave_one_out(rewards_PG: Tensor, normalize: bool = False) -> Tensor:
     # R_i - (S - R_i)/(n-1) = (R_i - S/n) · n/(n-1)
     advantages = _centre(rewards) * scorable / (scorable - 1).clamp(min=1)
     if normalize:
-        flat = advantages.flatten()
-        advantages = (advantages - flat.nanmean()) / (nanstd(flat, dim=0) + EPSILON)
+        advantages = advantages / (nanstd(advantages.flatten(), dim=0) + EPSILON)
     return advantages.nan_to_num(0.0).float()
 
 
