@@ -4,7 +4,7 @@
 in one micro-batch or in ten, because every average is already in the weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -87,6 +87,20 @@ class LossInputs:
             entropy_coef=entropy_coef,
         )
 
+    def silenced(self) -> "LossInputs":
+        """The same with every log-prob 0 where no token was sampled: 0 · ∞ cannot turn a gradient into NaN there."""
+
+        def silence(values: Tensor | None) -> Tensor | None:
+            return None if values is None else torch.where(self.sampled, values, 0.0)
+
+        return replace(
+            self,
+            logprobs=torch.where(self.sampled, self.logprobs, 0.0),
+            old_logprobs=silence(self.old_logprobs),
+            ref_logprobs=silence(self.ref_logprobs),
+            engine_logprobs=silence(self.engine_logprobs),
+        )
+
 
 class LossResult(NamedTuple):
     """The loss (a scalar with its gradient) and the metrics of these tokens."""
@@ -101,6 +115,7 @@ def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
     keep is the product of the off-policy and the entropy filter, ρ the engine/trainer mismatch weight; neither
     touches the KL term. Denominators (inside the weights) count filtered tokens too.
     """
+    inputs = inputs.silenced()
     old = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     log_ratio = objective.ratio_level(inputs.logprobs, old, inputs.sampled, inputs.lengths)
     x = SurrogateInputs(

@@ -14,6 +14,9 @@ from torch import Tensor
 from covey.core.ragged import expand, masked_segment_mean, segment_sum
 from covey.core.stats import Max, Mean, Min, Stat
 
+MAX_LOG_RATIO = 80.0
+"""Largest log-ratio that is exponentiated: e^80 is far beyond every clip and still finite in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class SurrogateInputs:
@@ -39,8 +42,8 @@ class SurrogateInputs:
 
     @property
     def ratio(self) -> Tensor:
-        """The importance ratio r = exp(log_ratio), [N]."""
-        return self.log_ratio.exp()
+        """The importance ratio r = exp(log_ratio), [N]; never infinite, as 0 · ∞ would make clipped gradients NaN."""
+        return self.log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 Surrogate = Callable[[SurrogateInputs], Tensor]
@@ -51,7 +54,7 @@ def clip(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float, delta: 
     """-min(min(r, δ) A, clip(r, 1-ε_low, 1+ε_high) A).
 
     PPO's clipped objective with DAPO's clip-higher (arXiv 2503.14476, eq. 10) and, with δ, INTELLECT-2's upper bound
-    for punished tokens (arXiv 2505.07291, §3.4).
+    for punished tokens (arXiv 2505.07291, two-sided clipping).
     """
     ratio = x.ratio
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
@@ -60,12 +63,15 @@ def clip(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float, delta: 
 
 
 def cispo(x: SurrogateInputs, *, epsilon_high: float) -> Tensor:
-    """-sg[min(r, ε_high)] A log π: clip the weight, never the gradient (CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4)."""
+    """-sg[min(r, ε_high)] A log π: clip the weight, never the gradient (CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4).
+
+    As in ScaleRL (arXiv 2510.13786), ε_high is the largest weight itself, not a distance from 1.
+    """
     return -x.ratio.detach().clamp(max=epsilon_high) * x.advantages * x.logprobs
 
 
 def sapo(x: SurrogateInputs, *, temperature_pos: float, temperature_neg: float) -> Tensor:
-    """-(4/τ) σ(τ (r-1)) A with τ by the sign of A: a soft trust region (SAPO, arXiv 2511.20347, eq. 6)."""
+    """-(4/τ) σ(τ (r-1)) A with τ by the sign of A: a soft trust region (SAPO, arXiv 2511.20347)."""
     tau = torch.where(x.advantages > 0, temperature_pos, temperature_neg)
     return -(4.0 / tau) * torch.sigmoid(tau * (x.ratio - 1)) * x.advantages
 
@@ -93,7 +99,7 @@ def vespo(x: SurrogateInputs, *, k_pos: float, lambda_pos: float, k_neg: float, 
 
 
 def gmpo(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float) -> Tensor:
-    """-A_i · exp(mean_t clip'(log r_t)): the geometric mean of clipped token ratios (GMPO, arXiv 2507.20673, eq. 4).
+    """-A_i · exp(mean_t clip'(log r_t)): the geometric mean of clipped token ratios (GMPO, arXiv 2507.20673).
 
     clip' bounds log r from above by ε_high where A > 0 and from below by -ε_low where A < 0: the paper's
     min(r A, clip(r, e^-ε_low, e^ε_high) A) in log space. Every token of a rollout carries the rollout's value.
@@ -103,7 +109,8 @@ def gmpo(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float) -> Tens
         x.log_ratio.clamp(max=epsilon_high),
         torch.maximum(x.log_ratio, x.log_ratio.new_tensor(-epsilon_low)),
     )
-    return -x.advantages * expand(masked_segment_mean(bounded, x.sampled, x.lengths), x.lengths).exp()
+    log_ratio = masked_segment_mean(bounded, x.sampled, x.lengths).clamp(max=MAX_LOG_RATIO)
+    return -x.advantages * expand(log_ratio, x.lengths).exp()
 
 
 def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: bool = False) -> dict[str, Stat]:
@@ -131,7 +138,7 @@ def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: boo
 
 
 def cispo_stats(x: SurrogateInputs, *, epsilon_high: float) -> dict[str, Stat]:
-    """`cispo_clip_ratio`: the share of rewarded trained tokens' weights that the cap cut."""
+    """`cispo_clip_ratio`: the share of trained tokens that are rewarded (A > 0) and whose ratio the cap cut."""
     cut = (x.ratio.detach() > epsilon_high) & (x.advantages > 0) & x.sampled
     return {"cispo_clip_ratio": Mean(cut.sum().item(), x.sampled.sum().item())}
 
