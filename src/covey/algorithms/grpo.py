@@ -39,7 +39,12 @@ def _clip(config: Any) -> Surrogate:
 
 
 def _clip_stats(config: Any) -> SurrogateStats:
-    return partial(clip_stats, low=1 - config.epsilon, high=1 + config.resolved_epsilon_high)
+    return partial(
+        clip_stats,
+        low=1 - config.epsilon,
+        high=1 + config.resolved_epsilon_high,
+        per_sequence=config.importance_sampling_level in ("sequence", "sequence_sum"),
+    )
 
 
 def _cispo(config: Any) -> Surrogate:
@@ -54,7 +59,7 @@ def _sapo(config: Any) -> Surrogate:
     return partial(sapo, temperature_pos=config.sapo_temperature_pos, temperature_neg=config.sapo_temperature_neg)
 
 
-def _vespo_kernel(config: Any) -> dict[str, float]:
+def _vespo_kernel(config: Any) -> dict[str, Any]:
     return {
         "k_pos": config.vespo_k_pos,
         "lambda_pos": config.vespo_lambda_pos,

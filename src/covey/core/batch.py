@@ -93,9 +93,10 @@ class TrainBatch:
         """The rollouts `rows` [R] in that order, with just the prompts they continue."""
         tokens = token_index(rows, self.lengths)
         prompts, groups = self.groups[rows].unique(return_inverse=True)
-        per_token = {name: getattr(self, name) for name in TOKEN_FIELDS}
+        values = {name: getattr(self, name) for name in TOKEN_FIELDS}
+        per_token: dict[str, Any] = {k: None if v is None else v[tokens] for k, v in values.items()}
         return TrainBatch(
-            **{name: None if value is None else value[tokens] for name, value in per_token.items()},
+            **per_token,
             lengths=self.lengths[rows],
             prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
             prompt_lengths=self.prompt_lengths[prompts],
@@ -111,8 +112,9 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """A copy whose tensors live on `device`."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TrainBatch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
+        return TrainBatch(**moved)
 
     def state(self) -> dict[str, Any]:
         """The fields by name, tensors on the CPU: `TrainBatch(**batch.state())` is an equal batch."""

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean. `Mean.of(values)` counts each finite value once; NaN is left out."""
+    """A weighted mean. `Mean.of(values)` counts each value once; NaN is left out."""
 
     total: float
     count: float

@@ -46,7 +46,11 @@ def mean_per_sequence(counts: BatchCounts) -> Tensor:
 
 
 def mean_per_micro_batch(counts: BatchCounts) -> Tensor:
-    """The token mean of each nominal micro-batch, averaged over micro-batches (bnpo, arXiv 2506.02864)."""
+    """The token mean of each nominal micro-batch, averaged over micro-batches.
+
+    This is what `loss_type="bnpo"` has come to mean; the Beta-distributed reward normalisation of the paper of that
+    name (BNPO, arXiv 2506.02864) is no part of it.
+    """
     return 1.0 / (counts.micro_tokens.clamp(min=1.0) * counts.micro_batches_per_update)
 
 
@@ -58,7 +62,7 @@ def mean_constant_length(counts: BatchCounts) -> Tensor:
 
 def mean_over_update(counts: BatchCounts) -> Tensor:
     """1/Σ|o_i| Σ_i Σ_t: the token-level mean of DAPO (arXiv 2503.14476, eq. 12), over the whole optimizer step."""
-    return torch.full_like(counts.tokens, 1.0 / max(counts.tokens_per_update, 1.0))
+    return torch.full_like(counts.tokens, 1.0 / (counts.tokens_per_update or 1.0))
 
 
 def sum_per_sequence(counts: BatchCounts) -> Tensor:
