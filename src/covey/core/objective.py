@@ -48,7 +48,8 @@ class LossInputs:
     """Everything the loss looks at. All `[N]` but `lengths [B]`; see `TrainBatch` for meanings.
 
     `logprobs` and `entropies` come from the policy and carry the gradient. `old_logprobs` None means on-policy: the
-    ratio is 1 with its gradient alive. `entropy_coef` weighs the entropy bonus (0 leaves it out).
+    ratio is 1 with its gradient alive. `entropy_coef` weighs the entropy bonus (0 leaves it out). `skipped_tokens` and
+    `skipped_rows` are what was left out for want of advantage; only metrics need them.
     """
 
     logprobs: Tensor
@@ -64,12 +65,20 @@ class LossInputs:
     entropy_weights: Tensor | None = None
     entropy_threshold: float | None = None
     entropy_coef: float = 0.0
+    skipped_tokens: int = 0
+    skipped_rows: int = 0
 
     @classmethod
     def of(
-        cls, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, entropy_coef: float = 0.0
+        cls,
+        batch: TrainBatch,
+        logprobs: Tensor,
+        entropies: Tensor | None,
+        entropy_coef: float = 0.0,
+        whole: TrainBatch | None = None,
     ) -> "LossInputs":
-        """Join a batch with the policy's scores of it."""
+        """Join a batch with the policy's scores of it. `whole` is the batch from which it was selected, if it was."""
+        whole = whole or batch
         assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
         return cls(
             logprobs=logprobs,
@@ -85,6 +94,8 @@ class LossInputs:
             entropy_weights=batch.entropy_weights,
             entropy_threshold=batch.entropy_threshold,
             entropy_coef=entropy_coef,
+            skipped_tokens=int(whole.sampled.sum() - batch.sampled.sum()),
+            skipped_rows=int((whole.sampled_lengths > 0).sum() - (batch.sampled_lengths > 0).sum()),
         )
 
     def silenced(self) -> "LossInputs":
@@ -119,7 +130,15 @@ def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
     old = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     log_ratio = objective.ratio_level(inputs.logprobs, old, inputs.sampled, inputs.lengths)
     x = SurrogateInputs(
-        log_ratio, inputs.logprobs, old, inputs.advantages, inputs.sampled, inputs.lengths, inputs.mismatch_weights
+        log_ratio,
+        inputs.logprobs,
+        old,
+        inputs.advantages,
+        inputs.sampled,
+        inputs.lengths,
+        inputs.mismatch_weights,
+        inputs.skipped_tokens,
+        inputs.skipped_rows,
     )
     token_loss = objective.surrogate(x)
     stats = objective.stats(x) if objective.stats else {}

@@ -34,11 +34,14 @@ class Completion:
             top-k, top-p and min-p cut the tail: the quantity the trainer's own scorer computes. None if the engine
             does not report them.
         finish: STOP or LENGTH.
+        entropies: entropy in nats of the distribution each token was drawn from, at the temperature and before any
+            cut; None if the engine does not report them.
     """
 
     token_ids: list[int]
     logprobs: list[float] | None
     finish: FinishReason
+    entropies: list[float] | None = None
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Rollout:
         completion_ids: every token after the prompt: sampled ones and, with tools, those of tool results.
         sampled: the only mask. True where the policy chose the token, False where something else wrote it.
         logprobs: as the engine saw them, one per completion token (0.0 where not sampled), or None.
+        entropies: likewise.
         completion: what reward functions receive: a string (standard prompts) or a list of messages.
         finish: why it ended.
         group: index, within the batch, of the prompt it shares with its siblings.
@@ -68,6 +72,7 @@ class Rollout:
     completion: str | list[Message]
     finish: FinishReason
     group: int = 0
+    entropies: list[float] | None = None
     images: list[Any] | None = None
     extras: dict[str, Any] = field(default_factory=dict)
 

@@ -30,6 +30,8 @@ class SurrogateInputs:
         sampled: which tokens are trained.
         lengths: tokens of each rollout.
         mismatch_weights: engine/trainer importance weights, or None.
+        skipped_tokens, skipped_rows: trained tokens and rollouts that were left out because their advantage is 0;
+            shares of tokens count them as not clipped, which is what they are.
     """
 
     log_ratio: Tensor
@@ -39,6 +41,8 @@ class SurrogateInputs:
     sampled: Tensor
     lengths: Tensor
     mismatch_weights: Tensor | None = None
+    skipped_tokens: int = 0
+    skipped_rows: int = 0
 
     @property
     def ratio(self) -> Tensor:
@@ -120,11 +124,11 @@ def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: boo
     is_high = ((ratio > high) & (x.advantages > 0) & x.sampled).to(ratio)
     if per_sequence:  # the ratio is constant over a sequence: its mean over the tokens is 0 or 1
         trained = segment_sum(x.sampled.to(ratio), x.lengths) > 0
-        count = trained.sum().item()
+        count = trained.sum().item() + x.skipped_rows
         is_low = masked_segment_mean(is_low, x.sampled, x.lengths)
         is_high = masked_segment_mean(is_high, x.sampled, x.lengths)
     else:
-        count = x.sampled.sum().item()
+        count = x.sampled.sum().item() + x.skipped_tokens
     if not count:
         return {}
     lows, highs = is_low.sum().item(), is_high.sum().item()
@@ -140,7 +144,7 @@ def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: boo
 def cispo_stats(x: SurrogateInputs, *, epsilon_high: float) -> dict[str, Stat]:
     """`cispo_clip_ratio`: the share of trained tokens that are rewarded (A > 0) and whose ratio the cap cut."""
     cut = (x.ratio.detach() > epsilon_high) & (x.advantages > 0) & x.sampled
-    return {"cispo_clip_ratio": Mean(cut.sum().item(), x.sampled.sum().item())}
+    return {"cispo_clip_ratio": Mean(cut.sum().item(), x.sampled.sum().item() + x.skipped_tokens)}
 
 
 def vespo_stats(x: SurrogateInputs, **kernel: float) -> dict[str, Stat]:

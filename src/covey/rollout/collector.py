@@ -91,6 +91,7 @@ class Collector:
             completion=self.codec.decode(row["prompt"], completion.token_ids),
             finish=completion.finish,
             group=group,
+            entropies=completion.entropies,
         )
 
 

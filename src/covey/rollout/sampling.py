@@ -13,10 +13,14 @@ from covey.rollout.engine import SamplingParams
 
 
 class Drawn(NamedTuple):
-    """Tokens [R] and their log-probabilities [R] at the sampling temperature, before any token was filtered out."""
+    """Tokens [R], their log-probabilities [R] and the entropies [R] of what they were drawn from.
+
+    Both at the sampling temperature, before any token was filtered out.
+    """
 
     tokens: Tensor
     logprobs: Tensor
+    entropies: Tensor
 
 
 def draw(
@@ -31,16 +35,20 @@ def draw(
         seen: [R, V] bool, tokens already in the row, for the repetition penalty.
 
     Returns:
-        Tokens and log-probs, [R] each.
+        Tokens, log-probs and entropies, [R] each.
     """
     logits = logits.float()
-    temperature = params.temperature if params.temperature > 0 else 1.0
-    reported = logits / temperature
-    filtered = filter_logits(logits, params, seen) if params.truncates else reported
-    greedy = params.temperature == 0
-    tokens = filtered.argmax(-1) if greedy else exponential_race(filtered.softmax(-1), generators)
-    chosen = reported.gather(-1, tokens[:, None])[:, 0]
-    return Drawn(tokens, chosen - reported.logsumexp(-1))
+    reported = logits / (params.temperature if params.temperature > 0 else 1.0)
+    log_z = reported.logsumexp(-1)
+    probs = (reported - log_z[:, None]).exp_()
+    entropies = log_z - torch.linalg.vecdot(probs, reported.nan_to_num(neginf=0.0))
+    if params.temperature == 0:
+        tokens = filter_logits(logits, params, seen).argmax(-1)
+    else:
+        tokens = exponential_race(
+            filter_logits(logits, params, seen).softmax(-1) if params.truncates else probs, generators
+        )
+    return Drawn(tokens, reported.gather(-1, tokens[:, None])[:, 0] - log_z, entropies)
 
 
 def filter_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.weighting import BatchCounts, Weighting, mean_per_micro_batch, token_weights
+from covey.core.weighting import BatchCounts, Weighting, mean_over_update, token_weights
 
 
 class Experience:
@@ -68,7 +68,7 @@ def weigh(
             generation, all processes together.
         updates: optimizer updates that go through the generation once.
         max_completion_length: for reductions by constant length.
-        entropy_bonus: also set the weights of the entropy bonus: the token mean of each micro-batch.
+        entropy_bonus: also set the weights of the entropy bonus: the token mean of the optimizer step.
     """
     tokens = batch.sampled_lengths.float()
     counts = BatchCounts(
@@ -81,7 +81,7 @@ def weigh(
     )
     batch.weights = token_weights(weighting, counts, batch.sampled, batch.lengths)
     if entropy_bonus:
-        batch.entropy_weights = token_weights(mean_per_micro_batch, counts, batch.sampled, batch.lengths)
+        batch.entropy_weights = token_weights(mean_over_update, counts, batch.sampled, batch.lengths)
 
 
 def _totals_by_part(tokens: Tensor, rows_per_part: int) -> Tensor:

@@ -20,7 +20,7 @@ from covey.core.batch import TrainBatch, collate
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.ragged import expand, segment_sum
 from covey.core.rollout import Rollout
-from covey.core.stats import Max, Mean
+from covey.core.stats import Max, Mean, Stat
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
 from covey.rollout.collector import Draw
@@ -29,7 +29,7 @@ from covey.trainers.checkpoint import AtomicCheckpoints
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_dataset
 from covey.trainers.experience import Experience, weigh
-from covey.trainers.record import Generation, Notes, Share, describe
+from covey.trainers.record import Generation, Notes, Share, describe, sampling_entropy
 from covey.trainers.sampler import eval_loader, train_loader
 
 
@@ -105,6 +105,7 @@ class OnlineTrainer(AtomicCheckpoints):
         self.completions = assembly.build_completions(args, self.is_world_process_zero())
         self.num_tokens = 0
         self._generations = {"train": 0, "eval": 0}
+        self._entropy_known = False
         self._micro_step = 0
         self._step_seconds = 0.0
         self._step_entropy = Mean(0.0, 0.0)
@@ -138,7 +139,9 @@ class OnlineTrainer(AtomicCheckpoints):
         advantages = self._advantages(generation)
         batch.advantages = expand(advantages[generation.mine].to(batch.lengths.device), batch.lengths)
         self._weigh(batch, generation)
-        self.metrics.add({**scored.stats, **notes.metrics}, self.mode)
+        entropy = sampling_entropy(rollouts, batch)
+        self._entropy_known = bool(entropy)
+        self.metrics.add({**scored.stats, **notes.metrics, **entropy}, self.mode)
         self._record(generation, advantages)
         return batch
 
@@ -154,10 +157,8 @@ class OnlineTrainer(AtomicCheckpoints):
         with self.accelerator.autocast():
             scores = self.scorer(model, batch, entropy=True)
         coef = self.entropy.effective
-        result = policy_loss(LossInputs.of(batch, *scores, coef), self.algorithm.objective)
-        self.metrics.add(result.stats, self.mode)
-        if self.model.training and isinstance(entropy := result.stats.get("entropy"), Mean):
-            self._step_entropy = self._step_entropy.merge(entropy)
+        result = policy_loss(LossInputs.of(batch, *scores, coef, whole=inputs), self.algorithm.objective)
+        self._note_loss(result.stats)
         return result.loss * self._loss_scale()
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -284,6 +285,14 @@ class OnlineTrainer(AtomicCheckpoints):
         self.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, self.mode)
         for part in parts:
             part.entropy_threshold = threshold
+
+    def _note_loss(self, stats: dict[str, Stat]) -> None:
+        """Keep a micro-batch's metrics; entropies that the engine has already reported are not counted twice."""
+        if self.model.training and isinstance(entropy := stats.get("entropy"), Mean):
+            self._step_entropy = self._step_entropy.merge(entropy)
+        if self._entropy_known:
+            stats.pop("entropy", None)
+        self.metrics.add(stats, self.mode)
 
     def _loss_scale(self) -> float:
         """Weights assume a full accumulation window and sum over ranks; the optimizer sees a mean over ranks."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.core.batch import TrainBatch
 from covey.core.rollout import Rollout
 from covey.core.stats import Mean, Stat, merge_all
 from covey.rewards.batch import RewardContext
@@ -69,6 +70,15 @@ def describe(draws: list[Draw], rollouts: list[Rollout], columns: dict[str, list
         "finish": [str(rollout.finish) for rollout in rollouts],
         "extras": [{name: values[i] for name, values in columns.items()} for i in range(len(rollouts))],
     }
+
+
+def sampling_entropy(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, Stat]:
+    """The `entropy` metric, over every trained token, where the engine measured it while sampling; else nothing."""
+    if any(rollout.entropies is None for rollout in rollouts):
+        return {}
+    flat = torch.tensor([entropy for rollout in rollouts for entropy in rollout.entropies or []])
+    trained = flat[batch.sampled.cpu()]
+    return {"entropy": Mean(trained.sum().item(), len(trained))}
 
 
 class Generation:

@@ -36,6 +36,7 @@ class _Row:
     done: asyncio.Future[Completion]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
     generator: torch.Generator | None = None
 
     @property
@@ -213,10 +214,7 @@ class NativeEngine:
             past_key_values=self._cache,
             use_cache=True,
         )
-        tokens, logprobs = self._draw(output.logits[:, -1], self._rows)
-        for row, token, logprob in zip(self._rows, tokens, logprobs, strict=True):
-            row.token_ids.append(token)
-            row.logprobs.append(logprob)
+        self._draw(output.logits[:, -1])
         for place in reversed(range(len(self._rows))):
             row = self._rows[place]
             if row.token_ids[-1] in self.eos_token_ids:
@@ -224,28 +222,29 @@ class NativeEngine:
             elif len(row.token_ids) >= self._budget(row):
                 self._release(place, FinishReason.LENGTH)
 
-    def _draw(self, logits: Tensor, rows: list[_Row]) -> tuple[list[int], list[float]]:
+    def _draw(self, logits: Tensor) -> None:
         """Sample with each row's own settings; rows with equal settings are drawn together."""
-        tokens, logprobs = [0] * len(rows), [0.0] * len(rows)
         by_params: dict[int, list[int]] = {}
-        for place, row in enumerate(rows):
+        for place, row in enumerate(self._rows):
             by_params.setdefault(id(row.request.params), []).append(place)
         for places in by_params.values():
-            params = rows[places[0]].request.params
-            generators = [generator for p in places if (generator := rows[p].generator)]
-            mine = logits if len(places) == len(rows) else logits[torch.tensor(places, device=logits.device)]
-            drawn = draw(mine, generators, params, self._seen(rows, places, params, mine))
-            for place, token, logprob in zip(places, drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True):
-                tokens[place], logprobs[place] = token, logprob
-        return tokens, logprobs
+            rows = [self._rows[place] for place in places]
+            params = rows[0].request.params
+            generators = [row.generator for row in rows if row.generator is not None]
+            mine = logits if len(by_params) == 1 else logits[torch.tensor(places, device=logits.device)]
+            drawn = draw(mine, generators, params, self._seen(rows, params, mine))
+            for row, token, logprob, entropy in zip(rows, *(column.tolist() for column in drawn), strict=True):
+                row.token_ids.append(token)
+                row.logprobs.append(logprob)
+                row.entropies.append(entropy)
 
     @staticmethod
-    def _seen(rows: list[_Row], places: list[int], params: SamplingParams, logits: Tensor) -> Tensor | None:
+    def _seen(rows: list[_Row], params: SamplingParams, logits: Tensor) -> Tensor | None:
         if params.repetition_penalty == 1.0:
             return None
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        for i, place in enumerate(places):
-            seen[i, torch.tensor(rows[place].request.prompt_ids + rows[place].token_ids, device=logits.device)] = True
+        for i, row in enumerate(rows):
+            seen[i, torch.tensor(row.request.prompt_ids + row.token_ids, device=logits.device)] = True
         return seen
 
     def _release(self, place: int, reason: FinishReason) -> None:
@@ -256,7 +255,7 @@ class NativeEngine:
         self._rows[place] = self._rows[-1]
         self._rows.pop()
         if not row.done.done():  # its caller may have been cancelled
-            row.done.set_result(Completion(row.token_ids, row.logprobs, reason))
+            row.done.set_result(Completion(row.token_ids, row.logprobs, reason, row.entropies))
 
 
 def _compute_dtype(model: Any) -> torch.dtype:
