@@ -124,7 +124,7 @@ def test_a_sparkline_spans_its_own_range():
 
 def test_the_phase_bar_is_always_full():
     bar = phase_bar({"a": 1.0, "b": 1.0, "c": 1.0})
-    assert bar.plain.count("█") == 40
+    assert bar.plain.count("█") == 30
     assert "a 33%" in bar.plain
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 SPARKS = "▁▂▃▄▅▆▇█"
 
 PHASE_COLOURS = {"generate": "cyan", "reward": "magenta", "score": "yellow", "train": "green", "sync": "blue"}
-PHASE_BAR = 40
+PHASE_BAR = 30
 
 
 def board_view(
@@ -43,11 +43,11 @@ def board_view(
     parts: list[RenderableType] = [bar]
     if rewards:
         ends = f"  {min(rewards):.2f} to {max(rewards):.2f}"
-        parts.append(Text("reward ", style="dim") + Text(sparkline(rewards), style="green") + Text(ends, style="dim"))
+        parts.append(Text.assemble(("reward ", "dim"), (sparkline(rewards), "green"), (ends, "dim")))
     if figures:
         parts.append(_figures(figures))
     if evaluation:
-        parts.append(Text("eval   ", style="dim") + _figures(evaluation))
+        parts.append(Text.assemble(("eval   ", "dim"), _figures(evaluation)))
     if sum(phases.values()) > 0:
         parts.append(phase_bar(phases))
     return Group(*parts)
@@ -82,7 +82,7 @@ def phase_bar(phases: dict[str, float]) -> Text:
     """A bar divided like the time, with a legend; phases in order of time spent."""
     total = sum(phases.values())
     ordered = sorted(phases.items(), key=lambda item: -item[1])
-    bar, legend, end = Text("time   ", style="dim"), Text(), 0.0
+    bar, legend, end = Text.assemble(("time   ", "dim")), Text(), 0.0
     for name, seconds in ordered:
         start, end = end, end + seconds
         cells = round(end / total * PHASE_BAR) - round(start / total * PHASE_BAR)

@@ -1,0 +1,83 @@
+"""What every metric means, in plain words, and what to make of it: the one source of the report and the documentation.
+
+Keys are metric names; `{name}` stands for the name of a reward function or a phase. During an evaluation the same names
+carry the prefix `eval_`.
+"""
+
+import re
+
+METRIC_MEANINGS: dict[str, str] = {
+    "reward": "Mean total reward of the sampled completions: each function's reward times its weight, added up. "
+    "The curve to watch.",
+    "reward_std": "Standard deviation of the total reward over all completions of a generation. Near 0 there is "
+    "little left to learn from.",
+    "frac_reward_zero_std": "Share of groups whose completions all got the same reward. Such a group gives no "
+    "gradient; a high share means that the prompts are too easy or too hard, or that the reward is too coarse.",
+    "rewards/{name}/mean": "Mean reward of one function, before its weight; abstentions (None) are left out.",
+    "rewards/{name}/std": "Standard deviation of that function's reward over a generation.",
+    "reward/{name}/mean": "The same as rewards/{name}/mean, under its other name.",
+    "reward/{name}/std": "The same as rewards/{name}/std, under its other name.",
+    "rewards/{name}/failures": "Samples for which that function raised an error or returned nonsense. They get "
+    "no reward from it.",
+    "rewards/{name}/timeouts": "Samples that function had not scored when its time was up.",
+    "rewards/{name}/seconds": "Seconds per call of that function.",
+    "completions/mean_length": "Mean number of tokens that the model wrote per completion; tokens of tool "
+    "results are not counted.",
+    "completions/min_length": "Length of the shortest completion.",
+    "completions/max_length": "Length of the longest completion.",
+    "completions/clipped_ratio": "Share of completions that were cut off rather than ended by the model. When it "
+    "rises, raise max_completion_length or reward brevity.",
+    "completions/mean_terminated_length": "Mean length of the completions that the model ended itself; 0 if "
+    "there are none.",
+    "completions/min_terminated_length": "Length of the shortest such completion.",
+    "completions/max_terminated_length": "Length of the longest such completion.",
+    "num_tokens": "Tokens processed since the run began: prompts and completions of all processes.",
+    "step_time": "Seconds per optimizer step, sampling and scoring included.",
+    "phase/{name}": "Seconds between two logs spent on one phase: generate (sampling), reward (reward "
+    "functions), score (log-probabilities under the old and the reference policy), train (forward, backward and "
+    "optimizer).",
+    "loss": "Value of the objective. It hovers around 0 whether or not the model learns, because advantages are "
+    "centred in each group: judge a run by its reward.",
+    "grad_norm": "Norm of the gradient before clipping. Spikes call for a lower learning rate.",
+    "learning_rate": "Learning rate of the optimizer's latest step.",
+    "epoch": "Passes over the training prompts.",
+    "entropy": "Mean entropy (nats) of the policy's next-token distribution over the completions. A fall towards "
+    "0 means that samples become alike and exploration ends.",
+    "entropy/threshold": "Entropy that a token needs in order to count, with top_entropy_quantile below 1.",
+    "entropy_coef": "Weight of the entropy bonus in force, with entropy_coef above 0 or use_adaptive_entropy.",
+    "policy_loss": "The loss without the entropy bonus.",
+    "kl": "Mean divergence per token of the policy from the reference model, with beta above 0. How far the "
+    "model has moved.",
+    "kept_token_fraction": "Share of tokens that pass the filters off_policy_mask_threshold and top_entropy_quantile.",
+    "clip_ratio/low_mean": "Share of tokens (sequences, with sequence-level ratios) with a negative advantage "
+    "whose ratio fell below 1 - epsilon and gives no gradient.",
+    "clip_ratio/low_min": "The smallest such share among the micro-batches.",
+    "clip_ratio/high_mean": "Share of tokens (or sequences) with a positive advantage whose ratio rose above 1 + "
+    "epsilon_high and gives no gradient.",
+    "clip_ratio/high_max": "The largest such share among the micro-batches.",
+    "clip_ratio/region_mean": "Share clipped on either side. Exactly 0 while every generation is used for one update.",
+    "cispo_clip_ratio": "Share of tokens with a positive advantage whose weight is capped, with loss_type cispo.",
+    "vespo/phi_seq_mean": "Mean weight that loss_type vespo gives to a sequence.",
+    "aux_loss": "Load-balancing loss of a mixture-of-experts model.",
+    "sampling/sampling_logp_difference/mean": "Mean absolute difference of a token's log-probability between the "
+    "engine that sampled it and the trainer.",
+    "sampling/sampling_logp_difference/max": "The largest such difference.",
+    "sampling/importance_sampling_ratio/min": "Smallest weight that corrects for that difference.",
+    "sampling/importance_sampling_ratio/mean": "Mean of these weights; near 1 when engine and trainer agree.",
+    "sampling/importance_sampling_ratio/max": "Largest of these weights.",
+    "tools/call_frequency": "Tool calls per completion.",
+    "tools/failure_frequency": "Share of tool calls that failed.",
+}
+
+_PATTERNS = {re.compile(re.escape(key).replace(r"\{name\}", "(.+)")): text for key, text in METRIC_MEANINGS.items()}
+
+
+def meaning(name: str) -> str | None:
+    """What the metric `name` means, or None if it is a user's own.
+
+    Example:
+        >>> meaning("eval_rewards/accuracy_reward/mean")
+        'Mean reward of one function, before its weight; abstentions (None) are left out.'
+    """
+    name = name.removeprefix("eval_")
+    return METRIC_MEANINGS.get(name) or next((text for key, text in _PATTERNS.items() if key.fullmatch(name)), None)

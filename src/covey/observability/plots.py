@@ -1,0 +1,233 @@
+"""Curves of a run as one picture: small multiples over optimizer steps.
+
+Reads the list of logs that `Trainer.state.log_history` holds. A panel whose metrics were not logged is left out; to add
+one, add a row to `PANELS`. Draws without a screen and leaves matplotlib's global state alone.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Series = tuple[list[float], list[float]]
+
+INK, FAINT, GRID = "#1f2933", "#6b7785", "#e4e7eb"
+COLOURS = ["#2563eb", "#e07a1f", "#15936b", "#9b4dca", "#c2344b", "#5b6b7d"]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small plot.
+
+    Attributes:
+        title: what it shows.
+        curves: metric names and their labels.
+        band: metrics drawn as a shade: ("low", "high"), or ("deviation",) around the first curve.
+        percent: the axis shows shares.
+    """
+
+    title: str
+    curves: dict[str, str]
+    band: tuple[str, ...] = ()
+    percent: bool = False
+
+
+PANELS = (
+    Panel("Reward", {"reward": "training", "eval_reward": "evaluation"}, ("reward_std",)),
+    Panel(
+        "Completion length (tokens)",
+        {"completions/mean_length": "mean", "completions/mean_terminated_length": "mean of those that ended"},
+        ("completions/min_length", "completions/max_length"),
+    ),
+    Panel(
+        "Groups and completions",
+        {"frac_reward_zero_std": "groups without signal", "completions/clipped_ratio": "completions cut off"},
+        percent=True,
+    ),
+    Panel("Entropy (nats per token)", {"entropy": "entropy"}),
+    Panel("KL to the reference", {"kl": "kl"}),
+    Panel(
+        "Clipped ratios",
+        {
+            "clip_ratio/low_mean": "low",
+            "clip_ratio/high_mean": "high",
+            "cispo_clip_ratio": "capped",
+        },
+        percent=True,
+    ),
+    Panel("Loss", {"loss": "loss"}),
+    Panel("Gradient norm", {"grad_norm": "norm"}),
+)
+
+
+def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str = "Training") -> Path:
+    """Write a PNG of every curve that the logs hold.
+
+    Args:
+        log_history: as in `Trainer.state.log_history`.
+        path: of the PNG; its folder is created.
+        title: above the plots.
+
+    Raises:
+        ValueError: the logs hold nothing that could be drawn.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [panel for panel in [*PANELS, *_reward_panels(log_history)] if _has_curve(log_history, panel)]
+    phases = _phases(log_history)
+    count = len(panels) + bool(phases[1])
+    if not count:
+        raise ValueError("the logs hold no metric to draw; was anything logged (logging_steps, logging_strategy)?")
+    columns = _columns(count)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(4.6 * columns, 3.0 * rows + 0.5), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=14, fontweight="bold", color=INK, x=0.01, ha="left")
+    axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
+    for axis, panel in zip(axes, panels, strict=False):
+        _draw_panel(axis, log_history, panel)
+    if phases[1]:
+        _draw_phases(axes[-1], *phases)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def series(log_history: list[dict[str, Any]], name: str) -> Series:
+    """Steps and finite values of a metric, in the order of the logs."""
+    points = [
+        (float(entry.get("step", index)), float(entry[name]))
+        for index, entry in enumerate(log_history)
+        if isinstance(entry.get(name), int | float) and math.isfinite(entry[name])
+    ]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """Mean over `window` values (an odd number) around each; the window is narrower, but centred, near the ends.
+
+    Example:
+        >>> smooth([0.0, 3.0, 6.0, 0.0], 3)
+        [0.0, 3.0, 3.0, 0.0]
+    """
+    smoothed = []
+    for index in range(len(values)):
+        reach = min(window // 2, index, len(values) - 1 - index)
+        near = values[index - reach : index + reach + 1]
+        smoothed.append(sum(near) / len(near))
+    return smoothed
+
+
+def _columns(count: int) -> int:
+    """How many plots stand side by side: few gaps, and no more than four."""
+    if count <= 4:
+        return 2 if count == 4 else count
+    return min((3, 4), key=lambda columns: (-count % columns, columns))
+
+
+def _has_curve(log_history: list[dict[str, Any]], panel: Panel) -> bool:
+    return any(series(log_history, name)[1] for name in panel.curves)
+
+
+def _reward_panels(log_history: list[dict[str, Any]]) -> list[Panel]:
+    """A panel of the functions' own rewards where there are several."""
+    names = [name for name in dict.fromkeys(key for entry in log_history for key in entry) if _is_reward(name)]
+    curves = {name: name.split("/")[1] for name in names}
+    return [Panel("Rewards by function", curves)] if len(curves) > 1 else []
+
+
+def _is_reward(name: str) -> bool:
+    return name.startswith("rewards/") and name.endswith("/mean")
+
+
+def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:
+    _style(axis, panel.title)
+    _draw_band(axis, log_history, panel)
+    drawn = 0
+    last = 0.0
+    for colour, (name, label) in zip(_cycle(len(panel.curves)), panel.curves.items(), strict=True):
+        steps, values = series(log_history, name)
+        if not values:
+            continue
+        drawn += 1
+        last = max([last, *steps])
+        window = len(values) // 12 // 2 * 2 + 1
+        noisy = window > 1 and not name.startswith("eval_")
+        few = {"marker": "o", "markersize": 3} if len(values) < 30 or name.startswith("eval_") else {}
+        if noisy:
+            axis.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+            values = smooth(values, window)
+        axis.plot(steps, values, color=colour, linewidth=1.8, label=label, **({} if noisy else few))
+    axis.set_xlim(0, max(last, 1.0) * 1.02)
+    if panel.percent:
+        axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
+        axis.set_ylim(bottom=0)
+    if drawn > 1:
+        axis.legend(fontsize=7.5, frameon=False, labelcolor=INK)
+
+
+def _draw_band(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:
+    """Shade from low to high, or the deviation to both sides of the first curve."""
+    if not panel.band:
+        return
+    centre = next(iter(panel.curves))
+    entries = [entry for entry in log_history if all(_finite(entry.get(name)) for name in (centre, *panel.band))]
+    if not entries:
+        return
+    steps = [float(entry.get("step", index)) for index, entry in enumerate(entries)]
+    if len(panel.band) == 2:
+        low, high = ([entry[name] for entry in entries] for name in panel.band)
+    else:
+        low = [entry[centre] - entry[panel.band[0]] for entry in entries]
+        high = [entry[centre] + entry[panel.band[0]] for entry in entries]
+    axis.fill_between(steps, low, high, color=COLOURS[0], alpha=0.12, linewidth=0)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _phases(log_history: list[dict[str, Any]]) -> tuple[list[float], dict[str, list[float]]]:
+    """Steps of the logs that hold times, and the seconds of every phase there."""
+    entries = [entry for entry in log_history if any(key.startswith("phase/") for key in entry)]
+    names = dict.fromkeys(key for entry in entries for key in entry if key.startswith("phase/"))
+    steps = [float(entry.get("step", index)) for index, entry in enumerate(entries)]
+    return steps, {name.removeprefix("phase/"): [entry.get(name, 0.0) for entry in entries] for name in names}
+
+
+def _draw_phases(axis: Any, steps: list[float], seconds: dict[str, list[float]]) -> None:
+    """Seconds per optimizer step, phases stacked."""
+    _style(axis, "Seconds per step by phase")
+    widths = [step - before for step, before in zip(steps, [0.0, *steps[:-1]], strict=True)]
+    widths = [width if width > 0 else 1.0 for width in widths]
+    ordered = sorted(seconds, key=lambda name: -sum(seconds[name]))
+    base = [0.0] * len(steps)
+    for colour, name in zip(_cycle(len(ordered)), ordered, strict=True):
+        heights = [value / width for value, width in zip(seconds[name], widths, strict=True)]
+        left = [step - width / 2 for step, width in zip(steps, widths, strict=True)]
+        axis.bar(left, heights, width=widths, bottom=base, color=colour, label=name, linewidth=0)
+        base = [low + height for low, height in zip(base, heights, strict=True)]
+    axis.set_ylim(0, max(base) * 1.3 or 1.0)
+    axis.legend(fontsize=7.5, frameon=False, ncols=len(ordered), loc="upper left", labelcolor=INK, columnspacing=1)
+
+
+def _style(axis: Any, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_title(title, fontsize=10, loc="left", color=INK)
+    axis.set_xlabel("step", fontsize=8, color=FAINT)
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+    axis.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8, colors=FAINT, length=0)
+    axis.margins(x=0.02)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color(GRID)
+
+
+def _cycle(count: int) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]

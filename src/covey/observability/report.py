@@ -1,0 +1,170 @@
+"""A run as one HTML page: key figures, curves, completions before and after, metrics with their meanings, settings.
+
+The page stands alone (styles inline, pictures embedded), follows the reader's light or dark setting and contains no
+script; every text from a run is escaped. A further section is one more function in `write_report`'s list.
+"""
+
+import base64
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from covey.observability.meanings import meaning
+from covey.observability.plots import series
+from covey.observability.report_style import CSS
+from covey.observability.text import as_text, shorten
+
+MAX_PROMPT, MAX_COMPLETION = 1200, 3000
+"""Characters shown of a prompt and of a completion."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion to show.
+
+    Attributes:
+        prompt, completion: text or messages.
+        reward: its total reward, or None if it has none.
+        note: a word about it, such as why it ended.
+    """
+
+    prompt: Any
+    completion: Any
+    reward: float | None = None
+    note: str = ""
+
+
+def write_report(
+    path: str | Path,
+    *,
+    title: str,
+    config: Mapping[str, Any],
+    log_history: list[dict[str, Any]],
+    figures: Sequence[str | Path] = (),
+    before: Sequence[Sample] = (),
+    after: Sequence[Sample] = (),
+    summary: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the page.
+
+    Args:
+        path: of the HTML file; its folder is created.
+        title: heading.
+        config: settings to list.
+        log_history: as in `Trainer.state.log_history`.
+        figures: PNG files to embed.
+        before, after: samples, shown side by side; the n-th of one beside the n-th of the other.
+        summary: key figures by label; floats are rounded.
+
+    Raises:
+        FileNotFoundError: a figure does not exist.
+    """
+    sections = [
+        _key_figures(summary or {}),
+        "".join(_figure(Path(figure)) for figure in figures),
+        _samples(list(before), list(after)),
+        _metrics(log_history),
+        _settings(config),
+    ]
+    page = (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{_text(title)}</h1>\n{''.join(sections)}</main>\n</body>\n</html>\n"
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _key_figures(summary: Mapping[str, Any]) -> str:
+    tiles = "".join(
+        f'<div class="tile"><dt>{_text(label)}</dt><dd>{_text(_value(value))}</dd></div>'
+        for label, value in summary.items()
+    )
+    return f'<dl class="tiles">{tiles}</dl>\n' if tiles else ""
+
+
+def _figure(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return (
+        f'<section><h2>Curves</h2><img alt="Training curves from {_text(path.name)}" '
+        f'src="data:image/png;base64,{data}"></section>\n'
+    )
+
+
+def _samples(before: list[Sample], after: list[Sample]) -> str:
+    """Pairs of cards; the prompt stands above both where they share it."""
+    if not before and not after:
+        return ""
+    rows = []
+    for first, last in zip_longest(before, after):
+        shared = first is not None and last is not None and as_text(first.prompt) == as_text(last.prompt)
+        prompt = f'<div class="prompt">{_long(first.prompt, MAX_PROMPT)}</div>' if shared else ""
+        cards = _card(first, "before", not shared) + _card(last, "after", not shared)
+        rows.append(f'<article>{prompt}<div class="pair">{cards}</div></article>')
+    return f"<section><h2>Completions before and after</h2>{''.join(rows)}</section>\n"
+
+
+def _card(sample: Sample | None, when: str, with_prompt: bool) -> str:
+    if sample is None:
+        return '<div class="card empty"></div>'
+    prompt = f'<div class="prompt">{_long(sample.prompt, MAX_PROMPT)}</div>' if with_prompt else ""
+    reward = "" if sample.reward is None else f'<span class="reward">reward {_text(_value(sample.reward))}</span>'
+    note = f"<span>{_text(sample.note)}</span>" if sample.note else ""
+    completion = _long(sample.completion, MAX_COMPLETION) or '<span class="faint">(empty)</span>'
+    return (
+        f'<div class="card"><header><span class="when">{when}</span>{reward}{note}</header>{prompt}'
+        f"<pre>{completion}</pre></div>"
+    )
+
+
+def _metrics(log_history: list[dict[str, Any]]) -> str:
+    names = [name for name in dict.fromkeys(key for entry in log_history for key in entry) if name != "step"]
+    rows = []
+    for name in sorted(names):
+        values = series(log_history, name)[1]
+        if values:
+            numbers = "".join(
+                f"<td>{_value(value)}</td>" for value in (values[0], values[-1], min(values), max(values))
+            )
+            rows.append(f"<tr><th>{_text(name)}</th>{numbers}<td>{_text(meaning(name) or '')}</td></tr>")
+    if not rows:
+        return ""
+    head = "<tr><th>metric</th><th>first</th><th>last</th><th>lowest</th><th>highest</th><th>meaning</th></tr>"
+    return (
+        f'<section><h2>Metrics</h2><div class="scroll"><table class="metrics"><thead>{head}</thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div></section>\n"
+    )
+
+
+def _settings(config: Mapping[str, Any]) -> str:
+    if not config:
+        return ""
+    rows = "".join(f"<tr><th>{_text(name)}</th><td>{_text(_value(value))}</td></tr>" for name, value in config.items())
+    return (
+        f"<section><details><summary>Settings ({len(config)})</summary>"
+        f'<div class="scroll"><table>{rows}</table></div></details></section>\n'
+    )
+
+
+def _value(value: Any) -> str:
+    """A number with four significant digits, anything else as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e15):
+        return f"{int(value):,}"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def _long(value: Any, width: int) -> str:
+    return _text(shorten(as_text(value), width))
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value), quote=True)

@@ -1,0 +1,115 @@
+"""Pictures and the report show what was logged, escaped and self-contained."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from covey.observability.meanings import METRIC_MEANINGS, meaning
+from covey.observability.plots import plot_curves, series, smooth
+from covey.observability.report import Sample, write_report
+
+HISTORY = [
+    {
+        "step": step,
+        "loss": 0.1,
+        "reward": step / 10,
+        "reward_std": 0.2,
+        "phase/generate": 1.0,
+        "phase/train": 2.0,
+        "rewards/a/mean": 0.1,
+        "rewards/b/mean": 0.2,
+        "entropy": float("nan"),
+    }
+    for step in range(1, 41)
+]
+
+
+def test_curves_are_a_png(tmp_path):
+    path = plot_curves(HISTORY, tmp_path / "new" / "curves.png", title="A run")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_log_is_enough_for_a_picture(tmp_path):
+    assert plot_curves([{"step": 1, "reward": 0.5}], tmp_path / "one.png").exists()
+
+
+def test_nothing_to_draw_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no metric to draw"):
+        plot_curves([{"step": 1, "mine": 2.0}], tmp_path / "none.png")
+
+
+def test_a_series_leaves_out_what_is_missing_or_undefined():
+    logs = [{"step": 1, "kl": 0.5}, {"step": 2}, {"step": 3, "kl": float("nan")}, {"step": 4, "kl": 1.0}]
+    assert series(logs, "kl") == ([1.0, 4.0], [0.5, 1.0])
+
+
+def test_smoothing_keeps_ends_and_straight_lines():
+    assert smooth([0.0, 1.0, 2.0, 3.0, 4.0], 3) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert smooth([0.0, 3.0, 0.0], 3) == [0.0, 1.0, 0.0]
+
+
+class Page(HTMLParser):
+    """Tags, links to other files, and whether every tag is closed."""
+
+    VOID = ("meta", "img")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.links = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+def page(tmp_path) -> str:
+    figure = plot_curves(HISTORY, tmp_path / "curves.png")
+    nasty = "<script>alert('1')</script>"
+    path = write_report(
+        tmp_path / "summary.html",
+        title=f"Run {nasty}",
+        config={"model": nasty, "beta": 0.0},
+        log_history=HISTORY,
+        figures=[figure],
+        before=[Sample("2+2?", nasty, 0.0, "stop"), Sample("3+3?", "")],
+        after=[Sample("2+2?", "4", 1.0)],
+        summary={"reward": 0.123456, "steps": 12000},
+    )
+    return path.read_text()
+
+
+def test_the_report_stands_alone_and_escapes_everything(page):
+    parsed = Page(page)
+    assert parsed.open == [] and "script" not in parsed.tags
+    assert len(parsed.links) == 1 and parsed.links[0].startswith("data:image/png;base64,")
+    assert page.count("&lt;script&gt;") == 4  # title twice, setting, completion
+
+
+def test_the_report_pairs_samples_and_rounds_figures(page):
+    assert page.count("2+2?") == 1 and page.count("3+3?") == 1
+    assert "0.1235" in page and "12,000" in page and "(empty)" in page
+
+
+def test_the_report_explains_its_metrics(page):
+    row = re.search(r"<tr><th>rewards/a/mean</th>.*?</tr>", page).group()
+    assert METRIC_MEANINGS["rewards/{name}/mean"] in row
+    assert "entropy</th>" not in page  # never had a value
+
+
+def test_an_empty_run_still_makes_a_page(tmp_path):
+    text = write_report(tmp_path / "x.html", title="Nothing", config={}, log_history=[]).read_text()
+    assert Page(text).open == []
+
+
+def test_meanings_know_families_and_evaluations():
+    assert meaning("eval_reward") == METRIC_MEANINGS["reward"]
+    assert meaning("phase/generate") == METRIC_MEANINGS["phase/{name}"]
+    assert meaning("my_metric") is None
