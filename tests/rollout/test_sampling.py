@@ -83,3 +83,9 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
 def test_reported_logprobs_ignore_the_filters():
     drawn = draw(LOGITS, generators(1), SamplingParams(max_tokens=1, top_k=1))
     assert drawn.logprobs.exp().item() == pytest.approx(0.4)
+
+
+def test_reported_entropies_are_those_of_the_whole_distribution():
+    drawn = draw(LOGITS, generators(1), SamplingParams(max_tokens=1, top_k=1))
+    probs = LOGITS[0].exp()
+    assert drawn.entropies.item() == pytest.approx(-(probs * probs.log()).sum().item(), rel=1e-5)

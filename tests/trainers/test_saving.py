@@ -1,0 +1,80 @@
+"""Saving, and pushing to a hub that is a small server on this machine."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import runs
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def test_a_saved_model_loads_and_speaks_alike(tmp_path):
+    trained = runs.trainer(tmp_path)
+    trained.train()
+    trained.save_model()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path)
+    ids = torch.tensor([[5, 6, 7]])
+    trained.model.eval()
+    torch.testing.assert_close(loaded(ids).logits, trained.model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's interface as an upload needs; `commits` holds the file names of each commit."""
+
+    commits: list[list[str]]
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path.endswith("/repos/create"):
+            self.answer({"url": f"http://{self.headers['Host']}/me/tiny", "id": "me/tiny"})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            self.answer(
+                {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+            )
+        elif "/commit/" in self.path:
+            lines = [json.loads(line) for line in body.splitlines()]
+            type(self).commits.append([line["value"]["path"] for line in lines if line["key"] == "file"])
+            self.answer({"commitUrl": f"http://{self.headers['Host']}/me/tiny/commit/1", "commitOid": "1" * 40})
+        else:
+            self.answer({})
+
+    def do_GET(self):
+        self.answer({"type": "user", "name": "me", "id": "me/tiny", "sha": "1" * 40, "siblings": []})
+
+    def answer(self, content):
+        payload = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OneHub", (Hub,), {"commits": []}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", address)
+    yield server.RequestHandlerClass
+    server.shutdown()
+
+
+def test_a_model_is_pushed_with_its_tokenizer_and_card(tmp_path, hub):
+    trained = runs.trainer(tmp_path, hub_model_id="me/tiny", hub_token="hf_test")
+    trained.train()
+    trained.push_to_hub(commit_message="done")
+    pushed = {name for commit in hub.commits for name in commit}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= pushed
