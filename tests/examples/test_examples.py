@@ -1,0 +1,86 @@
+"""Every example runs as it stands, on a tiny model and for two steps."""
+
+import io
+import json
+import runpy
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")
+
+
+def run(name, monkeypatch, *flags):
+    """What `main()` of an example returns, called as its command line calls it."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as `python examples/NAME.py` does
+    monkeypatch.setattr(sys, "argv", [name, *map(str, flags)])
+    return runpy.run_path(str(EXAMPLES / name))["main"]()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_example_trains(name, tiny_folder, tmp_path, monkeypatch):
+    trainer = run(name, monkeypatch, "--model", tiny_folder, "--max_steps", 2, "--output_dir", tmp_path)
+    assert trainer.state.global_step == 2
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses and all(loss == loss for loss in losses), "every logged loss is a number"
+    assert list(tmp_path.rglob("completions_*.parquet")), "completions are written down"
+
+
+def test_a_loss_of_ones_own_takes_less_than_twenty_lines():
+    assert code_lines((EXAMPLES / "custom_loss.py").read_text()) < 20
+
+
+def test_lines_of_code_leave_out_comments_docstrings_and_blank_lines():
+    # 2 lines: the def and the return.
+    assert code_lines('"""Title."""\n\n# why\ndef f(x):\n    """What."""\n    return x  # so\n') == 2
+
+
+def test_every_example_is_listed_where_readers_look():
+    pages = (ROOT / "README.md").read_text() + (ROOT / "docs" / "README.md").read_text()
+    missing = [name for name in [*SCRIPTS, "run.yaml"] if f"examples/{name}" not in pages]
+    assert not missing
+
+
+def test_the_run_file_means_what_the_examples_share(monkeypatch):
+    from covey.cli.config_file import load_run
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    shared = runpy.run_path(str(EXAMPLES / "common.py"))
+    described = load_run("examples/run.yaml")
+    options = shared["parser"](None).parse_args([])
+    for name, value in shared["settings"](options).items():
+        if name not in ("output_dir", "report_to"):  # a place of its own; "none" becomes an empty list
+            assert getattr(described.args, name) == value, name
+    assert described.model == options.model
+    assert [json.loads(line) for line in Path(described.dataset).read_text().splitlines()] == shared["SUMS"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_run_file_trains(tiny_folder, tmp_path, monkeypatch):
+    from covey.cli.main import main
+
+    monkeypatch.chdir(ROOT)
+    flags = ["--model", tiny_folder, "--max_steps", "2", "--output_dir", str(tmp_path)]
+    assert not main(["grpo", "--config", "examples/run.yaml", *flags])
+    assert list(tmp_path.rglob("completions_00002.parquet"))
+
+
+def code_lines(source):
+    """Lines that hold code: no comments, docstrings or blank lines."""
+    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines, line_is_empty = set(), True
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            line_is_empty = True
+        if token.type in nothing:
+            continue
+        if not (token.type == tokenize.STRING and line_is_empty):  # a string that opens a statement is a docstring
+            lines.update(range(token.start[0], token.end[0] + 1))
+        line_is_empty = False
+    return len(lines)
