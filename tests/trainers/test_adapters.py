@@ -46,7 +46,11 @@ def test_a_saved_adapter_gives_the_same_logprobs(tmp_path):
 def test_resuming_an_adapter_is_exact(tmp_path):
     def make(output):
         return runs.trainer(
-            output, parts={"peft_config": lora(), "model": tiny.model()}, max_steps=4, save_strategy="steps", save_steps=2
+            output,
+            parts={"peft_config": lora(), "model": tiny.model()},
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
         )
 
     straight = make(tmp_path / "a")

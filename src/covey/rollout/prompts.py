@@ -81,7 +81,7 @@ class PromptCodec:
         text = self.tokenizer.decode(completion_ids, skip_special_tokens=True)
         if not is_conversational(prompt):
             return text
-        prefill = prompt[-1]["content"] if ends_with_assistant(prompt) else ""  # type: ignore[index]
+        prefill = prompt[-1]["content"] if ends_with_assistant(prompt) else ""
         return [{"role": "assistant", "content": prefill + text}]  # type: ignore[operator]
 
 

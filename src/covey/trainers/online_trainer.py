@@ -6,7 +6,6 @@ This is the one place where engines, rewards, the policy and the algorithm meet.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -56,7 +55,12 @@ class OnlineTrainer(AtomicCheckpoints):
 
     loss_is_scaled_for_ga = True
     config_class: ClassVar[type[OnlineConfig]]
-    make_algorithm: ClassVar[Callable[[Any], Algorithm]]
+    make_algorithm: ClassVar[Any]
+    """config -> `covey.algorithms.Algorithm`."""
+
+    args: Any
+    model: Any
+    eval_dataset: Any
 
     def __init__(
         self,
@@ -84,14 +88,14 @@ class OnlineTrainer(AtomicCheckpoints):
         super().__init__(
             model=model,
             args=args,
-            data_collator=list,
+            data_collator=_as_is,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self.algorithm = type(self).make_algorithm(args)
+        self.algorithm: Algorithm = self.make_algorithm(args)
         self.algebra = args.algebra(args.world_size)
         self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator)
         self.reference = assembly.build_reference(args, self.algorithm, model)
@@ -302,7 +306,7 @@ class OnlineTrainer(AtomicCheckpoints):
         return window * self.accelerator.num_processes
 
     def _close_step(self) -> None:
-        stats = {"step_time": Mean(self._step_seconds, 1.0)}
+        stats: dict[str, Stat] = {"step_time": Mean(self._step_seconds, 1.0)}
         if self.entropy.enabled:
             totals = gather_object([self._step_entropy])
             entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
@@ -432,6 +436,10 @@ class OnlineTrainer(AtomicCheckpoints):
             self.reference.load_state_dict(state["reference"])
         self.num_tokens = state["num_tokens"]
         self._generations = dict(state["generations"])
+
+
+def _as_is(draws: Any) -> Any:
+    return draws
 
 
 def exact_quantile(values: Tensor, q: float) -> float:

@@ -100,7 +100,7 @@ class EvaluationSampler:
             yield rank_share(prompts, self.algebra.eval_group, self.algebra, self.rank)
 
 
-class DrawDataset(Dataset):  # type: ignore[type-arg]
+class DrawDataset(Dataset):
     """Looks slots up in a dataset of rows; each row is fetched once per batch."""
 
     def __init__(self, rows: Any):
@@ -118,7 +118,7 @@ class DrawDataset(Dataset):  # type: ignore[type-arg]
         return self.__getitems__([slot])[0]
 
 
-class DrawStream(IterableDataset):  # type: ignore[type-arg]
+class DrawStream(IterableDataset):
     """The same steps from a dataset that can only be read forward. Every process reads all of it and keeps its share.
 
     Args:
@@ -159,10 +159,11 @@ class DrawStream(IterableDataset):  # type: ignore[type-arg]
             yield from ([] for _ in range(a.micro_batches - 1 if self.training else 0))
 
 
-class _EpochLoader(DataLoader):  # type: ignore[type-arg]
+class _EpochLoader(DataLoader):
     """A dataloader that passes the epoch on, which is all that the training loop asks of one."""
 
     def set_epoch(self, epoch: int) -> None:
+        part: Any
         for part in (self.batch_sampler, self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -170,7 +171,7 @@ class _EpochLoader(DataLoader):  # type: ignore[type-arg]
 
 def train_loader(
     dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int, workers: int = 0
-) -> DataLoader:  # type: ignore[type-arg]
+) -> DataLoader:
     """Training steps over a dataset with or without a length."""
     if not hasattr(dataset, "__len__"):
         rows = dataset.shuffle(seed=seed) if shuffle and hasattr(dataset, "shuffle") else dataset
@@ -179,14 +180,14 @@ def train_loader(
     return _loader(DrawDataset(dataset), batch_sampler=sampler, num_workers=workers, seed=seed)
 
 
-def eval_loader(dataset: Any, algebra: BatchAlgebra, rank: int) -> DataLoader:  # type: ignore[type-arg]
+def eval_loader(dataset: Any, algebra: BatchAlgebra, rank: int) -> DataLoader:
     """Evaluation batches over a dataset with or without a length."""
     if not hasattr(dataset, "__len__"):
         return _loader(DrawStream(dataset, algebra, rank, training=False), batch_size=None, seed=0)
     return _loader(DrawDataset(dataset), batch_sampler=EvaluationSampler(len(dataset), algebra, rank), seed=0)
 
 
-def _loader(dataset: Any, *, seed: int, **kwargs: Any) -> DataLoader:  # type: ignore[type-arg]
+def _loader(dataset: Any, *, seed: int, **kwargs: Any) -> DataLoader:
     # A generator of its own: reading data must not advance the random state that training resumes from.
     return _EpochLoader(dataset, collate_fn=_as_is, generator=torch.Generator().manual_seed(seed), **kwargs)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from covey.core.rollout import Completion, FinishReason
@@ -64,7 +64,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        model: Callable[[], nn.Module],
+        model: Callable[[], Any],
         *,
         eos_token_ids: set[int],
         pad_token_id: int,

@@ -45,7 +45,8 @@ class RowCache(Cache):
         """
         self._reserve(longest)
         added = slice(self.rows, self.rows + len(owners))
-        for index, layer in enumerate(prefilled.layers if prefilled is not None else []):
+        layers: list[Any] = [] if prefilled is None else list(prefilled.layers)
+        for index, layer in enumerate(layers):
             width = layer.keys.shape[2]
             self._storage(self._keys, index, layer.keys)[added, :, :width] = layer.keys[owners].to(self._dtype)
             self._storage(self._values, index, layer.values)[added, :, :width] = layer.values[owners].to(self._dtype)
