@@ -1,0 +1,218 @@
+"""However one optimizer step is ordered, cut or spread over ranks, its summed gradient is the same."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from brute_force import Options
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_cases import (
+    Generation,
+    assert_same,
+    config,
+    covey_gradients,
+    flat_batch,
+    random_generation,
+)
+
+from covey.algorithms.grpo import objective
+from covey.core.kl import k3
+from covey.core.objective import LossInputs, Objective, policy_loss
+from covey.core.stats import merge_all
+from covey.core.surrogates import SurrogateInputs
+
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo", "rloo"]
+RICH = Options(
+    beta=0.3,
+    bias_correction=True,
+    off_policy_threshold=0.05,
+    top_entropy_quantile=0.6,
+    entropy_coef=0.2,
+    mismatch_mode="sequence_truncate",
+    clip_max=1.3,
+)
+ROWS_PER_UPDATE = 12
+few = settings(max_examples=15, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+@given(data=st.data())
+@few
+def test_any_cut_into_micro_batches_sums_to_the_same_gradient(loss_type, data):
+    order = data.draw(st.permutations(range(ROWS_PER_UPDATE)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, ROWS_PER_UPDATE - 1), max_size=6)))
+    edges = [0, *cuts, ROWS_PER_UPDATE]
+    parts = [order[a:b] for a, b in itertools.pairwise(edges)]
+    generation, o = random_generation(3), replace(RICH, loss_type=loss_type)
+    assert_same(covey_gradients(generation, o, parts=parts), covey_gradients(generation, o), 1e-9)
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSSES if name != "bnpo"])
+@pytest.mark.parametrize(("world", "per_device"), [(1, 6), (2, 3), (3, 2), (6, 1)])
+def test_spreading_over_ranks_changes_nothing(loss_type, world, per_device):
+    """The same 12 completions on 1, 2, 3 and 6 ranks; bnpo, whose mean is a micro-batch's, is left out."""
+    rows = random_generation(3, world=1, per_device=6, updates=1).rows[0]
+    spread = Generation([rows[r * 12 // world : (r + 1) * 12 // world] for r in range(world)], per_device, 2)
+    alone = Generation([rows], 6, 2)
+    o = replace(RICH, loss_type=loss_type, entropy_coef=0.0)
+    assert_same(covey_gradients(spread, o), covey_gradients(alone, o), 1e-9)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_bnpo_and_the_others_do_not_care_which_rank_holds_a_micro_batch(loss_type):
+    """Two ranks with two micro-batches each, or one rank with four: the nominal micro-batches are the same."""
+    two = random_generation(3, updates=1)
+    one = Generation([[row for rank in two.rows for row in rank]], two.per_device, 4)
+    o = replace(RICH, loss_type=loss_type)
+    assert_same(covey_gradients(one, o), covey_gradients(two, o), 1e-9)
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSSES if name != "bnpo"])
+def test_the_order_in_which_rollouts_were_drawn_changes_nothing(loss_type):
+    generation = random_generation(3, world=1, per_device=12, accumulation=1, updates=1)
+    order = random.Random(0).sample(range(12), 12)
+    shuffled = Generation([[generation.rows[0][i] for i in order]], 12, 1)
+    o = replace(RICH, loss_type=loss_type)
+    straight, permuted = covey_gradients(generation, o), covey_gradients(shuffled, o)
+    sizes = [len(row.mask) for row in generation.rows[0]]
+    for name in ("logprobs", "entropies"):
+        pieces = getattr(straight, name).split(sizes)
+        torch.testing.assert_close(getattr(permuted, name), torch.cat([pieces[i] for i in order]))
+    assert straight.loss == pytest.approx(permuted.loss)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_metrics_merge_to_the_same_values_whatever_the_cut(loss_type):
+    o = replace(RICH, loss_type=loss_type)
+    batch = flat_batch(random_generation(3), o)
+    torch.manual_seed(0)
+    logprobs, entropies = -torch.rand(batch.num_tokens).double() * 3, torch.rand(batch.num_tokens).double()
+
+    def stats(rows):
+        ids = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+        tokens = torch.cat([torch.nonzero(ids == row).flatten() for row in rows])
+        inputs = LossInputs.of(batch.select(torch.tensor(rows)), logprobs[tokens], entropies[tokens], 0.2)
+        return policy_loss(inputs, objective(config(o))).stats
+
+    whole, parts = stats(list(range(len(batch)))), {}
+    for start in range(0, len(batch), 5):
+        merge_all(parts, stats(list(range(start, min(start + 5, len(batch))))))
+    means = {name for name, stat in whole.items() if stat.reduction == "mean"}
+    assert {"kl", "entropy"} <= means
+    for name in means:
+        assert parts[name].value() == pytest.approx(whole[name].value()), name
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+def test_what_was_not_sampled_cannot_spoil_the_gradient(loss_type, level):
+    """Log-probs of tool tokens as wild as floats get: same gradient, and exactly 0 for those tokens."""
+    o = replace(RICH, loss_type=loss_type, level=level, mismatch_mode=None, top_entropy_quantile=1.0)
+    batch = flat_batch(random_generation(3), o)
+    calm = torch.full((batch.num_tokens,), -1.0, dtype=torch.float64)
+    wild = torch.where(batch.sampled, calm, float("inf"))
+
+    def gradient(values):
+        leaf = values.clone().requires_grad_()
+        policy_loss(LossInputs.of(batch, leaf, torch.ones_like(leaf), 0.2), objective(config(o))).loss.backward()
+        return leaf.grad
+
+    assert torch.equal(gradient(wild), gradient(calm))
+    assert not gradient(wild)[~batch.sampled].any()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "cispo", "vespo", "gmpo", "rloo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [-200.0, 200.0])
+def test_a_ratio_beyond_float32_leaves_the_gradient_finite(loss_type, advantage, log_ratio):
+    logprobs = torch.tensor([log_ratio], requires_grad=True)
+    one = torch.ones(1)
+    inputs = LossInputs(
+        logprobs, None, one.bool(), one.long(), advantages=one * advantage, weights=one, old_logprobs=torch.zeros(1)
+    )
+    result = policy_loss(inputs, objective(config(Options(loss_type))))
+    result.loss.backward()
+    assert result.loss.isfinite()
+    assert logprobs.grad.isfinite()
+
+
+def test_a_step_without_trained_tokens_has_no_loss_and_no_gradient():
+    """One empty completion and one truncated one."""
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    inputs = LossInputs(
+        logprobs,
+        torch.ones(2),
+        sampled=torch.zeros(2, dtype=torch.bool),
+        lengths=torch.tensor([0, 2]),
+        advantages=torch.ones(2),
+        weights=torch.zeros(2),
+    )
+    for loss_type in LOSSES:
+        result = policy_loss(inputs, objective(config(Options(loss_type, off_policy_threshold=0.1))))
+        result.loss.backward()
+        assert result.loss == 0
+        assert not logprobs.grad.any()
+
+
+def test_a_batch_of_nothing_is_legal():
+    """Spare micro-steps keep ranks in step: no rollouts, a loss of 0 that can still be differentiated."""
+    logprobs = torch.zeros(0, requires_grad=True)
+    none = torch.zeros(0)
+    inputs = LossInputs(logprobs, none, none.bool(), none.long(), advantages=none, weights=none)
+    for loss_type in LOSSES:
+        result = policy_loss(inputs, objective(config(Options(loss_type, off_policy_threshold=0.1))))
+        result.loss.backward()
+        assert result.loss == 0
+
+
+def test_by_eye_two_tokens_reinforced_and_kept_close():
+    """On-policy, A = 2, weights 1/2, β = 0.5 and k3.
+
+    policy: Σ ½ · -2 = -2, gradient -1 each. kl: lp - ref = [ln 2, 0] -> k3 = ½ + ln 2 - 1 and 0;
+    d k3 / d lp = 1 - ref/p = [½, 0], times ½ · 0.5 = [0.125, 0].
+    """
+    logprobs = torch.tensor([0.0, -1.0], dtype=torch.float64, requires_grad=True)
+    ln2 = torch.tensor(2.0, dtype=torch.float64).log()
+    inputs = LossInputs(
+        logprobs,
+        None,
+        sampled=torch.ones(2, dtype=torch.bool),
+        lengths=torch.tensor([2]),
+        advantages=torch.full((2,), 2.0),
+        weights=torch.full((2,), 0.5),
+        ref_logprobs=torch.stack([-ln2, ln2 * 0 - 1.0]),
+    )
+    result = policy_loss(inputs, Objective(surrogate=lambda x: -x.ratio * x.advantages, beta=0.5, kl=k3))
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-2 + 0.25 * (ln2.item() - 0.5))
+    assert logprobs.grad.tolist() == pytest.approx([-1 + 0.125, -1.0])
+    assert result.stats["kl"].value() == pytest.approx((ln2.item() - 0.5) / 2)
+
+
+def test_the_kl_term_is_neither_filtered_nor_corrected():
+    """A punished, drifted row whose surrogate is dropped and whose ρ is 0 still feels the reference."""
+    logprobs = torch.tensor([-3.0], requires_grad=True)
+    one = torch.ones(1)
+    inputs = LossInputs(
+        logprobs,
+        one,
+        sampled=one.bool(),
+        lengths=one.long(),
+        advantages=-one,
+        weights=one,
+        old_logprobs=-one,
+        ref_logprobs=-one,
+        mismatch_weights=0 * one,
+        entropy_threshold=2.0,
+    )
+
+    def surrogate(x: SurrogateInputs):
+        return -x.ratio * x.advantages
+
+    kl = Objective(surrogate, beta=1.0, kl=lambda p, q: p - q, off_policy_threshold=0.5)
+    result = policy_loss(inputs, kl)
+    assert result.loss.item() == pytest.approx(-3.0 + 1.0)
+    assert result.stats["kept_token_fraction"].value() == 0.0

@@ -1,0 +1,148 @@
+"""Importance ratios at every level, the off-policy filter and the engine/trainer correction, by eye."""
+
+import math
+
+import pytest
+import torch
+
+from covey.core.ratios import RATIO_LEVELS, mismatch_weights, off_policy_keep
+from covey.core.stats import merge_all
+
+# Two sequences of 3 and 1 tokens; the second token of the first came from a tool.
+LENGTHS = torch.tensor([3, 1])
+SAMPLED = torch.tensor([True, False, True, True])
+OLD = torch.zeros(4, dtype=torch.float64)
+
+
+def levels(name, logprobs):
+    return RATIO_LEVELS[name](logprobs, OLD, SAMPLED, LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected", "gradient"),
+    [
+        # log-ratios 1, 9 (tool), 3 and 5; the gradient is that of the sum over the trained tokens
+        ("token", [1, 9, 3, 5], [1, 0, 1, 1]),
+        ("sequence", [2, 2, 2, 5], [1, 0, 1, 1]),  # mean of 1 and 3; each of 2 tokens carries half of both
+        ("sequence_token", [2, 2, 2, 5], [1, 0, 1, 1]),
+        ("sequence_sum", [4, 4, 4, 5], [2, 0, 2, 1]),
+    ],
+)
+def test_log_ratios_of_each_level(level, expected, gradient):
+    logprobs = torch.tensor([1.0, 9.0, 3.0, 5.0], dtype=torch.float64, requires_grad=True)
+    log_ratio = levels(level, logprobs)
+    assert log_ratio.tolist() == expected
+    log_ratio[SAMPLED].sum().backward()
+    assert logprobs.grad.tolist() == gradient
+
+
+def test_the_sequence_level_shares_the_gradient_and_sequence_token_does_not():
+    logprobs = torch.tensor([1.0, 9.0, 3.0, 5.0], dtype=torch.float64, requires_grad=True)
+    shared = torch.autograd.grad(levels("sequence", logprobs)[0], logprobs)[0]
+    own = torch.autograd.grad(levels("sequence_token", logprobs)[0], logprobs)[0]
+    assert shared.tolist() == [0.5, 0, 0.5, 0]
+    assert own.tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("level", ["sequence", "sequence_sum"])
+def test_a_sequence_without_trained_tokens_has_ratio_one(level):
+    untrained, lengths = torch.tensor([False, True]), torch.tensor([1, 1])
+    log_ratio = RATIO_LEVELS[level](torch.ones(2), torch.zeros(2), untrained, lengths)
+    assert log_ratio.tolist() == [0, 1]
+
+
+def test_only_punished_sequences_that_drifted_are_dropped():
+    # mean drift of the trained tokens: (0.2 + 0.4) / 2 = 0.3 in each; the tool's 9 does not count
+    behaviour = torch.tensor([0.2, 9.0, 0.4] * 2)
+    sampled, lengths = torch.tensor([True, False, True] * 2), torch.tensor([3, 3])
+    advantages = torch.tensor([-1.0] * 3 + [1.0] * 3)
+
+    def keep(threshold):
+        return off_policy_keep(advantages, torch.zeros(6), behaviour, sampled, lengths, threshold).tolist()
+
+    assert keep(0.29) == [False] * 3 + [True] * 3
+    assert keep(0.31) == [True] * 6
+
+
+def test_a_zero_advantage_is_kept_and_nan_counts_as_no_drift():
+    keep = off_policy_keep(
+        torch.tensor([0.0, -1.0]),
+        torch.tensor([-9.0, -9.0]),
+        torch.tensor([0.0, math.nan]),
+        torch.tensor([True, True]),
+        torch.tensor([1, 1]),
+        0.1,
+    )
+    assert keep.tolist() == [True, True]
+
+
+def test_more_probable_than_when_sampled_is_no_drift():
+    """The filter is one-sided: only tokens that became less probable count as drift."""
+    minus, one = torch.tensor([-1.0]), torch.tensor([1])
+    assert off_policy_keep(minus, torch.tensor([-1.0]), torch.tensor([-5.0]), one.bool(), one, 0.1).tolist() == [True]
+
+
+def rho(mode, clip_min=None, clip_max=None):
+    """Trainer/engine ratios 2, (tool), 4 | 0.25 | and an empty sequence."""
+    engine = -torch.tensor([2.0, 7.0, 4.0, 0.25], dtype=torch.float64).log()
+    return mismatch_weights(
+        OLD, engine, SAMPLED, torch.tensor([3, 1, 0]), mode=mode, clip_min=clip_min, clip_max=clip_max
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "clip_min", "clip_max", "expected"),
+    [
+        ("token_truncate", None, None, [2, 1, 4, 0.25]),
+        ("token_truncate", 0.5, 3.0, [2, 1, 3, 0.5]),
+        ("token_mask", None, 3.0, [2, 1, 0, 0.25]),
+        ("token_mask", 0.5, 3.0, [2, 1, 0, 0]),
+        ("sequence_truncate", None, 3.0, [3, 3, 3, 0.25]),  # 2 · 4 = 8 -> 3
+        ("sequence_truncate", 0.5, 9.0, [8, 8, 8, 0.5]),
+        ("sequence_mask", None, 3.0, [0, 0, 0, 0.25]),
+        ("sequence_mask", 0.5, 9.0, [8, 8, 8, 0]),
+    ],
+)
+def test_mismatch_weights_of_each_mode(mode, clip_min, clip_max, expected):
+    assert rho(mode, clip_min, clip_max).weights.tolist() == pytest.approx(expected)
+
+
+def test_mismatch_metrics_by_token():
+    # |log| of the trained tokens: log 2, log 4 = 2 log 2, |log 0.25| = 2 log 2
+    stats = {name: stat.value() for name, stat in rho("token_truncate", None, 3.0).stats.items()}
+    log2 = math.log(2)
+    assert stats == {
+        "sampling/sampling_logp_difference/mean": pytest.approx(5 * log2 / 3),
+        "sampling/sampling_logp_difference/max": pytest.approx(2 * log2),
+        "sampling/importance_sampling_ratio/min": pytest.approx(0.25),
+        "sampling/importance_sampling_ratio/mean": pytest.approx((2 + 3 + 0.25) / 3),
+        "sampling/importance_sampling_ratio/max": pytest.approx(3),
+    }
+
+
+def test_mismatch_metrics_count_a_sequence_once():
+    stats = rho("sequence_truncate", None, 9.0).stats
+    assert stats["sampling/importance_sampling_ratio/mean"].value() == pytest.approx((8 + 0.25) / 2)
+    assert stats["sampling/sampling_logp_difference/mean"].value() == pytest.approx(5 * math.log(2) / 3)
+
+
+def test_mismatch_metrics_of_two_parts_merge_to_those_of_the_whole():
+    old, engine = torch.zeros(5), torch.linspace(-1, 1, 5)
+
+    def stats(part, lengths):
+        sampled = torch.ones(len(old[part]), dtype=torch.bool)
+        kwargs = {"mode": "sequence_truncate", "clip_min": 0.2, "clip_max": 3.0}
+        return mismatch_weights(old[part], engine[part], sampled, torch.tensor(lengths), **kwargs).stats
+
+    merged = merge_all(stats(slice(0, 3), [1, 2]), stats(slice(3, 5), [2]))
+    whole = stats(slice(0, 5), [1, 2, 2])
+    assert {n: s.value() for n, s in merged.items()} == pytest.approx({n: s.value() for n, s in whole.items()})
+
+
+def test_without_a_trained_token_there_are_no_mismatch_metrics():
+    none = torch.zeros(1, dtype=torch.bool)
+    result = mismatch_weights(
+        OLD[:1], OLD[:1] - 1, none, torch.tensor([1]), mode="sequence_mask", clip_min=None, clip_max=3.0
+    )
+    assert result.weights.tolist() == [1]
+    assert result.stats == {}

@@ -1,0 +1,139 @@
+"""Rollouts become flat vectors and come back out of any selection unchanged."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate
+from covey.core.rollout import FinishReason, Rollout
+
+few = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def rollout(prompt, ids, *, sampled=None, group=0, finish=FinishReason.STOP, logprobs=True):
+    return Rollout(
+        prompt_ids=list(prompt),
+        completion_ids=list(ids),
+        sampled=[True] * len(ids) if sampled is None else sampled,
+        logprobs=[-i / 64 for i in ids] if logprobs else None,
+        completion="",
+        finish=finish,
+        group=group,
+    )
+
+
+@st.composite
+def rollouts(draw):
+    prompts = draw(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=3))
+    groups = draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=7))
+    lists = [draw(st.lists(st.integers(10, 60), max_size=4)) for _ in groups]
+    return [rollout(prompts[g], ids, group=g) for g, ids in zip(groups, lists, strict=True)]
+
+
+def marked(batch):
+    """Fill every per-token field with values that tell where a token came from."""
+    for offset, name in enumerate(TOKEN_FIELDS[2:]):
+        setattr(batch, name, torch.arange(batch.num_tokens) + 1000.0 * offset)
+    return batch
+
+
+def as_lists(batch):
+    """Each rollout as (prompt, completion, per-token values), independent of how it is stored."""
+    prompts, pieces = batch.prompts(), batch.completions()
+    fields = [getattr(batch, name).split(batch.lengths.tolist()) for name in TOKEN_FIELDS[1:]]
+    return [
+        (prompts[g].tolist(), pieces[i].tolist(), [one[i].tolist() for one in fields])
+        for i, g in enumerate(batch.groups.tolist())
+    ]
+
+
+def test_collate_stores_tokens_in_a_row_and_each_prompt_once():
+    batch = collate(
+        [
+            rollout([1, 2], [10, 11], group=5),
+            rollout([1, 2], [], group=5),
+            rollout([3], [12], group=8, sampled=[False]),
+        ]
+    )
+    assert batch.token_ids.tolist() == [10, 11, 12]
+    assert batch.lengths.tolist() == [2, 0, 1]
+    assert batch.sampled.tolist() == [True, True, False]
+    assert batch.sampled_lengths.tolist() == [2, 0, 0]
+    assert batch.prompt_ids.tolist() == [1, 2, 3]
+    assert batch.prompt_lengths.tolist() == [2, 1]
+    assert batch.groups.tolist() == [0, 0, 1]
+    assert batch.engine_logprobs.tolist() == [-10 / 64, -11 / 64, -12 / 64]
+    assert (len(batch), batch.num_tokens) == (3, 3)
+
+
+def test_one_rollout_without_log_probs_leaves_all_without():
+    assert collate([rollout([1], [10]), rollout([1], [11], logprobs=False)]).engine_logprobs is None
+
+
+@pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TOOL_BUDGET])
+def test_nothing_is_learned_from_truncated_completions_if_so_asked(finish):
+    cut, whole = rollout([1], [10, 11], finish=finish), rollout([1], [12])
+    assert collate([cut, whole], mask_truncated=True).sampled.tolist() == [False, False, True]
+    assert collate([cut, whole]).sampled.tolist() == [True, True, True]
+
+
+def test_siblings_must_share_their_prompt():
+    with pytest.raises(AssertionError, match="share their prompt"):
+        collate([rollout([1], [10]), rollout([2], [10])])
+
+
+def test_an_empty_batch_collates_selects_and_splits():
+    batch = collate([])
+    assert (len(batch), batch.num_tokens) == (0, 0)
+    assert batch.split(2) == []
+    assert len(batch.select(torch.zeros(0, dtype=torch.long))) == 0
+
+
+@given(sampled=rollouts())
+@few
+def test_collate_keeps_every_rollout(sampled):
+    batch = collate(sampled)
+    prompts = batch.prompts()
+    for i, one in enumerate(sampled):
+        assert prompts[batch.groups[i]].tolist() == one.prompt_ids
+        assert batch.completions()[i].tolist() == one.completion_ids
+    assert len(prompts) == len({one.group for one in sampled})
+
+
+@given(sampled=rollouts(), data=st.data())
+@few
+def test_select_returns_the_chosen_rollouts_whole_and_in_order(sampled, data):
+    batch = marked(collate(sampled))
+    rows = data.draw(st.lists(st.integers(0, len(sampled) - 1), max_size=8))
+    chosen = batch.select(torch.tensor(rows, dtype=torch.long))
+    everything = as_lists(batch)
+    assert as_lists(chosen) == [everything[row] for row in rows]
+    assert len(chosen.prompt_lengths) == len({sampled[row].group for row in rows})
+
+
+@given(sampled=rollouts(), size=st.integers(1, 8))
+@few
+def test_split_cuts_into_consecutive_parts_that_add_up(sampled, size):
+    batch = marked(collate(sampled))
+    parts = batch.split(size)
+    assert [item for part in parts for item in as_lists(part)] == as_lists(batch)
+    assert all(len(part) == size for part in parts[:-1])
+
+
+def test_selection_keeps_absent_fields_absent_and_passes_the_threshold_on():
+    batch = collate([rollout([1], [10], logprobs=False)])
+    batch.entropy_threshold = 0.25
+    part = batch.select(torch.tensor([0]))
+    assert part.old_logprobs is None and part.weights is None and part.engine_logprobs is None
+    assert part.entropy_threshold == 0.25
+
+
+def test_a_batch_moves_and_saves_with_all_its_fields():
+    batch = marked(collate([rollout([1, 2], [10, 11]), rollout([3], [12], group=1)]))
+    batch.entropy_threshold = 0.25
+    batch.forward_kwargs = {"anything": 1}
+    for copy in (batch.to("cpu"), TrainBatch(**batch.state())):
+        assert as_lists(copy) == as_lists(batch)
+        assert copy.entropy_threshold == 0.25
+        assert copy.forward_kwargs == {"anything": 1}
