@@ -1,17 +1,15 @@
 """Fixtures shared by all tests."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
 
 import tiny
-import torch
 
 
 @pytest.fixture(autouse=True)

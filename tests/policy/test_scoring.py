@@ -4,10 +4,10 @@ import random
 import warnings
 
 import pytest
-import tiny
 import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+import tiny
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-import tiny
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config, Qwen3Config
 
+import tiny
 from covey.core.rollout import FinishReason
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.rollout.engines.native import NativeEngine
@@ -15,7 +15,9 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [20, 21], [30, 31, 32, 3
 
 
 def engine_of(model, max_rows=16, eos=frozenset({1}), max_context=256):
-    return NativeEngine(lambda: model, eos_token_ids=set(eos), pad_token_id=0, max_rows=max_rows, max_context=max_context)
+    return NativeEngine(
+        lambda: model, eos_token_ids=set(eos), pad_token_id=0, max_rows=max_rows, max_context=max_context
+    )
 
 
 def sample(engine, prompts=PROMPTS, n=3, **settings):

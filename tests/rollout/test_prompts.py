@@ -1,8 +1,8 @@
 """Prompts to tokens and completions back to what reward functions receive."""
 
 import pytest
-import tiny
 
+import tiny
 from covey.rollout.prompts import PromptCodec
 
 

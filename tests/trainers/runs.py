@@ -3,7 +3,6 @@
 from typing import Any
 
 import tiny
-
 from covey import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 DEFAULTS: dict[str, Any] = {

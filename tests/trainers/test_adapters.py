@@ -2,8 +2,9 @@
 
 import pytest
 import runs
-import tiny
 import torch
+
+import tiny
 
 peft = pytest.importorskip("peft")
 

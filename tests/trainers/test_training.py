@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 import runs
-import tiny
 import torch
 from transformers import LlamaForSequenceClassification
+
+import tiny
 
 METRICS = {
     "loss",

@@ -40,7 +40,13 @@ def run(output: Path, settings: dict, processes: int) -> dict:
             "--master_port",
             str(29500 + os.getpid() % 500),
         ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    folders = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(folders),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
         [*launcher, str(SCRIPT), str(output), json.dumps({**micro, **settings})],
         env=environment,

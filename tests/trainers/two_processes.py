@@ -5,9 +5,6 @@ Usage: two_processes.py OUTPUT SETTINGS_AS_JSON
 
 import json
 import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import runs
 import torch

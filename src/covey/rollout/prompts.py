@@ -81,13 +81,17 @@ class PromptCodec:
         text = self.tokenizer.decode(completion_ids, skip_special_tokens=True)
         if not is_conversational(prompt):
             return text
-        prefill = prompt[-1]["content"] if ends_with_assistant(prompt) else ""
-        return [{"role": "assistant", "content": prefill + text}]  # type: ignore[operator]
+        return [{"role": "assistant", "content": _begun(prompt) + text}]
 
 
 def ends_with_assistant(messages: Any) -> bool:
     """Whether the policy is to continue a message that the assistant has begun."""
     return messages[-1]["role"] == "assistant"
+
+
+def _begun(messages: Any) -> str:
+    """What the assistant had already said when the policy took over."""
+    return messages[-1]["content"] if ends_with_assistant(messages) else ""
 
 
 def _shown(prompt: Any, width: int = 120) -> str:

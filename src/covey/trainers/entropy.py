@@ -1,7 +1,10 @@
-"""The entropy bonus's coefficient: fixed, or steered towards a target entropy."""
+"""Entropy as a means: the bonus's coefficient, fixed or steered, and the quantile below which tokens do not count."""
 
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 @dataclass
@@ -54,3 +57,14 @@ class EntropyController:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` stopped."""
         self.coef, self.last_entropy = state["coef"], state["last_entropy"]
+
+
+def exact_quantile(values: Tensor, q: float) -> float:
+    """The q-quantile with linear interpolation, of any number of values (torch.quantile stops at 2^24)."""
+    if not len(values):
+        return 0.0
+    ordered = values.sort().values
+    place = q * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return torch.lerp(ordered[low], ordered[high], place - low).item()

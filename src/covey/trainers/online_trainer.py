@@ -27,6 +27,7 @@ from covey.trainers import assembly
 from covey.trainers.checkpoint import AtomicCheckpoints
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_dataset
+from covey.trainers.entropy import exact_quantile
 from covey.trainers.experience import Experience, weigh
 from covey.trainers.record import Generation, Notes, Share, describe, sampling_entropy
 from covey.trainers.sampler import eval_loader, train_loader
@@ -256,16 +257,7 @@ class OnlineTrainer(AtomicCheckpoints):
         )
         self.metrics.add(stats, self.mode)
         if self.mode == "train":
-            self.completions.add(
-                self.state.global_step,
-                generation.column("prompt"),
-                generation.column("completion"),
-                rewards=_reward_columns(self.rewards.names, generation.rewards),
-                advantages=advantages.tolist(),
-                extras=_columns(generation.column("extras")),
-                finish=generation.column("finish"),
-                lengths=generation.lengths,
-            )
+            self.completions.add(self.state.global_step, **generation.table(self.rewards.names, advantages))
 
     def _with_signal(self, batch: TrainBatch) -> TrainBatch:
         """Leave out rollouts whose gradient is exactly zero; one stays, so that every process runs a pass."""
@@ -425,6 +417,7 @@ class OnlineTrainer(AtomicCheckpoints):
             "reference": self.reference.state_dict() if follows and self.reference else None,
             "num_tokens": self.num_tokens,
             "generations": self._generations,
+            "entropy_known": self._entropy_known,
         }
 
     def load_method_state(self, state: dict[str, Any]) -> None:
@@ -436,30 +429,8 @@ class OnlineTrainer(AtomicCheckpoints):
             self.reference.load_state_dict(state["reference"])
         self.num_tokens = state["num_tokens"]
         self._generations = dict(state["generations"])
+        self._entropy_known = state["entropy_known"]
 
 
 def _as_is(draws: Any) -> Any:
     return draws
-
-
-def exact_quantile(values: Tensor, q: float) -> float:
-    """The q-quantile with linear interpolation, of any number of values (torch.quantile stops at 2^24)."""
-    if not len(values):
-        return 0.0
-    ordered = values.sort().values
-    place = q * (len(values) - 1)
-    low = int(place)
-    high = min(low + 1, len(values) - 1)
-    return torch.lerp(ordered[low], ordered[high], place - low).item()
-
-
-def _reward_columns(names: list[str], rewards: Tensor) -> dict[str, list[float | None]]:
-    return {
-        name: [None if value != value else value for value in rewards[:, k].tolist()] for k, name in enumerate(names)
-    }
-
-
-def _columns(cells: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Per-rollout dictionaries to columns; what a rollout lacks is None."""
-    names = dict.fromkeys(name for cell in cells for name in cell)
-    return {name: [cell.get(name) for cell in cells] for name in names}

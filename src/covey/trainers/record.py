@@ -107,9 +107,23 @@ class Generation:
         """Rollouts of all processes."""
         return len(self.lengths)
 
-    def column(self, name: str) -> list[Any]:
-        """A column of the completions table over all processes."""
-        return self._joined(lambda share: share.table[name])
+    def table(self, names: list[str], advantages: Tensor) -> dict[str, Any]:
+        """The completions table over all processes, as arguments of `CompletionLog.add`."""
+        cells: list[dict[str, Any]] = self._joined(lambda share: share.table["extras"])
+        extra_names = dict.fromkeys(name for cell in cells for name in cell)
+        return {
+            "prompts": self._joined(lambda share: share.table["prompt"]),
+            "completions": self._joined(lambda share: share.table["completion"]),
+            "rewards": {name: _none_for_nan(self.rewards[:, k]) for k, name in enumerate(names)},
+            "advantages": advantages.tolist(),
+            "extras": {name: [cell.get(name) for cell in cells] for name in extra_names},
+            "finish": self._joined(lambda share: share.table["finish"]),
+            "lengths": self.lengths,
+        }
 
     def _joined(self, part: Callable[[Share], list[Any]]) -> list[Any]:
         return [value for share in self.shares for value in part(share)]
+
+
+def _none_for_nan(values: Tensor) -> list[float | None]:
+    return [None if value != value else value for value in values.tolist()]

@@ -1,0 +1,142 @@
+"""Training and evaluation prompts by name: a hub id, a file or a folder, made into a dataset with a `prompt` column.
+
+What the rows of that column must look like is checked by the trainer; here a mistake in *where* they are is told apart
+from one in *what* they hold. To read another kind of file, add its suffix to `BUILDERS`.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+"""Suffixes of data files, and what `datasets` reads them with."""
+
+EVAL_SPLITS = ("validation", "test", "eval", "train")
+"""Where evaluation prompts are looked for when no split is named, in this order."""
+
+
+def load_rows(spec: str, split: str | None = "train") -> Any:
+    """Load rows.
+
+    Args:
+        spec: a data file, a folder (of data files, or written by `save_to_disk`), or a hub id, with the name of a
+            configuration after a colon where the data set has several: `openai/gsm8k:main`.
+        split: which part, possibly sliced: `train[:1000]`. None takes the first of `EVAL_SPLITS` that exists. A single
+            file is all `train`.
+
+    Returns:
+        A `datasets.Dataset` with at least one row and a `prompt` column.
+
+    Raises:
+        FileNotFoundError: there is no such file, folder or data set.
+        ValueError: it cannot be read, has no such split, no rows or no prompts.
+    """
+    path = Path(spec).expanduser()
+    if path.exists() or _looks_local(spec):
+        rows = _pick(_load_local(path), split, spec)
+    else:
+        rows = _pick(_load_hub(spec), split, spec)
+    if len(rows) == 0:
+        raise ValueError(f"dataset {spec!r} has no rows" + (f" in split {split!r}." if split else "."))
+    check_prompt_column(spec, rows.column_names)
+    return rows
+
+
+def check_prompt_column(spec: str, columns: list[str]) -> None:
+    """Make sure there are prompts.
+
+    Raises:
+        ValueError: no column is named `prompt`; the message lists those there are and which one may be meant.
+    """
+    if "prompt" in columns:
+        return
+    close = difflib.get_close_matches("prompt", columns, n=1, cutoff=0.5)
+    likely = close or [name for name in ("question", "problem", "query", "instruction", "input") if name in columns]
+    hint = (
+        f" If {likely[0]!r} holds them, rename it to 'prompt'." if likely else " Add it: text, or a list of messages."
+    )
+    raise ValueError(f"dataset {spec!r} has no column 'prompt'; its columns are: {', '.join(columns)}.{hint}")
+
+
+def _looks_local(spec: str) -> bool:
+    """Whether a path was meant although nothing is there: a data file's suffix, or a path that no hub id could be."""
+    return Path(spec).suffix in BUILDERS or spec.startswith((".", "/", "~")) or spec.count("/") > 1
+
+
+def _load_local(path: Path) -> Any:
+    """All splits of a file or folder, by name."""
+    import datasets
+
+    if not path.exists():
+        raise FileNotFoundError(f"there is no data file or folder {str(path)!r}{_nearby(path)}.")
+    if path.is_file() and path.suffix not in BUILDERS:
+        raise ValueError(f"{str(path)!r} is no data file Covey reads; it reads: {', '.join(BUILDERS)}.")
+    if path.is_file() and path.stat().st_size == 0:
+        raise ValueError(f"data file {str(path)!r} is empty.")
+    try:
+        if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+            return datasets.load_from_disk(str(path))
+        if path.is_dir():
+            return datasets.load_dataset(str(path))
+        options = {"sep": "\t"} if path.suffix == ".tsv" else {}
+        return datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), **options)
+    except (datasets.exceptions.DatasetGenerationError, datasets.exceptions.DataFilesNotFoundError) as error:
+        raise ValueError(f"{str(path)!r} cannot be read as data: {error.__cause__ or error}") from error
+
+
+def _load_hub(spec: str) -> Any:
+    import datasets
+
+    name, _, config = spec.partition(":")
+    try:
+        return datasets.load_dataset(name, config or None)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise FileNotFoundError(
+            f"dataset {spec!r} is neither a file or folder here nor a data set that can be reached on the hub: {error}"
+        ) from error
+    except ConnectionError as error:
+        raise FileNotFoundError(
+            f"dataset {spec!r} is no file or folder here, and the hub cannot be reached ({error}). Give the path of a "
+            f"data file ({', '.join(BUILDERS)})."
+        ) from error
+
+
+def _pick(loaded: Any, split: str | None, spec: str) -> Any:
+    """One split of what was loaded; `split` may slice it."""
+    import datasets
+
+    splits = {"train": loaded} if isinstance(loaded, datasets.Dataset) else dict(loaded)
+    if split is None:
+        split = next((name for name in EVAL_SPLITS if name in splits), next(iter(splits)))
+    name, bracket, inside = split.partition("[")
+    if name not in splits:
+        raise ValueError(f"dataset {spec!r} has no split {name!r}; it has: {', '.join(splits)}.")
+    return splits[name].select(_sliced(split, inside, len(splits[name]))) if bracket else splits[name]
+
+
+def _sliced(split: str, inside: str, count: int) -> range:
+    """The rows that `[from:to]` selects; each end is a number of rows, negative from the end, or a percentage."""
+    start, colon, stop = inside.removesuffix("]").partition(":")
+    try:
+        ends = [_row(end.strip(), count) for end in (start, stop)]
+    except ValueError:
+        ends, colon = [], ""
+    if not colon or not inside.endswith("]"):
+        raise ValueError(
+            f"split {split!r} cannot be read; a slice is written like train[:1000], train[100:] or train[:10%]."
+        )
+    return range(count)[slice(*ends)]
+
+
+def _row(text: str, count: int) -> int | None:
+    if not text:
+        return None
+    return round(float(text[:-1]) / 100 * count) if text.endswith("%") else int(text)
+
+
+def _nearby(path: Path) -> str:
+    """The names in that folder that are close, if any."""
+    if not path.parent.is_dir():
+        return f" (there is no folder {str(path.parent)!r} either)"
+    close = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
+    return f"; did you mean {str(path.with_name(close[0]))!r}?" if close else ""

@@ -1,0 +1,88 @@
+"""`covey env`: versions and hardware, one `name: value` a line, ready to be pasted into a bug report."""
+
+import argparse
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from covey import __version__
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets")
+EXTRAS = ("peft", "vllm", "sglang", "deepspeed", "bitsandbytes", "math-verify", "wandb", "trackio", "swanlab")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the environment; returns the exit status."""
+    argparse.ArgumentParser(prog="covey env", description=__doc__).parse_args(list(argv))
+    facts = environment()
+    width = max(map(len, facts)) + 1
+    for name, value in facts.items():
+        print(f"{name + ':':<{width}} {value}")
+    return 0
+
+
+def environment() -> dict[str, str]:
+    """Names and values of everything that a run depends on."""
+    import torch
+
+    from covey.trainers.config.hardware import multiplies_bf16
+
+    installed = {name: _version(name) for name in EXTRAS}
+    return {
+        "covey": __version__,
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        **{name: _version(name) or "missing" for name in PACKAGES},
+        "extras": ", ".join(f"{name} {found}" for name, found in installed.items() if found) or "none",
+        "CPU": f"{_processor()}, {usable_cores()} cores usable, {torch.get_num_threads()} torch threads",
+        "memory": f"{memory_bytes() / 2**30:.1f} GiB",
+        "GPU": _gpus(),
+        "bf16": "multiplied by the hardware"
+        if multiplies_bf16()
+        else "not multiplied by the hardware: float32 is used",
+    }
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes(cgroup: str = "/sys/fs/cgroup/memory.max") -> int:
+    """Memory of the machine, or the container's limit where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path(cgroup)
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return "; ".join(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in properties)
+    if torch.accelerator.is_available():
+        return str(torch.accelerator.current_accelerator())
+    return "none"

@@ -1,0 +1,106 @@
+"""The `covey` command: finds the subcommand, runs it, and turns what users can mend into one clear line.
+
+A subcommand is a function from its arguments to an exit status; a new one is a line in `COMMANDS`. Its module is
+imported only when it is called, so `covey -h` answers at once.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from covey import __version__
+
+COMMANDS = {
+    "grpo": ("covey.cli.train", "grpo", "train with GRPO and the losses descended from it"),
+    "rloo": ("covey.cli.train", "rloo", "train with REINFORCE and a leave-one-out baseline"),
+    "explain": ("covey.cli.explain", "main", "say in words what a run will do, before doing any of it"),
+    "demo": ("covey.cli.demo", "main", "teach a small model a task, on this machine, in minutes"),
+    "env": ("covey.cli.env", "main", "print versions and hardware, as a bug report needs them"),
+}
+"""Name: module, function, and what it is for."""
+
+EXAMPLES = (
+    ("covey demo", "see it work"),
+    ("covey explain run.yaml", "what would this run do?"),
+    ("covey grpo --config run.yaml", "do it"),
+    ("covey grpo --config run.yaml --learning_rate 2e-6 --output_dir runs/faster", "with other settings"),
+    ("covey grpo -h", "every setting"),
+)
+
+USER_ERRORS = (ValueError, OSError, ImportError)
+"""Shown as one line: the message says what to do. Anything else is our mistake and keeps its traceback."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: arguments after the program's name; those of the process if None.
+
+    Returns:
+        0 if all went well, 2 for an error that the user can mend, 130 after an interruption.
+    """
+    arguments, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"covey {__version__}")
+        return 0
+    try:
+        return _run(arguments[0], arguments[1:])
+    except KeyboardInterrupt:
+        print("covey: stopped", file=sys.stderr)
+        return 130
+    except USER_ERRORS as error:
+        if debug:
+            traceback.print_exc()
+        print(f"covey: error: {_message(error)}", file=sys.stderr)
+        return 2
+
+
+def usage() -> str:
+    """What `covey -h` prints."""
+    width = max(len(example) for example, _ in EXAMPLES)
+    commands = "\n".join(f"  {name:<10}{purpose}" for name, (_, _, purpose) in COMMANDS.items())
+    examples = "\n".join(f"  {example:<{width}}  # {note}" for example, note in EXAMPLES)
+    return (
+        "usage: covey [--debug] COMMAND ...\n\n"
+        "Group-relative reinforcement learning for language models.\n\n"
+        f"commands:\n{commands}\n\n"
+        "options:\n"
+        "  -h, --help     this text; `covey COMMAND -h` tells more\n"
+        "  -V, --version  print the version\n"
+        "  --debug        show the traceback of an error\n\n"
+        f"examples:\n{examples}"
+    )
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    if command not in COMMANDS:
+        import difflib
+
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"there is no command {command!r}; there are: {', '.join(COMMANDS)}.{hint}")
+    module, function, _ = COMMANDS[command]
+    return getattr(import_module(module), function)(arguments)
+
+
+def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """Take `--debug` out where it stands alone; with a value after it, it is a setting of transformers."""
+    alone = [
+        index
+        for index, word in enumerate(arguments)
+        if word == "--debug" and (index == 0 or index + 1 == len(arguments) or arguments[index + 1].startswith("-"))
+    ]
+    return [word for index, word in enumerate(arguments) if index not in alone], bool(alone)
+
+
+def _message(error: BaseException) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What the end of a training command leaves: curves, a report with completions before and after, and where they are."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from covey.cli.config_file import RunConfig
+from covey.observability.board_view import duration
+from covey.observability.report import Sample
+
+SHOWN = 8
+"""Pairs of completions in the report."""
+
+
+def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> None:
+    """Write `curves.png` and `summary.html` into the output folder, and print where everything is.
+
+    Args:
+        trainer: after training.
+        run: what was trained.
+        since: completions written before this moment (seconds since 1970) are of another run; None takes all.
+    """
+    from covey.observability.plots import plot_curves
+    from covey.observability.report import write_report
+
+    assert run.args.output_dir is not None, "transformers fills it in"
+    output_dir = Path(run.args.output_dir)
+    history = trainer.state.log_history
+    title = f"{run.method.upper()}: {run.model}"
+    figures = [plot_curves(history, output_dir / "curves.png", title)] if _has_rewards(history) else []
+    weights = dict(zip(trainer.rewards.names, trainer.rewards.weights.tolist(), strict=True))
+    before, after = samples(output_dir / "completions", weights, trainer.state.global_step, since)
+    report = write_report(
+        output_dir / "summary.html",
+        title=title,
+        config=settings(run),
+        log_history=history,
+        figures=figures,
+        before=before,
+        after=after,
+        summary=key_figures(history),
+    )
+    places = {"model": output_dir, "report": report, "curves": figures[0] if figures else None}
+    if before or after:
+        places["completions"] = output_dir / "completions"
+    for name, place in places.items():
+        if place is not None:
+            print(f"{name + ':':<13}{place}")
+
+
+def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """The few numbers one wants first; the reward is a mean over the first and the last tenth of the logs."""
+    rewards = [entry["reward"] for entry in history if "reward" in entry]
+    figures: dict[str, Any] = {}
+    if rewards:
+        tenth = max(1, len(rewards) // 10)
+        figures["Reward at first"] = round(sum(rewards[:tenth]) / tenth, 4)
+        figures["Reward at last"] = round(sum(rewards[-tenth:]) / tenth, 4)
+    latest: dict[str, Any] = {}
+    for entry in history:
+        latest.update(entry)
+    if "eval_reward" in latest:
+        figures["Reward in evaluation"] = latest["eval_reward"]
+    figures["Optimizer steps"] = latest.get("step", 0)
+    if "num_tokens" in latest:
+        figures["Tokens"] = int(latest["num_tokens"])
+    if "train_runtime" in latest:
+        figures["Training time"] = duration(latest["train_runtime"])
+    return figures
+
+
+def settings(run: RunConfig) -> dict[str, Any]:
+    """What the run names and every setting that differs from its default; secrets are masked."""
+    values = run.args.to_dict()
+    defaults = {field.name: field.default for field in dataclasses.fields(run.args)}
+    named: dict[str, Any] = {
+        "method": run.method,
+        "model": run.model,
+        "dataset": f"{run.dataset}, split {run.dataset_split}",
+    }
+    named |= {"eval_dataset": run.eval_dataset, "reward_funcs": ", ".join(map(str, run.reward_funcs)), "peft": run.peft}
+    changed = {
+        name: value for name, value in values.items() if value != defaults.get(name, value) and not _is_secret(name)
+    }
+    return {name: value for name, value in named.items() if value is not None} | changed
+
+
+def _is_secret(name: str) -> bool:
+    return name.endswith(("_token", "_key", "_secret"))
+
+
+def samples(
+    folder: Path, weights: dict[str, float], last_step: int, since: float | None = None
+) -> tuple[list[Sample], list[Sample]]:
+    """Completions of the first and of the last log, those of a common prompt first and side by side.
+
+    Args:
+        folder: of the parquet files.
+        weights: of the reward functions, by name.
+        last_step: files of later steps are of another run.
+        since: so are files older than this.
+    """
+    import pyarrow.parquet as pq
+
+    files = sorted(
+        (path for path in folder.glob("completions_*.parquet") if since is None or path.stat().st_mtime >= since),
+        key=_step_of,
+    )
+    files = [path for path in files if _step_of(path) <= last_step]
+    if not files:
+        return [], []
+    first, last = (_by_prompt(pq.read_table(path).to_pylist()) for path in (files[0], files[-1]))
+    if len(files) == 1:
+        return [], [_sample(row, weights) for row in list(last.values())[:SHOWN]]
+    common = [prompt for prompt in first if prompt in last]
+    chosen = [common + [prompt for prompt in rows if prompt not in common] for rows in (first, last)]
+    before, after = (
+        [_sample(rows[prompt], weights) for prompt in prompts[:SHOWN]]
+        for rows, prompts in zip((first, last), chosen, strict=True)
+    )
+    return before, after
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.rpartition("_")[2])
+
+
+def _by_prompt(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The first completion of every prompt: a fair draw, as the siblings are in no order."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        chosen.setdefault(row["prompt"], row)
+    return chosen
+
+
+def _sample(row: dict[str, Any], weights: dict[str, float]) -> Sample:
+    scores = [weight * row[name] for name, weight in weights.items() if row.get(name) is not None]
+    return Sample(row["prompt"], row["completion"], sum(scores) if scores else None, row.get("finish") or "")
+
+
+def _has_rewards(history: list[dict[str, Any]]) -> bool:
+    return any("reward" in entry for entry in history)

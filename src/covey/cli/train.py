@@ -1,0 +1,162 @@
+"""`covey grpo` and `covey rloo`: a run file and flags in; a trained model, curves and a report out.
+
+The steps are in `train`. How a run file is read is in `covey.cli.config_file`, what the end of a run leaves behind in
+`covey.cli.results`, and the text of `-h` in `covey.cli.train_help`.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.cli.config_file import RunConfig, load_run
+
+
+def grpo(argv: Sequence[str]) -> int:
+    """`covey grpo`; returns the exit status."""
+    return main("grpo", argv)
+
+
+def rloo(argv: Sequence[str]) -> int:
+    """`covey rloo`; returns the exit status."""
+    return main("rloo", argv)
+
+
+def main(method: str, argv: Sequence[str]) -> int:
+    """Parse the arguments of a training command and run it.
+
+    Raises:
+        ValueError, FileNotFoundError, ImportError: something that the user can mend.
+    """
+    if not argv or "-h" in argv or "--help" in argv:
+        from covey.cli.train_help import help_text
+
+        print(help_text(method, everything="--help" in argv))
+        return 0 if argv else 2
+    path, flags = take_config(list(argv))
+    train(read_run(path, flags, method))
+    return 0
+
+
+def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
+    """The run file, given as `--config FILE` or as the first word, and the flags that remain.
+
+    Example:
+        >>> take_config(["--beta", "0.1", "--config", "run.yaml"])
+        ('run.yaml', ['--beta', '0.1'])
+
+    Raises:
+        ValueError: `--config` without a file.
+    """
+    if argv and not argv[0].startswith("-"):
+        return argv[0], argv[1:]
+    for index, word in enumerate(argv):
+        if word.startswith("--config="):
+            return word.partition("=")[2], argv[:index] + argv[index + 1 :]
+        if word == "--config":
+            if index + 1 == len(argv) or argv[index + 1].startswith("--"):
+                raise ValueError("--config needs the path of a run file after it.")
+            return argv[index + 1], argv[:index] + argv[index + 2 :]
+    return None, argv
+
+
+def read_run(path: str | None, flags: Sequence[str], method: str) -> RunConfig:
+    """The run that a file and flags describe, complete enough to start.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: settings that do not exist, cannot work, or are missing.
+    """
+    try:
+        run = load_run(path, flags, method=method)
+    except TypeError as error:  # an unknown setting
+        raise ValueError(str(error)) from error
+    run.require("model", "dataset", "reward_funcs")
+    return run
+
+
+def train(run: RunConfig) -> Any:
+    """Train, save the model, and write curves and report. Returns the trainer."""
+    from covey.cli.results import write_results
+
+    started = time.time()
+    trainer = build_trainer(run)
+    resume = resume_from(run.args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    trainer.save_state()
+    if run.eval_dataset and run.args.eval_strategy == "no":
+        trainer.evaluate()
+    if trainer.is_world_process_zero():
+        write_results(trainer, run, since=None if resume else started)
+    return trainer
+
+
+def build_trainer(run: RunConfig) -> Any:
+    """The trainer of a run, with its rewards, data and adapter loaded."""
+    import covey
+    from covey.cli.data import load_rows
+
+    trainer_class = {"grpo": covey.GRPOTrainer, "rloo": covey.RLOOTrainer}[run.method]
+    assert run.dataset is not None, "required when the run was read"
+    return trainer_class(
+        model=run.model,
+        reward_funcs=rewards(run.reward_funcs),
+        args=run.args,
+        train_dataset=load_rows(run.dataset, run.dataset_split),
+        eval_dataset=load_rows(run.eval_dataset, None) if run.eval_dataset else None,
+        peft_config=adapter(run.peft),
+    )
+
+
+def rewards(names: Sequence[Any]) -> list[Any]:
+    """Reward functions by name.
+
+    Raises:
+        ValueError: something that is no name, or names nothing.
+    """
+    from covey.rewards import resolve_reward
+
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(
+                f"reward_funcs holds {name!r}, a {type(name).__name__}; write names, as in `reward_funcs: "
+                "[accuracy_reward]` or `['get_cosine_scaled_reward(max_len=512)']`."
+            )
+    return [resolve_reward(name) for name in names]
+
+
+def adapter(settings: dict[str, Any] | None) -> Any:
+    """The LoRA settings of a run, or None.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: a setting that LoRA does not have.
+    """
+    if settings is None:
+        return None
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ImportError("a run with `peft` needs the peft package: pip install 'covey[peft]'.") from error
+    try:
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **settings})
+    except TypeError as error:
+        raise ValueError(f"peft={settings!r}: {error}. See peft.LoraConfig for what it takes.") from error
+
+
+def resume_from(text: str | None) -> str | bool | None:
+    """What to resume from: a checkpoint's folder, the latest one ("true", "last"), or nothing.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    if text is None or text.lower() in ("", "false", "no"):
+        return None
+    if text.lower() in ("true", "yes", "last", "latest"):
+        return True
+    if not Path(text).is_dir():
+        raise FileNotFoundError(
+            f"there is no checkpoint {text!r} to resume from; name its folder, or write `true` for the latest one."
+        )
+    return text
