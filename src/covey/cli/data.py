@@ -80,8 +80,8 @@ def _load_local(path: Path) -> Any:
             return datasets.load_dataset(str(path))
         options = {"sep": "\t"} if path.suffix == ".tsv" else {}
         return datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), **options)
-    except (datasets.exceptions.DatasetGenerationError, datasets.exceptions.DataFilesNotFoundError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read as data: {error.__cause__ or error}") from error
+    except (ValueError, datasets.exceptions.DatasetGenerationError, FileNotFoundError) as error:
+        raise ValueError(f"{str(path)!r} holds no rows that can be read: {error.__cause__ or error}") from error
 
 
 def _load_hub(spec: str) -> Any:

@@ -24,7 +24,7 @@ EXAMPLES = (
     ("covey demo", "see it work"),
     ("covey explain run.yaml", "what would this run do?"),
     ("covey grpo --config run.yaml", "do it"),
-    ("covey grpo --config run.yaml --learning_rate 2e-6 --output_dir runs/faster", "with other settings"),
+    ("covey grpo --config run.yaml --beta 0.04 --output_dir runs/with_kl", "with other settings"),
     ("covey grpo -h", "every setting"),
 )
 

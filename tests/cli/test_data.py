@@ -1,0 +1,118 @@
+"""Rows are found by file, folder or id, and mistakes are told apart."""
+
+import json
+
+import datasets
+import pytest
+
+from covey.cli.data import check_prompt_column, load_rows
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def test_every_file_format_gives_the_same_rows(tmp_path, jsonl):
+    data = datasets.Dataset.from_list(ROWS)
+    data.to_csv(tmp_path / "rows.csv")
+    data.to_csv(tmp_path / "rows.tsv", sep="\t")
+    data.to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    for suffix in ("jsonl", "json", "csv", "tsv", "parquet"):
+        rows = load_rows(str(tmp_path / f"rows.{suffix}"))
+        assert rows["prompt"][:2] == ["0+1=", "1+1="], suffix
+        assert len(rows) == 10
+
+
+def test_folders_of_files_and_saved_datasets(tmp_path, jsonl):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(jsonl.read_text())
+    (folder / "test.jsonl").write_text(json.dumps(ROWS[0]))
+    assert len(load_rows(str(folder))) == 10
+    assert len(load_rows(str(folder), "test")) == 1
+    assert len(load_rows(str(folder), None)) == 1  # evaluation looks for other rows than those of training
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    assert len(load_rows(str(tmp_path / "saved"))) == 10
+
+
+@pytest.mark.parametrize(
+    ("split", "first", "count"),
+    [("train[:3]", 0, 3), ("train[7:]", 7, 3), ("train[2:4]", 2, 2), ("train[-2:]", 8, 2), ("train[:20%]", 0, 2)],
+)
+def test_a_split_can_be_sliced(jsonl, split, first, count):
+    rows = load_rows(str(jsonl), split)
+    assert len(rows) == count and rows[0]["prompt"] == f"{first}+1="
+
+
+def test_a_missing_file_is_named_with_its_neighbour(tmp_path, jsonl):
+    with pytest.raises(FileNotFoundError, match=r"did you mean '.*rows\.jsonl'"):
+        load_rows(str(tmp_path / "row.jsonl"))
+    with pytest.raises(FileNotFoundError, match=r"there is no folder '.*nowhere' either"):
+        load_rows(str(tmp_path / "nowhere" / "rows.jsonl"))
+
+
+def test_a_hub_id_that_cannot_be_reached(monkeypatch):
+    def offline(name, config):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(FileNotFoundError, match=r"'org/nothing' is no file or folder here"):
+        load_rows("org/nothing")
+
+
+def test_a_hub_id_may_name_a_configuration(monkeypatch):
+    asked = []
+
+    def load(name, config):
+        asked.append((name, config))
+        return datasets.DatasetDict(test=datasets.Dataset.from_list(ROWS))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert len(load_rows("org/name:main", "test")) == 10
+    load_rows("org/name", None)
+    assert asked == [("org/name", "main"), ("org/name", None)]
+    with pytest.raises(ValueError, match=r"no split 'train'; it has: test"):
+        load_rows("org/name")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.jsonl", "", "is empty"),
+        ("broken.jsonl", '{"prompt": "a"}\n{"prompt": ', "holds no rows that can be read"),
+        ("rows.txt", "hello", "no data file Covey reads"),
+        ("header.csv", "prompt,answer\n", "holds no rows that can be read"),
+        ("empty.json", "[]", "rows"),
+        ("other.csv", "question,answer\n1,2\n", "its columns are: question, answer. If 'question' holds them"),
+        ("typo.csv", "promt,answer\n1,2\n", "If 'promt' holds them, rename it"),
+    ],
+)
+def test_unusable_files_say_why(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        load_rows(str(path))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("split", ["train[3]", "train[a:b]", "train[:3"])
+def test_a_slice_that_cannot_be_read(jsonl, split):
+    with pytest.raises(ValueError, match="a slice is written like"):
+        load_rows(str(jsonl), split)
+
+
+def test_without_a_likely_column_the_message_says_what_to_add():
+    with pytest.raises(ValueError, match="text, or a list of messages"):
+        check_prompt_column("x", ["a", "b"])

@@ -1,0 +1,82 @@
+"""The command finds subcommands quickly and shows errors in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from covey import __version__
+from covey.cli import main as command
+from covey.cli.main import main
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Commands that raise: `user` something to mend, `bug` something of ours, `stop` an interruption."""
+    errors = {"user": ValueError("beta=-1 must not be negative."), "bug": KeyError("x"), "stop": KeyboardInterrupt()}
+
+    def raises(error):
+        def run(arguments):
+            raise error
+
+        return run
+
+    for name, error in errors.items():
+        monkeypatch.setitem(command.COMMANDS, name, (__name__, name, ""))
+        monkeypatch.setattr(sys.modules[__name__], name, raises(error), raising=False)
+
+
+def test_help_lists_every_command_with_examples(capsys):
+    assert main(["-h"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in command.COMMANDS)
+    assert "covey grpo --config run.yaml" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_no_command_is_an_error_with_the_same_help(capsys):
+    assert main([]) == 2
+    assert "usage: covey" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"covey {__version__}\n"
+
+
+def test_an_unknown_command_gets_a_suggestion(capsys):
+    assert main(["grop"]) == 2
+    assert "Did you mean 'grpo'?" in capsys.readouterr().err
+
+
+def test_what_the_user_can_mend_is_one_line(failing, capsys):
+    assert main(["user"]) == 2
+    assert capsys.readouterr().err == "covey: error: beta=-1 must not be negative.\n"
+
+
+def test_debug_adds_the_traceback_wherever_it_stands(failing, capsys):
+    for arguments in (["--debug", "user"], ["user", "--debug"]):
+        assert main(arguments) == 2
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_debug_with_a_value_is_left_to_transformers():
+    assert command._take_debug(["grpo", "--debug", "underflow_overflow"]) == (
+        ["grpo", "--debug", "underflow_overflow"],
+        False,
+    )
+
+
+def test_our_own_mistakes_keep_their_traceback(failing):
+    with pytest.raises(KeyError):
+        main(["bug"])
+
+
+def test_an_interruption_is_not_an_error_message(failing, capsys):
+    assert main(["stop"]) == 130
+    assert capsys.readouterr().err == "covey: stopped\n"
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from covey.cli.main import main; main(['-h']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

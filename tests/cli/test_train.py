@@ -1,0 +1,171 @@
+"""`covey grpo` and `covey rloo` train what a file describes and leave their results."""
+
+import dataclasses
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from covey.cli.config_file import RUN_KEYS, config_of
+from covey.cli.main import main
+from covey.cli.results import key_figures, samples
+from covey.cli.train import adapter, resume_from, rewards, take_config
+from covey.cli.train_help import help_text
+
+REWARD = "def brief(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
+
+
+@pytest.fixture
+def run_file(tmp_path, tiny_folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "brief.py").write_text(REWARD)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8)))
+    path = tmp_path / "run.json"
+    settings = {
+        "model": str(tiny_folder),
+        "dataset": "rows.jsonl",
+        "reward_funcs": ["brief.py:brief"],
+        "output_dir": "out",
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "report_to": "none",
+        "bf16": False,
+        "use_cpu": True,
+    }
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def test_a_run_leaves_model_curves_report_and_completions(run_file, capsys):
+    assert main(["grpo", "--config", str(run_file), "--learning_rate", "1e-4"]) == 0
+    out = run_file.parent / "out"
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "model.safetensors").exists() and (out / "trainer_state.json").exists()
+    assert {path.name for path in (out / "completions").iterdir()} == {
+        "completions_00001.parquet",
+        "completions_00002.parquet",
+    }
+    report = (out / "summary.html").read_text()
+    assert "Completions before and after" in report and "learning_rate" in report and "brief" in report
+    printed = capsys.readouterr().out
+    assert "step 1/2  reward" in printed and "out/summary.html" in printed
+
+
+def test_rloo_takes_the_same_file(run_file, capsys):
+    assert main(["rloo", str(run_file), "--max_steps", "1", "--eval_dataset", "rows.jsonl"]) == 0
+    report = (run_file.parent / "out" / "summary.html").read_text()
+    assert "RLOO" in report and "Reward in evaluation" in report
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--leraning_rate", "1"], "learning_rate"),
+        (["--reward_funcs", "accuracy_rewrad"], "accuracy_reward"),
+        (["--reward_funcs", "brief.py:missing"], "missing"),
+        (["--dataset", "none.jsonl"], "there is no data file"),
+        (["--dataset_split", "test"], "no split 'test'"),
+        (["--resume_from_checkpoint", "nowhere"], "there is no checkpoint 'nowhere'"),
+        (["--peft", "{rank: 4}"], "rank"),
+        (["--num_generations", "3"], "num_generations"),
+        (["--config"], "needs the path"),
+    ],
+)
+def test_mistakes_are_one_line_and_no_traceback(run_file, capsys, flags, message):
+    assert main(["grpo", "--config", str(run_file), *flags] if flags != ["--config"] else ["grpo", "--config"]) == 2
+    error = capsys.readouterr().err.splitlines()
+    shown = [line for line in error if line.startswith("covey: error:")]
+    assert len(shown) == 1 and message in shown[0]
+    assert "Traceback" not in "".join(error)
+
+
+def test_what_a_run_lacks_is_asked_for(tmp_path, capsys):
+    assert main(["grpo", "--output_dir", str(tmp_path)]) == 2
+    assert "`model`" in capsys.readouterr().err
+
+
+def test_the_run_file_is_found_wherever_it_stands():
+    assert take_config(["run.yaml", "--beta", "1"]) == ("run.yaml", ["--beta", "1"])
+    assert take_config(["--beta", "1", "--config=run.yaml"]) == ("run.yaml", ["--beta", "1"])
+    assert take_config(["--beta", "1"]) == (None, ["--beta", "1"])
+
+
+def test_rewards_must_be_names():
+    with pytest.raises(ValueError, match="a dict"):
+        rewards([{"name": "accuracy_reward"}])
+
+
+def test_resuming_takes_a_folder_or_the_latest(tmp_path):
+    assert resume_from(None) is None and resume_from("false") is None
+    assert resume_from("True") is True and resume_from("last") is True
+    assert resume_from(str(tmp_path)) == str(tmp_path)
+
+
+def test_no_adapter_unless_asked_for():
+    assert adapter(None) is None
+    assert adapter({"r": 4}).task_type == "CAUSAL_LM"
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_help_describes_every_field_and_run_key(method):
+    text = help_text(method, everything=True)
+    missing = [f.name for f in dataclasses.fields(config_of(method)) if f"--{f.name} " not in text.replace("\n", " ")]
+    assert missing == []
+    assert all(f"--{key}" in text for key in RUN_KEYS)
+    assert "%%" not in text
+
+
+def test_short_help_fits_the_screen_width_and_groups_by_theme(capsys):
+    assert main(["grpo", "-h"]) == 0
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "\nThe entropy bonus.\n" in text
+    assert "Weight of the KL penalty" in text
+
+
+def write_completions(folder, step, rows):
+    folder.mkdir(exist_ok=True)
+    path = folder / f"completions_{step:05d}.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def row(prompt, completion, reward):
+    return {"prompt": prompt, "completion": completion, "r": reward, "finish": "stop"}
+
+
+def test_samples_pair_common_prompts_of_the_first_and_last_log(tmp_path):
+    folder = tmp_path / "completions"
+    write_completions(folder, 1, [row("a", "a1", 0.0), row("b", "b1", 1.0), row("b", "b2", 1.0)])
+    write_completions(folder, 2, [row("z", "z1", 0.0)])
+    write_completions(folder, 3, [row("c", "c3", None), row("b", "b3", 1.0)])
+    write_completions(folder, 9, [row("b", "of another run", 0.0)])
+    before, after = samples(folder, {"r": 2.0}, last_step=3)
+    assert [s.completion for s in before] == ["b1", "a1"]
+    assert [(s.completion, s.reward) for s in after] == [("b3", 2.0), ("c3", None)]
+
+
+def test_completions_of_an_earlier_run_are_passed_over(tmp_path):
+    folder = tmp_path / "completions"
+    old = write_completions(folder, 1, [row("a", "old", 0.0)])
+    os.utime(old, (1000, 1000))
+    write_completions(folder, 2, [row("a", "new", 0.0)])
+    before, after = samples(folder, {"r": 1.0}, last_step=2, since=2000)
+    assert before == [] and [s.completion for s in after] == ["new"]
+
+
+def test_key_figures_compare_the_ends_of_the_run():
+    history = [{"step": i, "reward": float(i)} for i in range(1, 21)] + [{"step": 20, "train_runtime": 65.0}]
+    assert key_figures(history) == {
+        "Reward at first": 1.5,  # two of twenty logs: (1 + 2) / 2
+        "Reward at last": 19.5,
+        "Optimizer steps": 20,
+        "Training time": "1m05s",
+    }
