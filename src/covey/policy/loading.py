@@ -7,10 +7,14 @@ processes (accelerate's job).
 import os
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+
+OWN_VOCABULARY = 0.5
+"""A tokenizer with a smaller share of the model's vocabulary is taken for another model's."""
 
 
 def load_policy(
@@ -33,40 +37,134 @@ def load_policy(
     Raises:
         ValueError: the arguments contradict one another, or the model cannot be a policy.
         OSError: the model cannot be found.
+        ImportError: loading it as asked needs a package that is missing.
     """
     if isinstance(model, (str, os.PathLike)):
+        if quantization_config is not None and peft_config is None:
+            raise ValueError(
+                "`quantization_config` without `peft_config`: quantised weights cannot be trained. Pass a `peft_config`"
+                " to train an adapter on top of them, or drop `quantization_config`."
+            )
         model = _from_pretrained(os.fspath(model), init_kwargs or {}, trust_remote_code, quantization_config)
     elif init_kwargs or quantization_config is not None:
         raise ValueError(
             "`model_init_kwargs` and `quantization_config` say how to load a model, but a loaded model was given"
             f" ({type(model).__name__}). Pass the model's id or folder, or drop them."
         )
-    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
+    _check_generates(model)
+    if peft_config is not None:
+        model = _with_adapter(model, peft_config)
+    _check_trains(model)
+    return model
+
+
+def _from_pretrained(name: str, init_kwargs: dict[str, Any], trust_remote_code: bool, quantization: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
+    kwargs["dtype"] = as_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype"))
+    if quantization is not None:
+        kwargs["quantization_config"] = quantization
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs, output_loading_info=True)
+    except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(_why_not_loaded(name, init_kwargs, error)) from error
+    model, report = loaded
+    missing = [key for key, _ in model.named_parameters() if key in report["missing_keys"]]
+    if missing:
         raise ValueError(
-            f"`model` must be a hub id, a folder or a transformers causal language model, got {type(model).__name__}."
+            f"model={name!r} has no trained weights for {', '.join(missing[:5])}: they would be random. It was saved"
+            " without its language-modelling head, or as another kind of model (a classifier, say). Give a model that"
+            " was saved as a causal language model."
+        )
+    return model
+
+
+def as_dtype(dtype: Any) -> torch.dtype | str:
+    """What `from_pretrained` takes as dtype: float32 for None, a floating-point type, or "auto".
+
+    Example:
+        >>> as_dtype("bfloat16"), as_dtype(None)
+        (torch.bfloat16, torch.float32)
+
+    Raises:
+        ValueError: there is no such type, or it is no floating-point one.
+    """
+    if dtype is None or dtype == "auto":
+        return dtype or torch.float32
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ValueError(
+            f"dtype={dtype!r} in `model_init_kwargs` is no floating-point type; choose one of: float32, bfloat16,"
+            " float16, auto."
+        )
+    return named
+
+
+def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) -> str:
+    """What to tell about a model that transformers could not load."""
+    said = _first_line(error)
+    if os.path.isdir(name):
+        options = f" with model_init_kwargs={init_kwargs!r}" if init_kwargs else ""
+        return f"the model in the folder {name!r} cannot be loaded as a causal language model{options}: {said}"
+    if name.startswith((".", "/", "~")) or os.path.exists(name):
+        return f"model={name!r}: there is no such folder. Give the folder that holds config.json, or a hub id."
+    return (
+        f"model={name!r} is no folder here, and as a hub id it could not be loaded: {said} Check the spelling; without"
+        " a network, give a folder or a model that was downloaded before."
+    )
+
+
+def _first_line(error: Exception, width: int = 300) -> str:
+    line = str(error).strip().partition("\n")[0]
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _check_generates(model: Any) -> None:
+    """Refuse what cannot write a completion token by token."""
+    if isinstance(model, type) or not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__}: {model!r:.80}"
+        raise ValueError(
+            f"`model` must be a hub id, a folder or a transformers causal language model, got {given}. Load one with"
+            " AutoModelForCausalLM.from_pretrained."
         )
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"{type(model).__name__} has no language-modelling head and cannot generate text. Load it with"
             " AutoModelForCausalLM."
         )
-    return _with_adapter(model, peft_config) if peft_config is not None else model
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model; only decoder-only (causal) language models can be"
+            " trained. Load one with AutoModelForCausalLM."
+        )
 
 
-def _from_pretrained(name: str, init_kwargs: dict[str, Any], trust_remote_code: bool, quantization: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    kwargs = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **init_kwargs}
-    if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
-        kwargs["dtype"] = getattr(torch, kwargs["dtype"])
-    if quantization is not None:
-        kwargs["quantization_config"] = quantization
-    return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+def _check_trains(model: Any) -> None:
+    """Refuse a policy without anything to train, point out one whose weights are too coarse to be."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        adapter = hasattr(model, "peft_config")
+        advice = (
+            "load the adapter with PeftModel.from_pretrained(base_model, folder, is_trainable=True)"
+            if adapter
+            else "call model.requires_grad_(True), or pass a `peft_config` to train an adapter"
+        )
+        raise ValueError(
+            f"every weight of the {'adapter' if adapter else 'model'} is frozen, so nothing would be trained: {advice}."
+        )
+    if any(parameter.dtype == torch.float16 for parameter in trained):
+        warnings.warn(
+            "the weights to train are float16, in which small updates vanish and large ones overflow. Load the model in"
+            " float32 (the default here) or bfloat16; mixed precision is chosen with fp16=True or bf16=True.",
+            stacklevel=2,
+        )
 
 
 def _with_adapter(model: Any, peft_config: Any) -> Any:
     try:
-        from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
+        from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
     except ImportError as error:
         raise ImportError("`peft_config` needs PEFT: pip install 'covey[peft]'") from error
     if isinstance(model, PeftModel):
@@ -74,9 +172,22 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
             "a PeftModel and a `peft_config` were both given; pass the base model with the config, or the PeftModel"
             " alone."
         )
+    if not isinstance(peft_config, PeftConfig):
+        raise ValueError(
+            f"`peft_config` must be a PEFT config, got {type(peft_config).__name__}: {peft_config!r:.80}. Make one,"
+            " such as peft.LoraConfig(r=16, target_modules='all-linear')."
+        )
+    if peft_config.task_type not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"`peft_config` has task_type={str(peft_config.task_type)!r}, but the policy is a causal language model:"
+            " use task_type='CAUSAL_LM' or leave it out."
+        )
     if getattr(model, "is_quantized", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return get_peft_model(model, peft_config)
+    try:
+        return get_peft_model(model, peft_config)
+    except ValueError as error:
+        raise ValueError(f"the adapter of `peft_config` does not fit {type(model).__name__}: {error}") from error
 
 
 def load_tokenizer(processing_class: Any, model: Any, *, trust_remote_code: bool = False) -> Any:
@@ -85,38 +196,71 @@ def load_tokenizer(processing_class: Any, model: Any, *, trust_remote_code: bool
     Args:
         processing_class: a tokenizer, or None to load the one that belongs to `model`.
         model: the loaded policy; its name says where its tokenizer is.
+        trust_remote_code: run the code that comes with the tokenizer.
 
     Raises:
-        ValueError: no tokenizer can be found, or it has no end-of-sequence token.
+        ValueError: no tokenizer can be found, it has no end-of-sequence token, or it is another model's.
     """
-    if processing_class is None:
-        from transformers import AutoTokenizer
-
-        name = getattr(model.config, "_name_or_path", "")
-        if not name:
-            raise ValueError(
-                "the model does not say where it was loaded from, so its tokenizer cannot be found. Pass"
-                " `processing_class=tokenizer`."
-            )
-        processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    if not hasattr(processing_class, "decode") or not callable(processing_class):
-        raise ValueError(f"`processing_class` must be a tokenizer, got {type(processing_class).__name__}.")
-    if not end_token_ids(model, processing_class):
+    tokenizer = _own_tokenizer(model, trust_remote_code) if processing_class is None else processing_class
+    _check_is_tokenizer(tokenizer)
+    ends = end_token_ids(model, tokenizer)
+    if not ends:
         raise ValueError(
             "neither the tokenizer nor the model's generation config names an end-of-sequence token, so completions"
             " could never end. Set `tokenizer.eos_token`."
         )
-    if processing_class.pad_token is None:
-        processing_class.pad_token = processing_class.eos_token or processing_class.convert_ids_to_tokens(
-            min(end_token_ids(model, processing_class))
-        )
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    if len(processing_class) > vocabulary:
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(min(ends))
+    _check_vocabulary(tokenizer, model)
+    return tokenizer
+
+
+def _own_tokenizer(model: Any, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    name = getattr(model.config, "_name_or_path", "")
+    if not name:
         raise ValueError(
-            f"the tokenizer has {len(processing_class)} tokens but the model embeds only {vocabulary}: they do not"
-            " belong together. Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))`."
+            "the model does not say where it was loaded from, so its tokenizer cannot be found. Pass"
+            " `processing_class=tokenizer`."
         )
-    return processing_class
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"no tokenizer could be loaded from {name!r}, where the model is from. Save it there"
+            " (tokenizer.save_pretrained) or pass `processing_class=tokenizer`. transformers says:"
+            f" {_first_line(error)}"
+        ) from error
+
+
+def _check_is_tokenizer(tokenizer: Any) -> None:
+    if hasattr(tokenizer, "tokenizer") and not hasattr(tokenizer, "eos_token_id"):
+        raise ValueError(
+            f"`processing_class` is the processor {type(tokenizer).__name__}, which holds a tokenizer beside its image"
+            " or audio parts; prompts are text only in this version. Pass `processor.tokenizer`."
+        )
+    if not hasattr(tokenizer, "eos_token_id") or not callable(tokenizer):
+        raise ValueError(
+            f"`processing_class` must be a tokenizer, got {type(tokenizer).__name__}: {tokenizer!r:.80}. Load one"
+            " with AutoTokenizer.from_pretrained, or leave it out to use the model's own."
+        )
+
+
+def _check_vocabulary(tokenizer: Any, model: Any) -> None:
+    """Refuse a tokenizer with more tokens than the model has, point out one with far fewer."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > vocabulary:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model embeds only {vocabulary}: they do not belong"
+            " together. Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))`."
+        )
+    if len(tokenizer) < OWN_VOCABULARY * vocabulary:
+        warnings.warn(
+            f"the tokenizer has {len(tokenizer)} tokens but the model embeds {vocabulary}: is it another model's? Most"
+            " of what the model may sample has no text. Pass the model's own tokenizer.",
+            stacklevel=2,
+        )
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> set[int]:
