@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -12,11 +13,19 @@ from covey.cli.main import main
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Commands that raise: `user` something to mend, `bug` something of ours, `stop` an interruption."""
-    errors = {"user": ValueError("beta=-1 must not be negative."), "bug": KeyError("x"), "stop": KeyboardInterrupt()}
+    """Commands that warn, raise what a user can mend, raise a mistake of ours, and are interrupted."""
+    errors = {
+        "warn": UserWarning("mind"),
+        "user": ValueError("beta=-1 must not be negative."),
+        "bug": KeyError("x"),
+        "stop": KeyboardInterrupt(),
+    }
 
     def raises(error):
         def run(arguments):
+            if isinstance(error, Warning):
+                warnings.warn(error, stacklevel=2)
+                return 0
             raise error
 
         return run
@@ -65,6 +74,11 @@ def test_debug_with_a_value_is_left_to_transformers():
         ["grpo", "--debug", "underflow_overflow"],
         False,
     )
+
+
+def test_warnings_are_one_line_too(failing, capsys):
+    assert main(["warn"]) == 0
+    assert capsys.readouterr().err == "covey: warning: mind\n"
 
 
 def test_our_own_mistakes_keep_their_traceback(failing):

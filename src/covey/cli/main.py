@@ -6,6 +6,7 @@ imported only when it is called, so `covey -h` answers at once.
 
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"covey {__version__}")
         return 0
     try:
-        return _run(arguments[0], arguments[1:])
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            return _run(arguments[0], arguments[1:])
     except KeyboardInterrupt:
         print("covey: stopped", file=sys.stderr)
         return 130
@@ -96,6 +99,11 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
         if word == "--debug" and (index == 0 or index + 1 == len(arguments) or arguments[index + 1].startswith("-"))
     ]
     return [word for index, word in enumerate(arguments) if index not in alone], bool(alone)
+
+
+def _show_warning(message: Warning | str, *where: object) -> None:
+    """A warning as one line; where in the code it arose says nothing to a user."""
+    print(f"covey: warning: {message}", file=sys.stderr)
 
 
 def _message(error: BaseException) -> str:

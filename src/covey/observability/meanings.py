@@ -41,8 +41,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "grad_norm": "Norm of the gradient before clipping. Spikes call for a lower learning rate.",
     "learning_rate": "Learning rate of the optimizer's latest step.",
     "epoch": "Passes over the training prompts.",
-    "entropy": "Mean entropy (nats) of the policy's next-token distribution over the completions. A fall towards "
-    "0 means that samples become alike and exploration ends.",
+    "entropy": "Mean entropy (nats) of the policy's next-token distribution, at the sampling temperature, over the "
+    "completions. A fall towards 0 means that samples become alike and exploration ends.",
     "entropy/threshold": "Entropy that a token needs in order to count, with top_entropy_quantile below 1.",
     "entropy_coef": "Weight of the entropy bonus in force, with entropy_coef above 0 or use_adaptive_entropy.",
     "policy_loss": "The loss without the entropy bonus.",
@@ -65,8 +65,6 @@ METRIC_MEANINGS: dict[str, str] = {
     "sampling/importance_sampling_ratio/min": "Smallest weight that corrects for that difference.",
     "sampling/importance_sampling_ratio/mean": "Mean of these weights; near 1 when engine and trainer agree.",
     "sampling/importance_sampling_ratio/max": "Largest of these weights.",
-    "tools/call_frequency": "Tool calls per completion.",
-    "tools/failure_frequency": "Share of tool calls that failed.",
 }
 
 _PATTERNS = {re.compile(re.escape(key).replace(r"\{name\}", "(.+)")): text for key, text in METRIC_MEANINGS.items()}
