@@ -29,8 +29,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "rises, raise max_completion_length or reward brevity.",
     "completions/mean_terminated_length": "Mean length of the completions that the model ended itself; 0 if "
     "there are none.",
-    "completions/min_terminated_length": "Length of the shortest such completion.",
-    "completions/max_terminated_length": "Length of the longest such completion.",
+    "completions/min_terminated_length": "Length of the shortest completion that the model ended itself; 0 if there are none.",
+    "completions/max_terminated_length": "Length of the longest completion that the model ended itself; 0 if there are none.",
     "num_tokens": "Tokens processed since the run began: prompts and completions of all processes.",
     "step_time": "Seconds per optimizer step, sampling and scoring included.",
     "phase/{name}": "Seconds between two logs spent on one phase: generate (sampling), reward (reward "
@@ -51,19 +51,19 @@ METRIC_MEANINGS: dict[str, str] = {
     "kept_token_fraction": "Share of tokens that pass the filters off_policy_mask_threshold and top_entropy_quantile.",
     "clip_ratio/low_mean": "Share of tokens (sequences, with sequence-level ratios) with a negative advantage "
     "whose ratio fell below 1 - epsilon and gives no gradient.",
-    "clip_ratio/low_min": "The smallest such share among the micro-batches.",
+    "clip_ratio/low_min": "Smallest clip_ratio/low_mean of a micro-batch.",
     "clip_ratio/high_mean": "Share of tokens (or sequences) with a positive advantage whose ratio rose above 1 + "
     "epsilon_high and gives no gradient.",
-    "clip_ratio/high_max": "The largest such share among the micro-batches.",
+    "clip_ratio/high_max": "Largest clip_ratio/high_mean of a micro-batch.",
     "clip_ratio/region_mean": "Share clipped on either side. Exactly 0 while every generation is used for one update.",
     "cispo_clip_ratio": "Share of tokens with a positive advantage whose weight is capped, with loss_type cispo.",
     "vespo/phi_seq_mean": "Mean weight that loss_type vespo gives to a sequence.",
     "aux_loss": "Load-balancing loss of a mixture-of-experts model.",
     "sampling/sampling_logp_difference/mean": "Mean absolute difference of a token's log-probability between the "
     "engine that sampled it and the trainer.",
-    "sampling/sampling_logp_difference/max": "The largest such difference.",
-    "sampling/importance_sampling_ratio/min": "Smallest weight that corrects for that difference.",
-    "sampling/importance_sampling_ratio/mean": "Mean of these weights; near 1 when engine and trainer agree.",
+    "sampling/sampling_logp_difference/max": "Largest difference of a token's log-probability between engine and trainer.",
+    "sampling/importance_sampling_ratio/min": "Smallest importance weight that corrects for the engine's difference from the trainer.",
+    "sampling/importance_sampling_ratio/mean": "Mean of these weights; 1 when engine and trainer agree.",
     "sampling/importance_sampling_ratio/max": "Largest of these weights.",
 }
 
