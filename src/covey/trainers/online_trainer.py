@@ -54,7 +54,6 @@ class OnlineTrainer(AtomicCheckpoints):
         ValueError: arguments that cannot work, each with what to do about it.
     """
 
-    loss_is_scaled_for_ga = True
     config_class: ClassVar[type[OnlineConfig]]
     make_algorithm: ClassVar[Any]
     """config -> `covey.algorithms.Algorithm`."""
@@ -96,6 +95,7 @@ class OnlineTrainer(AtomicCheckpoints):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self.compute_loss_func = policy_loss  # never called: it tells Trainer that the loss is already normalised
         self.algorithm: Algorithm = self.make_algorithm(args)
         self.algebra = args.algebra(args.world_size)
         self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator)

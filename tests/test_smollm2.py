@@ -1,0 +1,62 @@
+"""The real model, SmolLM2-135M-Instruct: what holds for tiny models holds for it."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("reasoning_gym")
+
+
+@pytest.fixture(scope="module")
+def real():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from covey.cli.demo import model_folder
+
+    folder = model_folder()
+    torch.set_num_threads(2)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+def collected(real, max_rows, prompts=4, group=4):
+    from covey.cli.demo import sums
+    from covey.rollout.collector import Collector, Draw
+    from covey.rollout.engine import SamplingParams
+    from covey.rollout.engines.native import NativeEngine
+    from covey.rollout.prompts import PromptCodec
+
+    model, tokenizer = real
+    engine = NativeEngine(lambda: model, eos_token_ids={2}, pad_token_id=2, max_rows=max_rows)
+    rows = sums(seed=0)[0][:prompts]
+    draws = [Draw(row, i, g) for i, row in enumerate(rows) for g in range(group)]
+    collector = Collector(engine, PromptCodec(tokenizer, None, None), seed=0)
+    return collector.collect(draws, SamplingParams(max_tokens=24), ("test", 0))
+
+
+def test_samples_do_not_depend_on_the_batch_size(real):
+    reference = [r.completion_ids for r in collected(real, 16)]
+    assert [r.completion_ids for r in collected(real, 3)] == reference
+    assert [r.completion_ids for r in collected(real, 1)] == reference
+
+
+def test_the_engines_logprobs_are_the_scorers(real):
+    from covey.core.batch import collate
+    from covey.policy.scoring import TokenScorer
+
+    rollouts = collected(real, 16)
+    batch = collate(rollouts)
+    for layout in ("packed", "padded"):
+        scores = TokenScorer(lambda m: m, temperature=1.0, layout=layout).split(real[0], batch, 8, entropy=True)
+        torch.testing.assert_close(scores.logprobs, batch.engine_logprobs, rtol=0, atol=1e-4)
+        entropies = torch.tensor([e for r in rollouts for e in r.entropies])
+        torch.testing.assert_close(scores.entropies, entropies, rtol=0, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_demo_learns(tmp_path, real):
+    from covey.cli.demo import run
+
+    summary = run(tmp_path, seed=0, max_steps=10, minutes=20)
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
+    for name in ("curves.png", "summary.html", "summary.json", "completions/completions_00001.parquet"):
+        assert (tmp_path / name).exists()
