@@ -29,8 +29,10 @@ METRIC_MEANINGS: dict[str, str] = {
     "rises, raise max_completion_length or reward brevity.",
     "completions/mean_terminated_length": "Mean length of the completions that the model ended itself; 0 if "
     "there are none.",
-    "completions/min_terminated_length": "Length of the shortest completion that the model ended itself; 0 if there are none.",
-    "completions/max_terminated_length": "Length of the longest completion that the model ended itself; 0 if there are none.",
+    "completions/min_terminated_length": "Length of the shortest completion that the model ended itself; "
+    "0 if there are none.",
+    "completions/max_terminated_length": "Length of the longest completion that the model ended itself; "
+    "0 if there are none.",
     "num_tokens": "Tokens processed since the run began: prompts and completions of all processes.",
     "step_time": "Seconds per optimizer step, sampling and scoring included.",
     "phase/{name}": "Seconds between two logs spent on one phase: generate (sampling), reward (reward "
@@ -61,8 +63,10 @@ METRIC_MEANINGS: dict[str, str] = {
     "aux_loss": "Load-balancing loss of a mixture-of-experts model.",
     "sampling/sampling_logp_difference/mean": "Mean absolute difference of a token's log-probability between the "
     "engine that sampled it and the trainer.",
-    "sampling/sampling_logp_difference/max": "Largest difference of a token's log-probability between engine and trainer.",
-    "sampling/importance_sampling_ratio/min": "Smallest importance weight that corrects for the engine's difference from the trainer.",
+    "sampling/sampling_logp_difference/max": "Largest difference of a token's log-probability between "
+    "engine and trainer.",
+    "sampling/importance_sampling_ratio/min": "Smallest importance weight that corrects for the "
+    "engine's difference from the trainer.",
     "sampling/importance_sampling_ratio/mean": "Mean of these weights; 1 when engine and trainer agree.",
     "sampling/importance_sampling_ratio/max": "Largest of these weights.",
 }
