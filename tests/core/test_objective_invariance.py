@@ -216,3 +216,13 @@ def test_the_kl_term_is_neither_filtered_nor_corrected():
     result = policy_loss(inputs, kl)
     assert result.loss.item() == pytest.approx(-3.0 + 1.0)
     assert result.stats["kept_token_fraction"].value() == 0.0
+
+
+def test_a_token_at_the_entropy_threshold_is_kept():
+    one = torch.ones(3)
+    inputs = LossInputs(
+        -one, torch.tensor([0.5, 1.0, 1.5]), one.bool(), torch.tensor([3]), one, one, entropy_threshold=1.0
+    )
+    result = policy_loss(inputs, Objective(surrogate=lambda x: -x.ratio * x.advantages))
+    assert result.loss.item() == -2
+    assert result.stats["kept_token_fraction"].value() == pytest.approx(2 / 3)
