@@ -1,6 +1,6 @@
 """What reward functions are given: samples as keyword arguments, and two functions to log with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -59,12 +59,7 @@ class RewardBatch:
             RewardError: a column or an extra has a reserved name.
         """
         columns = {**_columns(self.rows), **_columns([rollout.extras for rollout in self.rollouts])}
-        taken = sorted(RESERVED & columns.keys())
-        if taken:
-            raise RewardError(
-                f"column {taken[0]!r} has the name of an argument that every reward function receives "
-                f"({', '.join(sorted(RESERVED))}); rename it, with `dataset.rename_column` for instance."
-            )
+        refuse_reserved(columns)
         completion_ids = [rollout.completion_ids for rollout in self.rollouts]
         return {
             **columns,
@@ -73,6 +68,20 @@ class RewardBatch:
             "completion_ids": completion_ids,
             "completions_ids": completion_ids,
         }
+
+
+def refuse_reserved(columns: Iterable[str]) -> None:
+    """Make sure that no column hides an argument.
+
+    Raises:
+        RewardError: one has a reserved name.
+    """
+    taken = sorted(RESERVED.intersection(columns))
+    if taken:
+        raise RewardError(
+            f"column {taken[0]!r} has the name of an argument that every reward function receives "
+            f"({', '.join(sorted(RESERVED))}); rename it, with `dataset.rename_column` for instance."
+        )
 
 
 def _columns(records: list[dict[str, Any]]) -> dict[str, list]:

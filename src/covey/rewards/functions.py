@@ -3,7 +3,7 @@
 import functools
 import inspect
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -65,6 +65,20 @@ class FunctionReward:
         available: dict[str, Any] = {name: list(values) for name, values in batch.arguments.items()}
         available["completions_ids"] = available["completion_ids"]
         available |= {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
+        self.require(available)
+        bound = _bound_keywords(self.function)
+        return {
+            name: value
+            for name, value in available.items()
+            if name not in bound and (self._takes_all or name in self._names)
+        }
+
+    def require(self, available: Collection[str]) -> None:
+        """Make sure that every argument without a default is among those that are given.
+
+        Raises:
+            RewardError: one is not.
+        """
         missing = [name for name in self._required if name not in available]
         if missing:
             raise RewardError(
@@ -72,12 +86,6 @@ class FunctionReward:
                 f"the trainer nor a dataset column. Available: {', '.join(sorted(available))}. Rename the column, or "
                 "give the argument a default."
             )
-        bound = _bound_keywords(self.function)
-        return {
-            name: value
-            for name, value in available.items()
-            if name not in bound and (self._takes_all or name in self._names)
-        }
 
     def check(self, returned: Any, batch: RewardBatch) -> Values:
         """`returned` as a list of numbers; see `as_values`."""

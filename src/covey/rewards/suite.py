@@ -8,7 +8,7 @@ advantages, and logs nothing itself. A new kind of reward is a class like `Funct
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from covey.core.rollout import Rollout
 from covey.core.stats import Mean, Stat, Sum
-from covey.rewards.batch import RewardBatch, RewardContext
+from covey.rewards.batch import NOT_FORWARDED, RESERVED, RewardBatch, RewardContext
 from covey.rewards.errors import RewardError, RewardWarning
 from covey.rewards.functions import FunctionReward, function_name
 from covey.rewards.models import ModelReward, is_reward_model, load_reward_model, model_name
@@ -132,6 +132,20 @@ class RewardSuite:
         rewards = torch.tensor([outcome.values for outcome in outcomes], dtype=torch.float32).T.contiguous()
         self._warn_of_unscored(rewards, batch)
         return RewardResult(rewards, self._stats(outcomes))
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Look, before anything is sampled, whether the functions will get the arguments they ask for.
+
+        Args:
+            columns: of the dataset.
+
+        Raises:
+            RewardError: a function asks for something that neither the trainer nor the dataset has.
+        """
+        available = {*columns} - NOT_FORWARDED | RESERVED | {"completion_ids"}
+        for function in self.functions:
+            if isinstance(function, FunctionReward):
+                function.require(available)
 
     def _score_all(self, batch: RewardBatch, trainer_state: Any) -> list[Outcome]:
         """Start the async functions, run the others one after another meanwhile, then collect."""

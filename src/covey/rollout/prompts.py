@@ -38,7 +38,8 @@ class PromptCodec:
             row_kwargs: this row's own chat template arguments (a `chat_template_kwargs` column).
 
         Raises:
-            ValueError: no chat template for messages, an empty prompt, or one that fills the context.
+            ValueError: no chat template for messages or one that cannot render them, an empty prompt, or one that
+                fills the context.
         """
         ids = self._encode_chat(prompt, row_kwargs or {}) if is_conversational(prompt) else self._encode_text(prompt)
         if not ids:
@@ -64,9 +65,14 @@ class PromptCodec:
                 "the dataset's prompts are conversations but the tokenizer has no chat template. Set"
                 " `tokenizer.chat_template`, use an instruction-tuned model, or give prompts as plain strings."
             )
+        if not isinstance(row_kwargs, dict):
+            raise ValueError(
+                f"`chat_template_kwargs` of a row must be a dictionary, got {type(row_kwargs).__name__}:"
+                f" {_shown(row_kwargs)}. Write arguments of the chat template by name, or remove the column."
+            )
         continues = ends_with_assistant(messages)
-        return list(
-            self.tokenizer.apply_chat_template(
+        try:
+            ids = self.tokenizer.apply_chat_template(
                 messages,
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
@@ -74,7 +80,12 @@ class PromptCodec:
                 return_dict=False,
                 **{**self.chat_template_kwargs, **row_kwargs},
             )
-        )
+        except Exception as error:  # templates are programs of their authors: they raise whatever they like
+            raise ValueError(
+                f"the tokenizer's chat template cannot render {_shown(messages)}: {type(error).__name__}: {error}."
+                " Change the messages (roles, order, content), `chat_template_kwargs` or `tokenizer.chat_template`."
+            ) from error
+        return list(ids)
 
     def decode(self, prompt: Prompt, completion_ids: list[int]) -> str | list[Message]:
         """The completion as reward functions see it: text, or one assistant message (with its prefill, if any)."""

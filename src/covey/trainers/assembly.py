@@ -4,6 +4,7 @@ Not here: what the parts do together (`covey.trainers.online_trainer`).
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,9 @@ from covey.rollout.engine import SamplingParams
 from covey.rollout.engines.native import NativeEngine
 from covey.rollout.prompts import PromptCodec
 from covey.trainers.config.base import OnlineConfig
+from covey.trainers.dataset import check_prompts
 from covey.trainers.entropy import EntropyController
+from covey.trainers.sampler import check_enough
 
 __all__ = ["load_tokenizer"]
 
@@ -34,13 +37,25 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
 
     Raises:
         TypeError: another kind of config.
+        ValueError: its `output_dir` cannot be written to.
     """
     if args is None:
-        name = model if isinstance(model, (str, os.PathLike)) else getattr(model.config, "_name_or_path", "")
+        loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
+        name = model if isinstance(model, (str, os.PathLike)) else loaded_from
         short = os.path.basename(os.fspath(name).rstrip("/")) or "model"
         return config_class(output_dir=f"{short}-{config_class.method.upper()}")
     if not isinstance(args, config_class):
-        raise TypeError(f"`args` must be a {config_class.__name__}, got {type(args).__name__}.")
+        trainer = config_class.__name__.replace("Config", "Trainer")
+        raise TypeError(
+            f"`args` must be a {config_class.__name__}, got {type(args).__name__}: {trainer} has options that no other"
+            f" config holds. Make one with {config_class.__name__}(output_dir=..., ...)."
+        )
+    folder = args.output_dir or "."
+    if os.path.exists(folder) and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        raise ValueError(
+            f"output_dir={folder!r} is not a folder that can be written to, so checkpoints and completions"
+            " would be lost. Choose another."
+        )
     return args
 
 
@@ -53,7 +68,8 @@ def refuse_agents(**arguments: Any) -> None:
     given = [name for name, value in arguments.items() if value]
     if given:
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in given)}: agent training is not available in this version."
+            f"{', '.join(f'`{name}`' for name in given)}: agent training is not available in this version. Leave"
+            f" {'it' if len(given) == 1 else 'them'} out; a reward function can run code on a finished completion."
         )
 
 
@@ -105,6 +121,13 @@ def build_reference(args: Any, algorithm: Algorithm, model: Any) -> Reference | 
 def build_collector(args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any]) -> Collector:
     """The engine, and what feeds it prompts."""
     context = max_context(model)
+    if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
+        warnings.warn(
+            f"max_completion_length={args.max_completion_length} is more than the model's context of {context} tokens"
+            " leaves room for: completions end where the context does. Lower it, or take a model with a longer"
+            " context.",
+            stacklevel=2,
+        )
     engine = NativeEngine(
         policy,
         eos_token_ids=end_token_ids(model, tokenizer),
@@ -117,7 +140,17 @@ def build_collector(args: Any, model: Any, tokenizer: Any, accelerator: Any, pol
 
 
 def sampling_params(args: Any) -> SamplingParams:
-    """How completions are sampled."""
+    """How completions are sampled.
+
+    Raises:
+        ValueError: `generation_kwargs` holds something the engine does not know.
+    """
+    if args.generation_kwargs:
+        raise ValueError(
+            f"generation_kwargs={args.generation_kwargs!r}: the built-in engine has no setting"
+            f" {', '.join(map(repr, args.generation_kwargs))}. It knows the fields temperature, top_k, top_p, min_p,"
+            " repetition_penalty and max_completion_length; leave generation_kwargs unset."
+        )
     return SamplingParams(
         max_tokens=args.max_completion_length or UNLIMITED,
         temperature=args.temperature,
@@ -125,7 +158,6 @@ def sampling_params(args: Any) -> SamplingParams:
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
-        extra=args.generation_kwargs or {},
     )
 
 
@@ -173,8 +205,26 @@ def build_completions(args: Any, main_process: bool) -> CompletionLog:
     )
 
 
+def check_fit(trainer: Any) -> None:
+    """Look at what no part of a trainer can see alone: whether its data suit its tokenizer, rewards and batch sizes.
+
+    Raises:
+        ValueError: too few prompts, one that cannot be encoded, or a column that a reward function asks for is missing.
+    """
+    if trainer.train_dataset is not None:
+        if hasattr(trainer.train_dataset, "__len__"):
+            check_enough(len(trainer.train_dataset), trainer.algebra)
+        columns = check_prompts(trainer.train_dataset, "train_dataset", trainer.collector.codec)
+        trainer.rewards.check_columns(columns)
+    given = trainer.eval_dataset
+    for dataset in given.values() if isinstance(given, dict) else [given]:
+        if dataset is not None:
+            trainer.rewards.check_columns(check_prompts(dataset, "eval_dataset", trainer.collector.codec))
+
+
 def add_callbacks(trainer: Any) -> None:
     """Covey's own progress display instead of the stock ones, and the reference's slow following."""
+    check_fit(trainer)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if not trainer.args.disable_tqdm:

@@ -1,13 +1,29 @@
-"""Looks at a dataset before training starts, so that a mistake is an error now and not an hour later."""
+"""Looks at a dataset before training starts, so that a mistake is an error now and not an hour later.
+
+`check_dataset` needs nothing but the data and runs before a model is loaded. `check_prompts` encodes prompts as
+sampling will, so it needs the tokenizer.
+"""
 
 import difflib
+import heapq
+import os
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from covey.rollout.prompts import is_conversational
+from covey.rewards.batch import refuse_reserved
+from covey.rollout.prompts import PromptCodec, is_conversational
 
 LOOKED_AT = 16
-"""Rows whose prompts are checked."""
+"""Rows that are checked entirely; of the others only the prompt is, where it can be read without the rest."""
+
+LONGEST = 64
+"""Prompts that are encoded because they are the longest."""
+
+USUAL_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
+"""What other datasets call their prompts."""
+
+LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
 
 
 def check_dataset(dataset: Any, role: str) -> None:
@@ -18,47 +34,140 @@ def check_dataset(dataset: Any, role: str) -> None:
         role: "train_dataset" or "eval_dataset", for the message.
 
     Raises:
-        ValueError: nothing in it, no `prompt` column, or prompts of the wrong kind.
+        ValueError: no dataset, nothing in it, no `prompt` column, a column with a reserved name, or prompts of the
+            wrong kind.
     """
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
-        raise ValueError(f"`{role}` is empty. Give at least one row with a 'prompt' column.")
-    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+    _check_container(dataset, role)
+    rows = first_rows(dataset)
+    for number, row in enumerate(rows):
+        _check_row(row, number, role)
+    first_of: dict[str, int] = {}
+    for number, prompt in _prompts(dataset, rows):
+        first_of.setdefault(_kind(prompt, number, role), number)
+    if len(first_of) > 1:
         raise ValueError(
-            f"`{role}` must be a dataset of rows with a 'prompt' column, got {type(dataset).__name__}. Load it first,"
-            " e.g. with `datasets.load_dataset`."
+            f"`{role}` mixes conversational prompts (lists of messages, row {first_of['conversational']}) with plain "
+            f"strings (row {first_of['standard']}); reward functions could not know what they receive. Use one kind."
         )
-    kinds = set()
-    for number, row in enumerate(first_rows(dataset)):
-        kinds.add(_check_row(row, number, role))
-    if len(kinds) > 1:
-        raise ValueError(
-            f"`{role}` mixes conversational prompts (lists of messages) with plain strings; reward functions could not"
-            " know what they receive. Use one kind."
-        )
+
+
+def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
+    """Encode the first prompts and the longest ones, which shows whether the tokenizer and the context suit them.
+
+    Returns:
+        The columns of the first rows.
+
+    Raises:
+        ValueError: a prompt cannot be encoded or is too long; the message names its row.
+    """
+    first = first_rows(dataset)
+    numbered = dict(enumerate(first[:LOOKED_AT]))
+    numbered |= {
+        number: dataset[number] for number in _longest(_prompts(dataset, first), codec) if number not in numbered
+    }
+    for number, row in numbered.items():
+        try:
+            codec.encode(row["prompt"], row.get("chat_template_kwargs"))
+        except ValueError as error:
+            raise ValueError(f"row {number} of `{role}`: {error}") from error
+    return {column for row in first for column in row}
 
 
 def first_rows(dataset: Any) -> list[Any]:
-    """A few rows of a dataset with or without a length."""
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+    """All rows of a list, a few of any other dataset."""
+    if isinstance(dataset, list | tuple):
+        return list(dataset)
+    if hasattr(dataset, "__len__"):
         return [dataset[i] for i in range(min(LOOKED_AT, len(dataset)))]
     return list(islice(iter(dataset), LOOKED_AT))
 
 
-def _check_row(row: Any, number: int, role: str) -> str:
+def _prompts(dataset: Any, rows: list[Any]) -> Iterator[tuple[int, Any]]:
+    """Row numbers and prompts: of the whole dataset where they come without the rest of its rows, else of `rows`."""
+    if hasattr(dataset, "__len__") and hasattr(dataset, "select_columns") and dataset.format["type"] is None:
+        batches = dataset.select_columns("prompt").iter(batch_size=1000)
+        return enumerate(prompt for batch in batches for prompt in batch["prompt"])
+    return ((number, row["prompt"]) for number, row in enumerate(rows))
+
+
+def _longest(numbered: Iterator[tuple[int, Any]], codec: PromptCodec) -> list[int]:
+    """Rows of the prompts with the most text, among those that may have more tokens than the context."""
+    if codec.max_context is None:
+        return []
+    sizes = ((_text_bytes(prompt), number) for number, prompt in numbered)
+    return [number for _, number in heapq.nlargest(LONGEST, (s for s in sizes if s[0] >= codec.max_context))]
+
+
+def _text_bytes(prompt: Any) -> int:
+    """UTF-8 bytes of a prompt's text; tokenizers make at most about one token of each."""
+    texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
+    return sum(len(text.encode(errors="replace")) for text in texts)
+
+
+def _check_container(dataset: Any, role: str) -> None:
+    if isinstance(dataset, str | os.PathLike):
+        raise ValueError(f"`{role}` is the name {os.fspath(dataset)!r}, not a dataset. {LOAD}")
+    if isinstance(dataset, Mapping):
+        keys = ", ".join(map(repr, dataset))
+        raise ValueError(
+            f"`{role}` is a dictionary with the keys {keys}, not a dataset. If these are splits, give one of them, as"
+            " in `dataset['train']`; if they are columns, make a dataset with `datasets.Dataset.from_dict`."
+        )
+    if hasattr(dataset, "iloc"):
+        raise ValueError(f"`{role}` is a data frame. Make it a dataset with `datasets.Dataset.from_pandas(frame)`.")
+    if isinstance(dataset, Iterator):
+        raise ValueError(
+            f"`{role}` is a {type(dataset).__name__}, which can be read only once; a run reads its data anew in every"
+            " epoch. Give a list, or `datasets.IterableDataset.from_generator(function)`."
+        )
+    if not hasattr(dataset, "__getitem__") and (not hasattr(dataset, "__iter__") or hasattr(dataset, "__len__")):
+        raise ValueError(
+            f"`{role}` must be a dataset of rows with a 'prompt' column, got {type(dataset).__name__}. {LOAD}"
+        )
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ValueError(f"`{role}` is empty. Give at least one row with a 'prompt' column.")
+
+
+def _check_row(row: Any, number: int, role: str) -> None:
     if not isinstance(row, dict):
-        raise ValueError(f"row {number} of `{role}` must be a dictionary of columns, got {type(row).__name__}.")
+        raise ValueError(
+            f"row {number} of `{role}` must be a dictionary of columns, such as {{'prompt': ...}}, got"
+            f" {type(row).__name__}: {row!r:.80}."
+        )
     if "prompt" not in row:
-        close = difflib.get_close_matches("prompt", [str(c) for c in row], n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}? Rename it to 'prompt'." if close else ""
-        raise ValueError(f"`{role}` has no 'prompt' column; its columns are {sorted(map(str, row))}.{hint}")
-    prompt = row["prompt"]
+        raise ValueError(
+            f"`{role}` has no 'prompt' column; its columns are {sorted(map(str, row))}. {_rename_hint(list(row))}"
+        )
+    refuse_reserved(row)
+
+
+def _rename_hint(columns: list[Any]) -> str:
+    names = [str(column) for column in columns]
+    close = [name for name in names if name.lower() in USUAL_NAMES]
+    close += difflib.get_close_matches("prompt", names, n=1, cutoff=0.5)
+    if not close:
+        return "Put what the model is asked into a column of that name."
+    return f"Is {close[0]!r} what the model is asked? Then `dataset.rename_column({close[0]!r}, 'prompt')`."
+
+
+def _kind(prompt: Any, number: int, role: str) -> str:
+    """Standard or conversational; anything else is refused."""
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"the prompt of row {number} of `{role}` is an empty string. Remove such rows.")
         return "standard"
-    if is_conversational(prompt) and all("content" in message for message in prompt):
+    if is_conversational(prompt) and all(_is_message(message) for message in prompt):
         return "conversational"
     raise ValueError(
         f"the prompt of row {number} of `{role}` must be a string or a non-empty list of messages with 'role' and"
-        f" 'content', got {prompt!r:.200}."
+        f" 'content', got {prompt!r:.200}. Correct the row or filter it out."
+    )
+
+
+def _is_message(message: Any) -> bool:
+    """Whether this has a role and says something (text or parts) or calls a tool."""
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and (isinstance(message.get("content"), str | list) or bool(message.get("tool_calls")))
     )

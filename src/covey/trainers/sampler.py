@@ -34,12 +34,7 @@ class GenerationSampler:
     """
 
     def __init__(self, rows: int, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int):
-        if rows < algebra.prompts_per_generation:
-            raise ValueError(
-                f"the training dataset has {rows} prompts but one generation draws {algebra.prompts_per_generation}"
-                f" (generation_batch_size={algebra.generation_batch_size} / num_generations="
-                f"{algebra.num_generations}). Give more prompts, a smaller generation, or a larger num_generations."
-            )
+        check_enough(rows, algebra)
         self.rows = rows
         self.algebra = algebra
         self.rank = rank
@@ -64,6 +59,21 @@ class GenerationSampler:
             if len(chunk) == prompts:
                 yield rank_share(chunk.tolist(), self.algebra.num_generations, self.algebra, self.rank)
                 yield from ([] for _ in range(self.algebra.micro_batches - 1))
+
+
+def check_enough(rows: int, algebra: BatchAlgebra) -> None:
+    """Make sure that a training dataset fills at least one generation.
+
+    Raises:
+        ValueError: it has fewer rows than one generation draws prompts.
+    """
+    if rows < algebra.prompts_per_generation:
+        raise ValueError(
+            f"the training dataset has {rows} prompt(s) but one generation draws {algebra.prompts_per_generation}"
+            f" (generation_batch_size={algebra.generation_batch_size} / num_generations="
+            f"{algebra.num_generations}). Give more prompts, a smaller generation_batch_size, or a larger"
+            " num_generations."
+        )
 
 
 def rank_share(prompts: Sequence[int], group: int, algebra: BatchAlgebra, rank: int) -> list[Slot]:
