@@ -7,6 +7,7 @@ BIN := .venv/bin
 .PHONY: demo test test-slow test-gpu lint bench clean
 
 .venv/torch.done:
+	@echo "Setting up .venv; the first time takes a few minutes."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	touch $@
@@ -32,9 +33,9 @@ lint: .venv/dev.done
 test: lint
 	$(BIN)/python -m pytest
 
-# Everything that can run on a CPU, the real-model tests included.
-test-slow: lint
-	$(BIN)/python -m pytest -m 'not gpu'
+# What needs a CPU, the real model and some minutes.
+test-slow: .venv/dev.done
+	$(BIN)/python -m pytest -m 'slow and not gpu'
 
 test-gpu: .venv/dev.done
 	$(BIN)/python -m pytest -m gpu
