@@ -274,3 +274,37 @@ def test_a_registered_loss_averages_over_tokens_by_default_and_cannot_take_a_nam
     assert LOSS_TYPES[new_name].weighting is weighting.mean_over_update
     with pytest.raises(ValueError, match="loss_type 'grpo' is already registered"):
         register_loss("grpo", lambda x: -x.ratio)
+
+
+BUILT_IN = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "rloo")
+
+
+@pytest.mark.parametrize("loss_type", BUILT_IN)
+def test_without_an_advantage_a_built_in_loss_has_no_gradient_so_the_rollout_may_be_skipped(loss_type):
+    objective = grpo.objective(config(loss_type=loss_type))
+    x = inputs([0.3, 1.0, 4.0], 0.0)
+    result = policy_loss(x, objective)
+    (gradient,) = torch.autograd.grad(result.loss, x.logprobs)
+    assert not objective.needs_every_rollout
+    assert result.loss.item() == 0
+    assert not gradient.any()
+
+
+def test_rollouts_without_an_advantage_are_needed_by_a_kl_term_and_by_losses_that_promise_nothing(new_name):
+    assert grpo.objective(config(beta=0.1)).needs_every_rollout
+    assert not rloo.algorithm(rloo_config(beta=0.1)).objective.needs_every_rollout
+    register_loss(new_name, lambda x: (x.ratio - 1) ** 2 - x.ratio * x.advantages)
+    assert grpo.objective(config(loss_type=new_name)).needs_every_rollout
+    LOSS_TYPES.pop(new_name)
+    register_loss(new_name, lambda x: -x.ratio * x.advantages, zero_without_advantage=True)
+    assert not grpo.objective(config(loss_type=new_name)).needs_every_rollout
+
+
+def test_skipped_rollouts_still_count_in_clip_fractions():
+    """One of two tokens clipped, two more skipped for want of an advantage: 1/4; one sequence of two: 1/2."""
+    skipped = {"skipped_tokens": 2, "skipped_rows": 1}
+    for loss_type, expected in (("dapo", 1 / 4), ("rloo", 1 / 2)):
+        stats = policy_loss(inputs([4.0, 1.0], **skipped), grpo.objective(config(loss_type=loss_type))).stats
+        assert stats["clip_ratio/high_mean"].value() == pytest.approx(expected)
+    stats = policy_loss(inputs([4.0, 1.0], **skipped), grpo.objective(config(loss_type="cispo"))).stats
+    assert stats["cispo_clip_ratio"].value() == pytest.approx(2 / 4)  # the default cap here is 0.2: both are above

@@ -48,6 +48,7 @@ class LossType:
         stats: config -> the surrogate's metrics, or None.
         ratio_level: a level that the loss prescribes; None takes `importance_sampling_level` from the config.
         mismatch_in_surrogate: the surrogate applies the engine/trainer mismatch weights itself.
+        zero_without_advantage: an advantage of 0 makes the token loss 0, so such rollouts need not be run.
     """
 
     surrogate: Callable[[Any], Surrogate]
@@ -55,19 +56,28 @@ class LossType:
     stats: Callable[[Any], SurrogateStats] | None = None
     ratio_level: RatioLevel | None = None
     mismatch_in_surrogate: bool = False
+    zero_without_advantage: bool = True
 
 
 LOSS_TYPES: Registry[LossType] = Registry("loss_type")
 """Every `loss_type` by name: `covey.algorithms.grpo` and `.rloo` fill it, `register_loss` extends it."""
 
 
-def register_loss(name: str, surrogate: Surrogate, weighting: Weighting = mean_over_update) -> Surrogate:
+def register_loss(
+    name: str,
+    surrogate: Surrogate,
+    weighting: Weighting = mean_over_update,
+    *,
+    zero_without_advantage: bool = False,
+) -> Surrogate:
     """Make `loss_type=name` mean: this surrogate, averaged this way.
 
     Args:
         name: what users write in their config.
         surrogate: `SurrogateInputs -> token losses [N]`.
         weighting: one of `covey.core.weighting`, or a function of one's own; the token mean by default.
+        zero_without_advantage: promise that a token with advantage 0 has loss 0, so that rollouts without a signal
+            may be skipped, as they are with the built-in losses.
 
     Returns:
         `surrogate`.
@@ -75,5 +85,6 @@ def register_loss(name: str, surrogate: Surrogate, weighting: Weighting = mean_o
     Raises:
         ValueError: the name is taken.
     """
-    LOSS_TYPES.register(name, LossType(surrogate=lambda config: surrogate, weighting=weighting))
+    row = LossType(lambda config: surrogate, weighting, zero_without_advantage=zero_without_advantage)
+    LOSS_TYPES.register(name, row)
     return surrogate

@@ -107,6 +107,7 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
         correct_kl_bias=config.use_bias_correction_kl,
         off_policy_threshold=config.off_policy_mask_threshold,
         mismatch_in_surrogate=row.mismatch_in_surrogate,
+        zero_without_advantage=row.zero_without_advantage,
     )
 
 

@@ -31,6 +31,7 @@ class Objective:
             (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
         off_policy_threshold: drop punished sequences that drifted further than this; None keeps all.
         mismatch_in_surrogate: the surrogate itself uses the mismatch weights (VESPO), so they are not applied again.
+        zero_without_advantage: the surrogate of a token with advantage 0 is 0, whatever its ratio.
     """
 
     surrogate: Surrogate
@@ -41,6 +42,12 @@ class Objective:
     correct_kl_bias: bool = False
     off_policy_threshold: float | None = None
     mismatch_in_surrogate: bool = False
+    zero_without_advantage: bool = True
+
+    @property
+    def needs_every_rollout(self) -> bool:
+        """Whether rollouts of advantage 0 have a gradient too, so that leaving them out would change the step."""
+        return self.beta != 0 or not self.zero_without_advantage
 
 
 @dataclass(frozen=True, slots=True)
