@@ -6,6 +6,9 @@ Hugging Face's Trainer writes weights, optimizer, scheduler and random states; t
 
 import os
 import shutil
+import warnings
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,9 @@ from transformers import Trainer
 
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
+
+NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})
+"""Batch sizes that a resumed run may change: nothing that is saved depends on them."""
 
 
 class AtomicCheckpoints(Trainer):
@@ -29,6 +35,26 @@ class AtomicCheckpoints(Trainer):
         """Continue from what `method_state` returned."""
         raise NotImplementedError
 
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train, from the start or from a checkpoint.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the last one in `output_dir`.
+            trial: of a hyperparameter search.
+            ignore_keys_for_eval: has no meaning here, as evaluation returns no model outputs.
+
+        Raises:
+            ValueError: there is no such checkpoint, or it is of a run with another model or other batch sizes.
+        """
+        if resume_from_checkpoint:
+            resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir or ".")
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)
         return os.path.join(run_dir, STAGING) if self._staging else run_dir
@@ -42,7 +68,8 @@ class AtomicCheckpoints(Trainer):
         try:
             super()._save_checkpoint(model, trial)
             if not self.args.save_only_model:
-                torch.save(self.method_state(), os.path.join(staged, STATE_FILE.format(rank=self.args.process_index)))
+                state = {"batches": self._binding_sizes(), "method": self.method_state()}
+                torch.save(state, os.path.join(staged, STATE_FILE.format(rank=self.args.process_index)))
         finally:
             self._staging = False
         self.accelerator.wait_for_everyone()
@@ -77,10 +104,81 @@ class AtomicCheckpoints(Trainer):
         else:
             super()._push_from_checkpoint(checkpoint_folder)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the weights in {resume_from_checkpoint!r} do not fit this model: they are of another one. Resume with"
+                f" the model that the run began with. torch says: {error}"
+            ) from error
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        path = os.path.join(checkpoint, STATE_FILE.format(rank=self.args.process_index))
-        if os.path.isfile(path):
-            self.load_method_state(torch.load(path, map_location="cpu", weights_only=True))
+        own = os.path.join(checkpoint, STATE_FILE.format(rank=self.args.process_index))
+        any_rank = os.path.join(checkpoint, STATE_FILE.format(rank=0))
+        if not os.path.isfile(any_rank):
+            warnings.warn(
+                f"{checkpoint!r} holds weights but not Covey's state (it was saved with save_only_model=True, or by"
+                " another program): the run goes on from the weights, with a fresh generation and fresh counters.",
+                stacklevel=2,
+            )
+            return
+        state = torch.load(own if os.path.isfile(own) else any_rank, map_location="cpu", weights_only=True)
+        check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
+        self.load_method_state(state["method"])
+
+    def _binding_sizes(self) -> dict[str, int]:
+        """The batch sizes that the saved state depends on."""
+        algebra = self.args.algebra(self.args.world_size)  # type: ignore[attr-defined]  # an OnlineConfig
+        return {name: value for name, value in asdict(algebra).items() if name not in NOT_BINDING}
+
+
+def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
+    """The folder of a checkpoint.
+
+    Args:
+        wanted: the folder, or True for the last checkpoint in `output_dir`.
+        output_dir: where the run's own checkpoints are.
+
+    Raises:
+        ValueError: there is none; the message names those that there are.
+    """
+    own = [path for path in Path(output_dir).glob("checkpoint-*") if path.name[11:].isdigit() and _is_checkpoint(path)]
+    own.sort(key=lambda path: int(path.name[11:]))
+    if wanted is True:
+        if own:
+            return str(own[-1])
+        raise ValueError(
+            f"resume_from_checkpoint=True, but output_dir={output_dir!r} holds no checkpoint. Give the folder of one,"
+            " or leave it out to start from the beginning."
+        )
+    folder = str(wanted)
+    if not _is_checkpoint(Path(folder)):
+        known = f"output_dir holds {', '.join(map(str, own))}" if own else "output_dir holds none either"
+        raise ValueError(
+            f"resume_from_checkpoint={folder!r} is not a checkpoint: there is no trainer_state.json in it; {known}."
+            " Give the folder of a checkpoint, or True for the last one."
+        )
+    return folder
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / "trainer_state.json").is_file()
+
+
+def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:
+    """Refuse to resume with other batch sizes: the buffered completions and the place in the data would not fit.
+
+    Raises:
+        ValueError: naming every size that differs.
+    """
+    changed = [f"{name}={saved.get(name)} (now {value})" for name, value in current.items() if saved.get(name) != value]
+    if changed:
+        raise ValueError(
+            f"{checkpoint!r} was made with {', '.join(changed)}: its buffered completions and its place in the data do"
+            f" not fit this run. Resume with the same numbers, or begin a new run from its weights with"
+            f" model={checkpoint!r}."
+        )
