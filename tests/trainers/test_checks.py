@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from covey.trainers import checks
-from covey.trainers.config.rules import batches, features, loss, penalties, sampling, unused
+from covey.trainers.config.rules import batches, features, loss, penalties, sampling, training, unused
 from covey.trainers.grpo_config import GRPOConfig
 from covey.trainers.rloo_config import RLOOConfig
 
@@ -18,6 +18,12 @@ REFUSED = [
     (batches.counts_are_whole_and_positive, GRPOConfig, {"logprob_chunk_size": -1}, "logprob_chunk_size=-1"),
     (batches.groups_have_siblings, GRPOConfig, {"num_generations": 1}, "at least 2"),
     (batches.groups_have_siblings, GRPOConfig, {"num_generations": None}, "at least 2"),
+    (training.numbers_are_numbers, GRPOConfig, {"beta": "high"}, "beta='high' must be a number, but is a str.*quotes"),
+    (training.numbers_are_numbers, GRPOConfig, {"top_k": 1.5}, "top_k=1.5 must be a whole number, but is a float"),
+    (training.numbers_are_numbers, GRPOConfig, {"epsilon": None}, "epsilon=None must be a number"),
+    (training.learning_rate_goes_downhill, GRPOConfig, {"learning_rate": -1e-6}, "learning_rate=-1e-06 is out of"),
+    (training.learning_rate_goes_downhill, GRPOConfig, {"learning_rate": float("nan")}, "learning_rate=nan"),
+    (training.something_is_trained, GRPOConfig, {"num_train_epochs": 0}, "nothing would be trained"),
     (batches.batch_size_is_fixed, GRPOConfig, {"auto_find_batch_size": True}, "auto_find_batch_size=True"),
     (batches.batch_size_is_fixed, GRPOConfig, {"accelerator_config": {"split_batches": True}}, "split_batches=True"),
     (features.later_features_are_off, GRPOConfig, {"use_vllm": True}, "use_vllm=True is not yet supported"),
@@ -88,6 +94,8 @@ REFUSED = [
     (penalties.rewards_carry_weight, GRPOConfig, {"reward_weights": [0.0, 0.0]}, "at least one of them not 0"),
     (penalties.rewards_carry_weight, GRPOConfig, {"reward_weights": [float("nan")]}, "finite number"),
     (penalties.rewards_carry_weight, GRPOConfig, {"reward_weights": []}, "one finite number per reward function"),
+    (penalties.rewards_carry_weight, GRPOConfig, {"reward_weights": 1.0}, "one finite number per reward function"),
+    (penalties.rewards_carry_weight, GRPOConfig, {"reward_weights": ["a"]}, "one finite number per reward function"),
     (penalties.reward_timeout_is_positive, GRPOConfig, {"reward_timeout": 0}, "reward_timeout=0"),
     (penalties.reward_clip_is_ordered, RLOOConfig, {"reward_clip_range": (1, -1)}, "first number must be smaller"),
     (

@@ -9,7 +9,7 @@ the trainer; divisibility lives in `covey.trainers.config.algebra`.
 from collections.abc import Callable
 from typing import Any
 
-from covey.trainers.config.rules import batches, features, loss, penalties, sampling, unused
+from covey.trainers.config.rules import batches, features, loss, penalties, sampling, training, unused
 
 Rule = Callable[[Any], None]
 
@@ -17,11 +17,14 @@ BATCH_RULES: tuple[Rule, ...] = (
     batches.one_process_per_gpu,
     batches.counts_are_whole_and_positive,
     batches.groups_have_siblings,
+    training.numbers_are_numbers,
     batches.batch_size_is_fixed,
 )
 """Rules that must hold before batch sizes can be worked out."""
 
 RULES: tuple[Rule, ...] = (
+    training.learning_rate_goes_downhill,
+    training.something_is_trained,
     features.later_features_are_off,
     features.words_are_known,
     features.loss_type_is_known,

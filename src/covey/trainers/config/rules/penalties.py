@@ -1,6 +1,7 @@
 """Rules about the KL penalty, the reference model, the entropy bonus and rewards."""
 
 import math
+from numbers import Real
 from typing import Any
 
 from covey.trainers.config.rules.helpers import ignored, within
@@ -75,10 +76,11 @@ def rewards_carry_weight(args: Any) -> None:
     weights = args.reward_weights
     if weights is None:
         return
-    if not weights or not all(math.isfinite(weight) for weight in weights) or not any(weights):
+    numbers = isinstance(weights, list | tuple) and all(isinstance(weight, Real) for weight in weights)
+    if not numbers or not all(math.isfinite(weight) for weight in weights) or not any(weights):
         raise ValueError(
-            f"reward_weights={weights!r}: give one finite number per reward function, at least one of them not 0, or "
-            "leave it unset to weigh all alike."
+            f"reward_weights={weights!r}: give a list of one finite number per reward function, at least one of them not "
+            "0, or leave it unset to weigh all alike."
         )
 
 
