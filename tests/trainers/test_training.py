@@ -284,3 +284,11 @@ def test_an_epoch_goes_through_every_prompt(tmp_path):
     trained.train()
     assert sorted(seen) == sorted(row["prompt"] for row in tiny.rows() for _ in range(4))
     assert trained.state.global_step == 4  # 8 prompts x 4 completions / (4 x 2 per update)
+
+
+def test_the_bonus_is_the_difference_between_the_loss_and_the_policy_loss(tmp_path):
+    trained = runs.trainer(tmp_path, entropy_coef=0.1, max_steps=2)
+    trained.train()
+    for entry in trained.state.log_history[:2]:
+        assert entry["entropy_coef"] == 0.1
+        assert entry["loss"] == pytest.approx(entry["policy_loss"] - 0.1 * entry["entropy"], abs=1e-4)

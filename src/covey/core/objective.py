@@ -121,10 +121,11 @@ class LossInputs:
 
 
 class LossResult(NamedTuple):
-    """The loss (a scalar with its gradient) and the metrics of these tokens."""
+    """The loss (a scalar with its gradient), the metrics of these tokens, and the loss without its entropy bonus."""
 
     loss: Tensor
     stats: dict[str, Stat]
+    without_bonus: float
 
 
 def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
@@ -155,17 +156,17 @@ def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
         stats["kept_token_fraction"] = _masked_mean(keep.to(token_loss), inputs.sampled)
     if inputs.mismatch_weights is not None and not objective.mismatch_in_surrogate:
         token_loss = token_loss * inputs.mismatch_weights
-    policy_part = _weighted(inputs.weights, token_loss)
-    loss = policy_part
+    loss = _weighted(inputs.weights, token_loss)
     if objective.beta:
         kl = _kl(inputs, objective, old)
         loss = loss + objective.beta * _weighted(inputs.weights, kl)
         stats["kl"] = _masked_mean(kl.detach(), inputs.sampled)
+    without_bonus = loss.item()
     if inputs.entropies is not None:
         stats["entropy"] = _masked_mean(inputs.entropies.detach(), inputs.sampled)
         if inputs.entropy_weights is not None:
             loss = loss - inputs.entropy_coef * _weighted(inputs.entropy_weights, inputs.entropies)
-    return LossResult(loss, stats)
+    return LossResult(loss, stats, without_bonus)
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:

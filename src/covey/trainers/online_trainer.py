@@ -163,8 +163,12 @@ class OnlineTrainer(AtomicCheckpoints):
             scores = self.scorer(model, batch, entropy=True)
         coef = self.entropy.effective
         result = policy_loss(LossInputs.of(batch, *scores, coef, whole=inputs), self.algorithm.objective)
+        scale = self._loss_scale()
+        if self.entropy.enabled and self.model.training:  # the count makes the mean one over optimizer steps
+            share = Mean(result.without_bonus * scale, 1 / self.current_gradient_accumulation_steps)
+            self.metrics.add({"policy_loss": share})
         self._note_loss(result.stats)
-        return result.loss * self._loss_scale()
+        return result.loss * scale
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Hugging Face's step, timed; closes the books when it is the last of an optimizer step."""
@@ -261,7 +265,7 @@ class OnlineTrainer(AtomicCheckpoints):
 
     def _with_signal(self, batch: TrainBatch) -> TrainBatch:
         """Leave out rollouts whose gradient is exactly zero; one stays, so that every process runs a pass."""
-        if self.algorithm.objective.beta or batch.entropy_weights is not None or not len(batch):
+        if self.algorithm.objective.needs_every_rollout or batch.entropy_weights is not None or not len(batch):
             return batch
         assert batch.advantages is not None, "credit comes before the loss"
         has_signal = segment_sum((batch.advantages != 0).long() * batch.sampled, batch.lengths) > 0
