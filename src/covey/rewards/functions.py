@@ -138,8 +138,10 @@ def as_values(returned: Any, batch: RewardBatch, name: str) -> Values:
     values = [_number(item) for item in items]
     for index, value in enumerate(values):
         if isinstance(value, _NotANumber):
+            endless = isinstance(items[index], numbers.Real)  # infinite, or too large for float32
+            hint = " Give finite numbers of ordinary size, None where there is no reward." if endless else ""
             raise RewardError(
-                f"reward function {name!r} returned {_shown(items[index])} for sample {index}; {expected}. That "
+                f"reward function {name!r} returned {_shown(items[index])} for sample {index}; {expected}.{hint} That "
                 f"sample:\n{batch.describe(index)}"
             )
     return values  # type: ignore[return-value]

@@ -120,8 +120,9 @@ class ModelReward:
                 raise OSError("the model was not loaded from anywhere")
             return AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError) as error:
+            said = str(error).partition("\n")[0]
             raise RewardError(
-                f"no tokenizer for reward model {self.name!r}: {error}. Pass one in `reward_processing_classes`."
+                f"no tokenizer for reward model {self.name!r}: {said}. Pass one in `reward_processing_classes`."
             ) from error
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> list[float | None]:

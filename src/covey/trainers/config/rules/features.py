@@ -4,7 +4,7 @@ from typing import Any
 
 from covey.core.kl import KL_ESTIMATORS
 from covey.core.ratios import RATIO_LEVELS
-from covey.trainers.config.rules.helpers import is_set
+from covey.trainers.config.rules.helpers import closest, is_set
 
 LATER = {
     "use_vllm": "sampling with vLLM",
@@ -50,7 +50,9 @@ def words_are_known(args: Any) -> None:
     for name, allowed in WORDS.items():
         value = getattr(args, name)
         if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not known; choose one of: {', '.join(allowed)}.")
+            raise ValueError(
+                f"{name}={value!r} is not known; choose one of: {', '.join(allowed)}.{closest(value, allowed)}"
+            )
 
 
 def loss_type_is_known(args: Any) -> None:
@@ -59,8 +61,9 @@ def loss_type_is_known(args: Any) -> None:
 
     if args.loss_type not in LOSS_TYPES:
         raise ValueError(
-            f"loss_type={args.loss_type!r} is not known; choose one of: {', '.join(sorted(LOSS_TYPES))}. To add your "
-            "own, call covey.algorithms.register_loss before making the config."
+            f"loss_type={args.loss_type!r} is not known; choose one of: {', '.join(sorted(LOSS_TYPES))}."
+            f"{closest(args.loss_type, LOSS_TYPES)} To add your own, call covey.algorithms.register_loss before making "
+            "the config."
         )
 
 

@@ -1,6 +1,7 @@
 """What rules are written with."""
 
 import dataclasses
+import difflib
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +11,12 @@ def is_set(args: Any, name: str) -> bool:
     """Whether field `name` differs from its default."""
     default = next(field.default for field in dataclasses.fields(args) if field.name == name)
     return getattr(args, name) != default
+
+
+def closest(value: Any, allowed: Iterable[str]) -> str:
+    """A sentence that proposes the allowed word most like `value`, or nothing where none is."""
+    close = difflib.get_close_matches(str(value), allowed, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def warn(message: str, frames: int = 6) -> None:
