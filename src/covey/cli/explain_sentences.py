@@ -70,7 +70,7 @@ def loss_value(args: Any, a: BatchAlgebra) -> str:
     why = "with ratios of 1 it is minus the mean advantage, and the advantages of a group add up to 0"
     if not a.on_policy:
         value = "starts near 0 on each generation and may be negative"
-        why += " (an update sees a random part of the groups)"
+        why += " (an update sees a part of the groups)"
     elif kind in CLIPPED - {"grpo"}:
         value = "is close to 0 and may be negative"
         why += (

@@ -60,7 +60,6 @@ METRIC_MEANINGS: dict[str, str] = {
     "clip_ratio/region_mean": "Share clipped on either side. Exactly 0 while every generation is used for one update.",
     "cispo_clip_ratio": "Share of tokens with a positive advantage whose weight is capped, with loss_type cispo.",
     "vespo/phi_seq_mean": "Mean weight that loss_type vespo gives to a sequence.",
-    "aux_loss": "Load-balancing loss of a mixture-of-experts model.",
     "sampling/sampling_logp_difference/mean": "Mean absolute difference of a token's log-probability between the "
     "engine that sampled it and the trainer.",
     "sampling/sampling_logp_difference/max": "Largest difference of a token's log-probability between "

@@ -107,7 +107,10 @@ def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) ->
     said = _first_line(error)
     if os.path.isdir(name):
         options = f" with model_init_kwargs={init_kwargs!r}" if init_kwargs else ""
-        return f"the model in the folder {name!r} cannot be loaded as a causal language model{options}: {said}"
+        return (
+            f"the model in the folder {name!r} cannot be loaded as a causal language model{options}: {said} Give the"
+            " folder of a model that AutoModelForCausalLM loads, and arguments that it takes."
+        )
     if name.startswith((".", "/", "~")) or os.path.exists(name):
         return f"model={name!r}: there is no such folder. Give the folder that holds config.json, or a hub id."
     return (
@@ -117,7 +120,7 @@ def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) ->
 
 
 def _first_line(error: Exception, width: int = 300) -> str:
-    line = str(error).strip().partition("\n")[0]
+    line = str(error).strip().partition("\n")[0].rstrip(": ")
     return line if len(line) <= width else line[: width - 1] + "…"
 
 

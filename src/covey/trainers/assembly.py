@@ -73,6 +73,20 @@ def refuse_agents(**arguments: Any) -> None:
         )
 
 
+def refuse_sharding(trainer: Any) -> None:
+    """Weights spread over processes come with a later version: the built-in engine samples from whole ones.
+
+    Raises:
+        ValueError: FSDP or DeepSpeed is on, by config or by accelerate's launcher.
+    """
+    for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
+        if enabled:
+            raise ValueError(
+                f"{name} is not yet supported: this version trains whole models, on one process or on several with DDP."
+                f" Launch without {name}; a `peft_config` saves most of the optimizer's memory."
+            )
+
+
 def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: Any) -> Any:
     """The model to train, with dropout and gradient checkpointing as the config has them."""
     policy = load_policy(

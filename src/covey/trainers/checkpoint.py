@@ -108,9 +108,10 @@ class AtomicCheckpoints(Trainer):
         try:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         except RuntimeError as error:
+            said = " ".join(str(error).split("\n")[:2])  # the rest lists every other weight
             raise ValueError(
                 f"the weights in {resume_from_checkpoint!r} do not fit this model: they are of another one. Resume with"
-                f" the model that the run began with. torch says: {error}"
+                f" the model that the run began with. torch says: {said}"
             ) from error
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -138,6 +138,12 @@ def _check_row(row: Any, number: int, role: str) -> None:
         raise ValueError(
             f"`{role}` has no 'prompt' column; its columns are {sorted(map(str, row))}. {_rename_hint(list(row))}"
         )
+    pictured = [name for name in ("image", "images") if row.get(name)]
+    if pictured:
+        raise ValueError(
+            f"`{role}` has pictures in column {pictured[0]!r}, and this version trains on text alone: the model would"
+            f" not see them. Use `dataset.remove_columns({pictured[0]!r})` if that is what you want."
+        )
     refuse_reserved(row)
 
 

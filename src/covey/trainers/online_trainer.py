@@ -95,6 +95,7 @@ class OnlineTrainer(AtomicCheckpoints):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        assembly.refuse_sharding(self)
         self.compute_loss_func = policy_loss  # never called: it tells Trainer that the loss is already normalised
         self.algorithm: Algorithm = self.make_algorithm(args)
         self.algebra = args.algebra(args.world_size)

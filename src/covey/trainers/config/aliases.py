@@ -42,10 +42,7 @@ _REWARD_FACTORIES = "it belongs to a reward function: put {} into reward_funcs"
 _OVERLONG = _REWARD_FACTORIES.format("covey.rewards.get_soft_overlong_punishment(soft_max_length, soft_cache_length)")
 _COSINE = _REWARD_FACTORIES.format("covey.rewards.get_cosine_scaled_reward(max_len=...)")
 _REPETITION = _REWARD_FACTORIES.format("covey.rewards.get_repetition_penalty_reward(ngram_size=..., max_penalty=...)")
-_OFFLOAD = (
-    "the built-in engine samples from the weights being trained, so there is no second copy to make room for; "
-    "to spill the trained model to CPU memory set fsdp_config"
-)
+_OFFLOAD = "the built-in engine samples from the weights being trained, so there is no second copy to make room for"
 
 ALIASES: dict[str, Alias] = {
     # TRL, earlier releases

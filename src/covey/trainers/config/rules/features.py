@@ -17,6 +17,7 @@ LATER = {
     "async_generate": "asynchronous generation",
     "max_staleness": "asynchronous generation",
     "log_completions_hub_repo": "pushing completions to the hub",
+    "router_aux_loss_coef": "the load-balancing loss of mixtures of experts",
 }
 """Fields that exist already, for features that come with later releases."""
 
