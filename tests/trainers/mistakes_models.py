@@ -1,0 +1,304 @@
+"""Mistakes with models, adapters, tokenizers and other arguments of a trainer."""
+
+import peft
+import runs
+import torch
+from mistakes import Bench, Mistake
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    ProcessorMixin,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+)
+
+import tiny
+
+QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
+T5 = {"vocab_size": 104, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+
+
+def lora(**changes):
+    return peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **changes})
+
+
+def frozen_adapter(bench):
+    folder = bench.save("adapter", peft.get_peft_model(tiny.model(), lora()))
+    return peft.PeftModel.from_pretrained(tiny.model(), folder)
+
+
+def adapter_folder(bench):
+    base = LlamaForCausalLM.from_pretrained(bench.folder)
+    return bench.save("adapter", peft.get_peft_model(base, lora()))
+
+
+def headless_folder(bench):
+    return bench.save("classifier", LlamaForSequenceClassification(tiny.config(tie_word_embeddings=False)))
+
+
+def tokenizer(**changes):
+    made = tiny.tokenizer()
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def without_an_end(bench):
+    model = tiny.model(eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    return bench.build(model=model, processing_class=tokenizer(eos_token=None))
+
+
+def with_more_tokens():
+    made = tiny.tokenizer()
+    made.add_tokens(["<think>", "</think>"])
+    return made
+
+
+class Processor(ProcessorMixin):
+    """A tokenizer with something for images beside it, as vision-language models have."""
+
+    def __init__(self):
+        self.tokenizer = tiny.tokenizer()
+
+
+def with_config_of(cls):
+    def make(bench: Bench):
+        return bench.build(args=cls(bench))
+
+    return make
+
+
+CHATS = tiny.rows(conversational=True)
+CANNOT_LOAD = r"cannot be loaded as a causal language model"
+
+MODELS = [
+    Mistake(
+        "Gave a model folder that does not exist",
+        lambda b: b.build(model="./no/such/folder"),
+        (r"model='\./no/such/folder'", "there is no such folder", "folder that holds config.json, or a hub id"),
+        kind=OSError,
+    ),
+    Mistake(
+        "Gave a hub id that does not exist, or is not downloaded and there is no network",
+        lambda b: b.build(model="someone/no-such-model"),
+        ("model='someone/no-such-model'", "no folder here", "Check the spelling; without a network, give a folder"),
+        kind=OSError,
+    ),
+    Mistake(
+        "Gave something that is no model",
+        lambda b: b.build(model=42),
+        ("got int: 42", "hub id, a folder or a transformers causal language model", "from_pretrained"),
+    ),
+    Mistake(
+        "Gave something that is no model",
+        lambda b: b.build(model=42, args=None),
+        ("got int: 42", "hub id, a folder or a transformers causal language model", "from_pretrained"),
+    ),
+    Mistake(
+        "Gave a model's class instead of a model",
+        lambda b: b.build(model=LlamaForCausalLM),
+        ("got the class LlamaForCausalLM", "must be a hub id, a folder or", r"Load one with \S+from_pretrained"),
+    ),
+    Mistake(
+        "Gave a base model without a language-modelling head",
+        lambda b: b.build(model=LlamaModel(tiny.config())),
+        ("LlamaModel has no language-modelling head", "cannot generate", "Load it with AutoModelForCausalLM"),
+    ),
+    Mistake(
+        "Gave a base model without a language-modelling head",
+        lambda b: b.build(model=LlamaForSequenceClassification(tiny.config())),
+        ("LlamaForSequenceClassification has no", "cannot generate", "Load it with AutoModelForCausalLM"),
+    ),
+    Mistake(
+        "Gave the folder of a classifier or of a model saved without its head",
+        lambda b: b.build(model=headless_folder(b)),
+        ("no trained weights for lm_head.weight", "would be random", "saved as a causal language model"),
+    ),
+    Mistake(
+        "Gave an encoder-decoder model",
+        lambda b: b.build(model=T5ForConditionalGeneration(T5Config(**T5))),
+        ("T5ForConditionalGeneration is an encoder-decoder", "only decoder-only", "AutoModelForCausalLM"),
+    ),
+    Mistake(
+        "Gave the folder of a model that is no causal language model",
+        lambda b: b.build(model=b.save("t5", T5ForConditionalGeneration(T5Config(**T5)))),
+        (r"folder '.*t5'", CANNOT_LOAD, "T5Config"),
+    ),
+    Mistake(
+        "Put an argument into model_init_kwargs that the model does not know",
+        lambda b: b.build({"model_init_kwargs": {"flash": True}}, model=b.folder),
+        (CANNOT_LOAD, r"model_init_kwargs=\{'flash': True\}", "unexpected keyword argument 'flash'"),
+    ),
+    Mistake(
+        "Misspelt a dtype",
+        lambda b: b.build({"model_init_kwargs": {"dtype": "float33"}}, model=b.folder),
+        ("dtype='float33'", "no floating-point type", "choose one of: float32, bfloat16"),
+    ),
+    Mistake(
+        "Misspelt a dtype",
+        lambda b: b.build({"model_init_kwargs": {"torch_dtype": "int8"}}, model=b.folder),
+        ("dtype='int8'", "no floating-point type", "choose one of: float32, bfloat16"),
+    ),
+    Mistake(
+        "Gave model_init_kwargs or quantization_config with a loaded model",
+        lambda b: b.build({"model_init_kwargs": {"dtype": "bfloat16"}}),
+        (
+            "`model_init_kwargs`",
+            r"loaded model was given \(LlamaForCausalLM\)",
+            "Pass the model's id or folder, or drop",
+        ),
+    ),
+    Mistake(
+        "Gave model_init_kwargs or quantization_config with a loaded model",
+        lambda b: b.build(quantization_config=QUANTISED, peft_config=lora()),
+        ("`quantization_config`", r"loaded model was given \(LlamaForCausalLM\)", "Pass the model's id or folder"),
+    ),
+    Mistake(
+        "Quantised the model without an adapter",
+        lambda b: b.build(model=b.folder, quantization_config=QUANTISED),
+        ("`quantization_config` without `peft_config`", "cannot be trained", "Pass a `peft_config`"),
+    ),
+    Mistake(
+        "Gave a PeftModel and a peft_config",
+        lambda b: b.build(model=peft.get_peft_model(tiny.model(), lora()), peft_config=lora()),
+        ("a PeftModel and a `peft_config` were both given", "pass the base model with the config, or the PeftModel"),
+    ),
+    Mistake(
+        "Gave a dictionary as peft_config",
+        lambda b: b.build(peft_config={"r": 16}),
+        ("got dict: {'r': 16}", "must be a PEFT config", r"peft\.LoraConfig\("),
+    ),
+    Mistake(
+        "Gave a peft_config whose target modules the model does not have",
+        lambda b: b.build(peft_config=lora(target_modules=["query"])),
+        ("does not fit LlamaForCausalLM", "query", "check the target modules"),
+    ),
+    Mistake(
+        "Gave a peft_config for a classifier",
+        lambda b: b.build(peft_config=lora(task_type="SEQ_CLS")),
+        ("task_type='SEQ_CLS'", "causal language model", "use task_type='CAUSAL_LM'"),
+    ),
+    Mistake(
+        "Loaded an adapter for inference, or froze the model",
+        lambda b: b.build(model=frozen_adapter(b)),
+        ("every weight of the adapter is frozen", "nothing would be trained", "is_trainable=True"),
+    ),
+    Mistake(
+        "Loaded an adapter for inference, or froze the model",
+        lambda b: b.build(model=adapter_folder(b)),
+        ("every weight of the adapter is frozen", "nothing would be trained", "PeftModel.from_pretrained"),
+    ),
+    Mistake(
+        "Loaded an adapter for inference, or froze the model",
+        lambda b: b.build(model=tiny.model().requires_grad_(False)),
+        ("every weight of the model is frozen", "nothing would be trained", r"requires_grad_\(True\)"),
+    ),
+    Mistake(
+        "Loaded the weights to train in float16",
+        lambda b: b.build(model=tiny.model().to(torch.float16)),
+        ("weights to train are float16", "small updates vanish", r"float32 .* or bfloat16"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Used sync_ref_model with an adapter",
+        lambda b: b.build({"beta": 0.1, "sync_ref_model": True}, peft_config=lora()),
+        ("sync_ref_model=True with an adapter", "cannot follow it", "Set sync_ref_model=False or train the whole"),
+    ),
+]
+
+ARGUMENTS = [
+    Mistake(
+        "Gave the config of another trainer, a dictionary or plain TrainingArguments",
+        with_config_of(lambda b: b.config("rloo")),
+        ("got RLOOConfig", "must be a GRPOConfig", r"Make one with GRPOConfig\("),
+        kind=TypeError,
+    ),
+    Mistake(
+        "Gave the config of another trainer, a dictionary or plain TrainingArguments",
+        with_config_of(lambda b: {"beta": 0.1}),
+        ("got dict", "must be a GRPOConfig", r"Make one with GRPOConfig\("),
+        kind=TypeError,
+    ),
+    Mistake(
+        "Gave the config of another trainer, a dictionary or plain TrainingArguments",
+        with_config_of(lambda b: TrainingArguments(str(b.output_dir), report_to="none", use_cpu=True)),
+        ("got TrainingArguments", "must be a GRPOConfig", r"Make one with GRPOConfig\("),
+        kind=TypeError,
+    ),
+    *(
+        Mistake(
+            "Gave tools, rollout_func or environment_factory",
+            lambda b, name=name, value=value: b.build(**{name: value}),
+            (f"`{name}`", "not available in this version", "Leave it out"),
+        )
+        for name, value in {"tools": [print], "rollout_func": print, "environment_factory": print}.items()
+    ),
+    Mistake(
+        "Chose an output_dir that is a file or cannot be written to",
+        lambda b: b.build(args=runs.config(b.write("", "taken"))),
+        ("output_dir='.*taken'", "not a folder that can be written to", "Choose another"),
+    ),
+]
+
+TOKENIZERS = [
+    Mistake(
+        "Trained a model whose folder holds no tokenizer",
+        lambda b: b.build(model=b.save("bare", tiny.model()), processing_class=None),
+        ("loaded from '.*bare'", "Save it there", "pass `processing_class=tokenizer`"),
+    ),
+    Mistake(
+        "Gave a model made from a config and no tokenizer",
+        lambda b: b.build(processing_class=None),
+        ("does not say where it was loaded from", "tokenizer cannot be found", "Pass `processing_class=tokenizer`"),
+    ),
+    Mistake(
+        "Gave a name or another object as processing_class",
+        lambda b: b.build(processing_class="some/tokenizer"),
+        ("got str: 'some/tokenizer'", "must be a tokenizer", r"AutoTokenizer\.from_pretrained, or leave it out"),
+    ),
+    Mistake(
+        "Gave a name or another object as processing_class",
+        lambda b: b.build(processing_class=object()),
+        ("got object", "must be a tokenizer", r"AutoTokenizer\.from_pretrained, or leave it out"),
+    ),
+    Mistake(
+        "Gave the processor of a vision-language model",
+        lambda b: b.build(processing_class=Processor()),
+        ("is the processor Processor", "text only in this version", r"Pass `processor\.tokenizer`"),
+    ),
+    Mistake(
+        "Used a tokenizer and a model that both name no end-of-sequence token",
+        without_an_end,
+        ("neither the tokenizer nor the model's generation config", "could never end", r"Set `tokenizer\.eos_token`"),
+    ),
+    Mistake(
+        "Used a tokenizer with more tokens than the model embeds",
+        lambda b: b.build(processing_class=with_more_tokens()),
+        ("has 106 tokens but the model embeds only 104", "do not belong", "resize_token_embeddings"),
+    ),
+    Mistake(
+        "Used the tokenizer of another, smaller model",
+        lambda b: b.build(model=tiny.model(vocab_size=500)),
+        ("has 104 tokens but the model embeds 500", "another model's", "Pass the model's own tokenizer"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Gave conversations to a tokenizer without a chat template",
+        lambda b: b.build(processing_class=tokenizer(chat_template=None), train_dataset=CHATS),
+        ("row 0 of `train_dataset`", "no chat template", r"Set `tokenizer\.chat_template`, use an instruction-tuned"),
+    ),
+    Mistake(
+        "Gave conversations that the chat template refuses, or a broken template",
+        lambda b: b.build(processing_class=tokenizer(chat_template="{{ raise_exception('no') }}"), train_dataset=CHATS),
+        ("row 0 of `train_dataset`", "cannot render .*TemplateError: no", "Change the messages"),
+    ),
+    Mistake(
+        "Gave conversations that the chat template refuses, or a broken template",
+        lambda b: b.build(processing_class=tokenizer(chat_template="{% for m in messages %}"), train_dataset=CHATS),
+        ("row 0 of `train_dataset`", "cannot render .*TemplateSyntaxError", r"`tokenizer\.chat_template`"),
+    ),
+]
