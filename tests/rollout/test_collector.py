@@ -82,3 +82,27 @@ def test_coroutines_run_inside_a_running_loop_too():
 
     assert run_async(answer()) == 42
     assert asyncio.run(notebook()) == 42
+
+
+def test_sampling_takes_no_gradients_in_a_notebook_either(tiny_tokenizer, tiny_model):
+    import torch
+
+    from covey.rollout.engines.native import NativeEngine
+
+    modes = []
+    tiny_model.register_forward_hook(
+        lambda *args: modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+    )
+    engine = NativeEngine(
+        lambda: tiny_model,
+        eos_token_ids={1},
+        pad_token_id=0,
+        forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    )
+    collector = Collector(engine, PromptCodec(tiny_tokenizer, None, None), seed=0)
+
+    async def notebook():
+        collector.collect(draws([0, 1], 2), PARAMS, ("train", 0))
+
+    asyncio.run(notebook())
+    assert set(modes) == {(False, True)}

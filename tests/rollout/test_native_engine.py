@@ -170,3 +170,21 @@ def test_a_failure_reaches_every_caller_and_leaves_the_engine_usable():
         sample(engine, prompts=PROMPTS[:2])
     model.fails = False
     assert len(sample(engine, prompts=PROMPTS[:2])) == 2
+
+
+def test_a_failure_while_prefilling_reaches_every_caller(tiny_model):
+    engine = engine_of(tiny_model, max_rows=2)
+    handle = tiny_model.get_decoder().register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sample(engine, prompts=PROMPTS)
+    handle.remove()
+    assert len(sample(engine, prompts=PROMPTS)) == len(PROMPTS)
+
+
+def test_the_cache_holds_what_is_in_flight_and_no_more(tiny_model):
+    engine = engine_of(tiny_model, max_rows=64)
+    seen = []
+    tiny_model.register_forward_hook(lambda *args: seen.append((engine._cache.row_capacity, engine._cache.capacity)))
+    sample(engine, prompts=PROMPTS[:2], n=3, max_tokens=200)
+    assert max(rows for rows, _ in seen) == 6
+    assert seen[0][1] == 64 and max(width for _, width in seen) <= 256  # grows with the rows, not with the budget

@@ -64,3 +64,29 @@ def test_other_things_are_no_prompts(codec, prompt):
 
 def test_the_fixture_tokenizer_round_trips():
     assert tiny.tokenizer().decode(tiny.tokenizer()("a B\t1")["input_ids"]) == "a B\t1"
+
+
+def test_an_end_token_that_the_tokenizer_adds_is_taken_off(tiny_tokenizer):
+    class Closing:
+        eos_token, eos_token_id = "<eos>", 1
+
+        def __call__(self, text):
+            return {"input_ids": [*tiny_tokenizer(text)["input_ids"], 1]}
+
+    codec = PromptCodec(Closing(), None, None)
+    assert codec.encode("2+2=") == tiny_tokenizer("2+2=")["input_ids"]
+    assert codec.encode("done<eos>")[-1] == 1  # one that the user wrote stays
+
+
+def test_a_prefill_may_come_in_parts(codec):
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "text", "text": "I s"}]},
+    ]
+    assert codec.decode(messages, codec.tokenizer("ay")["input_ids"])[0]["content"] == "I say"
+
+
+def test_template_arguments_that_a_row_leaves_out_are_the_configs(tiny_tokenizer):
+    tiny_tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}"
+    codec = PromptCodec(tiny_tokenizer, {"mood": "!"}, None)
+    assert codec.tokenizer.decode(codec.encode([{"role": "user", "content": "hi"}], {"mood": None})) == "hi!"

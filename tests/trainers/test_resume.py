@@ -74,3 +74,37 @@ def test_the_best_checkpoint_is_found_and_loaded(tmp_path):
     trained.train()
     best = trained.state.best_model_checkpoint
     assert best and os.path.isdir(best) and ".saving" not in best
+
+
+def test_resuming_a_stream_is_exact(tmp_path):
+    from datasets import Dataset
+
+    import tiny
+
+    def make(folder, **changes):
+        stream = Dataset.from_list(tiny.rows(6)).to_iterable_dataset()
+        return runs.trainer(folder, parts={"train_dataset": stream}, max_steps=8, shuffle_dataset=True, **changes)
+
+    straight = make(tmp_path / "a", save_strategy="steps", save_steps=5)  # a pass is three generations
+    straight.train()
+    resumed = make(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-5"))
+    for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_run_can_be_started_again(tmp_path):
+    trained = runs.trainer(
+        tmp_path, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2, max_steps=3
+    )
+    trained.train()  # ends in the middle of a generation
+    trained.train()
+    assert trained.state.global_step == 3
+
+
+def test_resuming_without_the_buffer_says_what_is_missing(tmp_path):
+    cycle = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
+    runs.trainer(tmp_path, save_only_model=True, save_strategy="steps", save_steps=3, **cycle).train()
+    resumed = runs.trainer(tmp_path, **cycle)
+    with pytest.raises(ValueError, match="save_only_model=True"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

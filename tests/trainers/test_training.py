@@ -292,3 +292,31 @@ def test_the_bonus_is_the_difference_between_the_loss_and_the_policy_loss(tmp_pa
     for entry in trained.state.log_history[:2]:
         assert entry["entropy_coef"] == 0.1
         assert entry["loss"] == pytest.approx(entry["policy_loss"] - 0.1 * entry["entropy"], abs=1e-4)
+
+
+def test_every_generation_of_a_step_has_an_entropy_threshold(tmp_path):
+    trained = runs.trainer(
+        tmp_path, top_entropy_quantile=0.5, gradient_accumulation_steps=4, steps_per_generation=2, max_steps=1
+    )
+    thresholds = []
+    compute = trained.compute_loss
+    trained.compute_loss = lambda model, inputs, **kw: (
+        thresholds.append(inputs.entropy_threshold) or compute(model, inputs, **kw)
+    )
+    trained.train()
+    assert len(thresholds) == 4 and None not in thresholds
+
+
+def test_evaluations_of_the_same_weights_agree(tmp_path):
+    trained = runs.trainer(tmp_path, parts={"eval_dataset": tiny.rows(4)}, per_device_eval_batch_size=4)
+    first, second = trained.evaluate(), trained.evaluate()
+    assert first["eval_reward"] == second["eval_reward"] and first["eval_loss"] == second["eval_loss"]
+    assert trained.predict(tiny.rows(4)).metrics["test_reward"] == first["eval_reward"]
+
+
+def test_an_engine_that_does_not_sample_from_the_policy_is_found_out(tmp_path):
+    trained = runs.trainer(tmp_path)
+    other = tiny.model(seed=1)
+    trained.collector.engine._model = lambda: other
+    with pytest.raises(ValueError, match="log-probs differ"):
+        trained.train()

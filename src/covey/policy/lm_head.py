@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
@@ -110,6 +110,11 @@ def head_of(model: Any, *, float32: bool = False) -> Callable[[Tensor], Tensor]:
 
 
 def _float32_linear(head: Any, hidden: Tensor) -> Tensor:
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"cast_lm_head_to_fp32 needs a plain linear head, and this model's is a {type(head).__name__} (an adapter"
+            " or quantised weights). Set cast_lm_head_to_fp32=False, or keep the head out of the adapter."
+        )
     with torch.autocast(hidden.device.type, enabled=False):
-        bias = head.bias.float() if getattr(head, "bias", None) is not None else None
-        return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(hidden.float(), head.weight.float(), bias)

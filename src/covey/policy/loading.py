@@ -185,6 +185,11 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
             f"`peft_config` has task_type={str(peft_config.task_type)!r}, but the policy is a causal language model:"
             " use task_type='CAUSAL_LM' or leave it out."
         )
+    if peft_config.is_prompt_learning:
+        raise ValueError(
+            f"`peft_config` is a {type(peft_config).__name__}, which puts virtual tokens before the prompt; sampling"
+            " and scoring support adapters inside the layers. Use LoRA or one of its relatives."
+        )
     if getattr(model, "is_quantized", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     try:
@@ -279,10 +284,13 @@ def max_context(model: Any) -> int | None:
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout probability to 0."""
+    """Set every dropout probability to 0: of dropout modules, and those that attention keeps as plain numbers."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def convert_gguf(path: str | Path, folder: str | Path) -> Path:

@@ -102,7 +102,7 @@ class TokenScorer:
         inner = self.unwrap(model)
         few = batch.select(torch.arange(min(CHECK_ROWS, len(batch)), device=batch.lengths.device))
         with inference_mode_of(inner):
-            _check_head(inner, LAYOUTS["padded"](few, self.pad_token_id).kwargs)
+            _check_head(inner, LAYOUTS["padded"](few, self.pad_token_id).kwargs, self.float32_head)
             if self.layout == "auto":
                 self.layout = self._choose(inner, few) if few.num_tokens else "padded"
         self._proven = True
@@ -143,7 +143,7 @@ def use_attention_of(layout: str, model: Any) -> None:
         model.set_attn_implementation(PACKED_ATTENTION)
 
 
-def _check_head(model: Any, inputs: dict[str, Any]) -> None:
+def _check_head(model: Any, inputs: dict[str, Any], float32: bool) -> None:
     """The head as we apply it must give the model's own logits.
 
     Raises:
@@ -151,7 +151,7 @@ def _check_head(model: Any, inputs: dict[str, Any]) -> None:
     """
     with capture_decoder_output(model) as captured:
         theirs = model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1].float()
-    ours = head_of(model)(captured[0][:, -1]).float()
+    ours = head_of(model, float32=float32)(captured[0][:, -1]).float()
     difference = (ours - theirs).abs().max().item()
     if difference > 1e-2 * max(1.0, theirs.abs().max().item()):
         raise ValueError(

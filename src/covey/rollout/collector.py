@@ -11,6 +11,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from covey.core.rollout import Completion, Rollout
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.rollout.prompts import PromptCodec
@@ -61,16 +63,15 @@ class Collector:
             params: how to sample.
             key: names this generation (mode and step): another key gives other samples.
         """
-        with self.engine.awake():
-            return run_async(self._collect(draws, params, key))
+        return run_async(self._collect(draws, params, key))
 
     async def _collect(
         self, draws: Sequence[Draw], params: SamplingParams, key: tuple[int | str, ...]
     ) -> list[Rollout]:
-        groups = _siblings(draws)
-        answered = await asyncio.gather(
-            *(self._group(number, siblings, params, key) for number, siblings in enumerate(groups))
-        )
+        with self.engine.awake():  # here, since gradient mode and autocast belong to the thread that runs this
+            answered = await asyncio.gather(
+                *(self._group(number, siblings, params, key) for number, siblings in enumerate(_siblings(draws)))
+            )
         return [rollout for rollouts in answered for rollout in rollouts]
 
     async def _group(
@@ -114,9 +115,12 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     outcome: list[T] = []
     failure: list[BaseException] = []
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def target() -> None:
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             outcome.append(asyncio.run(work))
         except BaseException as error:  # carried to the caller's thread
             failure.append(error)

@@ -57,7 +57,11 @@ class PromptCodec:
                 f"a prompt must be a string or a non-empty list of messages with 'role' and 'content', got"
                 f" {type(prompt).__name__}: {_shown(prompt)}"
             )
-        return list(self.tokenizer(prompt)["input_ids"])
+        ids = list(self.tokenizer(prompt)["input_ids"])
+        ends = self.tokenizer.eos_token_id
+        if ids and ids[-1] == ends and not prompt.endswith(self.tokenizer.eos_token):
+            ids.pop()  # a tokenizer that closes every text would have the policy go on after the end
+        return ids
 
     def _encode_chat(self, messages: Prompt, row_kwargs: dict[str, Any]) -> list[int]:
         if getattr(self.tokenizer, "chat_template", None) is None:
@@ -78,7 +82,8 @@ class PromptCodec:
                 continue_final_message=continues,
                 tokenize=True,
                 return_dict=False,
-                **{**self.chat_template_kwargs, **row_kwargs},
+                # Columns of a table hold None where a row says nothing.
+                **{**self.chat_template_kwargs, **{k: v for k, v in row_kwargs.items() if v is not None}},
             )
         except Exception as error:  # templates are programs of their authors: they raise whatever they like
             raise ValueError(
@@ -102,7 +107,10 @@ def ends_with_assistant(messages: Any) -> bool:
 
 def _begun(messages: Any) -> str:
     """What the assistant had already said when the policy took over."""
-    return messages[-1]["content"] if ends_with_assistant(messages) else ""
+    content = messages[-1].get("content") if ends_with_assistant(messages) else ""
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content or ""
 
 
 def _shown(prompt: Any, width: int = 120) -> str:

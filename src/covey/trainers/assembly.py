@@ -96,11 +96,34 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
         quantization_config=quantization_config,
         peft_config=peft_config,
     )
+    refuse_unsupported_layers(policy)
+    if getattr(policy.config, "output_router_logits", False):
+        warnings.warn(
+            f"{type(policy).__name__} asks for its load-balancing loss (output_router_logits=True), which this version"
+            " does not train on; it is switched off.",
+            stacklevel=2,
+        )
+        policy.config.output_router_logits = False
     if args.disable_dropout:
         disable_dropout(policy)
     if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):
         policy.enable_input_require_grads()  # checkpointed frozen layers need an input that carries gradient
     return policy
+
+
+def refuse_unsupported_layers(policy: Any) -> None:
+    """The built-in engine keeps keys and values; layers with another kind of memory come with a later version.
+
+    Raises:
+        ValueError: the model has such layers.
+    """
+    kinds = set(getattr(policy.config.get_text_config(), "layer_types", None) or [])
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if others:
+        raise ValueError(
+            f"{type(policy).__name__} has layers of kind {', '.join(others)}, which this version cannot sample from; it"
+            " supports full and sliding-window attention. Use a model of such layers alone."
+        )
 
 
 def build_scorer(args: Any, tokenizer: Any, accelerator: Any) -> TokenScorer:
@@ -141,6 +164,11 @@ def build_collector(args: Any, model: Any, tokenizer: Any, accelerator: Any, pol
             " leaves room for: completions end where the context does. Lower it, or take a model with a longer"
             " context.",
             stacklevel=2,
+        )
+    if context is None and args.max_completion_length is None:
+        raise ValueError(
+            "max_completion_length=None lets completions grow until the model's context is full, but this model names"
+            " no context length (max_position_embeddings). Set max_completion_length."
         )
     engine = NativeEngine(
         policy,

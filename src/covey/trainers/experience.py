@@ -17,10 +17,6 @@ class Experience:
         self._passes = 0
         self._served = 0
 
-    def is_spent(self) -> bool:
-        """Whether a new generation is due."""
-        return self._served >= len(self._parts) * self._passes
-
     def refill(self, parts: list[TrainBatch], passes: int) -> None:
         """Start over with the micro-batches of a new generation, to be gone through `passes` times."""
         self._parts, self._passes, self._served = parts, passes, 0
@@ -31,8 +27,18 @@ class Experience:
         return [self._parts[i % len(self._parts)] for i in range(self._served, min(self._served + count, last))]
 
     def next(self) -> TrainBatch:
-        """Serve one micro-batch."""
-        assert not self.is_spent(), "refill comes first"
+        """Serve one micro-batch.
+
+        Raises:
+            ValueError: there is none, which happens when a run is resumed in the middle of a generation without the
+                buffer that a full checkpoint holds.
+        """
+        if self._served >= len(self._parts) * self._passes:
+            raise ValueError(
+                "the run goes on in the middle of a generation, but the generation is not there: the checkpoint was"
+                " saved with save_only_model=True or by another trainer. Resume from a full checkpoint, or start a new"
+                " run from the checkpoint's weights."
+            )
         self._served += 1
         return self._parts[(self._served - 1) % len(self._parts)]
 

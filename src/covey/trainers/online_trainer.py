@@ -111,6 +111,7 @@ class OnlineTrainer(AtomicCheckpoints):
         self.completions = assembly.build_completions(args, self.is_world_process_zero())
         self.num_tokens = 0
         self._generations = {"train": 0, "eval": 0}
+        self._engine_checked = False
         self._entropy_known = False
         self._micro_step = 0
         self._step_seconds = 0.0
@@ -122,12 +123,13 @@ class OnlineTrainer(AtomicCheckpoints):
     def _prepare_inputs(self, draws: list[Draw]) -> TrainBatch:  # type: ignore[override]
         if not self.model.training:
             return self.gather_experience(draws)
-        if self.experience.is_spent():
+        if draws:
             batch = self.gather_experience(draws)
             parts = batch.split(self.args.per_device_train_batch_size)
             self.experience.refill(parts, self.args.num_iterations)
-        if self.args.top_entropy_quantile < 1.0 and self._micro_step == 0:
-            self._find_entropy_threshold(self.experience.upcoming(self.args.gradient_accumulation_steps))
+        if self.args.top_entropy_quantile < 1.0 and (draws or self._micro_step == 0):
+            left = self.current_gradient_accumulation_steps - self._micro_step
+            self._find_entropy_threshold(self.experience.upcoming(left))
         return self.experience.next()
 
     @torch.no_grad()
@@ -140,6 +142,7 @@ class OnlineTrainer(AtomicCheckpoints):
             scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state))
         batch = collate(rollouts, mask_truncated=self.args.mask_truncated_completions).to(self.accelerator.device)
         with self.phases("score"):
+            self._check_engine(batch)
             kl = self.score_behaviour(batch)
         generation = self._share(draws, rollouts, batch, scored.rewards, kl, notes)
         advantages = self._advantages(generation)
@@ -160,8 +163,9 @@ class OnlineTrainer(AtomicCheckpoints):
     ) -> Tensor:
         """The loss of one micro-batch, so scaled that the sum over micro-steps, averaged over ranks, is the step's."""
         batch = self._with_signal(inputs)
+        wants_entropy = self.entropy.enabled or batch.entropy_threshold is not None or not self._entropy_known
         with self.accelerator.autocast():
-            scores = self.scorer(model, batch, entropy=True)
+            scores = self.scorer(model, batch, entropy=wants_entropy)
         coef = self.entropy.effective
         result = policy_loss(LossInputs.of(batch, *scores, coef, whole=inputs), self.algorithm.objective)
         scale = self._loss_scale()
@@ -170,6 +174,12 @@ class OnlineTrainer(AtomicCheckpoints):
             self.metrics.add({"policy_loss": share})
         self._note_loss(result.stats)
         return result.loss * scale
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train from the start or from a checkpoint; nothing is left over from an earlier, interrupted call."""
+        self.experience = Experience()
+        self._micro_step, self._step_seconds, self._step_entropy = 0, 0.0, Mean(0.0, 0.0)
+        return super().train(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Hugging Face's step, timed; closes the books when it is the last of an optimizer step."""
@@ -204,6 +214,28 @@ class OnlineTrainer(AtomicCheckpoints):
         kl = torch.where(batch.sampled, old - batch.ref_logprobs, 0.0)
         self.metrics.add({"kl": Mean(kl.sum().item(), batch.sampled.sum().item())}, self.mode)
         return segment_sum(kl, batch.lengths).cpu()
+
+    def _check_engine(self, batch: TrainBatch) -> None:
+        """On the first samples: the engine and the scorer must agree on how probable they are.
+
+        Raises:
+            ValueError: they do not, so the engine does not sample from the policy.
+        """
+        if self._engine_checked or batch.engine_logprobs is None or not batch.num_tokens:
+            return
+        few = batch.select(torch.arange(min(4, len(batch)), device=batch.lengths.device))
+        with self.accelerator.autocast():
+            scored = self.scorer.split(self.policy, few, len(few)).logprobs
+        assert few.engine_logprobs is not None, "selected from a batch that has them"
+        gap = (scored - few.engine_logprobs)[few.sampled].abs().mean().item() if few.sampled.any() else 0.0
+        exact = self.policy.dtype.itemsize >= 4 and self.accelerator.mixed_precision == "no"
+        if gap > (0.01 if exact else 0.1):
+            raise ValueError(
+                f"the engine's log-probs differ from the model's own by {gap:.2g} on average, so"
+                f" {type(self.policy).__name__} is not sampled from as it is. Its attention is of a kind the built-in"
+                " engine does not know; please report the model."
+            )
+        self._engine_checked = True
 
     def _share(
         self,
@@ -266,7 +298,8 @@ class OnlineTrainer(AtomicCheckpoints):
 
     def _with_signal(self, batch: TrainBatch) -> TrainBatch:
         """Leave out rollouts whose gradient is exactly zero; one stays, so that every process runs a pass."""
-        if self.algorithm.objective.needs_every_rollout or batch.entropy_weights is not None or not len(batch):
+        counts_entropies = batch.entropy_weights is not None or batch.entropy_threshold is not None
+        if self.algorithm.objective.needs_every_rollout or counts_entropies or not len(batch):
             return batch
         assert batch.advantages is not None, "credit comes before the loss"
         has_signal = segment_sum((batch.advantages != 0).long() * batch.sampled, batch.lengths) > 0
@@ -274,7 +307,10 @@ class OnlineTrainer(AtomicCheckpoints):
         return batch.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=rows.device))
 
     def _find_entropy_threshold(self, parts: list[TrainBatch]) -> None:
-        """The entropy that a token of the coming optimizer step needs to count: a quantile over all its tokens."""
+        """The entropy that a token needs to count: a quantile over the coming optimizer step.
+
+        Where the step goes on into another generation, that part gets a threshold of its own when it is sampled.
+        """
         entropies = []
         with self.accelerator.autocast():
             for part in parts:
@@ -375,6 +411,10 @@ class OnlineTrainer(AtomicCheckpoints):
         self.algebra.check_eval()
         return eval_loader(dataset, self.algebra, self.accelerator.process_index)
 
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Batches over a dataset given to `predict`."""
+        return self.get_eval_dataloader(test_dataset)
+
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -386,18 +426,21 @@ class OnlineTrainer(AtomicCheckpoints):
         """Sample and score every prompt of a dataset; the metrics are those of training, prefixed."""
         was_training = self.model.training
         self.model.eval()
-        losses, rows = [0.0], 0
+        self._generations["eval"] = 0  # every evaluation draws alike, so that what changes is the model
+        losses, rows = 0.0, 0
         try:
             for draws in dataloader:
                 batch = self._prepare_inputs(draws)
                 with torch.no_grad():
                     loss = self.compute_loss(self.model, batch).item() if len(batch) else 0.0
-                losses.append(sum(gather_object([loss])))
-                rows += sum(gather_object([len(batch)]))
+                shares = gather_object([(loss, len(batch))])
+                rows += (batch_rows := sum(count for _, count in shares))
+                losses += batch_rows * sum(loss for loss, _ in shares)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         finally:
             self.model.train(was_training)
         metrics = self.metrics.drain("eval", prefix=f"{metric_key_prefix}_")
-        metrics[f"{metric_key_prefix}_loss"] = sum(losses) / max(len(losses) - 1, 1)
+        metrics[f"{metric_key_prefix}_loss"] = losses / max(rows, 1)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

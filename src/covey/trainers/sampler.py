@@ -6,7 +6,7 @@ sees the same permutation and takes its own slice, so the data does not depend o
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -144,29 +144,38 @@ class DrawStream(IterableDataset):
         self.rank = rank
         self.training = training
 
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a stream that shuffles."""
-        if hasattr(self.rows, "set_epoch"):
-            self.rows.set_epoch(epoch)
-
     def __iter__(self) -> Iterator[list[Draw]]:
-        a = self.algebra
-        wanted, group = (
-            (a.prompts_per_generation, a.num_generations)
-            if self.training
-            else (
-                a.prompts_per_eval_batch,
-                a.eval_group,
-            )
-        )
+        return self._training_steps() if self.training else self._evaluation_batches()
+
+    def _training_steps(self) -> Iterator[list[Draw]]:
+        """Pass after pass without end: `max_steps` ends training, and skipping finds the place of a resumed run.
+
+        Raises:
+            ValueError: the stream has fewer prompts than one generation needs.
+        """
+        for number in count():
+            if hasattr(self.rows, "set_epoch"):
+                self.rows.set_epoch(number)  # a stream that shuffles does so anew
+            prompts = 0
+            for chunk in self._chunks(self.algebra.prompts_per_generation):
+                prompts += len(chunk)
+                if len(chunk) == self.algebra.prompts_per_generation:
+                    yield self._share(chunk, self.algebra.num_generations)
+                    yield from ([] for _ in range(self.algebra.micro_batches - 1))
+            check_enough(prompts, self.algebra)  # else there would be pass after pass without a step
+
+    def _evaluation_batches(self) -> Iterator[list[Draw]]:
+        for chunk in self._chunks(self.algebra.prompts_per_eval_batch):
+            yield self._share(chunk, self.algebra.eval_group)
+
+    def _chunks(self, size: int) -> Iterator[dict[int, Any]]:
         numbered = enumerate(self.rows)
-        while chunk := list(islice(numbered, wanted)):
-            if self.training and len(chunk) < wanted:
-                return
-            rows = dict(chunk)
-            share = rank_share(list(rows), group, a, self.rank)
-            yield [Draw(rows[prompt], prompt, sample) for prompt, sample in share]
-            yield from ([] for _ in range(a.micro_batches - 1 if self.training else 0))
+        while chunk := dict(islice(numbered, size)):
+            yield chunk
+
+    def _share(self, chunk: dict[int, Any], group: int) -> list[Draw]:
+        slots = rank_share(list(chunk), group, self.algebra, self.rank)
+        return [Draw(chunk[prompt], prompt, sample) for prompt, sample in slots]
 
 
 class _EpochLoader(DataLoader):

@@ -79,6 +79,7 @@ class NativeEngine:
         self.max_context = max_context
         self._forward_context = forward_context
         self._waiting: deque[_Row] = deque()
+        self._admitted: list[_Row] = []
         self._rows: list[_Row] = []
         self._cache: RowCache | None = None
         self._driver: asyncio.Task[None] | None = None
@@ -134,11 +135,12 @@ class NativeEngine:
                 self._decode()
                 await asyncio.sleep(0)
         except BaseException as error:
-            for row in [*self._rows, *self._waiting]:
+            for row in [*self._rows, *self._admitted, *self._waiting]:
                 if not row.done.done():
                     row.done.set_exception(error)
-            self._rows.clear()
-            self._waiting.clear()
+            for rows in (self._rows, self._admitted, self._waiting):
+                rows.clear()
+            self._cache = None
             if not isinstance(error, Exception):
                 raise
 
@@ -151,7 +153,7 @@ class NativeEngine:
             return
         groups: dict[int, list[_Row]] = {}
         for _ in range(min(free, len(self._waiting))):
-            row = self._waiting.popleft()
+            self._admitted.append(row := self._waiting.popleft())
             groups.setdefault(id(row.request), []).append(row)
         batch: list[list[_Row]] = []
         for group in sorted(groups.values(), key=lambda rows: len(rows[0].request.prompt_ids)):
@@ -160,6 +162,7 @@ class NativeEngine:
                 batch = []
             batch.append(group)
         self._prefill(batch)
+        self._admitted.clear()
 
     def _prefill(self, groups: list[list[_Row]]) -> None:
         """Compute each group's prompt once, all but its last token, and give every row a copy of its cache.
@@ -185,9 +188,9 @@ class NativeEngine:
         for row in rows:
             row.generator = torch.Generator(device).manual_seed(row.seed)
         if self._cache is None:
-            self._cache = RowCache(self.max_rows, _compute_dtype(model))
+            self._cache = RowCache(_compute_dtype(model))
         owners = torch.tensor([place for place, group in enumerate(groups) for _ in group], device=device)
-        self._cache.append(cache, owners, max(len(row.request.prompt_ids) + self._budget(row) for row in rows))
+        self._cache.append(cache, owners, width)
         self._rows.extend(rows)
 
     def _budget(self, row: _Row) -> int:

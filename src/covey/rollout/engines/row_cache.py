@@ -19,31 +19,30 @@ class RowCache(Cache):
     """Keys and values of the rows being decoded, `[rows, heads, capacity, head_dim]` per layer.
 
     Args:
-        max_rows: most rows at once.
         dtype: what keys and values are stored as: the type attention multiplies in, so that nothing is converted
             again at every step.
     """
 
-    def __init__(self, max_rows: int, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype):
         super().__init__(layers=[])
-        self.max_rows = max_rows
         self._dtype = dtype
         self.capacity = 0
+        self.row_capacity = 0
         self.rows = 0
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._positions: Tensor | None = None
         self._width = 0
 
-    def append(self, prefilled: Cache | None, owners: Tensor, longest: int) -> None:
+    def append(self, prefilled: Cache | None, owners: Tensor, width: int) -> None:
         """Add `len(owners)` rows; row i starts as a copy of prefilled prompt `owners[i]`.
 
         Args:
             prefilled: a cache of right-padded prompts, or None when the prompts have nothing to prefill.
             owners: [R] int64.
-            longest: most tokens any of the new rows may come to.
+            width: tokens of the longest prefilled prompt.
         """
-        self._reserve(longest)
+        self._reserve(width + 1, self.rows + len(owners))
         added = slice(self.rows, self.rows + len(owners))
         layers: list[Any] = [] if prefilled is None else list(prefilled.layers)
         for index, layer in enumerate(layers):
@@ -72,6 +71,7 @@ class RowCache(Cache):
         """
         self._positions = positions
         self._width = int(positions.max()) + 1
+        self._reserve(self._width, self.rows)
         column = torch.arange(self._width, device=positions.device)
         causal = column <= positions[:, None]
         window = getattr(config, "sliding_window", None)
@@ -98,21 +98,23 @@ class RowCache(Cache):
         """Tokens of the longest row before this step."""
         return max(self._width - 1, 0)
 
-    def _reserve(self, tokens: int) -> None:
-        """Make room for rows of `tokens`, keeping what is stored."""
-        if tokens <= self.capacity:
+    def _reserve(self, tokens: int, rows: int) -> None:
+        """Make room for `rows` rows of `tokens`, keeping what is stored. Doubling keeps the copying rare."""
+        if tokens <= self.capacity and rows <= self.row_capacity:
             return
-        self.capacity = -(-tokens // GRANULE) * GRANULE
+        if tokens > self.capacity:
+            self.capacity = -(-max(tokens, 2 * self.capacity) // GRANULE) * GRANULE
+        self.row_capacity = max(rows, self.row_capacity)
         for store in (self._keys, self._values):
             for index, old in store.items():
-                grown = old.new_zeros(self.max_rows, old.shape[1], self.capacity, old.shape[3])
+                grown = old.new_zeros(self.row_capacity, old.shape[1], self.capacity, old.shape[3])
                 grown[: self.rows, :, : old.shape[2]] = old[: self.rows]
                 store[index] = grown
 
     def _storage(self, store: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
         """A layer's tensor, made on first use. Zeros, because masked garbage could be NaN."""
         if layer not in store:
-            shape = (self.max_rows, like.shape[1], self.capacity, like.shape[3])
+            shape = (self.row_capacity, like.shape[1], self.capacity, like.shape[3])
             store[layer] = torch.zeros(shape, dtype=self._dtype, device=like.device)
         return store[layer]
 
