@@ -1,8 +1,12 @@
 """Saving, and pushing to a hub that is a small server on this machine."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import runs
@@ -55,24 +59,34 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+PUSH = """
+import sys
+import runs
+trained = runs.trainer(sys.argv[1], hub_model_id="me/tiny", hub_token="hf_test")
+trained.train()
+trained.push_to_hub(commit_message="done")
+"""
+
+
 @pytest.fixture
-def hub(monkeypatch):
+def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("OneHub", (Hub,), {"commits": []}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", address)
-    yield server.RequestHandlerClass
+    yield server
     server.shutdown()
 
 
 def test_a_model_is_pushed_with_its_tokenizer_and_card(tmp_path, hub):
-    trained = runs.trainer(tmp_path, hub_model_id="me/tiny", hub_token="hf_test")
-    trained.train()
-    trained.push_to_hub(commit_message="done")
-    pushed = {name for commit in hub.commits for name in commit}
+    here = Path(__file__).parent
+    environment = {  # the hub's address is read once, when its client is first imported
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]),
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HUB_OFFLINE": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PUSH, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    pushed = {name for commit in hub.RequestHandlerClass.commits for name in commit}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= pushed
