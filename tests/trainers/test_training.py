@@ -320,3 +320,26 @@ def test_an_engine_that_does_not_sample_from_the_policy_is_found_out(tmp_path):
     trained.collector.engine._model = lambda: other
     with pytest.raises(ValueError, match="log-probs differ"):
         trained.train()
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "luspo", "rloo"])
+def test_the_logged_loss_is_the_formulas(tmp_path, loss_type):
+    import pyarrow.parquet
+
+    method = "rloo" if loss_type == "rloo" else "grpo"
+    trained = runs.trainer(tmp_path, method, loss_type=loss_type, beta=0.0, max_steps=1)
+    trained.train()
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00001.parquet").to_pydict()
+    credit, lengths = table["advantage"], table["length"]
+    # On-policy every ratio is 1, so a token's loss is -A; only the average differs.
+    total = -sum(a * n for a, n in zip(credit, lengths, strict=True))
+    rollouts = len(credit)
+    expected = {
+        "dapo": total / sum(lengths),
+        "grpo": -sum(credit) / rollouts,
+        "dr_grpo": total / (rollouts * 6),  # max_completion_length=6
+        "luspo": total / rollouts,
+        "rloo": -sum(credit) / rollouts,
+    }[loss_type]
+    assert len(set(lengths)) > 1
+    assert runs.history(trained, "loss")[0] == pytest.approx(expected, abs=1e-5)

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from covey.algorithms.algorithm import Algorithm
+from covey.observability.advice import Advice, LogEnds
 from covey.observability.completions import CompletionLog
 from covey.observability.console import ProgressDisplay
 from covey.policy.loading import disable_dropout, end_token_ids, load_policy, load_tokenizer, max_context
@@ -266,11 +267,11 @@ def check_fit(trainer: Any) -> None:
 
 def add_callbacks(trainer: Any) -> None:
     """Covey's own progress display instead of the stock ones, and the reference's slow following."""
-    check_fit(trainer)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    if not trainer.args.disable_tqdm:
-        trainer.add_callback(ProgressDisplay())
+    trainer.add_callback(LogEnds())
+    trainer.add_callback(ProgressDisplay(plain=trainer.args.disable_tqdm))
+    trainer.add_callback(Advice())
     if trainer.reference is not None and trainer.args.sync_ref_model:
         trainer.add_callback(FollowPolicy(trainer))
 

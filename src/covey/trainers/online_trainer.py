@@ -116,6 +116,7 @@ class OnlineTrainer(AtomicCheckpoints):
         self._micro_step = 0
         self._step_seconds = 0.0
         self._step_entropy = Mean(0.0, 0.0)
+        assembly.check_fit(self)
         assembly.add_callbacks(self)
 
     # ---- one step --------------------------------------------------------------------------------------------------
@@ -403,7 +404,10 @@ class OnlineTrainer(AtomicCheckpoints):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Batches over one evaluation dataset."""
         if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
+            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if eval_dataset not in known:
+                raise ValueError(f"no evaluation dataset is called {eval_dataset!r}; known: {sorted(known)}.")
+            eval_dataset = known[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
