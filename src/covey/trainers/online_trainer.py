@@ -12,7 +12,6 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import set_seed
-from transformers.trainer_utils import EvalLoopOutput
 
 from covey.algorithms.algorithm import Algorithm
 from covey.core.batch import TrainBatch, collate
@@ -24,16 +23,17 @@ from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
 from covey.rollout.collector import Draw
 from covey.trainers import assembly
-from covey.trainers.checkpoint import AtomicCheckpoints
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_dataset
 from covey.trainers.entropy import exact_quantile
+from covey.trainers.evaluation import SampledEvaluation
 from covey.trainers.experience import Experience, weigh
+from covey.trainers.parity import check_parity
 from covey.trainers.record import Generation, Notes, Share, describe, sampling_entropy
-from covey.trainers.sampler import eval_loader, train_loader
+from covey.trainers.sampler import train_loader
 
 
-class OnlineTrainer(AtomicCheckpoints):
+class OnlineTrainer(SampledEvaluation):
     """Trains a causal language model on its own completions.
 
     Args:
@@ -122,8 +122,6 @@ class OnlineTrainer(AtomicCheckpoints):
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def _prepare_inputs(self, draws: list[Draw]) -> TrainBatch:  # type: ignore[override]
-        if not self.model.training:
-            return self.gather_experience(draws)
         if draws:
             batch = self.gather_experience(draws)
             parts = batch.split(self.args.per_device_train_batch_size)
@@ -217,25 +215,14 @@ class OnlineTrainer(AtomicCheckpoints):
         return segment_sum(kl, batch.lengths).cpu()
 
     def _check_engine(self, batch: TrainBatch) -> None:
-        """On the first samples: the engine and the scorer must agree on how probable they are.
-
-        Raises:
-            ValueError: they do not, so the engine does not sample from the policy.
-        """
+        """On the first samples: the engine and the scorer must agree on how probable they are."""
         if self._engine_checked or batch.engine_logprobs is None or not batch.num_tokens:
             return
         few = batch.select(torch.arange(min(4, len(batch)), device=batch.lengths.device))
         with self.accelerator.autocast():
             scored = self.scorer.split(self.policy, few, len(few)).logprobs
-        assert few.engine_logprobs is not None, "selected from a batch that has them"
-        gap = (scored - few.engine_logprobs)[few.sampled].abs().mean().item() if few.sampled.any() else 0.0
         exact = self.policy.dtype.itemsize >= 4 and self.accelerator.mixed_precision == "no"
-        if gap > (0.01 if exact else 0.1):
-            raise ValueError(
-                f"the engine's log-probs differ from the model's own by {gap:.2g} on average, so"
-                f" {type(self.policy).__name__} is not sampled from as it is. Its attention is of a kind the built-in"
-                " engine does not know; please report the model."
-            )
+        check_parity(few, scored, type(self.policy).__name__, tolerance=0.01 if exact else 0.1)
         self._engine_checked = True
 
     def _share(
@@ -376,7 +363,7 @@ class OnlineTrainer(AtomicCheckpoints):
         self._generations[self.mode] += 1
         return self.mode, number
 
-    # ---- data, evaluation, logs, checkpoints -----------------------------------------------------------------------
+    # ---- data, logs, checkpoints -----------------------------------------------------------------------------------
 
     @staticmethod
     def _check_data(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
@@ -400,52 +387,6 @@ class OnlineTrainer(AtomicCheckpoints):
             seed=self.args.seed,
             workers=self.args.dataloader_num_workers,
         )
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Batches over one evaluation dataset."""
-        if isinstance(eval_dataset, str):
-            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
-            if eval_dataset not in known:
-                raise ValueError(f"no evaluation dataset is called {eval_dataset!r}; known: {sorted(known)}.")
-            eval_dataset = known[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
-        check_dataset(dataset, "eval_dataset")
-        self.algebra.check_eval()
-        return eval_loader(dataset, self.algebra, self.accelerator.process_index)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Batches over a dataset given to `predict`."""
-        return self.get_eval_dataloader(test_dataset)
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Sample and score every prompt of a dataset; the metrics are those of training, prefixed."""
-        was_training = self.model.training
-        self.model.eval()
-        self._generations["eval"] = 0  # every evaluation draws alike, so that what changes is the model
-        losses, rows = 0.0, 0
-        try:
-            for draws in dataloader:
-                batch = self._prepare_inputs(draws)
-                with torch.no_grad():
-                    loss = self.compute_loss(self.model, batch).item() if len(batch) else 0.0
-                shares = gather_object([(loss, len(batch))])
-                rows += (batch_rows := sum(count for _, count in shares))
-                losses += batch_rows * sum(loss for loss, _ in shares)
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        finally:
-            self.model.train(was_training)
-        metrics = self.metrics.drain("eval", prefix=f"{metric_key_prefix}_")
-        metrics[f"{metric_key_prefix}_loss"] = losses / max(rows, 1)
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the window's metrics to what Hugging Face logs, and write down its completions."""
