@@ -81,7 +81,29 @@ def test_evaluations_and_the_end_are_told():
     run.step(1.0)
     run.display.on_log(None, run.state, TrainerControl(), logs={"eval_reward": 0.5, "eval_loss": 0.0, "epoch": 1.0})
     run.display.on_log(None, run.state, TrainerControl(), logs={"train_runtime": 75.0})
-    assert run.lines == ["eval  step  1/10  reward 0.500  loss +0.0000", "trained 1 steps in 1m15s"]
+    assert run.lines == ["eval  step  1/10  reward 0.500  loss 0.0000", "trained 1 step in 1m15s"]
+
+
+def test_named_evaluation_sets_are_told_apart():
+    run = Run(terminal=True)
+    run.step(1.0)
+    for name, reward in (("easy", 1.0), ("very_hard", 0.25)):
+        logs = {f"eval_{name}_reward": reward, f"eval_{name}_loss": -0.00001, f"eval_{name}_rewards/x/mean": 1.0}
+        run.display.on_log(None, run.state, TrainerControl(), logs=logs)
+    assert {name: logs["reward"] for name, logs in run.display.board.evaluations.items()} == {
+        "easy": 1.0,
+        "very_hard": 0.25,
+    }
+    assert "eval easy  step  1/10  reward 1.000  loss 0.0000" in run.out.getvalue()
+
+
+def test_a_plain_display_prints_lines_on_a_terminal_too():
+    out = io.StringIO()
+    display = ProgressDisplay(Console(file=out, force_terminal=True), plain=True)
+    state = TrainerState(max_steps=2, global_step=1, is_world_process_zero=True)
+    display.on_train_begin(None, state, TrainerControl())
+    display.on_log(None, state, TrainerControl(), logs={"reward": 0.5})
+    assert out.getvalue().startswith("step 1/2  reward 0.500")
 
 
 def test_other_processes_say_nothing():

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from covey.observability.meanings import METRIC_MEANINGS, meaning
-from covey.observability.plots import plot_curves, series, smooth
+from covey.observability.plots import PANELS, _with_evaluations, plot_curves, series, smooth
 from covey.observability.report import Sample, write_report
 
 HISTORY = [
@@ -113,3 +113,21 @@ def test_meanings_know_families_and_evaluations():
     assert meaning("eval_reward") == METRIC_MEANINGS["reward"]
     assert meaning("phase/generate") == METRIC_MEANINGS["phase/{name}"]
     assert meaning("my_metric") is None
+
+
+def test_named_evaluation_sets_have_a_curve_and_a_meaning_each(tmp_path):
+    history = [*HISTORY, {"step": 40, "eval_easy_reward": 0.5, "eval_easy_loss": 0.0}]
+    panel = _with_evaluations(PANELS[0], history)
+    assert panel.curves == {"reward": "training", "eval_easy_reward": "evaluation easy"}
+    text = write_report(tmp_path / "x.html", title="T", config={}, log_history=history).read_text()
+    assert METRIC_MEANINGS["loss"][:20] in re.search(r"<tr><th>eval_easy_loss</th>.*?</tr>", text).group()
+
+
+def test_the_report_lists_two_spellings_once_and_begins_with_advice(tmp_path):
+    history = [{"step": 1, "rewards/a/mean": 0.1, "reward/a/mean": 0.1, "phase/a": 1.0, "phase/b": 1.0}]
+    text = write_report(
+        tmp_path / "x.html", title="T", config={}, log_history=history, advice=["Mind <it>"]
+    ).read_text()
+    assert ">rewards/a/mean<" in text and ">reward/a/mean<" not in text
+    assert text.count(METRIC_MEANINGS["phase/{name}"]) == 1
+    assert "Mind &lt;it&gt;" in text

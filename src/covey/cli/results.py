@@ -6,6 +6,7 @@ from typing import Any
 
 from covey.cli.config_file import RunConfig
 from covey.observability.board_view import duration
+from covey.observability.evaluations import all_sets, prefix
 from covey.observability.report import Sample
 
 SHOWN = 8
@@ -20,6 +21,7 @@ def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> N
         run: what was trained.
         since: completions written before this moment (seconds since 1970) are of another run; None takes all.
     """
+    from covey.observability.advice import advice
     from covey.observability.plots import plot_curves
     from covey.observability.report import write_report
 
@@ -39,6 +41,7 @@ def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> N
         before=before,
         after=after,
         summary=key_figures(history),
+        advice=list(advice(history, run.args, ended=True).values()),
     )
     places = {"model": output_dir, "report": report, "curves": figures[0] if figures else None}
     if before or after:
@@ -59,8 +62,8 @@ def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
     latest: dict[str, Any] = {}
     for entry in history:
         latest.update(entry)
-    if "eval_reward" in latest:
-        figures["Reward in evaluation"] = latest["eval_reward"]
+    for name in all_sets(history):
+        figures[f"Reward in evaluation {name}".rstrip()] = latest[f"{prefix(name)}reward"]
     figures["Optimizer steps"] = latest.get("step", 0)
     if "num_tokens" in latest:
         figures["Tokens"] = int(latest["num_tokens"])

@@ -20,7 +20,7 @@ def board_view(
     seconds_left: float | None,
     rewards: list[float],
     figures: list[tuple[str, str]],
-    evaluation: list[tuple[str, str]],
+    evaluations: dict[str, list[tuple[str, str]]],
     phases: dict[str, float],
 ) -> RenderableType:
     """Everything, one part below the other; a part without values is left out.
@@ -29,7 +29,8 @@ def board_view(
         step, max_steps: progress.
         seconds_left: estimate, or None.
         rewards: history for the sparkline, oldest first.
-        figures, evaluation: labels and formatted values.
+        figures: labels and formatted values.
+        evaluations: the same by name of the evaluation set ("" for one without).
         phases: seconds by phase.
     """
     left = "estimating" if seconds_left is None else duration(seconds_left)
@@ -46,8 +47,8 @@ def board_view(
         parts.append(Text.assemble(("reward ", "dim"), (sparkline(rewards), "green"), (ends, "dim")))
     if figures:
         parts.append(_figures(figures))
-    if evaluation:
-        parts.append(Text.assemble(("eval   ", "dim"), _figures(evaluation)))
+    for name, values in evaluations.items():
+        parts.append(Text.assemble((f"eval {name}  ".ljust(7), "dim"), _figures(values)))
     if sum(phases.values()) > 0:
         parts.append(phase_bar(phases))
     return Group(*parts)

@@ -19,6 +19,7 @@ from rich.live import Live
 from transformers import TrainerCallback
 
 from covey.observability.board_view import board_view, duration
+from covey.observability.evaluations import evaluation_sets, prefix
 
 FIGURES: dict[str, tuple[str, str]] = {
     "reward": ("reward", "{:.3f}"),
@@ -44,7 +45,7 @@ class Board:
     Attributes:
         step, max_steps: optimizer steps done and to do (0 while unknown).
         logs: latest value of every metric of training.
-        evaluation: latest metrics of an evaluation, without their prefix.
+        evaluations: by name of the evaluation set ("" for one without), its latest metrics without their prefix.
         rewards: rewards of the latest logs, oldest first.
         seconds_per_step: over the steps of this process; None before the first.
         tokens_per_second: between the last two logs; None before the second.
@@ -53,7 +54,7 @@ class Board:
     step: int = 0
     max_steps: int = 0
     logs: dict[str, float] = field(default_factory=dict)
-    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
     seconds_per_step: float | None = None
     tokens_per_second: float | None = None
@@ -85,10 +86,14 @@ def readable(logs: dict[str, float]) -> list[tuple[str, str]]:
         [('reward', '0.500')]
     """
     return [
-        (label, form.format(logs[name]))
+        (label, _without_minus_zero(form.format(logs[name])))
         for name, (label, form) in FIGURES.items()
         if isinstance(logs.get(name), int | float) and math.isfinite(logs[name])
     ]
+
+
+def _without_minus_zero(text: str) -> str:
+    return text.lstrip("+-") if not text.strip("+-0.") else text
 
 
 class ProgressDisplay(TrainerCallback):
@@ -97,9 +102,13 @@ class ProgressDisplay(TrainerCallback):
     Args:
         console: where to; standard output if None.
         clock: seconds since some fixed moment.
+        plain: one line per log on a terminal too.
     """
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, console: Console | None = None, clock: Callable[[], float] = time.monotonic, *, plain: bool = False
+    ):
+        self.plain = plain
         self.console = console or rich.get_console()
         self.board = Board()
         self._clock = clock
@@ -112,7 +121,7 @@ class ProgressDisplay(TrainerCallback):
         self._began = (state.global_step, self._clock())
         self._tokens = (0.0, self._clock()) if state.global_step == 0 else None
         self.board = Board(step=state.global_step, max_steps=state.max_steps)
-        if state.is_world_process_zero and self.console.is_terminal:
+        if state.is_world_process_zero and self.console.is_terminal and not self.plain:
             self._start_live()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -125,10 +134,11 @@ class ProgressDisplay(TrainerCallback):
             return
         self._move_to(state)
         if "train_runtime" in logs:
-            self._say(f"trained {state.global_step} steps in {duration(logs['train_runtime'])}")
+            steps = f"{state.global_step} step{'' if state.global_step == 1 else 's'}"
+            self._say(f"trained {steps} in {duration(logs['train_runtime'])}")
         elif any(name.startswith("eval_") for name in logs):
-            self.board.evaluation = {name.removeprefix("eval_"): value for name, value in logs.items()}
-            self._say(f"eval  {self._place()}  {_joined(readable(self.board.evaluation))}")
+            for name in evaluation_sets(logs):
+                self._take_evaluation(name, logs)
         else:
             self._take(logs)
             if self._stop is None:
@@ -167,6 +177,13 @@ class ProgressDisplay(TrainerCallback):
                 self.board.tokens_per_second = (tokens - self._tokens[0]) / (now - self._tokens[1])
             self._tokens = (tokens, now)
 
+    def _take_evaluation(self, name: str, logs: dict[str, Any]) -> None:
+        start = prefix(name)
+        metrics = {key.removeprefix(start): value for key, value in logs.items() if key.startswith(start)}
+        self.board.evaluations[name] = metrics
+        label = f"eval {name}" if name else "eval"
+        self._say(f"{label}  {self._place()}  {_joined(readable(metrics))}")
+
     def _place(self) -> str:
         total = self.board.max_steps
         return f"step {self.board.step:>{len(str(total))}}/{total}" if total else f"step {self.board.step}"
@@ -194,7 +211,7 @@ class _Drawing:
             seconds_left=board.seconds_left,
             rewards=list(board.rewards),
             figures=board.figures(),
-            evaluation=readable(board.evaluation),
+            evaluations={name: readable(metrics) for name, metrics in board.evaluations.items()},
             phases=board.phases(),
         )
 

@@ -5,14 +5,20 @@ one, add a row to `PANELS`. Draws without a screen and leaves matplotlib's globa
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from covey.observability.evaluations import all_sets, prefix
 
 Series = tuple[list[float], list[float]]
 
 INK, FAINT, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 COLOURS = ["#2563eb", "#e07a1f", "#15936b", "#9b4dca", "#c2344b", "#5b6b7d"]
+
+
+COLUMNS = 2
+"""Plots side by side: readable where the picture is as wide as a page."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward", {"reward": "training", "eval_reward": "evaluation"}, ("reward_std",)),
+    Panel("Reward", {"reward": "training"}, ("reward_std",)),
     Panel(
         "Completion length (tokens)",
         {"completions/mean_length": "mean", "completions/mean_terminated_length": "mean of those that ended"},
@@ -74,12 +80,14 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = [panel for panel in [*PANELS, *_reward_panels(log_history)] if _has_curve(log_history, panel)]
+    reward, *others = PANELS
+    panels = [_with_evaluations(reward, log_history), *others, *_reward_panels(log_history)]
+    panels = [panel for panel in panels if _has_curve(log_history, panel)]
     phases = _phases(log_history)
     count = len(panels) + bool(phases[1])
     if not count:
         raise ValueError("the logs hold no metric to draw; was anything logged (logging_steps, logging_strategy)?")
-    columns = _columns(count)
+    columns = min(count, COLUMNS)
     rows = math.ceil(count / columns)
     figure = Figure(figsize=(4.6 * columns, 3.0 * rows + 0.5), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -120,15 +128,14 @@ def smooth(values: list[float], window: int) -> list[float]:
     return smoothed
 
 
-def _columns(count: int) -> int:
-    """How many plots stand side by side: few gaps, and no more than four."""
-    if count <= 4:
-        return 2 if count == 4 else count
-    return min((3, 4), key=lambda columns: (-count % columns, columns))
-
-
 def _has_curve(log_history: list[dict[str, Any]], panel: Panel) -> bool:
     return any(series(log_history, name)[1] for name in panel.curves)
+
+
+def _with_evaluations(panel: Panel, log_history: list[dict[str, Any]]) -> Panel:
+    """The reward's panel with a curve for each evaluation set."""
+    curves = {f"{prefix(name)}reward": f"evaluation {name}".rstrip() for name in all_sets(log_history)}
+    return replace(panel, curves={**panel.curves, **curves})
 
 
 def _reward_panels(log_history: list[dict[str, Any]]) -> list[Panel]:

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from covey.observability.evaluations import all_sets, prefix
 from covey.observability.meanings import meaning
 from covey.observability.plots import series
 from covey.observability.report_style import CSS
@@ -48,6 +49,7 @@ def write_report(
     before: Sequence[Sample] = (),
     after: Sequence[Sample] = (),
     summary: Mapping[str, Any] | None = None,
+    advice: Sequence[str] = (),
 ) -> Path:
     """Write the page.
 
@@ -59,11 +61,13 @@ def write_report(
         figures: PNG files to embed.
         before, after: samples, shown side by side; the n-th of one beside the n-th of the other.
         summary: key figures by label; floats are rounded.
+        advice: sentences to show above all else.
 
     Raises:
         FileNotFoundError: a figure does not exist.
     """
     sections = [
+        "".join(f'<p class="advice">{_text(sentence)}</p>\n' for sentence in advice),
         _key_figures(summary or {}),
         "".join(_figure(Path(figure)) for figure in figures),
         _samples(list(before), list(after)),
@@ -125,15 +129,20 @@ def _card(sample: Sample | None, when: str, with_prompt: bool) -> str:
 
 
 def _metrics(log_history: list[dict[str, Any]]) -> str:
-    names = [name for name in dict.fromkeys(key for entry in log_history for key in entry) if name != "step"]
+    names = {key for entry in log_history for key in entry} - {"step"}
+    sets = all_sets(log_history)
     rows = []
-    for name in sorted(names):
+    explained: set[str] = set()
+    for name in sorted(name for name in names if not _has_other_spelling(name, names)):
         values = series(log_history, name)[1]
         if values:
             numbers = "".join(
                 f"<td>{_value(value)}</td>" for value in (values[0], values[-1], min(values), max(values))
             )
-            rows.append(f"<tr><th>{_text(name)}</th>{numbers}<td>{_text(meaning(name) or '')}</td></tr>")
+            text = _meaning(name, sets)
+            shown = "as above" if name.startswith("phase/") and text in explained else text
+            explained.add(text)
+            rows.append(f"<tr><th>{_text(name)}</th>{numbers}<td>{_text(shown)}</td></tr>")
     if not rows:
         return ""
     head = "<tr><th>metric</th><th>first</th><th>last</th><th>lowest</th><th>highest</th><th>meaning</th></tr>"
@@ -141,6 +150,18 @@ def _metrics(log_history: list[dict[str, Any]]) -> str:
         f'<section><h2>Metrics</h2><div class="scroll"><table class="metrics"><thead>{head}</thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>\n"
     )
+
+
+def _has_other_spelling(name: str, names: set[str]) -> bool:
+    """Whether `name` is `reward/...` and `rewards/...`, the same, is listed."""
+    return "reward/" in name and name.replace("reward/", "rewards/", 1) in names
+
+
+def _meaning(name: str, sets: list[str]) -> str:
+    for start in (prefix(set_name) for set_name in sets if set_name):
+        if name.startswith(start):
+            return meaning(name.removeprefix(start)) or ""
+    return meaning(name) or ""
 
 
 def _settings(config: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ h1 { font-size: 1.75rem; line-height: 1.2; margin: 0 0 1.25rem; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; }
 img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line);
   border-radius: 8px; padding: .5rem; }
+.advice { border-left: 4px solid #d97706; background: var(--card); padding: .7rem .9rem; margin: 0 0 .75rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .75rem; margin: 0; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .7rem .9rem; }
 .tile dt { color: var(--faint); font-size: .85rem; }

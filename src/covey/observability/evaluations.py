@@ -1,0 +1,37 @@
+"""Which metrics of a log are of which evaluation set. Pure; the display, the curves and the report share it.
+
+An evaluation's metrics carry the prefix `eval_`, those of a named set `eval_{name}_`. Every evaluation logs a loss and
+a reward, and that tells a set's name from the name of a metric.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def evaluation_sets(log: Mapping[str, Any]) -> list[str]:
+    """The evaluation sets that a log speaks of; the one without a name is "".
+
+    Example:
+        >>> evaluation_sets({"eval_easy_loss": 0.0, "eval_easy_reward": 1.0})
+        ['easy']
+        >>> evaluation_sets({"eval_loss": 0.0, "eval_reward": 1.0, "eval_my_reward": 2.0})
+        ['']
+    """
+    if "eval_loss" in log or "eval_reward" in log:
+        return [""]
+    names = [key.removeprefix("eval_").removesuffix("_reward") for key in log if _is_named_reward(key)]
+    return [name for name in names if f"eval_{name}_loss" in log]
+
+
+def prefix(name: str) -> str:
+    """What stands before the metrics of a set: `eval_`, or `eval_easy_`."""
+    return f"eval_{name}_" if name else "eval_"
+
+
+def all_sets(log_history: list[dict[str, Any]]) -> list[str]:
+    """The sets of a whole run, in the order of their first evaluation."""
+    return list(dict.fromkeys(name for log in log_history for name in evaluation_sets(log)))
+
+
+def _is_named_reward(key: str) -> bool:
+    return key.startswith("eval_") and key.endswith("_reward") and key != "eval_reward"

@@ -1,0 +1,71 @@
+"""A run that cannot learn says so once, and every run logs its ends."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from covey.observability.advice import Advice, LogEnds, advice
+
+ARGS = SimpleNamespace(
+    output_dir="out", mask_truncated_completions=True, max_completion_length=8, logging_strategy="steps"
+)
+
+
+def logs(count, **changes):
+    log = {"reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0, "completions/clipped_ratio": 0.5}
+    return [{"step": step, **log, **changes} for step in range(1, count + 1)]
+
+
+def test_equal_rewards_are_told_with_their_value_and_where_to_look():
+    text = advice(logs(5), ARGS)["equal_rewards"]
+    assert "5 logs (steps 1 to 5)" in text and "every reward was 0." in text and "out/completions/" in text
+
+
+def test_rewards_that_differ_between_prompts_are_not_called_the_same():
+    assert "every reward" not in advice(logs(5, reward_std=0.5), ARGS)["equal_rewards"]
+
+
+def test_one_group_with_a_difference_is_enough_to_say_nothing():
+    history = logs(5)
+    history[-1]["frac_reward_zero_std"] = 0.75
+    assert advice(history, ARGS) == {}
+
+
+def test_masking_everything_is_told():
+    cut = logs(5, **{"completions/clipped_ratio": 1.0, "frac_reward_zero_std": 0.0})
+    assert "max_completion_length=8" in advice(cut, ARGS)["all_masked"]
+    assert advice(cut, SimpleNamespace(mask_truncated_completions=False)) == {}
+
+
+def test_a_short_run_is_told_at_its_end():
+    assert advice(logs(3), ARGS) == {}
+    assert "3 logs" in advice(logs(3), ARGS, ended=True)["equal_rewards"]
+    assert advice(logs(1), ARGS, ended=True) == {}
+
+
+def test_the_callback_warns_once():
+    state = TrainerState(is_world_process_zero=True)
+    callback = Advice()
+    with pytest.warns(UserWarning, match="same reward"):
+        for entry in logs(5):
+            state.log_history.append(entry)
+            callback.on_log(ARGS, state, TrainerControl())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        callback.on_log(ARGS, state, TrainerControl())
+        callback.on_train_end(ARGS, state, TrainerControl())
+
+
+def logged(step, max_steps=20, stop=False, strategy="steps"):
+    control = TrainerControl(should_training_stop=stop)
+    args = SimpleNamespace(logging_strategy=strategy)
+    LogEnds().on_step_end(args, TrainerState(global_step=step, max_steps=max_steps), control)
+    return control.should_log
+
+
+def test_the_first_and_the_last_step_are_logged():
+    assert [step for step in range(1, 21) if logged(step)] == [1, 20]
+    assert logged(7, stop=True)
+    assert not logged(1, strategy="no")
