@@ -23,6 +23,7 @@ from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
 from covey.rollout.collector import Draw
 from covey.trainers import assembly
+from covey.trainers.arguments import accepts_old_names
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_dataset
 from covey.trainers.entropy import exact_quantile
@@ -62,6 +63,7 @@ class OnlineTrainer(SampledEvaluation):
     model: Any
     eval_dataset: Any
 
+    @accepts_old_names
     def __init__(
         self,
         model: Any,
