@@ -188,9 +188,20 @@ def write_results(output_dir: Path, trainer: Any, before: list[Any], after: list
         figures=[curves],
         before=before[:SHOWN],
         after=after[:SHOWN],
-        summary=summary,
+        summary={
+            "accuracy before": _accuracy(summary, "before"),
+            "accuracy after": _accuracy(summary, "after"),
+            "measured on": f"{summary['n']} answers to {summary['prompts']} held-out sums",
+            "training": f"{summary['steps']} steps in {summary['seconds_train']:.0f} s",
+            "seed": summary["seed"],
+        },
     )
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def _accuracy(summary: dict[str, Any], when: str) -> str:
+    low, high = summary[f"ci_{when}"]
+    return f"{summary[f'accuracy_{when}']:.1%} ({low:.1%} to {high:.1%})"
 
 
 def print_result(summary: dict[str, Any], output_dir: Path) -> None:
@@ -199,11 +210,10 @@ def print_result(summary: dict[str, Any], output_dir: Path) -> None:
     from rich.table import Table
 
     table = Table(title=f"Held-out accuracy ({summary['prompts']} sums, {summary['n']} samples)")
-    for column in ("", "accuracy", "95% interval"):
+    for column in ("", "accuracy (95% interval)"):
         table.add_column(column)
     for when in ("before", "after"):
-        low, high = summary[f"ci_{when}"]
-        table.add_row(when, f"{summary[f'accuracy_{when}']:.1%}", f"{low:.1%} to {high:.1%}")
+        table.add_row(when, _accuracy(summary, when))
     rich.print(table)
     rich.print(f"{summary['steps']} steps in {summary['seconds_train']:.0f} s of training.")
     for name, what in RESULTS.items():
