@@ -2,6 +2,7 @@
 
 import os
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,6 +11,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 import tiny
+
+# The same examples on every machine, however slow.
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,12 @@ CASES = {
     "lora": {"method": "grpo", "lora": True},
     "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
 }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def run(output: Path, settings: dict, processes: int) -> dict:
@@ -38,7 +45,7 @@ def run(output: Path, settings: dict, processes: int) -> dict:
             "--master_addr",
             "127.0.0.1",
             "--master_port",
-            str(29500 + os.getpid() % 500),
+            str(free_port()),
         ]
     folders = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
     environment = {
