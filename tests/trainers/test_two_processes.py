@@ -16,6 +16,7 @@ CASES = {
     "rloo": {"method": "rloo", "num_iterations": 2},
     "a group over both processes": {"method": "grpo", "num_generations": 8, "loss_type": "grpo"},
     "lora": {"method": "grpo", "lora": True},
+    "checkpointed layers": {"method": "grpo", "gradient_checkpointing": True},
     "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
 }
 

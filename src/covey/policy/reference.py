@@ -1,6 +1,6 @@
 """The reference policy: what the KL penalty measures distance from.
 
-Three kinds: a frozen copy of the policy, the policy with its adapter switched off, and either of the former followed
+Three kinds: a frozen copy of the policy, the policy with its adapter switched off, and a copy that follows the policy
 slowly (`sync_ref_model`).
 """
 
@@ -13,10 +13,11 @@ import torch
 
 
 class Reference:
-    """Gives a model that speaks as the policy did before training.
+    """Gives the model that the policy is held to.
 
     Args:
-        model: the unwrapped policy. A PEFT model serves as its own reference with the adapter off; any other is copied.
+        model: the unwrapped policy. Any model is copied as it is before training, except a PEFT model: its reference is
+            its base, the adapter switched off, also where the adapter had been trained before.
     """
 
     def __init__(self, model: Any):
