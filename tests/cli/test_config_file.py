@@ -78,6 +78,23 @@ def test_advantage_estimator_chooses_the_method(write):
         assert load_run(write("advantage_estimator: rloo\n")).method == "rloo"
 
 
+def test_names_of_ms_swift_choose_the_method(write):
+    with pytest.warns(FutureWarning, match="`rlhf_type` is called `method`"):
+        assert load_run(write("rlhf_type: rloo\n")).method == "rloo"
+    with pytest.warns(FutureWarning, match="`advantage_estimator` is called `method`"):
+        assert load_run(write("rlhf_type: grpo\nadvantage_estimator: rloo\n")).method == "rloo"
+
+
+def test_all_unknown_names_of_file_and_flags_are_told_under_the_right_method(write):
+    with pytest.raises(TypeError) as caught:
+        load_run(write("lora_rank: 8\n"), ["--learnig_rate", "1", "--modle=x"], method="grpo")
+    assert str(caught.value) == (
+        "`lora_rank` is no setting of a GRPO run: it belongs to the adapter: `peft: {r: ...}` in a run file, "
+        "`peft_config=LoraConfig(r=...)` in a script. `learnig_rate` is no setting of a GRPO run. Did you mean "
+        "`learning_rate`? `modle` is no setting of a GRPO run. Did you mean `model`?"
+    )
+
+
 def test_world_size_is_planned_for(write):
     # 2 completions in each of 4 processes make one group of 8; in 1 process they would not
     path = write("per_device_train_batch_size: 2\n")

@@ -91,6 +91,18 @@ def test_an_interruption_is_not_an_error_message(failing, capsys):
     assert capsys.readouterr().err == "covey: stopped\n"
 
 
+def test_a_command_without_arguments_is_two_lines(capsys):
+    assert main(["rloo"]) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    code = "import sys; from covey.cli.main import main; sys.exit(main(['rloo', '--help']))"
+    command = f'{sys.executable} -c "{code}" | head -1; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0" and "rror" not in done.stderr
+
+
 def test_help_needs_no_torch():
     code = "import sys; from covey.cli.main import main; main(['-h']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

@@ -69,3 +69,14 @@ def test_the_first_and_the_last_step_are_logged():
     assert [step for step in range(1, 21) if logged(step)] == [1, 20]
     assert logged(7, stop=True)
     assert not logged(1, strategy="no")
+
+
+def test_completions_of_an_earlier_run_are_pointed_out(tmp_path):
+    (tmp_path / "completions").mkdir()
+    (tmp_path / "completions" / "completions_00001.parquet").touch()
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    with pytest.warns(UserWarning, match="holds completions of an earlier run"):
+        Advice().on_train_begin(args, TrainerState(is_world_process_zero=True), TrainerControl())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a resumed run goes on with its own
+        Advice().on_train_begin(args, TrainerState(is_world_process_zero=True, global_step=3), TrainerControl())

@@ -19,7 +19,7 @@ def my_rewards(tmp_path, monkeypatch):
 
 
 def test_every_built_in_name_resolves():
-    assert all(callable(resolve_reward(name)) for name in BUILT_IN)
+    assert all(callable(resolve_reward(name)) for name in BUILT_IN if not name.startswith("get_"))
     assert resolve_reward("think_format_reward") is think_format_reward
 
 
@@ -71,3 +71,9 @@ def test_mistakes_are_explained(my_rewards, text, message):
 def test_a_broken_import_inside_the_module_is_not_hidden(my_rewards):
     with pytest.raises(ModuleNotFoundError, match="something_that_is_not_there"):
         resolve_reward("needs_something:reward")
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name.startswith("get_")])
+def test_a_factory_must_be_called(name):
+    with pytest.raises(ValueError, match=f"'{name}' is a factory.*as in '{name}\\("):
+        resolve_reward(name)

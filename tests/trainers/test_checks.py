@@ -157,7 +157,10 @@ POINTED_OUT = [
     (unused.printing_needs_log_completions, GRPOConfig, {"num_completions_to_print": 3}, "log_completions is False"),
     (unused.padding_is_a_number, GRPOConfig, {"pad_to_multiple_of": 8}, "to the longest of them"),
     (unused.supervised_options_are_off, GRPOConfig, {"label_smoothing_factor": 0.1}, "supervised training"),
-    (unused.supervised_options_are_off, GRPOConfig, {"remove_unused_columns": True}, "drops every column"),
+    (unused.supervised_options_are_off, GRPOConfig, {"remove_unused_columns": True}, "every column of the dataset"),
+    (unused.supervised_options_are_off, GRPOConfig, {"bf16_full_eval": True}, "evaluation computes like training"),
+    (unused.supervised_options_are_off, GRPOConfig, {"prediction_loss_only": True}, "keeps no predictions"),
+    (unused.supervised_options_are_off, GRPOConfig, {"dataloader_drop_last": True}, "generation by generation"),
 ]
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from covey.trainers.config.aliases import ALIASES
+from covey.trainers.config.aliases import ALIASES, HINTS
 from covey.trainers.grpo_config import GRPOConfig
 from covey.trainers.rloo_config import RLOOConfig
 
@@ -86,6 +86,21 @@ def test_contradicting_names_are_refused_and_agreeing_ones_are_not():
 def test_unknown_keyword_proposes_the_closest_field():
     with pytest.raises(TypeError, match=r"GRPOConfig has no field `num_generation`. Did you mean `num_generations`\?"):
         GRPOConfig(num_generation=4)
+
+
+def test_all_unknown_keywords_are_named_at_once():
+    with pytest.raises(TypeError, match=r"no field `bta`. Did you mean `beta`\?.*no field `torch_dtype`: .*model_init"):
+        GRPOConfig(bta=1, torch_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_names_that_change_what_is_trained_are_refused_with_advice(name):
+    with pytest.raises(TypeError, match=f"no field `{name}`: .{{20,}}"):
+        RLOOConfig(**{name: 1})
+
+
+def test_a_ratio_of_warmup_is_a_fraction_of_steps():
+    assert warned(lambda: GRPOConfig(warmup_ratio=0.1))[0].warmup_steps == 0.1
 
 
 def test_name_of_a_field_that_the_method_lacks_is_refused():

@@ -12,7 +12,6 @@ Every command that takes a run reads it here. Not here: loading models, datasets
 
 import argparse
 import dataclasses
-import difflib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 import yaml
 
 from covey.trainers.config.algebra import planning_for
-from covey.trainers.config.aliases import ALIASES
+from covey.trainers.config.aliases import ALIASES, hint
 from covey.trainers.config.base import OnlineConfig
 
 RUN_KEYS = {
@@ -177,7 +176,7 @@ def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
     for other, key in _OTHER_NAMES.items():
         parser.add_argument(f"--{other}", dest=key, help=argparse.SUPPRESS)
     fields = {field.name for field in dataclasses.fields(config_class)}
-    for old in [*ALIASES, "advantage_estimator"]:
+    for old in [*ALIASES, "advantage_estimator", "rlhf_type"]:
         if old not in fields:
             parser.add_argument(f"--{old}", nargs="?", const=True, type=yaml.safe_load, help=argparse.SUPPRESS)
     for action in parser._actions:
@@ -186,13 +185,13 @@ def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Flags to values, each in the type of its field; only those that are given.
+    """Flags to values, each in the type of its field; only those that are given, unknown ones with the value None.
 
     Example:
         `parse_flags(["--beta", "0.04", "--log_completions"])` is `{"beta": 0.04, "log_completions": True}`.
 
     Raises:
-        TypeError: an unknown flag.
+        TypeError: a word that belongs to no flag.
         ValueError: a value that its field cannot hold.
     """
     if not flags:
@@ -201,10 +200,11 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
 
     namespace, unknown = flag_parser(RLOOConfig).parse_known_args(list(flags))
     if unknown:
-        name = unknown[0].lstrip("-").split("=")[0].replace("-", "_")
-        if not unknown[0].startswith("--"):
+        flags = [word for word in unknown if word.startswith("--")]
+        if not flags:
             raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
-        _refuse_unknown({name: None}, RLOOConfig)
+        names = [flag.lstrip("-").split("=")[0].replace("-", "_") for flag in flags]
+        return {**vars(namespace), **dict.fromkeys(names)}
     return vars(namespace)
 
 
@@ -213,14 +213,18 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
-    """Take the method out of `values`: from `method`, or from `advantage_estimator` as ms-swift spells it."""
+    """Take the method out of `values`: from `method`, or from one of the names that ms-swift has for it."""
     named = values.pop("method", None)
-    if "advantage_estimator" in values:
-        estimator = values.pop("advantage_estimator")
-        warnings.warn("`advantage_estimator` is called `method` here.", FutureWarning, stacklevel=3)
-        if named is not None and named != estimator:
-            raise ValueError(f"method={named!r} and advantage_estimator={estimator!r} contradict each other.")
-        named = estimator
+    if values.get("advantage_estimator") is not None and values.get("rlhf_type") == "grpo":
+        del values["rlhf_type"]  # there, RLOO is GRPO with another estimator
+    for other in ("advantage_estimator", "rlhf_type"):
+        if other not in values:
+            continue
+        value = values.pop(other)
+        warnings.warn(f"`{other}` is called `method` here.", FutureWarning, stacklevel=3)
+        if named is not None and named != value:
+            raise ValueError(f"method={named!r} and {other}={value!r} contradict each other.")
+        named = value
     if fixed is not None and named is not None and named != fixed:
         raise ValueError(f"the run says method={named!r}, but the command is `covey {fixed}`: use `covey {named}`.")
     return fixed or named or "grpo"
@@ -228,11 +232,10 @@ def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
 
 def _refuse_unknown(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> None:
     known = [*(field.name for field in dataclasses.fields(config_class)), *ALIASES, *RUN_KEYS, *_OTHER_NAMES]
-    for name in values:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean `{close[0]}`?" if close else ""
-            raise TypeError(f"`{name}` is no setting of a {config_class.method.upper()} run.{hint}")
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        method = config_class.method.upper()
+        raise TypeError(" ".join(f"`{name}` is no setting of a {method} run{hint(name, known)}" for name in unknown))
 
 
 def _typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[str, Any]:

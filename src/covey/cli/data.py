@@ -68,7 +68,7 @@ def _load_local(path: Path) -> Any:
     import datasets
 
     if not path.exists():
-        raise FileNotFoundError(f"there is no data file or folder {str(path)!r}{_nearby(path)}.")
+        raise FileNotFoundError(f"there is no data file or folder {str(path)!r}{_nearby(path)}")
     if path.is_file() and path.suffix not in BUILDERS:
         raise ValueError(f"{str(path)!r} is no data file Covey reads; it reads: {', '.join(BUILDERS)}.")
     if path.is_file() and path.stat().st_size == 0:
@@ -135,8 +135,8 @@ def _row(text: str, count: int) -> int | None:
 
 
 def _nearby(path: Path) -> str:
-    """The names in that folder that are close, if any."""
+    """The end of the sentence: the name in that folder that is close, if any."""
     if not path.parent.is_dir():
-        return f" (there is no folder {str(path.parent)!r} either)"
+        return f" (there is no folder {str(path.parent)!r} either)."
     close = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
-    return f"; did you mean {str(path.with_name(close[0]))!r}?" if close else ""
+    return f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "."

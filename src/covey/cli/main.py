@@ -4,6 +4,7 @@ A subcommand is a function from its arguments to an exit status; a new one is a 
 imported only when it is called, so `covey -h` answers at once.
 """
 
+import os
 import sys
 import traceback
 import warnings
@@ -52,7 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
-            return _run(arguments[0], arguments[1:])
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks for it
+            status = _run(arguments[0], arguments[1:])
+            sys.stdout.flush()
+            return status
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("covey: stopped", file=sys.stderr)
         return 130

@@ -28,11 +28,15 @@ def main(method: str, argv: Sequence[str]) -> int:
     Raises:
         ValueError, FileNotFoundError, ImportError: something that the user can mend.
     """
-    if not argv or "-h" in argv or "--help" in argv:
+    if not argv:
+        print(f"usage: covey {method} --config run.yaml [--field value ...]")
+        print(f"`covey {method} -h` lists every setting with an example; `covey {method} --help` tells all.")
+        return 2
+    if "-h" in argv or "--help" in argv:
         from covey.cli.train_help import help_text
 
         print(help_text(method, everything="--help" in argv))
-        return 0 if argv else 2
+        return 0
     path, flags = take_config(list(argv))
     train(read_run(path, flags, method))
     return 0

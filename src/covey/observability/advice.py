@@ -6,6 +6,7 @@ lists them. Another finding is one more function in `FINDINGS`. Nothing here cha
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -90,8 +91,16 @@ class Advice(TrainerCallback):
         self._said: set[str] = set()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A further run may be warned again."""
+        """A further run may be warned again; completions that are there already are pointed out."""
         self._said = set()
+        folder = Path(args.output_dir) / "completions"
+        if state.is_world_process_zero and state.global_step == 0 and any(folder.glob("completions_*.parquet")):
+            warnings.warn(
+                f"{folder} holds completions of an earlier run. This run replaces those of the same step; those of"
+                " other steps stay, and they are of the earlier run. Choose another output_dir to keep the two apart.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the logs, the newest included."""

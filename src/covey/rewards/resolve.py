@@ -5,6 +5,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -44,7 +45,8 @@ def resolve_reward(text: str) -> Callable | str:
             also looked for in the working directory.
 
     Raises:
-        ValueError: a module, file or function that does not exist, or arguments that are no literals.
+        ValueError: a module, file or function that does not exist, a factory without parentheses, or arguments that
+            are no literals.
 
     Example:
         >>> resolve_reward("think_format_reward")(completions=["<think></think>4"])
@@ -61,7 +63,10 @@ def resolve_reward(text: str) -> Callable | str:
     found = _look_up(reference)
     if isinstance(found, str):
         return text
-    return _call(found, text, arguments) if call else found
+    if call:
+        return _call(found, text, arguments)
+    _refuse_factory(found, reference)
+    return found
 
 
 def _look_up(reference: str) -> Callable | str:
@@ -120,6 +125,26 @@ def _attribute(module: Any, attribute: str, reference: str) -> Callable:
     what = "is not callable" if hasattr(module, attribute) else "does not exist"
     raise ValueError(
         f"reward {reference!r}: {attribute!r} {what}. There: {', '.join(functions[:30]) or 'no functions'}."
+    )
+
+
+def _refuse_factory(found: Callable, reference: str) -> None:
+    """Refuse `get_...` functions that could not be called with completions.
+
+    Raises:
+        ValueError: `found` makes a reward function rather than being one.
+    """
+    name = getattr(found, "__name__", "")
+    if not (name.startswith("get_") and inspect.isfunction(found)):
+        return
+    parameters = inspect.signature(found).parameters
+    if "completions" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    missing = [p.name for p in parameters.values() if p.default is p.empty]
+    call = f"{reference}({', '.join(f'{parameter}=...' for parameter in missing)})"
+    raise ValueError(
+        f"reward {reference!r} is a factory: it makes a reward function, so write its call, as in {call!r}. It takes:"
+        f" {', '.join(parameters)}."
     )
 
 

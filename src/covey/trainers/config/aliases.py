@@ -7,7 +7,7 @@ one with one warning that says so. To add a name, add a row: renamed ones need n
 import dataclasses
 import difflib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -77,9 +77,9 @@ ALIASES: dict[str, Alias] = {
     "num_sample_generations": _removed("set log_completions and logging_steps to see completions while training"),
     "stop_token": _removed("completions stop at the end-of-sequence ids of the model's generation config"),
     "stop_token_id": _removed("completions stop at the end-of-sequence ids of the model's generation config"),
-    "missing_eos_penalty": _removed(
-        "write a reward function that returns the penalty where completion_ids do not end with the eos token"
-    ),
+    # transformers 4
+    "warmup_ratio": Alias("warmup_steps", "a number below 1 is a share of all updates"),
+    "logging_dir": _removed("TensorBoard's folder is the environment variable TENSORBOARD_LOGGING_DIR"),
     # ms-swift
     "overlong_filter": Alias("mask_truncated_completions"),
     "epsilon_low": Alias("epsilon"),
@@ -107,6 +107,33 @@ ALIASES: dict[str, Alias] = {
     "rollout_importance_sampling_mode": Alias("vllm_importance_sampling_mode"),
     "rollout_importance_sampling_threshold": Alias("vllm_importance_sampling_clip_max"),
 }
+
+
+_PEFT = "it belongs to the adapter: `peft: {{{}: ...}}` in a run file, `peft_config=LoraConfig({}=...)` in a script"
+
+_ADAPTER = (
+    "an adapter is trained where `peft: {r: 16}` is in the run file or a `peft_config` is given to the trainer; "
+    "otherwise all weights are"
+)
+
+HINTS: dict[str, str] = {
+    "missing_eos_penalty": "write a reward function that returns the penalty where completion_ids do not end with the "
+    "eos token",
+    "max_length": "prompts are never truncated, and max_completion_length limits what is sampled",
+    "torch_dtype": "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`",
+    "dtype": "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`",
+    "attn_implementation": "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
+    "rlhf_type": "GRPOConfig and RLOOConfig choose the method; in a run file it is `method`",
+    "train_type": _ADAPTER,
+    "use_peft": _ADAPTER,
+    "lora_rank": _PEFT.format("r", "r"),
+    "lora_r": _PEFT.format("r", "r"),
+    "lora_alpha": _PEFT.format("lora_alpha", "lora_alpha"),
+    "lora_dropout": _PEFT.format("lora_dropout", "lora_dropout"),
+    "target_modules": _PEFT.format("target_modules", "target_modules"),
+    "lora_target_modules": _PEFT.format("target_modules", "target_modules"),
+}
+"""Names that are refused, because dropping them would change what is trained, and what to do instead."""
 
 
 class AcceptsAliases(type):
@@ -170,11 +197,25 @@ def _announce(old: str, alias: Alias, stacklevel: int) -> None:
 
 
 def _refuse_unknown(cls: type, keywords: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    for name in keywords:
-        if name not in fields:
-            close = difflib.get_close_matches(name, [*fields, *ALIASES], n=1)
-            hint = f" Did you mean `{close[0]}`?" if close else ""
-            raise TypeError(f"{cls.__name__} has no field `{name}`.{hint}")
+    unknown = [name for name in keywords if name not in fields]
+    if unknown:
+        known = [*fields, *ALIASES]
+        raise TypeError(" ".join(f"{cls.__name__} has no field `{name}`{hint(name, known)}" for name in unknown))
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: what to do instead, or which known name is close.
+
+    Example:
+        >>> hint("num_generation", ["num_generations"])
+        '. Did you mean `num_generations`?'
+        >>> hint("max_length", [])
+        ': prompts are never truncated, and max_completion_length limits what is sampled.'
+    """
+    if name in HINTS:
+        return f": {HINTS[name]}."
+    close = difflib.get_close_matches(name, known, n=1)
+    return f". Did you mean `{close[0]}`?" if close else "."
 
 
 def _check_advantage_estimator(cls: Any, keywords: Mapping[str, Any]) -> None:

@@ -23,9 +23,7 @@ class TrainingDefaults:
     logging_steps: float = described(
         10, "Log every this many optimizer updates; a number below 1 is a share of all updates."
     )
-    remove_unused_columns: bool = described(
-        False, "Drop dataset columns other than `prompt`. Reward functions receive every column that is kept."
-    )
+    remove_unused_columns: bool = described(False, "No effect: reward functions receive every column of the dataset.")
 
 
 @dataclass

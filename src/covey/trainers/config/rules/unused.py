@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from covey.trainers.config.rules.helpers import ignored, warn
+from covey.trainers.config.rules.helpers import ignored
 
 
 def engine_options_need_their_engine(args: Any) -> None:
@@ -49,8 +49,9 @@ def supervised_options_are_off(args: Any) -> None:
     """Options of supervised training that mean nothing here are pointed out."""
     names = ("label_smoothing_factor", "neftune_noise_alpha", "train_sampling_strategy", "length_column_name")
     ignored(args, names, "it belongs to supervised training")
-    if args.remove_unused_columns:
-        warn(
-            "remove_unused_columns=True drops every column but the prompt, so reward functions will not see answers or "
-            "other columns. Leave it False unless your rewards need the completion only.",
-        )
+    ignored(args, ["remove_unused_columns"], "reward functions receive every column of the dataset")
+    ignored(args, ["bf16_full_eval", "fp16_full_eval"], "evaluation computes like training")
+    predictions = ("eval_accumulation_steps", "prediction_loss_only")
+    ignored(args, predictions, "an evaluation keeps no predictions, only metrics")
+    loader = ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last")
+    ignored(args, loader, "prompts are drawn generation by generation, and an incomplete one is left out")
