@@ -124,6 +124,53 @@ def test_mistakes_end_in_one_line_and_status_two(argv, message, capsys):
     assert message in error
 
 
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n' * 7)
+    return ["--dataset", "rows.jsonl", "--reward_funcs", "exact_match_reward"]
+
+
+def test_the_rows_of_local_data_are_counted(run_file, data, capsys):
+    # 2 prompts per generation: 7 rows make 3 generations of one update, three times over 9
+    assert main(["--config", run_file, *data]) == 0
+    text = words(capsys.readouterr().out)
+    assert "7 prompts make 3 generations per epoch (1 prompt left over, others each time) and 3 updates" in text
+    assert "num_train_epochs=3 makes 9 updates in all" in text
+    assert "The dataset was read: 7 prompts." in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dataset", "none.jsonl"], "will fail: there is no data file or folder 'none.jsonl'"),
+        (["--reward_funcs", "exact_match"], "did you mean 'exact_match_reward'?"),
+        (["--reward_funcs", "get_repetition_penalty_reward"], "is a factory"),
+        (["--per_device_train_batch_size", "32"], "has 7 prompt(s) but one generation draws 16"),
+    ],
+)
+def test_a_run_that_would_not_start_is_told_so(run_file, data, capsys, flags, message):
+    assert main([run_file, *data, *flags]) == 2
+    assert message in words(capsys.readouterr().out)
+
+
+def test_what_is_not_here_is_named_as_unchecked(run_file, capsys):
+    assert main([run_file, "--dataset", "org/data", "--reward_funcs", "org/model"]) == 0
+    text = words(capsys.readouterr().out)
+    assert "not checked: dataset 'org/data'" in text and "not checked: reward 'org/model'" in text
+
+
+def test_what_is_still_to_be_named_is_listed(run_file, capsys):
+    assert main([run_file]) == 0
+    assert "still to be named: dataset, reward_funcs." in words(capsys.readouterr().out)
+
+
+def test_unknown_settings_are_told_under_the_method_of_the_run(run_file, capsys):
+    assert main(["--config", run_file, "--learnig_rate", "1"]) == 2
+    assert "no setting of a GRPO run. Did you mean `learning_rate`?" in capsys.readouterr().err
+
+
 def test_help_says_how_to_call_it(capsys):
     assert main(["--help"]) == 0
-    assert "usage: covey explain CONFIG" in capsys.readouterr().out
+    assert "usage: covey explain [--config] CONFIG" in capsys.readouterr().out

@@ -31,11 +31,8 @@ def load_rows(spec: str, split: str | None = "train") -> Any:
         FileNotFoundError: there is no such file, folder or data set.
         ValueError: it cannot be read, has no such split, no rows or no prompts.
     """
-    path = Path(spec).expanduser()
-    if path.exists() or _looks_local(spec):
-        rows = _pick(_load_local(path), split, spec)
-    else:
-        rows = _pick(_load_hub(spec), split, spec)
+    loaded = _load_local(Path(spec).expanduser()) if is_local(spec) else _load_hub(spec)
+    rows = _pick(loaded, split, spec)
     if len(rows) == 0:
         raise ValueError(f"dataset {spec!r} has no rows" + (f" in split {split!r}." if split else "."))
     check_prompt_column(spec, rows.column_names)
@@ -56,6 +53,11 @@ def check_prompt_column(spec: str, columns: list[str]) -> None:
         f" If {likely[0]!r} holds them, rename it to 'prompt'." if likely else " Add it: text, or a list of messages."
     )
     raise ValueError(f"dataset {spec!r} has no column 'prompt'; its columns are: {', '.join(columns)}.{hint}")
+
+
+def is_local(spec: str) -> bool:
+    """Whether `spec` names a file or folder, be it there or not, rather than a data set of the hub."""
+    return Path(spec).expanduser().exists() or _looks_local(spec)
 
 
 def _looks_local(spec: str) -> bool:

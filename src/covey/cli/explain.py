@@ -1,8 +1,8 @@
 """`covey explain`: what a config means, in words, before any of it is computed.
 
-Batches, updates, whether ratios can clip, what the loss will look like and why, tokens, memory. Nothing is loaded but
-the model's config. Each section is a function from the run to lines; a new section goes into `SECTIONS`. Whole
-paragraphs are in `explain_sentences`.
+Batches, updates, whether ratios can clip, what the loss will look like and why, tokens, memory, and whether data and
+rewards are there. No model is loaded, only its config. Each section is a function from the run to lines; a new section
+goes into `SECTIONS`. Whole paragraphs are in `explain_sentences`.
 """
 
 import sys
@@ -15,13 +15,16 @@ from typing import Any
 from covey.cli import explain_sentences as sentences
 from covey.cli.config_file import load_run
 from covey.cli.explain_sentences import count
+from covey.cli.explain_start import Start, check_start
+from covey.cli.train import take_config
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.config.rules.loss import CLIPPED
 from covey.trainers.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, estimate, readable
 
-USAGE = """usage: covey explain CONFIG [--world_size N] [--prompt_tokens N] [--field value ...]
+USAGE = """usage: covey explain [--config] CONFIG [--world_size N] [--prompt_tokens N] [--field value ...]
 
-Say in words what a run will do: batches, updates, loss, tokens, memory.
+Say in words what a run will do: batches, updates, loss, tokens, memory; and whether its data and
+rewards are there. Its exit status is 2 where the run would not start.
 
   CONFIG            YAML or JSON file of the run
   --world_size N    explain it for N processes
@@ -40,6 +43,7 @@ class Run:
     has_eval: bool
     memory: MemoryEstimate | None
     no_memory_because: str
+    start: Start | None = None
 
 
 def explain(
@@ -51,6 +55,7 @@ def explain(
     peft: dict[str, Any] | None = None,
     has_eval: bool = False,
     no_model_because: str = "no model config was given",
+    start: Start | None = None,
 ) -> str:
     """Explain a config in words.
 
@@ -62,14 +67,16 @@ def explain(
         peft: arguments of `peft.LoraConfig`, when an adapter is trained.
         has_eval: the run has an evaluation dataset.
         no_model_because: what to say where there is no `model_config`.
+        start: what is known of its data and rewards.
 
     Raises:
         ValueError: the batch sizes do not divide for `world_size` processes.
     """
     length = prompt_tokens or ASSUMED_PROMPT_TOKENS
     memory = estimate(model_config, args, prompt_tokens=length, peft=peft) if model_config is not None else None
-    run = Run(args, args.algebra(world_size), length, has_eval, memory, no_model_because)
-    return "\n\n".join(_section(title, lines(run)) for title, lines in SECTIONS.items())
+    run = Run(args, args.algebra(world_size), length, has_eval, memory, no_model_because, start)
+    sections = {title: lines(run) for title, lines in SECTIONS.items()}
+    return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
 
 
 def main(argv: list[str]) -> int:
@@ -77,13 +84,14 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2
-    path, flags = (None, argv) if argv[0].startswith("--") else (argv[0], argv[1:])
     try:
+        path, flags = take_config(argv)
         world_size, flags = _take_number("--world_size", flags)
         prompt_tokens, flags = _take_number("--prompt_tokens", flags)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run = load_run(path, flags, world_size=world_size)
+        start = check_start(run, run.args.algebra(world_size))
         model_config, reason = _model_config(run.model)
         text = explain(
             run.args,
@@ -93,6 +101,7 @@ def main(argv: list[str]) -> int:
             peft=run.peft,
             has_eval=run.eval_dataset is not None,
             no_model_because=reason,
+            start=start,
         )
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"covey explain: {error}", file=sys.stderr)
@@ -102,7 +111,7 @@ def main(argv: list[str]) -> int:
     notes = [str(w.message) for w in caught if issubclass(w.category, (UserWarning, FutureWarning))]
     if notes:
         print("\n" + _section("Warnings", notes))
-    return 0
+    return 2 if start.problems else 0
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
@@ -120,7 +129,7 @@ def batches(run: Run) -> list[str]:
         f"One optimizer update averages over {count(a.gradient_accumulation_steps, 'micro-batch', 'es')} "
         f"(gradient_accumulation_steps), that is {a.completions_per_update} completions.",
         sentences.updates_per_generation(a.updates_per_generation),
-        sentences.total_updates(run.args, run.algebra),
+        sentences.total_updates(run.args, run.algebra, run.start.rows if run.start else None),
     ]
     if a.updates_per_generation == 1:
         lines.append(
@@ -236,6 +245,11 @@ def evaluation(run: Run) -> list[str]:
     return lines
 
 
+def start(run: Run) -> list[str]:
+    """Whether what the run names is there."""
+    return run.start.lines() if run.start else []
+
+
 SECTIONS: dict[str, Callable[[Run], list[str]]] = {
     "Batches": batches,
     "On- or off-policy": policy,
@@ -243,8 +257,9 @@ SECTIONS: dict[str, Callable[[Run], list[str]]] = {
     "Tokens": tokens,
     "Memory": memory,
     "Evaluation": evaluation,
+    "Start": start,
 }
-"""Title -> lines, in the order of the page."""
+"""Title -> lines, in the order of the page; one without lines is left out."""
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

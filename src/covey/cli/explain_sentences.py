@@ -3,6 +3,7 @@
 Statements about formulas hold for the objective in `covey.core` and `covey.algorithms`; change them together.
 """
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -22,8 +23,10 @@ def updates_per_generation(per_generation: Fraction) -> str:
     return f"{per_generation} optimizer updates per generation: some updates mix two generations."
 
 
-def total_updates(args: Any, a: BatchAlgebra) -> str:
-    """How long the run is."""
+def total_updates(args: Any, a: BatchAlgebra, rows: int | None = None) -> str:
+    """How long the run is, exactly where the rows of the dataset are known."""
+    if rows is not None and rows >= a.prompts_per_generation:
+        return _updates_of_rows(args, a, rows)
     if args.max_steps > 0:
         generations = args.max_steps / a.updates_per_generation
         return (
@@ -35,6 +38,22 @@ def total_updates(args: Any, a: BatchAlgebra) -> str:
         f"Every 1,000 prompts of the dataset are about {float(updates):.4g} updates; num_train_epochs="
         f"{args.num_train_epochs:g} goes through the dataset so many times. A last, incomplete generation is left out."
     )
+
+
+def _updates_of_rows(args: Any, a: BatchAlgebra, rows: int) -> str:
+    generations = rows // a.prompts_per_generation
+    updates = math.ceil(generations * a.updates_per_generation)
+    epoch = f"The dataset's {count(rows, 'prompt')} make {count(generations, 'generation')} per epoch"
+    left = rows - generations * a.prompts_per_generation
+    others = ", others each time" if args.shuffle_dataset else ""
+    rest = f" ({count(left, 'prompt')} left over{others})" if left else ""
+    if args.max_steps > 0:
+        epochs = f"{args.max_steps / updates:.3g}"
+        length = f"max_steps={args.max_steps} is {epochs} epoch{'' if epochs == '1' else 's'}"
+    else:
+        total = math.ceil(args.num_train_epochs * updates)
+        length = f"num_train_epochs={args.num_train_epochs:g} makes {count(total, 'update')} in all"
+    return f"{epoch}{rest} and {count(updates, 'update')}; {length}."
 
 
 def clipping(args: Any) -> str:
