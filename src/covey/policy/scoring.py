@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
+from covey.core.modes import inference_mode_of
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.layouts import LAYOUTS
 from covey.policy.lm_head import TokenScores, head_of, score_hidden
@@ -173,15 +174,3 @@ def capture_decoder_output(model: Any) -> Iterator[list[Tensor]]:
         yield captured
     finally:
         handle.remove()
-
-
-@contextmanager
-def inference_mode_of(model: Any) -> Iterator[None]:
-    """Dropout off and gradient checkpointing idle for the duration; every module's mode is put back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from covey.core.modes import inference_mode_of
 from covey.core.rollout import Completion, FinishReason
 from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.engines.row_cache import RowCache
@@ -111,19 +112,15 @@ class NativeEngine:
     def awake(self) -> Iterator[None]:
         """Put the model into inference mode for the duration, and back as it was."""
         model = self._model()
-        modes = {module: module.training for module in model.modules()}
         attention = model.config._attn_implementation
         if attention not in ("sdpa", "eager"):  # decoding masks per row: an explicit mask, not a packed layout
             model.set_attn_implementation("sdpa")
-        model.eval()
         try:
-            with torch.no_grad(), self._forward_context():
+            with inference_mode_of(model), torch.no_grad(), self._forward_context():
                 yield
         finally:
             if attention not in ("sdpa", "eager"):
                 model.set_attn_implementation(attention)
-            for module, training in modes.items():
-                module.training = training
             self._cache = None  # the policy is about to change, and training needs the memory
 
     async def _drive(self) -> None:
