@@ -57,6 +57,9 @@ def main() -> None:
         model.zero_grad()
         return None
 
+    compare(
+        "forward and backward: shared prompts / packed", lambda: backward("shared_prefix"), lambda: backward("packed")
+    )
     compare("forward and backward: packed / padded rows", lambda: backward("packed"), lambda: backward("padded"))
 
     def whole_logits() -> object:
@@ -69,7 +72,9 @@ def main() -> None:
         return None
 
     compare(
-        "forward and backward: packed, chosen positions / padded, all logits", lambda: backward("packed"), whole_logits
+        "forward and backward: shared prompts, chosen positions / padded, all logits",
+        lambda: backward("shared_prefix"),
+        whole_logits,
     )
 
 

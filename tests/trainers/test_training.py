@@ -237,6 +237,8 @@ def test_evaluation_sees_every_prompt_once(tmp_path):
         {"repetition_penalty": 1.2, "top_k": 10, "top_p": 0.9, "min_p": 0.01},
         {"gradient_checkpointing": True},
         {"attn_layout": "padded"},
+        {"attn_layout": "packed"},
+        {"attn_layout": "shared_prefix", "gradient_checkpointing": True},
         {"cast_lm_head_to_fp32": True},
         {"beta": 0.1, "kl_estimator": "k2"},
         {"bf16": True},

@@ -18,7 +18,7 @@ from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.layouts import LAYOUTS
 from covey.policy.lm_head import TokenScores, head_of, score_hidden
 
-CHECK_ROWS = 3
+CHECK_ROWS = 4
 """Rollouts on which a layout proves itself."""
 
 
@@ -28,7 +28,7 @@ class TokenScorer:
     Args:
         unwrap: from a (distributed) wrapper to the transformers model inside.
         temperature: divides the logits, as in sampling.
-        layout: "auto" tries packed and falls back to padded; "packed" or "padded" insist.
+        layout: "auto" takes the fastest that proves right: shared_prefix, packed, padded. A name insists.
         pad_token_id: fills padded rows.
         chunk_size: tokens whose logits live at once.
         float32_head: multiply by the head in float32.
@@ -99,7 +99,7 @@ class TokenScorer:
 
     @torch.no_grad()
     def _prove(self, model: Any, batch: TrainBatch) -> None:
-        """On a few rollouts: the head is understood, and the packed layout agrees with the padded one."""
+        """On a few rollouts: the head is understood, and a packed layout agrees with the padded one."""
         inner = self.unwrap(model)
         few = batch.select(torch.arange(min(CHECK_ROWS, len(batch)), device=batch.lengths.device))
         with inference_mode_of(inner):
@@ -112,23 +112,26 @@ class TokenScorer:
         if inner.config._attn_implementation not in ("sdpa", PACKED_ATTENTION):
             return "padded"  # the user chose an attention that packs in its own way or not at all
         expected = self._score(inner, few, "padded", entropy=False).logprobs
-        try:
-            gaps = (self._score(inner, few, "packed", entropy=False).logprobs - expected).abs()
-        except (TypeError, ValueError, RuntimeError) as error:
-            inner.set_attn_implementation("sdpa")
-            return self._fall_back(inner, f"it fails there with {type(error).__name__}: {error}")
         # In half precision single tokens differ visibly whenever shapes do, so the mean decides.
         exact = inner.dtype.itemsize >= 4 and not torch.is_autocast_enabled(expected.device.type)
-        difference, tolerance = (gaps.max().item(), 1e-3) if exact else (gaps.mean().item(), 0.1)
-        if difference > tolerance:
-            inner.set_attn_implementation("sdpa")
-            return self._fall_back(inner, f"its log-probs there differ by {difference:.2g}")
-        return "packed"
+        reasons = []
+        for layout in ("shared_prefix", "packed"):
+            try:
+                gaps = (self._score(inner, few, layout, entropy=False).logprobs - expected).abs()
+            except (TypeError, ValueError, RuntimeError) as error:
+                reasons.append(f"{layout} fails with {type(error).__name__}: {error}")
+                continue
+            difference, tolerance = (gaps.max().item(), 1e-3) if exact else (gaps.mean().item(), 0.1)
+            if difference <= tolerance:
+                return layout
+            reasons.append(f"log-probs differ by {difference:.2g} with {layout}")
+        inner.set_attn_implementation("sdpa")
+        return self._fall_back(inner, "; ".join(reasons))
 
     @staticmethod
     def _fall_back(model: Any, reason: str) -> str:
         warnings.warn(
-            f"{type(model).__name__} cannot use the packed layout ({reason}); scoring with padded rows instead. Set"
+            f"{type(model).__name__} cannot use the packed layouts ({reason}); scoring with padded rows instead. Set"
             " attn_layout='padded' to silence this.",
             stacklevel=4,
         )
@@ -136,11 +139,11 @@ class TokenScorer:
 
 
 def use_attention_of(layout: str, model: Any) -> None:
-    """Switch the model to packed attention for the packed layout; it stays, since a backward pass may recompute layers.
+    """Switch the model to packed attention where the layout needs it.
 
-    Calls without `packed_lengths` are plain SDPA under it.
+    It stays, as backward passes may recompute layers. Calls that name no lengths are plain SDPA under it.
     """
-    if layout == "packed" and model.config._attn_implementation != PACKED_ATTENTION:
+    if layout != "padded" and model.config._attn_implementation != PACKED_ATTENTION:
         model.set_attn_implementation(PACKED_ATTENTION)
 
 

@@ -6,7 +6,7 @@ Needs a decoder that goes through transformers' attention interface; the scorer 
 import torch
 
 from covey.core.batch import TrainBatch
-from covey.policy.layouts.inputs import ModelInputs, predictor_positions, sequences
+from covey.policy.layouts.inputs import ModelInputs, predictor_positions, ready_made_mask, sequences
 
 
 def packed(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
@@ -18,8 +18,7 @@ def packed(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
     return ModelInputs(
         kwargs={
             "input_ids": torch.cat(rows)[None],
-            # A ready-made (four-dimensional) mask keeps transformers from building a quadratic one that nobody reads.
-            "attention_mask": torch.zeros(1, 1, 1, 1, device=device),
+            "attention_mask": ready_made_mask(device),
             "position_ids": torch.cat([torch.arange(n, device=device) for n in lengths])[None],
             "packed_lengths": lengths,
         },

@@ -49,8 +49,9 @@ class ModelFields:
     )
     attn_layout: str = described(
         "auto",
-        "How completions are laid out in forward passes: `packed` (end to end, no padding), `padded` (one row each), "
-        "or `auto` (packed where the model gives the same results, else padded).",
+        "How completions are laid out in forward passes: `shared_prefix` (each prompt once, its completions after it), "
+        "`packed` (end to end, no padding), `padded` (one row each), or `auto` (the first of these with which the "
+        "model gives the same results).",
     )
     logprob_chunk_size: int = described(
         1024,

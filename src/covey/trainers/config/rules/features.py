@@ -26,7 +26,7 @@ WORDS = {
     "kl_estimator": tuple(KL_ESTIMATORS),
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "attn_layout": ("auto", "packed", "padded"),
+    "attn_layout": ("auto", "shared_prefix", "packed", "padded"),
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
@@ -42,8 +42,6 @@ def later_features_are_off(args: Any) -> None:
                 f"{name}={getattr(args, name)!r} is not yet supported: {feature} comes with a later release. Leave "
                 f"{name} at its default."
             )
-    if args.attn_layout == "shared_prefix":
-        raise ValueError("attn_layout='shared_prefix' is not yet supported; use 'auto', 'packed' or 'padded'.")
 
 
 def words_are_known(args: Any) -> None:
