@@ -193,3 +193,18 @@ def test_rollouts_of_a_group_need_not_stand_together(tiny_model):
     mixed = batch.select(order)
     expected = scorer("padded")(tiny_model, mixed).logprobs
     torch.testing.assert_close(scorer("shared_prefix")(tiny_model, mixed).logprobs, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_one_rollout_alone_proves_nothing_about_packing(tiny_model):
+    original = tiny_model.model.forward
+
+    def forgets_packing(*args, packed_lengths=None, shared_lengths=None, **kwargs):
+        return original(*args, **kwargs)
+
+    tiny_model.model.forward = forgets_packing
+    automatic = scorer("auto")
+    automatic(tiny_model, collate(rollouts([(3, [4])])))
+    assert automatic.layout == "auto"
+    with pytest.warns(UserWarning, match="cannot use the packed layouts"):
+        automatic(tiny_model, collate(rollouts([(3, [4]), (5, [2])])))
+    assert automatic.layout == "padded"

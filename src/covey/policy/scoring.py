@@ -18,9 +18,6 @@ from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.layouts import LAYOUTS
 from covey.policy.lm_head import TokenScores, head_of, score_hidden
 
-CHECK_ROWS = 4
-"""Rollouts on which a layout proves itself."""
-
 
 class TokenScorer:
     """Log-probabilities and entropies of completion tokens.
@@ -63,9 +60,10 @@ class TokenScorer:
         Returns:
             logprobs [N] float32 and entropies [N] float32 or None; gradients flow where enabled.
         """
-        if not self._proven and batch.num_tokens:
+        if not self._proven and len(first_and_last(batch)) > 1:
             self._prove(model, batch)
-        return self._score(model, batch, self.layout, entropy)
+        # One rollout alone proves nothing about packing, so until there are several, rows are padded.
+        return self._score(model, batch, "padded" if self.layout == "auto" else self.layout, entropy)
 
     @torch.no_grad()
     def split(self, model: Any, batch: TrainBatch, rows: int, *, entropy: bool = False) -> TokenScores:
@@ -101,11 +99,11 @@ class TokenScorer:
     def _prove(self, model: Any, batch: TrainBatch) -> None:
         """On a few rollouts: the head is understood, and a packed layout agrees with the padded one."""
         inner = self.unwrap(model)
-        few = batch.select(torch.arange(min(CHECK_ROWS, len(batch)), device=batch.lengths.device))
+        few = batch.select(first_and_last(batch))
         with inference_mode_of(inner):
             _check_head(inner, LAYOUTS["padded"](few, self.pad_token_id).kwargs, self.float32_head)
             if self.layout == "auto":
-                self.layout = self._choose(inner, few) if few.num_tokens else "padded"
+                self.layout = self._choose(inner, few)
         self._proven = True
 
     def _choose(self, inner: Any, few: TrainBatch) -> str:
@@ -136,6 +134,12 @@ class TokenScorer:
             stacklevel=4,
         )
         return "padded"
+
+
+def first_and_last(batch: TrainBatch) -> Tensor:
+    """Up to four rollouts with tokens, [rows]: two from either end, so siblings and strangers where there are both."""
+    filled = batch.lengths.nonzero()[:, 0]
+    return torch.cat([filled[:2], filled[2:][-2:]])
 
 
 def use_attention_of(layout: str, model: Any) -> None:

@@ -21,6 +21,7 @@ from covey.core.rollout import Rollout
 from covey.core.stats import Max, Mean, Stat
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
+from covey.policy.scoring import first_and_last
 from covey.rollout.collector import Draw
 from covey.trainers import assembly
 from covey.trainers.arguments import accepts_old_names
@@ -220,7 +221,7 @@ class OnlineTrainer(SampledEvaluation):
         """On the first samples: the engine and the scorer must agree on how probable they are."""
         if self._engine_checked or batch.engine_logprobs is None or not batch.num_tokens:
             return
-        few = batch.select(torch.arange(min(4, len(batch)), device=batch.lengths.device))
+        few = batch.select(first_and_last(batch))
         with self.accelerator.autocast():
             scored = self.scorer.split(self.policy, few, len(few)).logprobs
         exact = self.policy.dtype.itemsize >= 4 and self.accelerator.mixed_precision == "no"
