@@ -36,12 +36,15 @@ class Completion:
         finish: STOP or LENGTH.
         entropies: entropy in nats of the distribution each token was drawn from, at the temperature and before any
             cut; None if the engine does not report them.
+        reused: how many of the first tokens were taken from a draft (`SampleRequest.drafts`) instead of decoded one
+            by one; their log-probs and entropies are the current policy's all the same.
     """
 
     token_ids: list[int]
     logprobs: list[float] | None
     finish: FinishReason
     entropies: list[float] | None = None
+    reused: int = 0
 
 
 @dataclass(slots=True)

@@ -54,6 +54,15 @@ class SampleRequest:
         seeds: one 64-bit seed per completion. The same seed, prompt and weights give the same completion, whatever
             else is in flight.
         images: for vision-language models, in the order of the prompt's image tokens.
+        drafts: one per seed, or None: tokens this completion may begin with, such as the last completion of the same
+            prompt. Engines that verify drafts compute all their positions in one parallel pass and decode only from
+            the first token they reject; engines that do not may ignore them. A draft never changes what may come out:
+            see `draft_lenience`.
+        draft_logprobs: log-probability of each draft token under the policy that wrote it, at the sampling
+            temperature, one list per draft (None where the draft is None). Needed by lenient acceptance alone.
+        draft_lenience: None accepts exactly: the completion is, token by token, the one this seed would have given
+            without the draft. A number l accepts token i with probability min(1, l * p_now / p_then) (SPEC-RL,
+            arXiv 2509.23232): more is reused, and the reused part stays off-policy.
     """
 
     prompt_ids: list[int]
@@ -61,6 +70,9 @@ class SampleRequest:
     params: SamplingParams
     seeds: list[int]
     images: list[Any] | None = None
+    drafts: list[list[int] | None] | None = None
+    draft_logprobs: list[list[float] | None] | None = None
+    draft_lenience: float | None = None
 
 
 @runtime_checkable
