@@ -60,6 +60,7 @@ class Rollout:
         completion: what reward functions receive: a string (standard prompts) or a list of messages.
         finish: why it ended.
         group: index, within the batch, of the prompt it shares with its siblings.
+        reused: how many of the sampled tokens were taken from a draft.
         images: what a vision-language model is shown, or None.
         extras: further fields for reward functions (from a `rollout_func` or an environment).
 
@@ -78,6 +79,7 @@ class Rollout:
     entropies: list[float] | None = None
     images: list[Any] | None = None
     extras: dict[str, Any] = field(default_factory=dict)
+    reused: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.sampled) == len(self.completion_ids), "one `sampled` flag per completion token"

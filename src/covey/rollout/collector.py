@@ -16,6 +16,7 @@ import torch
 from covey.core.rollout import Completion, Rollout
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.speculation import Speculation
 
 T = TypeVar("T")
 
@@ -47,7 +48,8 @@ class Collector:
     Args:
         engine: what samples.
         codec: encodes prompts and decodes completions.
-        seed: with the generation's number, the prompt and the sample index, it decides every sample.
+        seed: with the generation's number, the prompt and the sample index, it decides every sample; with exact
+            reuse, without the generation's number.
     """
 
     def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int):
@@ -55,32 +57,51 @@ class Collector:
         self.codec = codec
         self.seed = seed
 
-    def collect(self, draws: Sequence[Draw], params: SamplingParams, key: tuple[int | str, ...]) -> list[Rollout]:
+    def collect(
+        self,
+        draws: Sequence[Draw],
+        params: SamplingParams,
+        key: tuple[int | str, ...],
+        reuse: Speculation | None = None,
+    ) -> list[Rollout]:
         """Sample every draw; the result is in the draws' order.
 
         Args:
             draws: siblings (equal `prompt`) next to each other.
             params: how to sample.
-            key: names this generation (mode and step): another key gives other samples.
+            key: names this generation (mode and step): another key gives other samples, unless `reuse` is exact.
+            reuse: earlier completions to begin with; these take their place.
         """
-        return run_async(self._collect(draws, params, key))
+        rollouts = run_async(self._collect(draws, params, key, reuse))
+        if reuse is not None:
+            reuse.remember([draw.prompt for draw in draws], [draw.sample for draw in draws], rollouts)
+        return rollouts
 
     async def _collect(
-        self, draws: Sequence[Draw], params: SamplingParams, key: tuple[int | str, ...]
+        self, draws: Sequence[Draw], params: SamplingParams, key: tuple[int | str, ...], reuse: Speculation | None
     ) -> list[Rollout]:
         with self.engine.awake():  # here, since gradient mode and autocast belong to the thread that runs this
             answered = await asyncio.gather(
-                *(self._group(number, siblings, params, key) for number, siblings in enumerate(_siblings(draws)))
+                *(self._group(number, siblings, params, key, reuse) for number, siblings in enumerate(_siblings(draws)))
             )
         return [rollout for rollouts in answered for rollout in rollouts]
 
     async def _group(
-        self, number: int, siblings: list[Draw], params: SamplingParams, key: tuple[int | str, ...]
+        self,
+        number: int,
+        siblings: list[Draw],
+        params: SamplingParams,
+        key: tuple[int | str, ...],
+        reuse: Speculation | None,
     ) -> list[Rollout]:
-        row = siblings[0].row
+        row, prompt = siblings[0].row, siblings[0].prompt
         prompt_ids = self.codec.encode(row["prompt"], row.get("chat_template_kwargs"))
-        seeds = [sample_seed(self.seed, *key, draw.prompt, draw.sample) for draw in siblings]
-        completions = await self.engine.generate(SampleRequest(prompt_ids, len(siblings), params, seeds))
+        key = key if reuse is None else reuse.seed_key(key, prompt_ids)
+        seeds = [sample_seed(self.seed, *key, prompt, draw.sample) for draw in siblings]
+        request = SampleRequest(prompt_ids, len(siblings), params, seeds)
+        if reuse is not None:
+            request = reuse.with_drafts(request, prompt, [draw.sample for draw in siblings])
+        completions = await self.engine.generate(request)
         return [self._rollout(row, prompt_ids, completion, number) for completion in completions]
 
     def _rollout(self, row: dict[str, Any], prompt_ids: list[int], completion: Completion, group: int) -> Rollout:
@@ -93,6 +114,7 @@ class Collector:
             finish=completion.finish,
             group=group,
             entropies=completion.entropies,
+            reused=completion.reused,
         )
 
 
