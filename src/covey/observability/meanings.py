@@ -64,6 +64,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "engine that sampled it and the trainer.",
     "sampling/sampling_logp_difference/max": "Largest difference of a token's log-probability between "
     "engine and trainer.",
+    "sampling/reused_token_fraction": "Share of sampled tokens that were taken from a prompt's completions of an "
+    "earlier epoch instead of being decoded one by one, with speculative_reuse. 0 while prompts are new.",
     "sampling/importance_sampling_ratio/min": "Smallest importance weight that corrects for the "
     "engine's difference from the trainer.",
     "sampling/importance_sampling_ratio/mean": "Mean of these weights; 1 when engine and trainer agree.",

@@ -22,6 +22,7 @@ from covey.rollout.collector import Collector
 from covey.rollout.engine import SamplingParams
 from covey.rollout.engines.native import NativeEngine
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.speculation import Speculation
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_prompts
 from covey.trainers.entropy import EntropyController
@@ -180,6 +181,22 @@ def build_collector(args: Any, model: Any, tokenizer: Any, accelerator: Any, pol
         forward_context=accelerator.autocast,
     )
     return Collector(engine, PromptCodec(tokenizer, args.chat_template_kwargs, context), args.seed)
+
+
+def build_speculation(args: Any, train_dataset: Any) -> Speculation | None:
+    """What is reused of a prompt's earlier completions, if anything."""
+    if args.speculative_reuse is None:
+        return None
+    if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "shuffle") and args.shuffle_dataset:
+        warnings.warn(
+            f"`speculative_reuse={args.speculative_reuse!r}` has little effect: in a stream a prompt is known by its"
+            " place, and shuffle_dataset=True gives it another one in every pass. Set shuffle_dataset=False, or give a"
+            " dataset that has a length.",
+            stacklevel=2,
+        )
+    return Speculation(
+        args.speculative_max_tokens, lenience=args.speculative_lenience if args.speculative_reuse == "lenient" else None
+    )
 
 
 def sampling_params(args: Any) -> SamplingParams:

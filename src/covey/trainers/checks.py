@@ -9,7 +9,7 @@ the trainer; divisibility lives in `covey.trainers.config.algebra`.
 from collections.abc import Callable
 from typing import Any
 
-from covey.trainers.config.rules import batches, features, loss, penalties, sampling, training, unused
+from covey.trainers.config.rules import batches, features, loss, penalties, sampling, speculation, training, unused
 
 Rule = Callable[[Any], None]
 
@@ -25,6 +25,9 @@ BATCH_RULES: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     training.learning_rate_goes_downhill,
     training.something_is_trained,
+    speculation.reuse_is_exact_or_lenient,
+    speculation.lenience_is_positive,
+    speculation.reuse_can_happen,
     features.later_features_are_off,
     features.words_are_known,
     features.loss_type_is_known,

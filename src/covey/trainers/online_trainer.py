@@ -23,6 +23,7 @@ from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
 from covey.policy.scoring import first_and_last
 from covey.rollout.collector import Draw
+from covey.rollout.speculation import reuse_stats
 from covey.trainers import assembly
 from covey.trainers.arguments import accepts_old_names
 from covey.trainers.config.base import OnlineConfig
@@ -106,6 +107,7 @@ class OnlineTrainer(SampledEvaluation):
         self.reference = assembly.build_reference(args, self.algorithm, model)
         self.collector = assembly.build_collector(args, model, tokenizer, self.accelerator, lambda: self.policy)
         self.sampling = assembly.sampling_params(args)
+        self.speculation = assembly.build_speculation(args, train_dataset)
         self.rewards = assembly.build_rewards(args, reward_funcs, reward_processing_classes, self.accelerator)
         self.entropy = assembly.entropy_controller(args)
         self.experience = Experience()
@@ -138,7 +140,8 @@ class OnlineTrainer(SampledEvaluation):
     def gather_experience(self, draws: list[Draw]) -> TrainBatch:
         """Sample, score, assign credit: dataset rows in, training tokens out."""
         with self.phases("generate"):
-            rollouts = self.collector.collect(draws, self.sampling, self._generation_key())
+            reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
+            rollouts = self.collector.collect(draws, self.sampling, self._generation_key(), reuse)
         with self.phases("reward"):
             notes = Notes()
             scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state))
@@ -152,7 +155,8 @@ class OnlineTrainer(SampledEvaluation):
         self._weigh(batch, generation)
         entropy = sampling_entropy(rollouts, batch)
         self._entropy_known = bool(entropy)
-        self.metrics.add({**scored.stats, **notes.metrics, **entropy}, self.mode)
+        drafts = reuse_stats(rollouts) if reuse is not None else {}
+        self.metrics.add({**scored.stats, **notes.metrics, **entropy, **drafts}, self.mode)
         self._record(generation, advantages)
         return batch
 
@@ -414,6 +418,7 @@ class OnlineTrainer(SampledEvaluation):
             "num_tokens": self.num_tokens,
             "generations": self._generations,
             "entropy_known": self._entropy_known,
+            "speculation": self.speculation.state_dict() if self.speculation else None,
         }
 
     def load_method_state(self, state: dict[str, Any]) -> None:
@@ -426,6 +431,8 @@ class OnlineTrainer(SampledEvaluation):
         self.num_tokens = state["num_tokens"]
         self._generations = dict(state["generations"])
         self._entropy_known = state["entropy_known"]
+        if self.speculation is not None and state.get("speculation") is not None:
+            self.speculation.load_state_dict(state["speculation"])
 
 
 def _as_is(draws: Any) -> Any:

@@ -34,6 +34,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     groups.ModelFields,
     groups.BatchFields,
     groups.GenerationFields,
+    groups.SpeculationFields,
     groups.AgentFields,
     groups.RewardFields,
     groups.LossFields,

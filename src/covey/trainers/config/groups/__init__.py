@@ -9,7 +9,7 @@ from covey.trainers.config.groups.engines import ContinuousBatchingFields, Misma
 from covey.trainers.config.groups.model import BatchFields, ModelFields, TrainingDefaults
 from covey.trainers.config.groups.objective import EntropyFields, KLFields, LossFields, RewardFields
 from covey.trainers.config.groups.reporting import LoggingFields
-from covey.trainers.config.groups.sampling import AgentFields, GenerationFields
+from covey.trainers.config.groups.sampling import AgentFields, GenerationFields, SpeculationFields
 
 __all__ = [
     "AgentFields",
@@ -24,6 +24,7 @@ __all__ = [
     "ModelFields",
     "RewardFields",
     "SglangFields",
+    "SpeculationFields",
     "TrainingDefaults",
     "VllmFields",
 ]

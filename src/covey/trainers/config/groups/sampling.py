@@ -39,6 +39,27 @@ class GenerationFields:
 
 
 @dataclass
+class SpeculationFields:
+    """Completions of earlier epochs as drafts."""
+
+    speculative_reuse: str | None = described(
+        None,
+        "When a prompt comes again, check its last completions in one pass and decode only from where they no longer "
+        "hold. `exact`: the result is what sampling afresh with the same seed gives, and a prompt keeps its seeds from "
+        "epoch to epoch; `lenient`: stale tokens may stay. Unset: every completion is decoded token by token.",
+    )
+    speculative_lenience: float = described(
+        1.65,
+        "With `speculative_reuse=lenient`, a draft token stays with probability min(1, this * p_now / p_then). "
+        "A larger number reuses more and is further off-policy.",
+    )
+    speculative_max_tokens: int = described(
+        50_000_000,
+        "Most completion tokens that a process keeps as drafts, 4 bytes each (8 with `lenient`); the oldest go first.",
+    )
+
+
+@dataclass
 class AgentFields:
     """Tools, resampling and generation that overlaps training."""
 

@@ -12,6 +12,7 @@ COUNTS = (
     "num_generations_eval",
     "max_completion_length",
     "max_concurrent_completions",
+    "speculative_max_tokens",
     "logprob_chunk_size",
     "ref_model_sync_steps",
     "num_completions_to_print",
