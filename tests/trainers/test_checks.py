@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from covey.trainers import checks
-from covey.trainers.config.rules import batches, features, loss, penalties, sampling, training, unused
+from covey.trainers.config.rules import batches, features, loss, penalties, sampling, speculation, training, unused
 from covey.trainers.grpo_config import GRPOConfig
 from covey.trainers.rloo_config import RLOOConfig
 
@@ -53,6 +53,20 @@ REFUSED = [
     (sampling.truncation_of_the_distribution_is_sane, GRPOConfig, {"min_p": 2.0}, "min_p=2.0 .* between 0 and 1"),
     (sampling.truncation_of_the_distribution_is_sane, GRPOConfig, {"repetition_penalty": 0.0}, "repetition_penalty"),
     (sampling.generation_kwargs_repeat_no_field, GRPOConfig, {"generation_kwargs": {"n": 2}}, "num_generations"),
+    (
+        speculation.reuse_is_exact_or_lenient,
+        GRPOConfig,
+        {"speculative_reuse": "exakt"},
+        "choose one of: exact, lenient; .*Did you mean 'exact'",
+    ),
+    (
+        speculation.reuse_is_exact_or_lenient,
+        GRPOConfig,
+        {"speculative_reuse": "exact", "use_vllm": True},
+        "with use_vllm=True: only the built-in engine",
+    ),
+    (speculation.lenience_is_positive, GRPOConfig, {"speculative_lenience": 0.0}, "speculative_lenience=0.0 is out of"),
+    (batches.counts_are_whole_and_positive, GRPOConfig, {"speculative_max_tokens": 0}, "speculative_max_tokens=0 must"),
     (sampling.generation_kwargs_repeat_no_field, GRPOConfig, {"generation_kwargs": {"top_p": 0.9}}, "field `top_p`"),
     (
         sampling.dr_grpo_has_a_length,
@@ -143,6 +157,19 @@ POINTED_OUT = [
         {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
         "scales each reward itself",
     ),
+    (speculation.reuse_can_happen, GRPOConfig, {"speculative_max_tokens": 9}, "speculative_reuse is not set"),
+    (
+        speculation.reuse_can_happen,
+        GRPOConfig,
+        {"speculative_reuse": "exact", "speculative_lenience": 2.0},
+        "only speculative_reuse='lenient' reads it",
+    ),
+    (
+        speculation.reuse_can_happen,
+        GRPOConfig,
+        {"speculative_reuse": "exact", "num_train_epochs": 1},
+        "`speculative_reuse='exact'` has no effect: with num_train_epochs=1 no prompt comes a second time",
+    ),
     (unused.engine_options_need_their_engine, GRPOConfig, {"vllm_server_port": 9}, "use_vllm is False"),
     (unused.engine_options_need_their_engine, GRPOConfig, {"checkpoint_path": "x"}, "use_sglang is False"),
     (unused.engine_options_need_their_engine, GRPOConfig, {"cache_implementation": "static"}, "its own key-value"),
@@ -225,6 +252,8 @@ def test_a_registered_loss_is_accepted_and_may_read_any_option(monkeypatch, recw
         {"log_completions": True, "num_completions_to_print": 4, "log_unique_prompts": True},
         {"importance_sampling_level": "sequence", "epsilon": 3e-4, "num_iterations": 2},
         {"reward_weights": [1.0, 0.0]},
+        {"speculative_reuse": "lenient", "speculative_lenience": 1.2, "speculative_max_tokens": 10},
+        {"speculative_reuse": "exact", "num_train_epochs": 1, "max_steps": 100},
     ],
     ids=lambda settings: "-".join(settings),
 )
