@@ -6,7 +6,17 @@ from types import SimpleNamespace
 import pytest
 
 from covey.trainers import checks
-from covey.trainers.config.rules import batches, features, loss, penalties, sampling, speculation, training, unused
+from covey.trainers.config.rules import (
+    batches,
+    features,
+    loss,
+    penalties,
+    prompts,
+    sampling,
+    speculation,
+    training,
+    unused,
+)
 from covey.trainers.grpo_config import GRPOConfig
 from covey.trainers.rloo_config import RLOOConfig
 
@@ -28,14 +38,15 @@ REFUSED = [
     (batches.batch_size_is_fixed, GRPOConfig, {"accelerator_config": {"split_batches": True}}, "split_batches=True"),
     (features.later_features_are_off, GRPOConfig, {"use_vllm": True}, "use_vllm=True is not yet supported"),
     (features.later_features_are_off, GRPOConfig, {"use_sglang": True}, "use_sglang=True is not yet"),
-    (features.later_features_are_off, GRPOConfig, {"dynamic_sample": True}, "dynamic_sample=True is not yet"),
-    (features.later_features_are_off, GRPOConfig, {"max_resample_times": 5}, "max_resample_times=5 is not yet"),
     (features.later_features_are_off, GRPOConfig, {"async_generate": True}, "async_generate=True is not yet"),
     (features.later_features_are_off, GRPOConfig, {"max_staleness": 2}, "max_staleness=2 is not yet"),
     (features.later_features_are_off, GRPOConfig, {"max_tool_calling_iterations": 2}, "max_tool_calling.* is not yet"),
     (features.later_features_are_off, GRPOConfig, {"use_transformers_continuous_batching": True}, "is not yet"),
     (features.later_features_are_off, GRPOConfig, {"vllm_structured_outputs_regex": "a"}, "structured outputs"),
     (features.later_features_are_off, GRPOConfig, {"log_completions_hub_repo": "me/x"}, "log_completions_hub_repo"),
+    (features.words_are_known, GRPOConfig, {"prompt_sampler": "hard"}, "choose one of: uniform, difficulty"),
+    (prompts.refills_are_counted, GRPOConfig, {"max_resample_times": -1}, "max_resample_times=-1 .* 0 or more"),
+    (prompts.no_prompt_is_starved, GRPOConfig, {"difficulty_floor": 0.0}, "difficulty_floor=0.0 .* between 0.01 and 1"),
     (features.words_are_known, GRPOConfig, {"attn_layout": "dense"}, "choose one of: auto, shared_prefix, packed"),
     (features.words_are_known, GRPOConfig, {"kl_estimator": "k4"}, "choose one of: k1, k2, k3"),
     (features.words_are_known, GRPOConfig, {"scale_rewards": "std"}, "choose one of: group, batch, none"),
@@ -146,6 +157,8 @@ POINTED_OUT = [
         {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
         "mix two generations",
     ),
+    (prompts.refills_are_counted, GRPOConfig, {"max_resample_times": 5}, "dynamic_sample is False"),
+    (prompts.no_prompt_is_starved, GRPOConfig, {"difficulty_floor": 0.5}, "prompt_sampler is 'uniform'"),
     (penalties.reference_sync_needs_a_reference, GRPOConfig, {"ref_model_sync_steps": 9}, "sync_ref_model is False"),
     (penalties.kl_options_need_kl, GRPOConfig, {"kl_estimator": "k1"}, "beta is 0"),
     (penalties.kl_options_need_kl, RLOOConfig, {"use_bias_correction_kl": False}, "carries no gradient"),

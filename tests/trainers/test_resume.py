@@ -16,24 +16,46 @@ VARIANTS = {
     "with a reference that follows": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "with an adaptive entropy bonus": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 9.0},
     "in the second epoch": {"max_steps": 7},
+    "with dynamic sampling": {"max_steps": 7, "dynamic_sample": True},
+    "with prompts by difficulty": {"max_steps": 7, "prompt_sampler": "difficulty", "dynamic_sample": True},
+    "in the middle of a refilled generation": {
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "dynamic_sample": True,
+        "prompt_sampler": "difficulty",
+    },
+    "with generations that share an optimizer step": {
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 2,
+        "max_steps": 5,
+        "prompt_sampler": "difficulty",
+    },
 }
+
+
+def sometimes_equal(prompts, completion_ids, **kwargs):
+    """Prompts of even numbers give no signal."""
+    return [float(sum(ids) % 7 * (int(p[0]) % 2)) for p, ids in zip(prompts, completion_ids, strict=True)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_resuming_is_exact(tmp_path, method, variant):
     settings = {"max_steps": 6, **VARIANTS[variant]}
+    parts = {"reward_funcs": sometimes_equal} if {"dynamic_sample", "prompt_sampler"} & set(settings) else {}
     last = settings["max_steps"]
     stop = last - 1 if "epoch" in variant else 3
-    straight = runs.trainer(tmp_path / "a", method, **settings)
+    straight = runs.trainer(tmp_path / "a", method, parts=parts, **settings)
     straight.train()
-    first = runs.trainer(tmp_path / "b", method, **{**settings, "save_strategy": "steps", "save_steps": stop})
+    saving = {"save_strategy": "steps", "save_steps": stop}
+    first = runs.trainer(tmp_path / "b", method, parts=parts, **{**settings, **saving})
     first.train()
-    resumed = runs.trainer(tmp_path / "b", method, **settings)
+    resumed = runs.trainer(tmp_path / "b", method, parts=parts, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "b" / f"checkpoint-{stop}"))
     for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True):
         assert torch.equal(a, b)
-    for name in ("loss", "reward", "num_tokens", "entropy", "grad_norm"):
+    for name in ("loss", "reward", "num_tokens", "entropy", "grad_norm", "dynamic_sampling/cost", "difficulty/chance"):
         assert runs.history(straight, name) == runs.history(resumed, name)
 
 

@@ -17,6 +17,14 @@ CASES = {
     "a group over both processes": {"method": "grpo", "num_generations": 8, "loss_type": "grpo"},
     "lora": {"method": "grpo", "lora": True},
     "checkpointed layers": {"method": "grpo", "gradient_checkpointing": True},
+    "dynamic sampling": {"method": "grpo", "dynamic_sample": True, "settled": True},
+    "dynamic sampling by difficulty, a group over both processes": {
+        "method": "rloo",
+        "num_generations": 8,
+        "dynamic_sample": True,
+        "prompt_sampler": "difficulty",
+        "settled": True,
+    },
     "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
 }
 

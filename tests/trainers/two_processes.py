@@ -9,20 +9,30 @@ import sys
 import runs
 import torch
 
+
+def longer_for_odd(prompts, completion_ids, **kwargs):
+    """Prompts of even numbers give no signal."""
+    return [float(sum(ids) % 7 * (int(p[0]) % 2)) for p, ids in zip(prompts, completion_ids, strict=True)]
+
+
 if __name__ == "__main__":
     output, settings = sys.argv[1], json.loads(sys.argv[2])
     method = settings.pop("method")
     lora = settings.pop("lora", False)
+    settled = settings.pop("settled", False)
     torch.set_num_threads(1)
     parts = {}
     if lora:
         from peft import LoraConfig
 
         parts["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    if settled:
+        parts["reward_funcs"] = longer_for_odd
     trained = runs.trainer(output, method, parts=parts, **settings)
     trained.train()
     if trained.accelerator.is_main_process:
         names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
+        names += ("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance")
         torch.save(
             {
                 "history": {name: runs.history(trained, name) for name in names},

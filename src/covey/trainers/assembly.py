@@ -25,7 +25,10 @@ from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_prompts
+from covey.trainers.difficulty import PromptHistory
+from covey.trainers.dynamic import Judge, PromptChooser
 from covey.trainers.entropy import EntropyController
+from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.sampler import check_enough
 
 __all__ = ["load_tokenizer"]
@@ -262,6 +265,44 @@ def build_completions(args: Any, main_process: bool) -> CompletionLog:
         unique_prompts=args.log_unique_prompts,
         report_to=args.report_to,
         enabled=main_process,
+    )
+
+
+def build_chooser(trainer: Any, gather: Callable[[Any], list[Any]]) -> PromptChooser | None:
+    """What lets rewards have a say in which prompts are trained on; None where the dataloader's order is all.
+
+    Raises:
+        ValueError: the dataset can only be read forward.
+    """
+    args, dataset = trainer.args, trainer.train_dataset
+    by_difficulty = args.prompt_sampler == "difficulty"
+    if dataset is None or not (args.dynamic_sample or by_difficulty):
+        return None
+    if not hasattr(dataset, "__len__"):
+        setting = "prompt_sampler='difficulty'" if by_difficulty else "dynamic_sample=True"
+        raise ValueError(
+            f"{setting} looks prompts up by their number, and `train_dataset` ({type(dataset).__name__}) can only be"
+            " read forward. Give a dataset with a length (`datasets.load_dataset` without streaming=True, or a list of"
+            " rows), or leave the setting at its default."
+        )
+    history = PromptHistory(len(dataset), args.difficulty_floor) if by_difficulty else None
+    algorithm, weights = trainer.algorithm, trainer.rewards.weights
+    stream = PromptStream(
+        len(dataset),
+        args.seed,
+        "prompts" if by_difficulty else "refills",
+        shuffle=bool(args.shuffle_dataset),
+        chance=None if history is None else history.chance,
+    )
+    return PromptChooser(
+        dataset,
+        trainer.algebra,
+        trainer.accelerator.process_index,
+        stream,
+        Judge(lambda rewards: algorithm.advantages(rewards, weights, None), weights, args.mask_truncated_completions),
+        history=history,
+        max_rounds=args.max_resample_times if args.dynamic_sample else None,
+        gather=gather,
     )
 
 

@@ -9,7 +9,17 @@ the trainer; divisibility lives in `covey.trainers.config.algebra`.
 from collections.abc import Callable
 from typing import Any
 
-from covey.trainers.config.rules import batches, features, loss, penalties, sampling, speculation, training, unused
+from covey.trainers.config.rules import (
+    batches,
+    features,
+    loss,
+    penalties,
+    prompts,
+    sampling,
+    speculation,
+    training,
+    unused,
+)
 
 Rule = Callable[[Any], None]
 
@@ -37,6 +47,8 @@ RULES: tuple[Rule, ...] = (
     sampling.truncation_of_the_distribution_is_sane,
     sampling.generation_kwargs_repeat_no_field,
     sampling.dr_grpo_has_a_length,
+    prompts.refills_are_counted,
+    prompts.no_prompt_is_starved,
     loss.clipping_leaves_a_range,
     loss.delta_is_beyond_the_clip,
     loss.cispo_has_its_cap,

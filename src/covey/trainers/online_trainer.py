@@ -6,6 +6,7 @@ This is the one place where engines, rewards, the policy and the algorithm meet.
 """
 
 import time
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,6 @@ from covey.algorithms.algorithm import Algorithm
 from covey.core.batch import TrainBatch, collate
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.ragged import expand, segment_sum
-from covey.core.rollout import Rollout
 from covey.core.stats import Max, Mean, Stat
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
@@ -28,6 +28,7 @@ from covey.trainers import assembly
 from covey.trainers.arguments import accepts_old_names
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_dataset
+from covey.trainers.dynamic import Chosen, Sampled
 from covey.trainers.entropy import exact_quantile
 from covey.trainers.evaluation import SampledEvaluation
 from covey.trainers.experience import Experience, weigh
@@ -122,6 +123,7 @@ class OnlineTrainer(SampledEvaluation):
         self._step_seconds = 0.0
         self._step_entropy = Mean(0.0, 0.0)
         assembly.check_fit(self)
+        self.chooser = assembly.build_chooser(self, gather=lambda mine: gather_object([mine]))
         assembly.add_callbacks(self)
 
     # ---- one step --------------------------------------------------------------------------------------------------
@@ -139,26 +141,35 @@ class OnlineTrainer(SampledEvaluation):
     @torch.no_grad()
     def gather_experience(self, draws: list[Draw]) -> TrainBatch:
         """Sample, score, assign credit: dataset rows in, training tokens out."""
-        with self.phases("generate"):
-            reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
-            rollouts = self.collector.collect(draws, self.sampling, self._generation_key(), reuse)
-        with self.phases("reward"):
-            notes = Notes()
-            scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state))
-        batch = collate(rollouts, mask_truncated=self.args.mask_truncated_completions).to(self.accelerator.device)
+        sample = partial(self._sample, self._generation_key())
+        chosen = self.chooser.choose(draws, sample) if self.chooser is not None and self.model.training else None
+        sampled = sample(draws, 0) if chosen is None else chosen.kept
+        masked = self.args.mask_truncated_completions
+        batch = collate(sampled.rollouts, mask_truncated=masked).to(self.accelerator.device)
         with self.phases("score"):
             self._check_engine(batch)
             kl = self.score_behaviour(batch)
-        generation = self._share(draws, rollouts, batch, scored.rewards, kl, notes)
+        generation = self._share(sampled, batch, kl)
         advantages = self._advantages(generation)
         batch.advantages = expand(advantages[generation.mine].to(batch.lengths.device), batch.lengths)
         self._weigh(batch, generation)
-        entropy = sampling_entropy(rollouts, batch)
+        entropy = sampling_entropy(sampled.rollouts, batch)
         self._entropy_known = bool(entropy)
-        drafts = reuse_stats(rollouts) if reuse is not None else {}
-        self.metrics.add({**scored.stats, **notes.metrics, **entropy, **drafts}, self.mode)
-        self._record(generation, advantages)
+        self.metrics.add({**entropy, **(chosen.stats if chosen is not None else {})}, self.mode)
+        self._record(generation, advantages, chosen)
         return batch
+
+    def _sample(self, key: tuple[str, int], draws: list[Draw], number: int) -> Sampled:
+        """Sample and score one round of a generation; rounds after round 0 are refills."""
+        with self.phases("generate"):
+            reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
+            rollouts = self.collector.collect(draws, self.sampling, (*key, number) if number else key, reuse)
+        with self.phases("reward"):
+            notes = Notes()
+            scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state))
+        drafts = reuse_stats(rollouts) if reuse is not None else {}
+        self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
+        return Sampled(draws, rollouts, scored.rewards, notes.columns)
 
     def compute_loss(
         self,
@@ -232,25 +243,17 @@ class OnlineTrainer(SampledEvaluation):
         check_parity(few, scored, type(self.policy).__name__, tolerance=0.01 if exact else 0.1)
         self._engine_checked = True
 
-    def _share(
-        self,
-        draws: list[Draw],
-        rollouts: list[Rollout],
-        batch: TrainBatch,
-        rewards: Tensor,
-        kl: Tensor | None,
-        notes: Notes,
-    ) -> Generation:
+    def _share(self, sampled: Sampled, batch: TrainBatch, kl: Tensor | None) -> Generation:
         """Let every process know what the others sampled."""
         mine = Share(
-            rewards=rewards,
+            rewards=sampled.rewards,
             kl=kl,
             tokens=batch.sampled_lengths.tolist(),
-            parts=-(-len(rollouts) // self._rows_per_part),
-            lengths=[rollout.num_sampled for rollout in rollouts],
-            truncated=[rollout.truncated for rollout in rollouts],
-            prompt_lengths=[len(rollout.prompt_ids) for rollout in rollouts],
-            table=describe(draws, rollouts, notes.columns),
+            parts=-(-len(sampled.rollouts) // self._rows_per_part),
+            lengths=[rollout.num_sampled for rollout in sampled.rollouts],
+            truncated=[rollout.truncated for rollout in sampled.rollouts],
+            prompt_lengths=[len(rollout.prompt_ids) for rollout in sampled.rollouts],
+            table=describe(sampled.draws, sampled.rollouts, sampled.columns),
         )
         return Generation(gather_object([mine]), self.accelerator.process_index)
 
@@ -275,14 +278,15 @@ class OnlineTrainer(SampledEvaluation):
             entropy_bonus=self.entropy.enabled,
         )
 
-    def _record(self, generation: Generation, advantages: Tensor) -> None:
+    def _record(self, generation: Generation, advantages: Tensor, chosen: Chosen | None) -> None:
         if self.mode == "train":
-            self.num_tokens += generation.processed_tokens
+            self.num_tokens += (chosen or generation).processed_tokens
             self.metrics.set("num_tokens", self.num_tokens)
+        drawn = generation if chosen is None else chosen.first  # groups kept for their rewards would mislead
         stats = generation_stats(
-            lengths=generation.lengths,
-            truncated=generation.truncated,
-            rewards_NF=generation.rewards,
+            lengths=drawn.lengths,
+            truncated=drawn.truncated,
+            rewards_NF=drawn.rewards,
             weights_F=self.rewards.weights,
             names=self.rewards.names,
             num_generations=self._group_size,
@@ -393,6 +397,7 @@ class OnlineTrainer(SampledEvaluation):
             shuffle=bool(self.args.shuffle_dataset),
             seed=self.args.seed,
             workers=self.args.dataloader_num_workers,
+            starts=self.chooser is not None and self.chooser.history is not None,
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -415,6 +420,7 @@ class OnlineTrainer(SampledEvaluation):
             "metrics": self.metrics.state_dict(),
             "entropy": self.entropy.state_dict(),
             "reference": self.reference.state_dict() if follows and self.reference else None,
+            "prompts": None if self.chooser is None else self.chooser.state_dict(),
             "num_tokens": self.num_tokens,
             "generations": self._generations,
             "entropy_known": self._entropy_known,
@@ -428,6 +434,8 @@ class OnlineTrainer(SampledEvaluation):
         self.entropy.load_state_dict(state["entropy"])
         if state["reference"] is not None and self.reference is not None:
             self.reference.load_state_dict(state["reference"])
+        if self.chooser is not None and state.get("prompts") is not None:
+            self.chooser.load_state_dict(state["prompts"])
         self.num_tokens = state["num_tokens"]
         self._generations = dict(state["generations"])
         self._entropy_known = state["entropy_known"]

@@ -18,6 +18,9 @@ from covey.trainers.config.algebra import BatchAlgebra
 Slot = tuple[int, int]
 """(row of the dataset, which of its completions)."""
 
+START = Draw({}, -1, -1)
+"""Draws nothing: says that a generation begins, and leaves its prompts to the trainer."""
+
 
 class GenerationSampler:
     """Batches of slots for one process, generation by generation.
@@ -82,9 +85,14 @@ def rank_share(prompts: Sequence[int], group: int, algebra: BatchAlgebra, rank: 
     Where the slots do not divide (a last evaluation batch), earlier processes take one more.
     """
     slots = [(prompt, sample) for prompt in prompts for sample in range(group)]
-    share, extra = divmod(len(slots), algebra.world_size)
+    return slots[share_of(len(slots), algebra, rank)]
+
+
+def share_of(count: int, algebra: BatchAlgebra, rank: int) -> slice:
+    """Which of `count` slots in a row belong to one process."""
+    share, extra = divmod(count, algebra.world_size)
     start = rank * share + min(rank, extra)
-    return slots[start : start + share + (rank < extra)]
+    return slice(start, start + share + (rank < extra))
 
 
 class EvaluationSampler:
@@ -126,6 +134,27 @@ class DrawDataset(Dataset):
 
     def __getitem__(self, slot: Slot) -> Draw:
         return self.__getitems__([slot])[0]
+
+
+class GenerationStarts(Dataset):
+    """In place of draws: one mark on the step with which a generation begins.
+
+    The trainer chooses the prompts then, knowing the rewards of every earlier generation, however far ahead a
+    dataloader reads.
+    """
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitems__(self, slots: list[Slot]) -> list[Draw]:
+        """The mark for a batch with slots, nothing for an empty one."""
+        return [START] if slots else []
+
+    def __getitem__(self, slot: Slot) -> Draw:
+        return START
 
 
 class DrawStream(IterableDataset):
@@ -189,13 +218,15 @@ class _EpochLoader(DataLoader):
 
 
 def train_loader(
-    dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int, workers: int = 0
+    dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int, workers: int = 0, starts: bool = False
 ) -> DataLoader:
-    """Training steps over a dataset with or without a length."""
+    """Training steps over a dataset with or without a length; with `starts` they only mark where generations begin."""
     if not hasattr(dataset, "__len__"):
         rows = dataset.shuffle(seed=seed) if shuffle and hasattr(dataset, "shuffle") else dataset
         return _loader(DrawStream(rows, algebra, rank, training=True), batch_size=None, seed=seed)
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)
+    if starts:
+        return _loader(GenerationStarts(len(dataset)), batch_sampler=sampler, seed=seed)
     return _loader(DrawDataset(dataset), batch_sampler=sampler, num_workers=workers, seed=seed)
 
 

@@ -35,6 +35,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     groups.BatchFields,
     groups.GenerationFields,
     groups.SpeculationFields,
+    groups.PromptFields,
     groups.AgentFields,
     groups.RewardFields,
     groups.LossFields,

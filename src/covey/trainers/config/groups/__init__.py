@@ -8,6 +8,7 @@ constructor keyword, a YAML key, a command-line flag and a line of `-h`. Rules t
 from covey.trainers.config.groups.engines import ContinuousBatchingFields, MismatchFields, SglangFields, VllmFields
 from covey.trainers.config.groups.model import BatchFields, ModelFields, TrainingDefaults
 from covey.trainers.config.groups.objective import EntropyFields, KLFields, LossFields, RewardFields
+from covey.trainers.config.groups.prompts import PromptFields
 from covey.trainers.config.groups.reporting import LoggingFields
 from covey.trainers.config.groups.sampling import AgentFields, GenerationFields, SpeculationFields
 
@@ -22,6 +23,7 @@ __all__ = [
     "LossFields",
     "MismatchFields",
     "ModelFields",
+    "PromptFields",
     "RewardFields",
     "SglangFields",
     "SpeculationFields",

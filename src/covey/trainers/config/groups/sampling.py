@@ -61,14 +61,10 @@ class SpeculationFields:
 
 @dataclass
 class AgentFields:
-    """Tools, resampling and generation that overlaps training."""
+    """Tools, and generation that overlaps training."""
 
     max_tool_calling_iterations: int | None = described(
         None, "Most rounds of tool calls in one rollout; unset: until the model stops calling."
     )
-    dynamic_sample: bool = described(
-        False, "Replace groups whose rewards are all equal by freshly sampled ones (dynamic sampling, DAPO)."
-    )
-    max_resample_times: int = described(3, "Most rounds of resampling with `dynamic_sample`.")
     async_generate: bool = described(False, "Sample the next generation while the current one is trained on.")
     max_staleness: int = described(1, "Most weight updates between sampling and training with `async_generate`.")

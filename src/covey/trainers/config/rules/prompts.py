@@ -1,0 +1,28 @@
+"""Rules about which prompts are trained on."""
+
+from typing import Any
+
+from covey.trainers.config.rules.helpers import ignored, within
+
+LEAST_FLOOR = 0.01
+"""Below it, a dataset whose prompts are all settled would be gone through a hundred times for one draw."""
+
+
+def refills_are_counted(args: Any) -> None:
+    """The number of rounds is not negative, and is read."""
+    within(args, "max_resample_times", "0 or more", lambda rounds: rounds >= 0, "0 never refills; 3 is usual.")
+    if not args.dynamic_sample:
+        ignored(args, ["max_resample_times"], "dynamic_sample is False")
+
+
+def no_prompt_is_starved(args: Any) -> None:
+    """Every prompt comes again some time, and the floor is read."""
+    within(
+        args,
+        "difficulty_floor",
+        f"between {LEAST_FLOOR} and 1",
+        lambda floor: LEAST_FLOOR <= floor <= 1,
+        "At 0 a prompt that failed once would never come again; at 1 all prompts come alike. 0.1 is usual.",
+    )
+    if args.prompt_sampler != "difficulty":
+        ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
