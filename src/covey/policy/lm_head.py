@@ -1,16 +1,29 @@
 """Log-probabilities and entropies of chosen tokens, straight from hidden states.
 
-The head is applied to the wanted positions alone, a chunk at a time, in float32 at least; logits of more than one chunk
-never live at once, backward included. Whatever module is the model's output embedding is called as it is (a plain
-linear, with LoRA, quantised).
+The head is applied to the wanted positions alone, sums are taken in float32 at least, and the logits of all positions
+never live at once, backward included. A plain linear head is multiplied out by tiles (lm_head_linear.py). Any other
+(LoRA on the head, quantised weights, a module with hooks) is called as it is, a chunk of tokens at a time, and called
+again in the backward pass.
+
+The weight is the one that the head holds when it is scored, after the model's own forward pass: under DDP the
+parameter itself, under FSDP2 the gathered parameter if the root module keeps it until backward
+(`reshard_after_forward=False` on the root). Gradients go to that parameter by autograd, so a tied embedding gets both
+of its parts.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from covey.policy.lm_head_linear import LinearHead, plan_of
+from covey.policy.lm_head_tiles import Curve, Places, RowGradients, RowSums, TorchTiles
+
+CHUNK_BYTES = 256 * 2**20
+"""The most that the float32 logits of a chunk take where the head is called as a module."""
 
 
 class TokenScores(NamedTuple):
@@ -20,10 +33,48 @@ class TokenScores(NamedTuple):
     entropies: Tensor | None
 
 
+@dataclass(frozen=True)
+class Head:
+    """How a model turns hidden states [n, H] into logits [n, V]; call it to do so.
+
+    Attributes:
+        module: the model's output embedding.
+        scale: multiplies what the module gives.
+        soft_cap: then z -> cap * tanh(z / cap), if any.
+        float32: multiply in float32 whatever the weights' type.
+    """
+
+    module: Callable[[Tensor], Tensor]
+    scale: float = 1.0
+    soft_cap: float | None = None
+    float32: bool = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [n, H] -> logits [n, V]."""
+        logits = _float32_linear(self.module, hidden) if self.float32 else self.module(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return torch.tanh(logits / self.soft_cap) * self.soft_cap if self.soft_cap else logits
+
+
+def head_of(model: Any, *, float32: bool = False) -> Head:
+    """The head as the model itself applies it: scaling and soft-capping included.
+
+    Args:
+        model: an unwrapped causal language model.
+        float32: multiply in float32 whatever the weights' type (`cast_lm_head_to_fp32`).
+    """
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return Head(model.get_output_embeddings(), scale, cap, float32)
+
+
 def score_hidden(
     hidden: Tensor,
     targets: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
+    head: Head,
     *,
     temperature: float,
     entropy: bool,
@@ -32,81 +83,110 @@ def score_hidden(
     """Score targets [N] given the hidden states [N, H] that predict them.
 
     Args:
-        logits_of: hidden [n, H] -> logits [n, V].
+        head: hidden [n, H] -> logits [n, V].
         temperature: divides the logits.
         entropy: also return the entropy of each position's distribution.
-        chunk_size: positions whose logits live at once.
+        chunk_size: the most positions whose logits live at once.
+
+    Accuracy: sums are taken in float32, or float64 with float64 weights. With half-precision weights the products are
+    accumulated in float32 and rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or 2^-11
+    (float16) of the largest logit; `float32` heads multiply in float32 and have no such error.
     """
+    linear = plain_linear(head.module)
+    if linear is None:
+        return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size)
+    device = hidden.device.type
+    if head.float32:
+        compute = torch.promote_types(linear.weight.dtype, torch.float32)
+    else:
+        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
+    curve = Curve.of(head.scale, head.soft_cap, temperature)
+    plan = plan_of(hidden, linear.weight, curve, entropy=entropy, compute=compute, chunk_size=chunk_size)
+    return TokenScores(*LinearHead.apply(hidden, linear.weight, linear.bias, targets, plan))
 
-    def score(states: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
-        logits = logits_of(states)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return LogprobAndEntropy.apply(wide / temperature, chunk, entropy)
 
-    keep = not torch.is_grad_enabled() or len(targets) <= chunk_size
-    parts = []
-    for states, chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
-        parts.append(score(states, chunk) if keep else checkpoint(score, states, chunk, use_reentrant=False))
-    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-    return TokenScores(logprobs, entropies if entropy else None)
+def plain_linear(module: Any) -> nn.Linear | None:
+    """The module, if calling it is hidden @ weight.T + bias and nothing else."""
+    hooked = any(
+        getattr(module, hooks, None)
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+    if type(module) is not nn.Linear or hooked or "forward" in vars(module):
+        return None
+    return module if type(module.weight.data) is Tensor else None  # no tensor that multiplies in a way of its own
+
+
+def _score_by_calls(
+    hidden: Tensor, targets: Tensor, head: Head, temperature: float, entropy: bool, chunk_size: int
+) -> TokenScores:
+    """Through the head's own forward, whatever that is."""
+    size = chunk_size
+    words = getattr(head.module, "out_features", None)
+    if words:
+        size = max(1, min(chunk_size, CHUNK_BYTES // (4 * words)))
+    again = torch.is_grad_enabled() and len(targets) > size
+
+    def score(states: Tensor, chunk: Tensor, known: list[RowSums]) -> tuple[Tensor, Tensor | None]:
+        return LogprobAndEntropy.apply(head(states), chunk, entropy, temperature, known)
+
+    parts: list[tuple[Tensor, Tensor | None]] = []
+    for states, chunk in zip(hidden.split(size), targets.split(size), strict=True):
+        known: list[RowSums] = []
+        parts.append(
+            checkpoint(score, states, chunk, known, use_reentrant=False) if again else score(states, chunk, known)
+        )
+    logprobs = torch.cat([part[0] for part in parts])
+    return TokenScores(logprobs, torch.cat([part[1] for part in parts if part[1] is not None]) if entropy else None)
 
 
 class LogprobAndEntropy(torch.autograd.Function):
-    """log p(target) and H(p) of p = softmax(logits), with few passes over the logits.
-
-    d log p_y / dz = 1[y] - p;   dH / dz = -p (log p + H).
-    """
+    """log p(target) and H(p) of p = softmax(logits / temperature), with few passes over the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        """logits [n, V] float32 or wider, targets [n] int64 -> ([n], [n]); zeros for entropies when not asked for."""
-        log_z = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_z
-        if entropy:
-            probs = (logits - log_z[:, None]).exp_()
-            entropies = log_z - torch.linalg.vecdot(probs, logits.nan_to_num(neginf=0.0))
-        else:
-            entropies = torch.zeros_like(log_z)
-        ctx.save_for_backward(logits, targets, log_z, entropies)
-        ctx.entropy = entropy
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, entropy: bool, temperature: float, known: list[RowSums]
+    ) -> tuple[Tensor, Tensor | None]:
+        """logits [n, V], targets [n] int64 -> log-probs [n] and entropies [n] or None, float32 or wider.
+
+        Args:
+            known: keeps the rows' sums, so that a recomputation in the backward pass needs none of these passes.
+        """
+        ctx.curve = Curve.of(1.0, None, temperature)
+        if not known:
+            known.append(_sums_of(logits, targets, ctx.curve, entropy))
+        sums = known[0]
+        logprobs, entropies = sums.logprobs(), sums.entropies()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, targets, sums.log_z(), logprobs, entropies)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradient of the logits, [n, V]."""
-        grad_logprobs, grad_entropies = grads
-        logits, targets, log_z, entropies = ctx.saved_tensors
-        log_p = logits - log_z[:, None]
-        probs = log_p.exp()
-        if ctx.entropy:
-            scale = log_p.nan_to_num_(neginf=0.0).add_(entropies[:, None]).mul_(-grad_entropies[:, None])
-            grad = probs.mul_(scale.sub_(grad_logprobs[:, None]))
-        else:
-            grad = probs.mul_(-grad_logprobs[:, None])
-        grad.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
-        return grad, None, None
+        logits, targets, log_z, logprobs, entropies = ctx.saved_tensors
+        rows = RowGradients.of(log_z, logprobs, entropies, *grads)
+        x = _scaled(logits, ctx.curve)
+        grad = _tiles_for(x).gradient(x, Places.of(targets, 0, x.shape[1]), rows)
+        grad.mul_((rows.factor() * ctx.curve.gain)[:, None])
+        return grad.to(logits.dtype), None, None, None, None
 
 
-def head_of(model: Any, *, float32: bool = False) -> Callable[[Tensor], Tensor]:
-    """hidden [n, H] -> logits [n, V] as the model itself computes them: scaling and soft-capping included.
+def _sums_of(logits: Tensor, targets: Tensor, curve: Curve, entropy: bool) -> RowSums:
+    x = _scaled(logits, curve)
+    sums = RowSums.before_any(len(x), x, entropy)
+    _tiles_for(x).add(x, Places.of(targets, 0, x.shape[1]), sums)
+    return sums
 
-    Args:
-        model: an unwrapped causal language model.
-        float32: multiply in float32 whatever the weights' type (`cast_lm_head_to_fp32`).
-    """
-    head = model.get_output_embeddings()
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0
-    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
 
-    def logits_of(hidden: Tensor) -> Tensor:
-        logits = _float32_linear(head, hidden) if float32 else head(hidden)
-        if scale != 1.0:
-            logits = logits * scale
-        return torch.tanh(logits / cap) * cap if cap else logits
+def _scaled(logits: Tensor, curve: Curve) -> Tensor:
+    """A copy in float32 or wider, times the gain."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return torch.mul(logits, curve.gain, out=torch.empty_like(logits, dtype=wide))
 
-    return logits_of
+
+def _tiles_for(x: Tensor) -> TorchTiles:
+    """Arithmetic on whole rows, whose scaling is already done."""
+    return TorchTiles(Curve(), minus_inf=True, room=x.numel(), wide=x.dtype, device=x.device)
 
 
 def _float32_linear(head: Any, hidden: Tensor) -> Tensor:
