@@ -38,6 +38,7 @@ def reuse_can_happen(args: Any) -> None:
         ignored(args, ["speculative_max_tokens"], "speculative_reuse is not set")
     if args.speculative_reuse != "lenient":
         ignored(args, ["speculative_lenience"], "only speculative_reuse='lenient' reads it")
-    if args.max_steps <= 0 and args.num_train_epochs <= 1:
+    once = args.prompt_sampler == "uniform" and not args.dynamic_sample  # else a prompt may come twice in an epoch
+    if once and args.max_steps <= 0 and args.num_train_epochs <= 1:
         because = f"with num_train_epochs={args.num_train_epochs:g} no prompt comes a second time"
         ignored(args, ["speculative_reuse"], because)
