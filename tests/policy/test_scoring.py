@@ -105,7 +105,7 @@ def test_a_model_that_cannot_pack_is_padded_with_a_warning():
     model = tiny.model()
     original = model.model.forward
 
-    def forgets_packing(*args, packed_lengths=None, shared_lengths=None, **kwargs):
+    def forgets_packing(*args, token_tree=None, **kwargs):
         return original(*args, **kwargs)
 
     model.model.forward = forgets_packing
@@ -198,7 +198,7 @@ def test_rollouts_of_a_group_need_not_stand_together(tiny_model):
 def test_one_rollout_alone_proves_nothing_about_packing(tiny_model):
     original = tiny_model.model.forward
 
-    def forgets_packing(*args, packed_lengths=None, shared_lengths=None, **kwargs):
+    def forgets_packing(*args, token_tree=None, **kwargs):
         return original(*args, **kwargs)
 
     tiny_model.model.forward = forgets_packing

@@ -1,13 +1,14 @@
-"""What every layout produces."""
+"""What every layout produces, and how segments of tokens become one row."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.ragged import expand, segment_starts
+from covey.policy.attention import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +25,72 @@ class ModelInputs:
     predictors: Tensor
 
 
-def sequences(batch: TrainBatch) -> list[Tensor]:
-    """Prompt and completion of each rollout, joined: B tensors."""
-    prompts = batch.prompts()
-    groups = batch.groups.tolist()
-    return [
-        torch.cat([prompts[group], completion]) for group, completion in zip(groups, batch.completions(), strict=True)
-    ]
+class Segment(NamedTuple):
+    """Tokens that stand together in a row.
+
+    Attributes:
+        pieces: (start, stop) ranges of the batch's tokens: `prompt_ids`, then `token_ids`.
+        parent: the segment it goes on from, or -1.
+    """
+
+    pieces: tuple[tuple[int, int], ...]
+    parent: int = -1
+
+    @property
+    def length(self) -> int:
+        """Tokens of the segment."""
+        return sum(stop - start for start, stop in self.pieces)
 
 
-def predictor_positions(batch: TrainBatch, sequence_starts: Tensor) -> Tensor:
-    """[N]: the state one before each completion token, given where each rollout's sequence starts ([B])."""
-    first = sequence_starts + batch.prompt_lengths[batch.groups] - 1
-    within = torch.arange(batch.num_tokens, device=first.device) - expand(segment_starts(batch.lengths), batch.lengths)
-    return expand(first, batch.lengths) + within
+def one_row(batch: TrainBatch, segments: Sequence[Segment], paths: Sequence[Sequence[int]]) -> ModelInputs:
+    """Lay segments in one row whose tokens attend within their segment and its ancestors.
+
+    Args:
+        batch: whose tokens they are.
+        segments: none empty, in depth-first order.
+        paths: for each rollout, the segments that make up its prompt and completion, in order.
+    """
+    tree = TokenTree([segment.length for segment in segments], [segment.parent for segment in segments])
+    device = batch.token_ids.device
+    order = _ranges([piece for segment in segments for piece in segment.pieces]).to(device)
+    return ModelInputs(
+        kwargs={
+            "input_ids": torch.cat([batch.prompt_ids, batch.token_ids])[order][None],
+            # Four-dimensional, which keeps transformers from building a quadratic mask that nobody would read.
+            "attention_mask": torch.zeros(1, 1, 1, 1, device=device),
+            "position_ids": tree.positions().to(device)[None],
+            "token_tree": tree,
+        },
+        predictors=_predictors(batch, tree, paths).to(device),
+    )
 
 
-def ready_made_mask(device: torch.device) -> Tensor:
-    """A four-dimensional mask, which keeps transformers from building a quadratic one that nobody would read."""
-    return torch.zeros(1, 1, 1, 1, device=device)
+def _predictors(batch: TrainBatch, tree: TokenTree, paths: Sequence[Sequence[int]]) -> Tensor:
+    """[N]: the place in the row of the token before each completion token, along the rollout's own path."""
+    prompts = batch.prompt_lengths.tolist()
+    predictors = []
+    for group, length, path in zip(batch.groups.tolist(), batch.lengths.tolist(), paths, strict=True):
+        places = _ranges([(tree.starts[segment], tree.stops[segment]) for segment in path])
+        first = prompts[group] - 1
+        predictors.append(places[first : first + length])
+    return torch.cat(predictors)
+
+
+def _ranges(spans: Sequence[tuple[int, int]]) -> Tensor:
+    """The numbers of several ranges one after the other, int64 on the CPU."""
+    return torch.cat([torch.arange(start, stop) for start, stop in spans])
+
+
+def prompt_spans(batch: TrainBatch) -> list[tuple[int, int]]:
+    """Each prompt's (start, stop) in the batch's tokens, `prompt_ids` then `token_ids`."""
+    return _spans(batch.prompt_lengths, 0)
+
+
+def completion_spans(batch: TrainBatch) -> list[tuple[int, int]]:
+    """Each completion's (start, stop) in the batch's tokens, `prompt_ids` then `token_ids`."""
+    return _spans(batch.lengths, len(batch.prompt_ids))
+
+
+def _spans(lengths: Tensor, first: int) -> list[tuple[int, int]]:
+    stops = (lengths.cumsum(0) + first).tolist()
+    return list(zip([first, *stops[:-1]], stops, strict=True)) if stops else []

@@ -1,0 +1,154 @@
+"""The attention function registered with transformers as `covey_packed`: many sequences in one row, no model patched.
+
+A packed forward pass lays sequences in one row and says which tokens see which in a keyword argument, `token_tree`,
+which transformers carries to every attention layer (also when gradient checkpointing recomputes it). Calls without one
+are ordinary: padded training, generation with a cache. How attention is computed is chosen in one place, `_attend`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from covey.policy.attention.merged import merged_attention
+from covey.policy.attention.tree import TokenTree
+
+PACKED_ATTENTION = "covey_packed"
+"""What to give `model.set_attn_implementation`."""
+
+UNKNOWN = ("position_bias", "sinks", "indices", "block_indices", "block_sequence_ids")
+"""Keyword arguments that change attention in ways the layouts do not know."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    token_tree: TokenTree | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within the sequences of a row, or an ordinary call.
+
+    Args:
+        module: the attention layer.
+        query: [B, heads, T, D]; key, value: [B, kv_heads, S, D]; with a tree, B is 1 and S is T.
+        attention_mask: for ordinary calls; ignored with a tree.
+        dropout: the share of attention weights dropped.
+        scaling: multiplies the scores; by default 1 / sqrt(D).
+        token_tree: who sees whom. None: an ordinary call.
+        softcap: soft-capping of the scores.
+        s_aux: [heads], attention sinks.
+        kwargs: `sliding_window`, how far back a token sees, and what attention may ignore.
+
+    Returns:
+        [B, T, heads, D] and None.
+
+    Raises:
+        ValueError: the layer attends in a way that cannot be laid out in a row.
+    """
+    if token_tree is None:
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        return _ordinary(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
+    _check(module, kwargs)
+    settings = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "window": _window(module, kwargs),
+        "cap": softcap,
+        "sinks": s_aux,
+    }
+    query, key, value = _one_dtype(query, key, value)
+    return _attend(query, key, value, token_tree, dropout, settings), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, tree: TokenTree, dropout: float, settings: dict) -> Tensor:
+    """FlexAttention on CUDA; elsewhere, and for dropout, rectangles merged by log-sum-exp."""
+    if query.device.type == "cuda" and not dropout:
+        from covey.policy.attention.flex import flex_tree_attention
+
+        return flex_tree_attention(query, key, value, tree, **settings)
+    return merged_attention(query, key, value, tree, dropout=dropout, **settings)
+
+
+def _ordinary(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Written-out attention, for padded rows and generation of models that SDPA does not suit; [B, T, heads, D]."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
+    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        mask = mask[..., : key.shape[2]]
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        given = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, given], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    weights = nn.functional.dropout(weights, dropout, training=dropout > 0)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+def _check(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    unknown = [name for name in UNKNOWN if kwargs.get(name) is not None]
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} calls attention with {', '.join(unknown)}, which rows that hold many sequences do"
+            " not know; use attn_layout='padded'"
+        )
+    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        raise ValueError(f"{type(module).__name__} does not attend causally; use attn_layout='padded'")
+    if _layer_type(module) == "chunked_attention":
+        raise ValueError(f"{type(module).__name__} attends within fixed chunks; use attn_layout='padded'")
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """How far back the layer sees. Some models tell only the mask, so where nothing is said the config is asked."""
+    if "sliding_window" in kwargs:
+        return kwargs["sliding_window"] or None
+    config = getattr(module, "config", None)
+    if _layer_type(module) not in (None, "sliding_attention") or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return getattr(config, "sliding_window", None) or None
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    """Of what kind the config says this layer is, if it does."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    return kinds[layer] if kinds and isinstance(layer, int) and layer < len(kinds) else None
+
+
+def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, its type, as torch's own attention does; rotary embeddings may have left it."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
+
+__all__ = ["PACKED_ATTENTION", "TokenTree", "packed_attention"]

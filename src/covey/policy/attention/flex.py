@@ -1,0 +1,131 @@
+"""Attention of a token tree on CUDA: FlexAttention, compiled once for all shapes, its block mask built once a forward.
+
+The block mask lives in the tree's cache, and the tree travels to every layer as a keyword argument, so all layers and
+their recomputation under gradient checkpointing share it. Uncompiled, the same code runs on any device, as tests do.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from covey.policy.attention.tree import TokenTree
+
+BLOCK = 128
+"""Tokens a side of the blocks that are computed or skipped whole."""
+
+
+@cache
+def compiled_flex() -> Callable[..., Any]:
+    """FlexAttention compiled for dynamic shapes, once in a process."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def flex_tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: TokenTree,
+    *,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+    attend: Callable[..., Any] | None = None,
+) -> Tensor:
+    """What `merged_attention` computes, by FlexAttention; it knows no dropout.
+
+    Args:
+        query, key, value, tree, scale, window, cap, sinks: as in `merged_attention`.
+        attend: what stands for `flex_attention`; by default its compiled form.
+
+    Returns:
+        [1, T, heads, D'].
+    """
+    attend = attend or compiled_flex()
+    mask = block_mask_of(tree, window, query.device)
+    settings = {"score_mod": _capped(cap), "block_mask": mask, "scale": scale, "enable_gqa": True}
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if sinks is None:
+        out = attend(query, key, value, **settings)
+    else:
+        # The sink takes exp(sink) of a normaliser exp(lse) + exp(sink), and its value is zero.
+        out, lse = attend(query, key, value, **settings, return_lse=True)
+        share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
+        out = (out * share[..., None]).to(out.dtype)
+    return out.transpose(1, 2).contiguous()
+
+
+def block_mask_of(tree: TokenTree, window: int | None, device: torch.device) -> BlockMask:
+    """The tree's block mask, built on the first call for a window and device."""
+    name = ("block mask", window, device)
+    if name not in tree.cache:
+        partial, full = blocks_of(tree, window)
+        tree.cache[name] = BlockMask.from_kv_blocks(
+            *_listed(partial, device),
+            *_listed(full, device),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=_mask_of(tree, window, device),
+            seq_lengths=(tree.size, tree.size),
+        )
+    return tree.cache[name]
+
+
+def blocks_of(tree: TokenTree, window: int | None) -> tuple[Tensor, Tensor]:
+    """Which blocks hold visible pairs, and which hold nothing else: two [blocks, blocks] bool matrices on the CPU.
+
+    The first leaves out what the second says. Built from the segments: the cost is that of the blocks, not the tokens.
+    """
+    count = -(-tree.size // BLOCK)
+    touched = torch.zeros(count, count, dtype=torch.bool)
+    full = torch.zeros(count, count, dtype=torch.bool)
+    back = window or tree.size
+    for segment, (start, stop) in enumerate(zip(tree.starts, tree.stops, strict=True)):
+        for row in range(start // BLOCK, -(-stop // BLOCK)):
+            first, last = max(start, row * BLOCK), min(stop, (row + 1) * BLOCK) - 1
+            whole = last - first == BLOCK - 1
+            ancestor = segment
+            while ancestor >= 0:
+                # The key at the query's own position, were the ancestor long enough to reach it.
+                shift = tree.starts[ancestor] - tree.offsets[ancestor] + tree.offsets[segment] - start
+                base, end = tree.starts[ancestor], tree.stops[ancestor]
+                low, high = max(base, first + shift - back + 1), min(end, last + shift + 1)
+                if low < high:
+                    touched[row, low // BLOCK : -(-high // BLOCK)] = True
+                low, high = max(base, last + shift - back + 1), min(end, first + shift + 1)
+                if whole and low < high:
+                    full[row, -(-low // BLOCK) : high // BLOCK] = True
+                ancestor = tree.parents[ancestor]
+    return touched & ~full, full
+
+
+def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[rows, columns] bool -> how many columns each row has, [1, 1, rows], and all columns, those first."""
+    counts = blocks.sum(-1, dtype=torch.int32)
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+    return counts[None, None].to(device), order[None, None].to(device)
+
+
+def _mask_of(tree: TokenTree, window: int | None, device: torch.device) -> Callable[..., Tensor]:
+    reach = tree.reach().to(device)
+    position = tree.positions().to(device)
+
+    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < reach[k])
+
+    if window is None:
+        return visible
+
+    def visible_in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < reach[k]) & (position[q] - position[k] < window)
+
+    return visible_in_window
+
+
+def _capped(cap: float | None) -> Callable[..., Tensor] | None:
+    if cap is None:
+        return None
+    return lambda score, batch, head, q, k: cap * torch.tanh(score / cap)
