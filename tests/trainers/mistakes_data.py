@@ -161,6 +161,14 @@ DATASETS = [
         "max_steps has to be specified",
         max_steps=-1,
     ),
+    data(
+        'Used dynamic_sample or prompt_sampler="difficulty" with a dataset that can only be read forward',
+        lambda: Dataset.from_list(tiny.rows()).to_iterable_dataset(),
+        "dynamic_sample=True looks prompts up by their number",
+        r"`train_dataset` \(IterableDataset\) can only be read forward",
+        "Give a dataset with a length",
+        dynamic_sample=True,
+    ),
     Mistake(
         "Made the same mistake in the evaluation dataset",
         lambda b: b.build(eval_dataset={"easy": tiny.rows(), "hard": []}),

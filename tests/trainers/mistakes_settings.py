@@ -123,6 +123,18 @@ SETTINGS = [
         "Set it, or use loss_type='dapo'",
     ),
     setting(
+        "Asked for fewer than no rounds of resampling",
+        {"dynamic_sample": True, "max_resample_times": -1},
+        "max_resample_times=-1 is out of range: it must be 0 or more",
+        "0 never refills; 3 is usual",
+    ),
+    setting(
+        "Chose a difficulty_floor of 0",
+        {"prompt_sampler": "difficulty", "difficulty_floor": 0.0},
+        r"difficulty_floor=0\.0 is out of range: it must be between 0\.01 and 1",
+        "would never come again",
+    ),
+    setting(
         "Switched on a feature of a later release",
         {"use_vllm": True},
         "use_vllm=True is not yet supported",
@@ -202,6 +214,12 @@ RESUMING = [
         "Resumed with other batch sizes or another number of processes",
         lambda b: b.resume(of_two_processes(b)),
         (r"was made with world_size=2 \(now 1\)", DOES_NOT_FIT, "Resume with the same numbers"),
+        TRAINING,
+    ),
+    Mistake(
+        'Resumed a run with dynamic_sample or prompt_sampler="difficulty" on a dataset of another length',
+        lambda b: b.resume(b.checkpoint(dynamic_sample=True), {"dynamic_sample": True}, train_dataset=tiny.rows(9)),
+        ("a training dataset of 8 rows and this one has 9", "Resume with the same dataset"),
         TRAINING,
     ),
     Mistake(

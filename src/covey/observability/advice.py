@@ -50,7 +50,8 @@ def _streak(logs: list[Log], holds: Callable[[Log], bool]) -> list[Log]:
 
 
 def _rewards_are_equal(log: Log, args: Any) -> bool:
-    return log["frac_reward_zero_std"] == 1
+    refilled = log.get("dynamic_sampling/trained_signal", 0)  # groups that took the place of such groups
+    return log["frac_reward_zero_std"] == 1 and refilled == 0
 
 
 def _about_equal_rewards(logs: list[Log], args: Any) -> str:

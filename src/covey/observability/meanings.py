@@ -8,7 +8,8 @@ import re
 
 METRIC_MEANINGS: dict[str, str] = {
     "reward": "Mean total reward of the sampled completions: each function's reward times its weight, added up. "
-    "The curve to watch.",
+    "The curve to watch. With dynamic_sample, this and all metrics of rewards and completions describe the first "
+    "round of sampling, before groups were refilled: those kept for their rewards would mislead.",
     "reward_std": "Standard deviation of the total reward over all completions of a generation. Near 0 there is "
     "little left to learn from.",
     "frac_reward_zero_std": "Share of groups whose completions all got the same reward. Such a group gives no "
@@ -21,6 +22,20 @@ METRIC_MEANINGS: dict[str, str] = {
     "no reward from it.",
     "rewards/{name}/timeouts": "Samples that function had not scored when its time was up.",
     "rewards/{name}/seconds": "Seconds per call of that function.",
+    "dynamic_sampling/first_signal": "Share of groups with a signal (an advantage other than 0) as first drawn, before "
+    "any refilling, with dynamic_sample.",
+    "dynamic_sampling/trained_signal": "Share of the groups trained on that have a signal; 1 when every group without "
+    "one could be replaced.",
+    "dynamic_sampling/rounds": "Mean number of rounds of refilling per generation, at most max_resample_times.",
+    "dynamic_sampling/unfilled_groups": "Mean number of groups per generation that were trained on without a signal, "
+    "because the rounds ran out. They give no gradient.",
+    "dynamic_sampling/cost": "Completions sampled for each one trained on. When it comes near 1 + max_resample_times "
+    "with trained_signal below 1, the prompts are too easy or too hard for refilling to help.",
+    "difficulty/seen_fraction": "Share of the prompts whose difficulty is known, with prompt_sampler difficulty.",
+    "difficulty/chance": "Mean chance with which a pass over the dataset takes a prompt whose difficulty is known. Its "
+    "inverse is about how many of them are looked at for each one drawn.",
+    "difficulty/settled_fraction": "Share of these prompts that are always or never solved: they come at the rate of "
+    "difficulty_floor.",
     "completions/mean_length": "Mean number of tokens that the model wrote per completion; tokens of tool "
     "results are not counted.",
     "completions/min_length": "Length of the shortest completion.",
@@ -33,7 +48,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "0 if there are none.",
     "completions/max_terminated_length": "Length of the longest completion that the model ended itself; "
     "0 if there are none.",
-    "num_tokens": "Tokens processed since the run began: prompts and completions of all processes.",
+    "num_tokens": "Tokens processed since the run began: prompts and completions of all processes, those "
+    "that dynamic_sample did not keep included.",
     "step_time": "Seconds per optimizer step, sampling and scoring included.",
     "phase/{name}": "Seconds between two logs spent on one phase: generate (sampling), reward (reward "
     "functions), score (log-probabilities under the old and the reference policy), train (forward, backward and "
