@@ -33,6 +33,11 @@ def test_one_group_with_a_difference_is_enough_to_say_nothing():
     assert advice(history, ARGS) == {}
 
 
+def test_refilled_groups_are_something_to_learn_from():
+    assert advice(logs(5, **{"dynamic_sampling/trained_signal": 0.25}), ARGS) == {}
+    assert "equal_rewards" in advice(logs(5, **{"dynamic_sampling/trained_signal": 0.0}), ARGS)
+
+
 def test_masking_everything_is_told():
     cut = logs(5, **{"completions/clipped_ratio": 1.0, "frac_reward_zero_std": 0.0})
     assert "max_completion_length=8" in advice(cut, ARGS)["all_masked"]

@@ -18,7 +18,7 @@ from covey.rollout.collector import Draw
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.dynamic import Judge, PromptChooser, Sampled, kept_groups
 from covey.trainers.prompt_stream import PromptStream
-from covey.trainers.sampler import rank_share
+from covey.trainers.sampler import START, rank_share, train_loader
 
 ALGEBRA = BatchAlgebra(
     per_device_train_batch_size=6,
@@ -237,14 +237,59 @@ def test_streams_are_refused(tmp_path, setting):
         runs.trainer(tmp_path, parts={"train_dataset": stream}, **setting)
 
 
-def test_without_refills_dynamic_sampling_changes_nothing(tmp_path):
-    plain, dynamic = (
-        runs.trainer(tmp_path / str(i), **settings)
-        for i, settings in enumerate([{}, {"dynamic_sample": True, "max_resample_times": 0}])
-    )
-    for run in (plain, dynamic):
+def test_only_refills_change_what_is_trained(tmp_path):
+    parts = {"train_dataset": tiny.rows(16), "reward_funcs": odd}
+    settings = [{}, {"dynamic_sample": True, "max_resample_times": 0}, {"dynamic_sample": True}]
+    made = [runs.trainer(tmp_path / str(i), parts=parts, **changes) for i, changes in enumerate(settings)]
+    for run in made:
         run.train()
-    assert all(torch.equal(a, b) for a, b in zip(runs.weights(plain), runs.weights(dynamic), strict=True))
+    plain, no_rounds, refilled = map(runs.weights, made)
+    assert all(torch.equal(a, b) for a, b in zip(plain, no_rounds, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(plain, refilled, strict=True))
+
+
+def test_first_draws_are_logged_as_without_refills_and_all_tokens_are_counted(tmp_path):
+    parts = {"train_dataset": tiny.rows(16), "reward_funcs": odd}
+    settings = {"learning_rate": 0.0, "max_steps": 3}  # the policy stays the same, so the first draws do
+    plain = runs.trainer(tmp_path / "plain", parts=parts, **settings)
+    refilled = runs.trainer(tmp_path / "refilled", parts=parts, dynamic_sample=True, **settings)
+    for run in (plain, refilled):
+        run.train()
+    for name in ("reward", "frac_reward_zero_std", "rewards/odd/std", "completions/mean_length"):
+        assert runs.history(plain, name) == runs.history(refilled, name), name
+    assert runs.history(refilled, "num_tokens")[-1] > runs.history(plain, "num_tokens")[-1]
+    silent = runs.history(plain, "frac_reward_zero_std")
+    assert runs.history(refilled, "dynamic_sampling/first_signal") == [1 - share for share in silent]
+
+
+def test_what_rewards_log_goes_with_the_completions_that_are_kept(tmp_path):
+    def noted(prompts, completion_ids, log_extra, **kwargs):
+        log_extra("tokens", [len(ids) for ids in completion_ids])
+        return odd(prompts, completion_ids)
+
+    parts = {"train_dataset": tiny.rows(16), "reward_funcs": noted}
+    run = runs.trainer(tmp_path, parts=parts, dynamic_sample=True, max_steps=3, num_iterations=2)
+    run.train()
+    assert max(runs.history(run, "dynamic_sampling/rounds")) > 0
+    for file in tmp_path.rglob("completions_*.parquet"):
+        assert all(row["tokens"] == row["length"] for row in pq.read_table(file).to_pylist())
+
+
+def test_a_process_without_a_completion_in_a_round_takes_part_all_the_same(tmp_path):
+    run = runs.trainer(tmp_path, dynamic_sample=True)
+    nothing = run._sample(("train", 0), [], 1)
+    assert nothing.rollouts == [] and nothing.rewards.shape == (0, 1)
+
+
+def test_loaders_only_mark_where_generations_begin_when_the_trainer_chooses():
+    class Unread(list):
+        def __getitem__(self, index):
+            raise AssertionError("rows are looked up when they are drawn")
+
+    algebra = replace(ALGEBRA, steps_per_generation=2, num_iterations=2, per_device_train_batch_size=3)
+    loader = train_loader(Unread(range(7)), algebra, 0, shuffle=True, seed=0, starts=True)
+    # 7 prompts are two generations of 3, each of 2 micro-batches gone through twice
+    assert list(loader) == [[START], [], [], [], [START], [], [], []]
 
 
 def test_prompts_by_difficulty_leave_settled_ones_alone(tmp_path):
