@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from covey.rollout.engine import SamplingParams
-from covey.rollout.sampling import draw, exponential_race, filter_logits
+from covey.rollout.sampling import BLOCK, block_sums, describe, draw, filter_logits, race
 
 
-def generators(count: int, first: int = 0) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(first + i) for i in range(count)]
+def rows(count: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seeds and steps."""
+    return torch.arange(first, first + count), torch.zeros(count, dtype=torch.int64)
 
 
 def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
@@ -17,15 +18,67 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
     return ((counts - expected)[kept] ** 2 / expected[kept]).sum().item()
 
 
-def test_frequencies_match_the_probabilities():
+@pytest.mark.parametrize("by", ["seed", "step"])
+def test_frequencies_match_the_probabilities(by):
     probs = torch.tensor([0.5, 0.25, 0.15, 0.08, 0.02, 0.0])
-    stream = torch.Generator().manual_seed(1)
     n = 20_000
-    tokens = torch.stack([exponential_race(probs[None], [stream])[0] for _ in range(n)])
+    varied, fixed = torch.arange(n), torch.full((n,), 7)
+    weights = probs.expand(n, -1)
+    tokens = race(weights, block_sums(weights), *((varied, fixed) if by == "seed" else (fixed, varied)))
     counts = torch.bincount(tokens, minlength=6).double()
     assert counts[5] == 0
-    # 4 degrees of freedom: 18.5 is exceeded once in a thousand runs; the seed is fixed, so this either holds or not.
+    # 4 degrees of freedom: 18.5 is exceeded once in a thousand runs; the seeds are fixed, so this either holds or not.
     assert chi_square(counts, probs.double()) < 18.5
+
+
+@pytest.mark.parametrize("vocabulary", [2 * BLOCK, 2 * BLOCK + 3, BLOCK - 1])
+def test_frequencies_match_across_blocks(vocabulary):
+    weights = torch.rand(vocabulary, generator=torch.Generator().manual_seed(0)) ** 4
+    weights[vocabulary // 2 :] *= 5  # blocks of unequal weight
+    weights[-1] = weights.sum()  # and half of everything on the last token
+    n = 30_000
+    tokens = race(weights.expand(n, -1), block_sums(weights.expand(n, -1)), *rows(n))
+    expected = weights.double() / weights.double().sum() * n
+    counts = torch.bincount(tokens, minlength=vocabulary).double()
+    common = expected >= 5
+    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum().item()
+    freedom = int(common.sum())
+    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5 + 3
+
+
+def test_a_token_of_no_weight_is_never_drawn():
+    weights = torch.zeros(500, 3 * BLOCK + 1)
+    weights[:, 700] = 1e-30
+    assert set(race(weights, block_sums(weights), *rows(500)).tolist()) == {700}
+
+
+def test_a_small_change_of_the_probabilities_changes_few_samples():
+    logits = torch.randn(2000, 1000, generator=torch.Generator().manual_seed(0))
+    moved = logits + 0.02 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(max_tokens=1)
+    same = draw(logits, *rows(2000), params).tokens == draw(moved, *rows(2000), params).tokens
+    # Total variation of the two is about 0.01 a row; exponential races agree but for at most twice as much.
+    assert same.double().mean() > 0.97
+
+
+def test_rows_drawn_a_few_at_a_time_are_drawn_alike(monkeypatch):
+    logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(max_tokens=1)
+    together = draw(logits, *rows(7), params)
+    monkeypatch.setattr("covey.rollout.sampling.CACHED", 600)  # two rows
+    for a, b in zip(together, draw(logits, *rows(7), params), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_given_tokens_are_described_as_drawn_ones_are():
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    logits[:, 5] = -torch.inf
+    drawn = draw(logits, *rows(6), SamplingParams(max_tokens=1, temperature=0.7))
+    for a, b in zip(drawn, describe(logits, drawn.tokens, 0.7), strict=True):
+        torch.testing.assert_close(a, b)
+    expected = (logits / 0.7).log_softmax(-1)
+    torch.testing.assert_close(drawn.logprobs, expected.gather(-1, drawn.tokens[:, None])[:, 0])
+    torch.testing.assert_close(drawn.entropies, torch.special.entr(expected.exp()).sum(-1))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -33,7 +86,7 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     params = SamplingParams(max_tokens=1, temperature=temperature)
     n = 8000
-    drawn = draw(logits.expand(n, -1), generators(n), params)
+    drawn = draw(logits.expand(n, -1), *rows(n), params)
     counts = torch.bincount(drawn.tokens, minlength=4).double()
     probs = (logits[0].double() / temperature).softmax(-1)
     assert chi_square(counts, probs) < 16.3  # 3 degrees of freedom, one in a thousand
@@ -43,14 +96,14 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature):
 def test_a_row_is_drawn_alike_alone_and_in_company():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(max_tokens=1)
-    together = draw(logits, generators(5), params).tokens
-    alone = [draw(logits[i : i + 1], [torch.Generator().manual_seed(i)], params).tokens.item() for i in range(5)]
+    together = draw(logits, *rows(5), params).tokens
+    alone = [draw(logits[i : i + 1], *rows(1, i), params).tokens.item() for i in range(5)]
     assert together.tolist() == alone
 
 
 def test_zero_temperature_is_greedy():
     logits = torch.tensor([[0.0, 3.0, 1.0]])
-    assert draw(logits, generators(1), SamplingParams(max_tokens=1, temperature=0.0)).tokens.tolist() == [1]
+    assert draw(logits, *rows(1), SamplingParams(max_tokens=1, temperature=0.0)).tokens.tolist() == [1]
 
 
 LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
@@ -81,11 +134,11 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
 
 
 def test_reported_logprobs_ignore_the_filters():
-    drawn = draw(LOGITS, generators(1), SamplingParams(max_tokens=1, top_k=1))
+    drawn = draw(LOGITS, *rows(1), SamplingParams(max_tokens=1, top_k=1))
     assert drawn.logprobs.exp().item() == pytest.approx(0.4)
 
 
 def test_reported_entropies_are_those_of_the_whole_distribution():
-    drawn = draw(LOGITS, generators(1), SamplingParams(max_tokens=1, top_k=1))
+    drawn = draw(LOGITS, *rows(1), SamplingParams(max_tokens=1, top_k=1))
     probs = LOGITS[0].exp()
     assert drawn.entropies.item() == pytest.approx(-(probs * probs.log()).sum().item(), rel=1e-5)

@@ -1,15 +1,23 @@
-"""Drawing tokens from logits: filters, and a random stream of its own for every row.
+"""Drawing tokens from logits: filters, and a race between tokens that every row runs on noise of its own.
 
-A sample depends on its row's logits and its row's generator alone, never on its neighbours in the batch.
+A sample depends on its row's logits, seed and step alone, never on its neighbours in the batch.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from covey.rollout.engine import SamplingParams
+from covey.rollout.noise import uniforms
+
+BLOCK = 256
+"""Tokens in one block of the race."""
+
+CACHED = 1 << 19
+"""On a CPU, logits are drawn from this many at a time: the passes over them then run in the processor's cache."""
+
+_NOTHING = -200.0  # exp of it is 0 in float32, and 0 times it is 0, unlike 0 times -inf
 
 
 class Drawn(NamedTuple):
@@ -23,32 +31,65 @@ class Drawn(NamedTuple):
     entropies: Tensor
 
 
-def draw(
-    logits: Tensor, generators: Sequence[torch.Generator], params: SamplingParams, seen: Tensor | None = None
-) -> Drawn:
+def draw(logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Drawn:
     """Sample one token per row.
 
     Args:
         logits: [R, V], any float type.
-        generators: one per row, on the logits' device; each advances by V numbers.
+        seeds: [R] int64, each row's own.
+        steps: [R] int64, how many tokens the row has sampled before: the same seed and step meet the same noise.
         params: temperature and filters.
         seen: [R, V] bool, tokens already in the row, for the repetition penalty.
 
     Returns:
         Tokens, log-probs and entropies, [R] each.
     """
+    rows = len(logits) if logits.is_cuda else max(1, CACHED // logits.shape[-1])
+    if len(logits) <= rows:
+        return _draw(logits, seeds, steps, params, seen)
+    parts = [
+        _draw(logits[some], seeds[some], steps[some], params, None if seen is None else seen[some])
+        for some in (slice(start, start + rows) for start in range(0, len(logits), rows))
+    ]
+    return Drawn(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _draw(logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None) -> Drawn:
     logits = logits.float()
-    reported = logits / (params.temperature if params.temperature > 0 else 1.0)
-    log_z = reported.logsumexp(-1)
-    probs = (reported - log_z[:, None]).exp_()
-    entropies = log_z - torch.linalg.vecdot(probs, reported.nan_to_num(neginf=0.0))
+    reported = logits if params.temperature in (0.0, 1.0) else logits / params.temperature
+    top, weights, below = _weights(reported)
+    blocks = block_sums(weights)
+    total = blocks.sum(-1)
+    if params.truncates:
+        logits = filter_logits(logits, params, seen)
     if params.temperature == 0:
-        tokens = filter_logits(logits, params, seen).argmax(-1)
+        tokens = logits.argmax(-1)
+    elif params.truncates:
+        _, kept, _ = _weights(logits)
+        tokens = race(kept, block_sums(kept), seeds, steps)
     else:
-        tokens = exponential_race(
-            filter_logits(logits, params, seen).softmax(-1) if params.truncates else probs, generators
-        )
-    return Drawn(tokens, reported.gather(-1, tokens[:, None])[:, 0] - log_z, entropies)
+        tokens = race(weights, blocks, seeds, steps)
+    log_total = total.log()
+    logprobs = (reported.gather(-1, tokens[:, None]) - top)[:, 0] - log_total
+    entropies = log_total - torch.linalg.vecdot(weights, below) / total
+    return Drawn(tokens, logprobs, entropies)
+
+
+def describe(logits: Tensor, tokens: Tensor, temperature: float) -> Drawn:
+    """Log-probs and entropies as `draw` reports them, of tokens [R] that are given: logits [R, V] -> [R] each."""
+    logits = logits.float()
+    reported = logits if temperature in (0.0, 1.0) else logits / temperature
+    top, weights, below = _weights(reported)
+    total = weights.sum(-1)
+    logprobs = (reported.gather(-1, tokens[:, None]) - top)[:, 0] - total.log()
+    return Drawn(tokens, logprobs, total.log() - torch.linalg.vecdot(weights, below) / total)
+
+
+def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[R, V] -> the largest logit [R, 1], probabilities up to a factor per row, and how far below it each logit is."""
+    top = logits.amax(-1, keepdim=True)
+    below = (logits - top).clamp_(min=_NOTHING)
+    return top, below.exp(), below
 
 
 def filter_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
@@ -56,7 +97,7 @@ def filter_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
     if params.repetition_penalty != 1.0 and seen is not None:
         penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
-    if params.temperature > 0:
+    if params.temperature not in (0.0, 1.0):
         logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
         kth = logits.topk(params.top_k, dim=-1).values[:, -1:]
@@ -73,16 +114,35 @@ def filter_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
     return logits
 
 
-def exponential_race(probs: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """The winner of a race in which token i arrives at time E_i / p_i, E_i ~ Exp(1): [R, V] -> [R].
+def block_sums(weights: Tensor) -> Tensor:
+    """[R, V] -> [R, ceil(V / BLOCK)], the weight of every block of neighbouring tokens."""
+    whole = weights.shape[-1] // BLOCK * BLOCK
+    sums = weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1) if whole else weights[:, :0]
+    if whole == weights.shape[-1]:
+        return sums
+    return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=-1)
 
-    It wins with probability p_i exactly (the Gumbel-max trick on another scale). Each token has noise of its own, so
-    rounding of the probabilities changes a sample only where two tokens all but tie; walking along the cumulative
-    distribution would carry the rounding of every earlier token to the later ones. float64, so that the tail of a
-    large vocabulary keeps its share.
+
+def race(weights: Tensor, blocks: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
+    """A block, then a token within it, each the winner of an exponential race: [R, V] -> [R].
+
+    In a race contestant i arrives at time E_i / w_i, E_i ~ Exp(1), and is the first with probability w_i / sum(w)
+    (the Gumbel-max trick on another scale). Blocks race with their sums and the tokens of the winning block with
+    their own weights: token i wins with probability (P_b / P) (w_i / P_b) = w_i / P, exactly, for V / BLOCK + BLOCK
+    random numbers instead of V. Every contestant has noise of its own, so a small change of the weights changes a
+    sample only where two contestants all but tie; walking along the cumulative distribution would carry the change of
+    every earlier token to the later ones. float64, so that the tail of a large vocabulary keeps its share.
+
+    Args:
+        weights: [R, V] probabilities up to a factor per row.
+        blocks: [R, ceil(V / BLOCK)] their `block_sums`.
+        seeds: [R] int64.
+        steps: [R] int64.
     """
-    winners = []
-    for row, generator in zip(probs, generators, strict=True):
-        uniform = torch.rand(row.shape, dtype=torch.float64, device=row.device, generator=generator)
-        winners.append(uniform.log_().div_(row).argmax())  # log u = -E: the largest is the first to arrive
-    return torch.stack(winners)
+    count = blocks.shape[-1]
+    arrival = uniforms(seeds, steps, count + BLOCK).log_()  # log u = -E: the largest quotient is the first to arrive
+    block = (arrival[:, :count] / blocks).argmax(-1, keepdim=True)
+    members = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    last = weights.shape[-1] - 1
+    inside = weights.gather(-1, members.clamp(max=last)).masked_fill_(members > last, 0.0)
+    return block[:, 0] * BLOCK + (arrival[:, count:] / inside).argmax(-1)

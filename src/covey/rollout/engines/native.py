@@ -1,54 +1,36 @@
 """The built-in engine: samples from the policy itself, in the trainer's process, on any hardware.
 
-A prompt is computed once and its cache copied to its siblings; rows that finish leave at once and waiting ones take
-their place. It shares the policy's memory, so there are no weights to load. Not here: tools, rewards, training.
+A prompt is computed once and its cache shared by its siblings; rows that finish leave at once and waiting ones take
+their place; drafts are verified in one pass. It shares the policy's memory, so there are no weights to load. Not here:
+tools, rewards, training; how rows are kept (`rows`), caches (`forked_cache`, `row_cache`), drafts (`drafts`).
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from covey.core.modes import inference_mode_of
-from covey.core.rollout import Completion, FinishReason
-from covey.rollout.engine import SampleRequest, SamplingParams
+from covey.core.rollout import Completion
+from covey.rollout.engine import SampleRequest
+from covey.rollout.engines.drafts import verify
+from covey.rollout.engines.extension import compute_dtype, extend, logit_tiles
+from covey.rollout.engines.forked_cache import FORKED_ATTENTION, ForkedCache
+from covey.rollout.engines.packed_linear import packed_linears
 from covey.rollout.engines.row_cache import RowCache
-from covey.rollout.sampling import draw
+from covey.rollout.engines.rows import Batch, Row, apply_moves, closing_moves
+from covey.rollout.sampling import describe
 
 PREFILL_TOKENS = 4096
-"""Most (padded) prompt tokens in one prefill pass."""
+"""Most (padded) tokens in one prefill or verification pass."""
 
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """One completion in progress.
-
-    `generator` is the row's own random stream, made from its seed when it is admitted.
-    """
-
-    request: SampleRequest
-    seed: int
-    done: asyncio.Future[Completion]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    generator: torch.Generator | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens so far, prompt included."""
-        return len(self.request.prompt_ids) + len(self.token_ids)
-
-    @property
-    def last_token(self) -> int:
-        """The token the next one follows."""
-        return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
+STEPS_PER_LOOK = {"cpu": 1}
+"""Decoding steps between two looks at which rows have ended, by device type: looking waits for the device."""
 
 
 class NativeEngine:
@@ -61,6 +43,7 @@ class NativeEngine:
         max_rows: most completions decoded at once.
         max_context: prompt and completion together stay within this; None when unlimited.
         forward_context: entered around sampling (mixed precision, gathered parameters).
+        steps_per_look: decoding steps between two looks at which rows have ended; None: 1 on a CPU, 8 elsewhere.
     """
 
     def __init__(
@@ -72,6 +55,7 @@ class NativeEngine:
         max_rows: int = 64,
         max_context: int | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        steps_per_look: int | None = None,
     ):
         self._model = model
         self.eos_token_ids = eos_token_ids
@@ -79,31 +63,58 @@ class NativeEngine:
         self.max_rows = max_rows
         self.max_context = max_context
         self._forward_context = forward_context
-        self._waiting: deque[_Row] = deque()
-        self._admitted: list[_Row] = []
-        self._rows: list[_Row] = []
-        self._cache: RowCache | None = None
+        self._steps_per_look = steps_per_look
+        self._waiting: deque[Row] = deque()
+        self._admitted: list[Row] = []
+        self._rows: list[Row] = []
+        self._batch: Batch | None = None
+        self._cache: ForkedCache | RowCache | None = None
+        self._forks: bool | None = None
         self._driver: asyncio.Task[None] | None = None
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt.
 
         Raises:
-            ValueError: settings this engine does not know, or images.
+            ValueError: settings this engine does not know, images, or drafts that do not fit the seeds.
         """
-        if request.params.extra:
-            raise ValueError(
-                f"the native engine does not know the generation settings {sorted(request.params.extra)}; it knows"
-                " temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens."
-            )
-        if request.images:
-            raise ValueError("the native engine samples text only; images need a vision-language engine.")
+        _check(request)
         loop = asyncio.get_running_loop()
-        rows = [_Row(request, seed, loop.create_future()) for seed in request.seeds]
+        budget = self._budget(request)
+        rows = [Row(request, i, budget, self.eos_token_ids, loop.create_future()) for i in range(len(request.seeds))]
         self._waiting.extend(rows)
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
         return list(await asyncio.gather(*(row.done for row in rows)))
+
+    def score(
+        self, prompt_ids: list[int], completions: list[list[int]], temperature: float = 1.0
+    ) -> list[tuple[list[float], list[float]]]:
+        """Log-probs and entropies of given tokens, as sampling them would have reported; within `awake()`.
+
+        The prompt is computed once for all completions, their positions in parallel.
+
+        Args:
+            prompt_ids: what they continue.
+            completions: given tokens, each list maybe empty.
+            temperature: divides the logits.
+
+        Returns:
+            Two lists per completion, one number per token.
+        """
+        scores: list[tuple[list[float], list[float]]] = [([], []) for _ in completions]
+        model = self._model()
+        prefilled = self._compute_prompts([prompt_ids])
+        for places in _within(PREFILL_TOKENS, {i: len(tokens) for i, tokens in enumerate(completions) if tokens}):
+            mine = [completions[place] for place in places]
+            hidden, _ = extend(model, prefilled, [prompt_ids], [0] * len(mine), mine)
+            given = torch.tensor([token for tokens in mine for token in tokens], device=hidden.device)
+            parts = [describe(logits, given[part], temperature) for part, logits in logit_tiles(model, hidden)]
+            _, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+            lengths = [len(tokens) for tokens in mine]
+            for place, a, b in zip(places, logprobs.split(lengths), entropies.split(lengths), strict=True):
+                scores[place] = (a.tolist(), b.tolist())
+        return scores
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Nothing to do: the engine samples from the policy's own parameters."""
@@ -112,15 +123,19 @@ class NativeEngine:
     def awake(self) -> Iterator[None]:
         """Put the model into inference mode for the duration, and back as it was."""
         model = self._model()
-        attention = model.config._attn_implementation
-        if attention not in ("sdpa", "eager"):  # decoding masks per row: an explicit mask, not a packed layout
-            model.set_attn_implementation("sdpa")
+        # Sampling masks per row: an explicit mask, not a packed layout.
+        usual = model.config._attn_implementation
+        attention = usual if usual in ("sdpa", "eager") else "sdpa"
         try:
-            with inference_mode_of(model), torch.no_grad(), self._forward_context():
+            with (
+                inference_mode_of(model),
+                torch.no_grad(),
+                self._forward_context(),
+                packed_linears(model),
+                _attention(model, attention),
+            ):
                 yield
         finally:
-            if attention not in ("sdpa", "eager"):
-                model.set_attn_implementation(attention)
             self._cache = None  # the policy is about to change, and training needs the memory
 
     async def _drive(self) -> None:
@@ -137,7 +152,7 @@ class NativeEngine:
                     row.done.set_exception(error)
             for rows in (self._rows, self._admitted, self._waiting):
                 rows.clear()
-            self._cache = None
+            self._cache = self._batch = None
             if not isinstance(error, Exception):
                 raise
 
@@ -148,117 +163,205 @@ class NativeEngine:
         free = self.max_rows - len(self._rows)
         if not self._waiting or (self._rows and free < min(len(self._waiting), max(1, self.max_rows // 4))):
             return
-        groups: dict[int, list[_Row]] = {}
+        self._settle()
+        if self._cache is None:
+            self._cache = self._new_cache()
+        groups: dict[int, list[Row]] = {}
         for _ in range(min(free, len(self._waiting))):
             self._admitted.append(row := self._waiting.popleft())
             groups.setdefault(id(row.request), []).append(row)
-        batch: list[list[_Row]] = []
-        for group in sorted(groups.values(), key=lambda rows: len(rows[0].request.prompt_ids)):
-            if batch and (len(batch) + 1) * len(group[0].request.prompt_ids) > PREFILL_TOKENS:
-                self._prefill(batch)
-                batch = []
-            batch.append(group)
-        self._prefill(batch)
+        admitted = list(groups.values())
+        widths = {i: len(rows[0].request.prompt_ids) for i, rows in enumerate(admitted)}
+        for places in _within(PREFILL_TOKENS, widths):
+            self._prefill([admitted[place] for place in places])
+        self._cache.move([], len(self._rows))  # prompts whose rows are all answered already are forgotten
         self._admitted.clear()
 
-    def _prefill(self, groups: list[list[_Row]]) -> None:
-        """Compute each group's prompt once, all but its last token, and give every row a copy of its cache.
+    def _prefill(self, groups: list[list[Row]]) -> None:
+        """Compute each group's prompt once and start its rows, those with a draft behind what they take of it."""
+        assert self._cache is not None, "made on admission"
+        prompts = [group[0].request.prompt_ids for group in groups]
+        prefilled = self._compute_prompts(prompts)
+        handles = self._cache.add_groups(prefilled, [len(prompt) - 1 for prompt in prompts])
+        owned = [(owner, row) for owner, group in enumerate(groups) for row in group]
+        plain = [(owner, row) for owner, row in owned if not row.draft]
+        if plain:
+            self._cache.add_rows([handles[owner] for owner, _ in plain])
+            self._rows += [row for _, row in plain]
+        drafted: dict[tuple[int, bool], list[tuple[int, Row]]] = {}
+        for owner, row in owned:
+            if row.draft:
+                kind = (id(row.request.params), row.request.draft_lenience is None)
+                drafted.setdefault(kind, []).append((owner, row))
+        for alike in drafted.values():
+            for places in _within(PREFILL_TOKENS, {i: len(row.draft) for i, (_, row) in enumerate(alike)}):
+                self._verify(prefilled, prompts, handles, [alike[place] for place in places])
 
-        The last prompt token is each row's first decoding step, so that sampling happens in one place.
+    def _verify(
+        self, prefilled: Cache | None, prompts: list[list[int]], handles: list[int], owned: list[tuple[int, Row]]
+    ) -> None:
+        """Let rows take from their drafts; the unfinished are decoded on from there."""
+        assert self._cache is not None, "made on admission"
+        owners, rows = [owner for owner, _ in owned], [row for _, row in owned]
+        computed, lengths = verify(self._model(), prefilled, prompts, owners, rows)
+        going = [place for place, row in enumerate(rows) if row.finish is None]
+        for row in rows:
+            if row.finish is not None:
+                row.resolve()
+        if going:
+            self._cache.add_rows(
+                [handles[owners[place]] for place in going],
+                [(keys[going], values[going]) for keys, values in computed.own],
+                [lengths[place] for place in going],
+            )
+            self._rows += [rows[place] for place in going]
+
+    def _compute_prompts(self, prompts: list[list[int]]) -> Cache | None:
+        """All of each prompt but its last token, right-padded; None if nothing is left.
+
+        The last prompt token is each row's first decoding step, so that sampling happens in one place. Padding stands
+        on the right, where causal attention never looks back at it.
         """
         model = self._model()
         device = next(model.parameters()).device
-        prompts = [group[0].request.prompt_ids[:-1] for group in groups]
-        width = max(len(p) for p in prompts)
-        cache = None
-        if width:
-            cache = DynamicCache()
-            lengths = torch.tensor([len(p) for p in prompts], device=device)
-            ids = torch.tensor([p + [self.pad_token_id] * (width - len(p)) for p in prompts], device=device)
-            # Padding stands on the right, where causal attention never looks back at it.
-            positions = torch.arange(width, device=device).expand(len(prompts), -1)
-            visible = (positions < lengths[:, None]) | (positions == 0)  # an empty row attends to something
-            model.get_decoder()(
-                input_ids=ids, position_ids=positions, attention_mask=visible, past_key_values=cache, use_cache=True
-            )
-        rows = [row for group in groups for row in group]
-        for row in rows:
-            row.generator = torch.Generator(device).manual_seed(row.seed)
-        if self._cache is None:
-            self._cache = RowCache(_compute_dtype(model))
-        owners = torch.tensor([place for place, group in enumerate(groups) for _ in group], device=device)
-        self._cache.append(cache, owners, width)
-        self._rows.extend(rows)
+        kept = [prompt[:-1] for prompt in prompts]
+        width = max(len(p) for p in kept)
+        if not width:
+            return None
+        cache = DynamicCache()
+        lengths = torch.tensor([len(p) for p in kept], device=device)
+        ids = torch.tensor([p + [self.pad_token_id] * (width - len(p)) for p in kept], device=device)
+        positions = torch.arange(width, device=device).expand(len(kept), -1)
+        visible = (positions < lengths[:, None]) | (positions == 0)  # an empty row attends to something
+        model.get_decoder()(
+            input_ids=ids, position_ids=positions, attention_mask=visible, past_key_values=cache, use_cache=True
+        )
+        return cache
 
-    def _budget(self, row: _Row) -> int:
-        """Tokens this row may sample."""
-        wanted = row.request.params.max_tokens
-        if self.max_context is None:
-            return wanted
-        return max(1, min(wanted, self.max_context - len(row.request.prompt_ids)))
+    def _new_cache(self) -> ForkedCache | RowCache:
+        """A cache whose rows share their prompts, if this model's attention can read it; tried once."""
+        model = self._model()
+        dtype = compute_dtype(model)
+        softcap = model.config._attn_implementation == "eager"  # transformers' SDPA ignores it
+        if self._forks is None:
+            self._forks = self._can_fork(ForkedCache(dtype, softcap))
+        return ForkedCache(dtype, softcap) if self._forks else RowCache(dtype)
+
+    def _can_fork(self, cache: ForkedCache) -> bool:
+        """Whether two rows behind a shared prompt see what an ordinary pass sees."""
+        model = self._model()
+        if not hasattr(model, "set_attn_implementation"):
+            return False
+        tokens = [token % model.config.get_text_config().vocab_size for token in (2, 3, 5, 7)]
+        cache.add_rows(cache.add_groups(self._compute_prompts([tokens[:3]]), [2]) * 2)
+        device = next(model.parameters()).device
+        expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[:, 2:].float()
+        try:
+            got = [
+                self._forward(cache, torch.full((2,), tokens[at], device=device), torch.full((2,), at, device=device))
+                for at in (2, 3)
+            ]
+        except (TypeError, AttributeError):  # attention of another make: no such keyword, no number of its layer
+            return False
+        difference = (torch.stack(got, dim=1).float() - expected).abs().max()
+        return cache.attended > 0 and bool(difference <= 0.05 * expected.abs().max())
+
+    def _budget(self, request: SampleRequest) -> int:
+        """Tokens each completion may have."""
+        wanted = request.params.max_tokens
+        return wanted if self.max_context is None else max(1, min(wanted, self.max_context - len(request.prompt_ids)))
 
     # ---- decoding --------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         """One token for every row in progress; rows that are finished leave."""
-        assert self._cache is not None and self._rows, "admission comes first"
+        if not self._rows:
+            return
+        assert self._cache is not None, "admission comes first"
+        if self._batch is None:
+            device = next(self._model().parameters()).device
+            period = self._steps_per_look or STEPS_PER_LOOK.get(device.type, 8)
+            self._batch = Batch(self._rows, self.eos_token_ids, device, period)
+        self._batch.draw(self._forward(self._cache, self._batch.last, self._batch.positions))
+        if self._batch.has_ended():
+            self._settle()
+
+    def _forward(self, cache: ForkedCache | RowCache, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Feed every row of the cache its newest token; logits [rows, V]."""
         model = self._model()
-        parameter = next(model.parameters())
-        last = torch.tensor([[row.last_token] for row in self._rows], device=parameter.device)
-        positions = torch.tensor([[row.length - 1] for row in self._rows], device=parameter.device)
-        masks = self._cache.begin_step(positions[:, 0], model.config.get_text_config())
-        output = model(
-            input_ids=last,
-            position_ids=positions,
-            attention_mask=masks,
-            past_key_values=self._cache,
-            use_cache=True,
+        masks = cache.begin_step(positions, model.config.get_text_config())
+        forked = isinstance(cache, ForkedCache)
+        with _attention(model, FORKED_ATTENTION) if forked else nullcontext():
+            output = model(
+                input_ids=tokens[:, None],
+                position_ids=positions[:, None],
+                attention_mask=masks,
+                past_key_values=cache,
+                use_cache=True,
+                **({"forked": cache} if forked else {}),
+            )
+        return output.logits[:, -1]
+
+    def _settle(self) -> None:
+        """Hand the rows what was drawn for them, answer the finished and close the gaps they leave."""
+        if self._batch is None:
+            return
+        assert self._cache is not None, "a batch has a cache"
+        self._batch.settle()
+        self._batch = None
+        finished = [row.finish is not None for row in self._rows]
+        for row in self._rows:
+            if row.finish is not None:
+                row.resolve()
+        moves = closing_moves(finished)
+        self._cache.move(moves, finished.count(False))
+        self._rows = apply_moves(self._rows, moves, finished.count(False))
+
+
+def _check(request: SampleRequest) -> None:
+    if request.params.extra:
+        raise ValueError(
+            f"the native engine does not know the generation settings {sorted(request.params.extra)}; it knows"
+            " temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens."
         )
-        self._draw(output.logits[:, -1])
-        for place in reversed(range(len(self._rows))):
-            row = self._rows[place]
-            if row.token_ids[-1] in self.eos_token_ids:
-                self._release(place, FinishReason.STOP)
-            elif len(row.token_ids) >= self._budget(row):
-                self._release(place, FinishReason.LENGTH)
-
-    def _draw(self, logits: Tensor) -> None:
-        """Sample with each row's own settings; rows with equal settings are drawn together."""
-        by_params: dict[int, list[int]] = {}
-        for place, row in enumerate(self._rows):
-            by_params.setdefault(id(row.request.params), []).append(place)
-        for places in by_params.values():
-            rows = [self._rows[place] for place in places]
-            params = rows[0].request.params
-            generators = [row.generator for row in rows if row.generator is not None]
-            mine = logits if len(by_params) == 1 else logits[torch.tensor(places, device=logits.device)]
-            drawn = draw(mine, generators, params, self._seen(rows, params, mine))
-            for row, token, logprob, entropy in zip(rows, *(column.tolist() for column in drawn), strict=True):
-                row.token_ids.append(token)
-                row.logprobs.append(logprob)
-                row.entropies.append(entropy)
-
-    @staticmethod
-    def _seen(rows: list[_Row], params: SamplingParams, logits: Tensor) -> Tensor | None:
-        if params.repetition_penalty == 1.0:
-            return None
-        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        for i, row in enumerate(rows):
-            seen[i, torch.tensor(row.request.prompt_ids + row.token_ids, device=logits.device)] = True
-        return seen
-
-    def _release(self, place: int, reason: FinishReason) -> None:
-        """Answer a finished row and give its place to the last one."""
-        assert self._cache is not None, "a row in progress has a cache"
-        row = self._rows[place]
-        self._cache.move(source=len(self._rows) - 1, target=place)
-        self._rows[place] = self._rows[-1]
-        self._rows.pop()
-        if not row.done.done():  # its caller may have been cancelled
-            row.done.set_result(Completion(row.token_ids, row.logprobs, reason, row.entropies))
+    if request.images:
+        raise ValueError("the native engine samples text only; images need a vision-language engine.")
+    for name, given in (("drafts", request.drafts), ("draft_logprobs", request.draft_logprobs)):
+        if given is not None and len(given) != len(request.seeds):
+            raise ValueError(
+                f"{name} holds {len(given)} lists for {len(request.seeds)} seeds; give one (or None) each."
+            )
+    if request.drafts and request.draft_lenience is not None:
+        recorded = request.draft_logprobs or [None] * len(request.drafts)
+        for draft, logprobs in zip(request.drafts, recorded, strict=True):
+            if draft and len(logprobs or []) != len(draft):
+                raise ValueError(
+                    f"draft_lenience needs the log-prob of every draft token, and a draft of {len(draft)} tokens has"
+                    f" {len(logprobs or [])}. Give draft_logprobs, or leave draft_lenience None to verify exactly."
+                )
 
 
-def _compute_dtype(model: Any) -> torch.dtype:
-    """What the model multiplies in here and now."""
-    device = next(model.parameters()).device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+def _within(most: int, sizes: dict[int, int]) -> Iterator[list[int]]:
+    """Keys in batches of like sizes, the padded total of each at most `most` (or one key)."""
+    batch: list[int] = []
+    for key in sorted(sizes, key=lambda key: sizes[key]):
+        if batch and (len(batch) + 1) * sizes[key] > most:
+            yield batch
+            batch = []
+        batch.append(key)
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Iterator[None]:
+    """The model under another attention implementation. The config alone says which: its setter is enough."""
+    usual = model.config._attn_implementation
+    if name == usual:
+        yield
+        return
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = usual

@@ -1,8 +1,9 @@
 """A key/value cache whose rows are independent completions of different lengths.
 
 Row r holds its tokens at positions 0, 1, 2, ... from the left; each step writes one token per row at that row's own
-position, and a mask hides what lies beyond it. Rows are appended when a prompt is admitted and moved when another
-finishes, so the rows in use are always the first ones and the tensors given to attention are views.
+position, and a mask hides what lies beyond it. Rows are added when a prompt is admitted and moved when another
+finishes, so the rows in use are always the first ones and the tensors given to attention are views. Any model can read
+it with its own attention; the engine takes it for those that cannot read a `ForkedCache`.
 """
 
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
+
+from covey.rollout.engines.masks import additive_masks
 
 GRANULE = 64
 """Capacity grows by multiples of this many tokens."""
@@ -33,31 +36,51 @@ class RowCache(Cache):
         self._values: dict[int, Tensor] = {}
         self._positions: Tensor | None = None
         self._width = 0
+        self._prefilled: Cache | None = None
+        self._lengths: list[int] = []
 
-    def append(self, prefilled: Cache | None, owners: Tensor, width: int) -> None:
-        """Add `len(owners)` rows; row i starts as a copy of prefilled prompt `owners[i]`.
+    def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
+        """Take in right-padded prompts (None when all are empty) of these lengths; returns a handle for each.
+
+        The handles hold until the next call: rows start as copies, and nothing else keeps a prompt.
+        """
+        self._prefilled, self._lengths = prefilled, lengths
+        return list(range(len(lengths)))
+
+    def add_rows(
+        self, groups: list[int], own: list[tuple[Tensor, Tensor]] | None = None, lengths: list[int] | None = None
+    ) -> None:
+        """Start rows as copies of the prompts of `groups`.
 
         Args:
-            prefilled: a cache of right-padded prompts, or None when the prompts have nothing to prefill.
-            owners: [R] int64.
-            width: tokens of the longest prefilled prompt.
+            groups: the handle of each row's group.
+            own: what the rows hold after their prompts, left-aligned: keys and values `[rows, heads, T, head_dim]`
+                per layer. None: nothing yet.
+            lengths: tokens of `own` that count, per row.
         """
-        self._reserve(width + 1, self.rows + len(owners))
-        added = slice(self.rows, self.rows + len(owners))
-        layers: list[Any] = [] if prefilled is None else list(prefilled.layers)
+        lengths = lengths or [0] * len(groups)
+        layers: list[Any] = [] if self._prefilled is None else list(self._prefilled.layers)
+        width = max([layer.keys.shape[2] for layer in layers[:1]] + [0])
+        longest = max(self._lengths[group] + length for group, length in zip(groups, lengths, strict=True))
+        self._reserve(max(width, longest) + 1, self.rows + len(groups))
+        added = slice(self.rows, self.rows + len(groups))
         for index, layer in enumerate(layers):
-            width = layer.keys.shape[2]
-            self._storage(self._keys, index, layer.keys)[added, :, :width] = layer.keys[owners].to(self._dtype)
-            self._storage(self._values, index, layer.values)[added, :, :width] = layer.values[owners].to(self._dtype)
-        self.rows += len(owners)
+            for store, x in ((self._keys, layer.keys), (self._values, layer.values)):
+                self._storage(store, index, x)[added, :, :width] = x[groups].to(self._dtype)
+        for index, pair in enumerate(own or []):
+            for store, x in zip((self._keys, self._values), pair, strict=True):
+                stored = self._storage(store, index, x)
+                for i, (group, length) in enumerate(zip(groups, lengths, strict=True)):
+                    start = self._lengths[group]
+                    stored[self.rows + i, :, start : start + length] = x[i, :, :length]
+        self.rows += len(groups)
 
-    def move(self, source: int, target: int) -> None:
-        """Copy row `source`, the last one, over `target` and forget it."""
-        assert source == self.rows - 1, "only the last row may leave its place"
-        if source != target:
-            for stored in (*self._keys.values(), *self._values.values()):
+    def move(self, moves: list[tuple[int, int]], rows: int) -> None:
+        """Copy rows (source, target) and keep the first `rows`."""
+        for stored in (*self._keys.values(), *self._values.values()):
+            for source, target in moves:
                 stored[target] = stored[source]
-        self.rows -= 1
+        self.rows = rows
 
     def begin_step(self, positions: Tensor, config: Any) -> Tensor | dict[str, Tensor]:
         """Say where each row's next token goes; returns the additive attention mask(s) the model's layers need.
@@ -72,15 +95,8 @@ class RowCache(Cache):
         self._positions = positions
         self._width = int(positions.max()) + 1
         self._reserve(self._width, self.rows)
-        column = torch.arange(self._width, device=positions.device)
-        causal = column <= positions[:, None]
-        window = getattr(config, "sliding_window", None)
-        kinds = set(getattr(config, "layer_types", None) or [])
-        sliding = causal & (column > positions[:, None] - window) if window else causal
-        if len(kinds) > 1:
-            return {k: _additive(sliding if k == "sliding_attention" else causal, self._dtype) for k in kinds}
-        uses_window = "sliding_attention" in kinds if kinds else window is not None
-        return _additive(sliding if uses_window else causal, self._dtype)
+        column = torch.arange(self._width, device=positions.device).expand(len(positions), -1)
+        return additive_masks(column, torch.ones_like(column, dtype=torch.bool), positions, config, self._dtype)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -117,8 +133,3 @@ class RowCache(Cache):
             shape = (self.row_capacity, like.shape[1], self.capacity, like.shape[3])
             store[layer] = torch.zeros(shape, dtype=self._dtype, device=like.device)
         return store[layer]
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None, None]

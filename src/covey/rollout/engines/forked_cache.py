@@ -1,0 +1,344 @@
+"""A key/value cache in which the completions of a group share their prompt, and the attention that reads it.
+
+Prompts are stored once per group, right-padded; what a row has sampled is stored per row, aligned on the right: every
+step writes one column for all rows, whenever they were admitted, and a mask hides the columns before a row's first.
+The keys and values of a group's rows are never brought together, so each prompt is read once per step, for all its
+rows at once. No model is patched: the attention function is registered with transformers and finds the cache in a
+keyword argument (`forked`) of the model's forward pass.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from covey.rollout.engines.masks import additive_masks
+
+FORKED_ATTENTION = "covey_forked"
+"""The attention implementation a decoding step runs under."""
+
+GRANULE = 64
+"""Capacities in tokens are multiples of this."""
+
+
+class ForkedCache(Cache):
+    """Keys and values of groups of rows being decoded.
+
+    Per layer the prompts are `[kv_heads, groups, prompt, head_dim]` and the rest `[kv_heads, rows, columns, head_dim]`.
+
+    Args:
+        dtype: what keys and values are stored as: the type attention multiplies in.
+        softcap: whether the model's own attention honours soft-capping (transformers' SDPA does not).
+    """
+
+    def __init__(self, dtype: torch.dtype, softcap: bool = True):
+        super().__init__(layers=[])
+        self._dtype = dtype
+        self._softcap = softcap
+        self._prompts: list[tuple[Tensor, Tensor]] = []
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        self._prompt_lengths: list[int] = []
+        self._owners: list[int] = []
+        self._starts: list[int] = []
+        self._column = 0  # where the next token of every row goes
+        self.capacity = 0
+        self.row_capacity = 0
+        self.attended = 0
+        """Layers that have read the cache in the current step."""
+        self._stale = True
+
+    @property
+    def rows(self) -> int:
+        """Rows being decoded."""
+        return len(self._owners)
+
+    # ---- rows and groups come and go -------------------------------------------------------------------------------
+
+    def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
+        """Take in prompts.
+
+        Args:
+            prefilled: a cache of right-padded prompts, or None when they are all empty.
+            lengths: tokens of each.
+
+        Returns:
+            A handle for each, for `add_rows`; valid until rows leave.
+        """
+        first = len(self._prompt_lengths)
+        self._prompt_lengths += lengths
+        if prefilled is None:
+            added = [(_nothing_like(k, len(lengths)),) * 2 for k, _ in self._prompts]
+        else:
+            added = [(layer.keys.transpose(0, 1), layer.values.transpose(0, 1)) for layer in prefilled.layers]
+        if added:
+            self._prompts = self._prompts or [(_nothing_like(k, first),) * 2 for k, _ in added]
+            self._prompts = [
+                (_stack(old[0], new[0], first, self._dtype), _stack(old[1], new[1], first, self._dtype))
+                for old, new in zip(self._prompts, added, strict=True)
+            ]
+        self._stale = True
+        return list(range(first, len(self._prompt_lengths)))
+
+    def add_rows(
+        self, groups: list[int], own: list[tuple[Tensor, Tensor]] | None = None, lengths: list[int] | None = None
+    ) -> None:
+        """Start rows after the prompts of `groups`.
+
+        Args:
+            groups: the handle of each row's group.
+            own: what the rows hold after their prompts, left-aligned: keys and values `[rows, kv_heads, T, head_dim]`
+                per layer. None: nothing yet.
+            lengths: tokens of `own` that count, per row.
+        """
+        lengths = lengths or [0] * len(groups)
+        longest = max(lengths)
+        self._make_room(longest, len(groups))
+        places = slice(self.rows, self.rows + len(groups))
+        self._owners += groups
+        self._starts += [self._column - length for length in lengths]
+        self._stale = True
+        if own is None or not longest:
+            return
+        ends = torch.tensor(lengths, device=own[0][0].device)
+        source = (torch.arange(longest, device=ends.device) - (longest - ends[:, None])).clamp_(min=0)
+        source = source[:, None, :, None]
+        for layer, new in enumerate(own):
+            for stored, x in zip(self._storage(layer, new[0]), new, strict=True):
+                aligned = x.gather(2, source.expand(-1, x.shape[1], -1, x.shape[3]))
+                stored[:, places, self._column - longest : self._column] = aligned.transpose(0, 1).to(self._dtype)
+
+    def move(self, moves: list[tuple[int, int]], rows: int) -> None:
+        """Copy rows (source, target), keep the first `rows`, and forget prompts that no row needs any more."""
+        _copy(self._own.values(), moves, slice(self._first, self._column))
+        for source, target in moves:
+            self._owners[target] = self._owners[source]
+            self._starts[target] = self._starts[source]
+        del self._owners[rows:], self._starts[rows:]
+        if not rows:
+            self._column = 0
+        used = sorted(set(self._owners))
+        if len(used) < len(self._prompt_lengths):
+            self._prompts = [(k[:, used], v[:, used]) for k, v in self._prompts]
+            self._prompt_lengths = [self._prompt_lengths[group] for group in used]
+            renamed = {group: place for place, group in enumerate(used)}
+            self._owners = [renamed[group] for group in self._owners]
+        self._stale = True
+
+    @property
+    def _first(self) -> int:
+        """The first column that any row uses."""
+        return min(self._starts, default=self._column)
+
+    def _make_room(self, before: int, rows: int) -> None:
+        """Room for `rows` more rows that hold `before` tokens each, and for one more column."""
+        shift = max(0, before - self._column)
+        needed = self._column + shift + 1
+        tokens = self.capacity if needed <= self.capacity else max(needed, 2 * self.capacity)
+        self._rebuild(tokens, max(self.row_capacity, self.rows + rows), shift)
+
+    def _next_column(self) -> None:
+        """Make the current column writable: move everything left where half of the columns are unused, else grow."""
+        if self._column < self.capacity:
+            return
+        first = self._first
+        if 2 * first >= self.capacity:
+            self._rebuild(self.capacity, self.row_capacity, -first)
+        else:
+            self._rebuild(2 * self.capacity, self.row_capacity, 0)
+
+    def _rebuild(self, tokens: int, rows: int, shift: int) -> None:
+        """Capacities of at least these, with what is stored `shift` columns further right."""
+        tokens = -(-tokens // GRANULE) * GRANULE
+        if (tokens, rows, shift) == (self.capacity, self.row_capacity, 0):
+            return
+        first, column, used = self._first, self._column, self.rows
+        for layer, pair in self._own.items():
+            moved = []
+            for old in pair:
+                new = old.new_zeros(old.shape[0], rows, tokens, old.shape[3])
+                new[:, :used, first + shift : column + shift] = old[:, :used, first:column]
+                moved.append(new)
+            self._own[layer] = (moved[0], moved[1])
+        self.capacity, self.row_capacity = tokens, rows
+        self._starts = [start + shift for start in self._starts]
+        self._column += shift
+        self._stale = True
+
+    def _storage(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's tensors, made on first use. Zeros, because masked garbage could be NaN."""
+        if layer not in self._own:
+            shape = (like.shape[1], self.row_capacity, self.capacity, like.shape[3])
+            self._own[layer] = (like.new_zeros(shape, dtype=self._dtype), like.new_zeros(shape, dtype=self._dtype))
+        return self._own[layer]
+
+    # ---- a decoding step -------------------------------------------------------------------------------------------
+
+    def begin_step(self, positions: Tensor, config: Any) -> Any:
+        """Open a column for the next token of every row; returns the additive mask(s) the model's layers need.
+
+        Args:
+            positions: [rows] int64, of the tokens about to be computed.
+            config: the model's text config: it names the sliding window and the kinds of layer.
+
+        Returns:
+            [rows, 1, 1, prompt + columns], or a dict of such by layer type for models that mix them.
+        """
+        self._next_column()
+        self.attended = 0
+        if self._stale:
+            self._plan(positions.device)
+        self._everything_seen = self._uniform and not getattr(config, "sliding_window", None)
+        self._seen_from, self._column = self._first, self._column + 1
+        own = torch.arange(self._seen_from, self._column, device=positions.device)
+        lengths, starts = self._lengths_tensor, self._starts_tensor[:, None]
+        of_prompt = torch.arange(self._prompt_width, device=positions.device)
+        token_positions = torch.cat([of_prompt.expand(len(starts), -1), own - starts + lengths[:, None]], dim=1)
+        exists = torch.cat([of_prompt < lengths[:, None], own >= starts], dim=1)
+        return additive_masks(token_positions, exists, positions, config, self._dtype)
+
+    def _plan(self, device: torch.device) -> None:
+        """Tensors that say which row belongs where, until rows come or go."""
+        members: list[list[int]] = [[] for _ in self._prompt_lengths]
+        for row, group in enumerate(self._owners):
+            members[group].append(row)
+        seats = max(len(rows) for rows in members)
+        table = [rows + [0] * (seats - len(rows)) for rows in members]  # empty seats compute row 0 again, unread
+        seat_of = {row: group * seats + i for group, rows in enumerate(members) for i, row in enumerate(rows)}
+        order = [seat_of[row] for row in range(self.rows)]
+        self._aligned = order == list(range(len(members) * seats))
+        self._seats = seats
+        self._table = torch.tensor(table, device=device).flatten()
+        self._order = torch.tensor(order, device=device)
+        self._prompt_width = max(self._prompt_lengths) if self._prompts else 0
+        self._lengths_tensor = torch.tensor([self._prompt_lengths[group] for group in self._owners], device=device)
+        self._starts_tensor = torch.tensor(self._starts, device=device)
+        self._uniform = len(set(self._prompt_lengths)) == 1 and len(set(self._starts)) == 1
+        self._stale = False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store one token per row (`[rows, kv_heads, 1, head_dim]`); returns the rows' own keys and values so far.
+
+        They are `[kv_heads, rows, columns, head_dim]`: only `forked_attention` reads them.
+        """
+        stored = self._storage(layer_idx, key_states)
+        for tensor, new in zip(stored, (key_states, value_states), strict=True):
+            tensor[:, : self.rows, self._column - 1] = new[:, :, 0].transpose(0, 1)
+        columns = slice(self._seen_from, self._column)
+        return stored[0][:, : self.rows, columns], stored[1][:, : self.rows, columns]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen by the longest row before this step."""
+        return self._column
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """One query per row over its group's prompt and its own tokens, in one softmax.
+
+        Args:
+            layer: whose prompts.
+            query: [rows, heads, 1, D], scaled.
+            keys: [kv_heads, rows, columns, D], and values likewise, as `update` gave them.
+            mask: [rows, 1, 1, prompt + columns] additive.
+            softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
+            sinks: [heads] one more score per head that takes probability and gives nothing (gpt-oss).
+
+        Returns:
+            [rows, 1, heads, D].
+        """
+        self.attended += 1
+        rows, heads, _, dim = query.shape
+        query = query.reshape(rows, len(keys), heads // len(keys), dim).transpose(0, 1)  # [kv, rows, per kv, D]
+        width = self._prompt_width
+        scores = query @ keys.transpose(2, 3)
+        if width:
+            prompt_keys, prompt_values = (x[:, :, :width] for x in self._prompts[layer])
+            scores = torch.cat([self._of_rows(self._of_groups(query) @ prompt_keys.transpose(2, 3)), scores], dim=-1)
+        if softcap and self._softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        weights = self._softmax(scores, mask, sinks).to(values.dtype)
+        out = weights[..., width:] @ values
+        if width:
+            out += self._of_rows(self._of_groups(weights[..., :width]) @ prompt_values)
+        return out.transpose(0, 1).reshape(rows, 1, heads, dim)
+
+    def _softmax(self, scores: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+        """[kv, rows, per kv, width] scores -> weights, in float32 at least."""
+        if not self._everything_seen:
+            scores = scores + mask[:, 0]
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        if sinks is None:
+            return scores.softmax(-1, dtype=dtype)
+        sink = sinks.to(scores.dtype).view(scores.shape[0], 1, scores.shape[2], 1).expand(-1, scores.shape[1], -1, -1)
+        return torch.cat([scores, sink], dim=-1).softmax(-1, dtype=dtype)[..., :-1]
+
+    def _of_groups(self, x: Tensor) -> Tensor:
+        """[kv, rows, per kv, n] -> [kv, groups, seats * per kv, n]."""
+        if not self._aligned:
+            x = x.index_select(1, self._table)
+        return x.reshape(x.shape[0], len(self._prompt_lengths), self._seats * x.shape[2], x.shape[3])
+
+    def _of_rows(self, x: Tensor) -> Tensor:
+        """The way back."""
+        x = x.view(x.shape[0], len(self._prompt_lengths) * self._seats, -1, x.shape[3])
+        return x if self._aligned else x.index_select(1, self._order)
+
+
+def _nothing_like(x: Tensor, groups: int) -> Tensor:
+    """Prompts without tokens."""
+    return x.new_zeros(x.shape[0], groups, 0, x.shape[3])
+
+
+def _stack(old: Tensor, new: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """`groups` prompts [kv, groups, width, D] with new ones behind them, as wide as the widest."""
+    width = max(old.shape[2], new.shape[2])
+    stacked = new.new_zeros(new.shape[0], groups + new.shape[1], width, new.shape[3], dtype=dtype)
+    stacked[:, :groups, : old.shape[2]] = old
+    stacked[:, groups:, : new.shape[2]] = new
+    return stacked
+
+
+def _copy(pairs: Any, moves: list[tuple[int, int]], columns: slice) -> None:
+    if moves:
+        sources, targets = (list(places) for places in zip(*moves, strict=True))
+        for pair in pairs:
+            for stored in pair:
+                stored[:, targets, columns] = stored[:, sources, columns]
+
+
+def forked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    forked: ForkedCache | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`ForkedCache.attend` as transformers calls attention; plain SDPA without `forked`."""
+    if forked is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return forked.attend(module.layer_idx, query, key, value, attention_mask, softcap, s_aux), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(FORKED_ATTENTION, forked_attention)
+AttentionMaskInterface.register(FORKED_ATTENTION, sdpa_mask)

@@ -1,0 +1,187 @@
+"""Completions in progress: what each has so far, and the tensors that carry a batch of them from step to step."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.rollout import Completion, FinishReason
+from covey.rollout.engine import SampleRequest, SamplingParams
+from covey.rollout.sampling import Drawn, draw
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One completion in progress.
+
+    Attributes:
+        request: what it belongs to; `index` says which of its completions this is.
+        budget: most tokens it may sample.
+        ends: tokens that end it.
+        done: resolved when it is finished.
+        finish: why it is; None while it is not.
+    """
+
+    request: SampleRequest
+    index: int
+    budget: int
+    ends: set[int]
+    done: asyncio.Future[Completion]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    reused: int = 0
+    finish: FinishReason | None = None
+
+    @property
+    def seed(self) -> int:
+        """The seed as a signed 64-bit number."""
+        return (self.request.seeds[self.index] + (1 << 63)) % (1 << 64) - (1 << 63)
+
+    @property
+    def draft(self) -> list[int]:
+        """What may be reused: the draft up to its first end token and within the budget; [] without one.
+
+        With a repetition penalty nothing is: there each position's distribution depends on the tokens before it in a
+        way that a parallel pass over the draft would have to build position by position.
+        """
+        drafts = self.request.drafts
+        tokens = (drafts[self.index] if drafts else None) or []
+        if self.request.params.repetition_penalty != 1.0:
+            return []
+        end = next((i + 1 for i, token in enumerate(tokens) if token in self.ends), len(tokens))
+        return tokens[: min(end, self.budget)]
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, prompt included."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    @property
+    def last_token(self) -> int:
+        """The token the next one follows."""
+        return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
+
+    def take(self, tokens: list[int], logprobs: list[float], entropies: list[float]) -> None:
+        """Append sampled tokens, up to the one that ends the row; a finished row takes none."""
+        if self.finish is not None:
+            return
+        tokens = tokens[: self.budget - len(self.token_ids)]
+        end = next((i + 1 for i, token in enumerate(tokens) if token in self.ends), None)
+        count = len(tokens) if end is None else end
+        self.token_ids += tokens[:count]
+        self.logprobs += logprobs[:count]
+        self.entropies += entropies[:count]
+        if end is not None:
+            self.finish = FinishReason.STOP
+        elif len(self.token_ids) >= self.budget:
+            self.finish = FinishReason.LENGTH
+
+    def resolve(self) -> None:
+        """Answer whoever waits for a finished row."""
+        assert self.finish is not None, "only a finished row has an answer"
+        if not self.done.done():  # its caller may have been cancelled
+            self.done.set_result(Completion(self.token_ids, self.logprobs, self.finish, self.entropies, self.reused))
+
+
+class Batch:
+    """The rows being decoded, as tensors, from one change of membership to the next.
+
+    Nothing is copied to the host while decoding but, every `period` steps, whether any row has ended; what was drawn
+    is handed to the rows all at once. Rows may therefore be decoded past their end, which `Row.take` cuts off.
+
+    Args:
+        rows: the rows, in the cache's order.
+        ends: tokens that end a completion.
+        device: where logits will be.
+        period: steps between two looks at whether a row has ended.
+    """
+
+    def __init__(self, rows: list[Row], ends: set[int], device: torch.device, period: int):
+        self.rows = rows
+        self.period = period
+        self.history: list[Drawn] = []
+        self._count = 0
+        columns = [(row.last_token, row.length - 1, len(row.token_ids), row.seed, row.budget) for row in rows]
+        table = torch.tensor(columns, device=device).T.contiguous()
+        self.last, self.positions, self.steps, self._seeds, self._budgets = table
+        self._furthest = self.positions - self.steps + self._budgets - 1  # no row needs a position beyond
+        self._ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
+        self._ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        self._draws = [(params, *self._members(params)) for params in _distinct([row.request.params for row in rows])]
+
+    def _members(self, params: SamplingParams) -> tuple[Tensor | None, list[Row]]:
+        places = [place for place, row in enumerate(self.rows) if row.request.params == params]
+        everyone = len(places) == len(self.rows)
+        index = None if everyone else torch.tensor(places, device=self.last.device)
+        return index, [self.rows[place] for place in places]
+
+    def draw(self, logits: Tensor) -> None:
+        """One token for every row from logits [rows, V], each with its own settings."""
+        parts = []
+        for params, index, rows in self._draws:
+            if index is None:
+                parts.append((index, draw(logits, self._seeds, self.steps, params, self._seen(rows, params, logits))))
+            else:
+                mine = logits[index]
+                seen = self._seen(rows, params, mine)
+                parts.append((index, draw(mine, self._seeds[index], self.steps[index], params, seen)))
+        if len(parts) == 1:
+            drawn = parts[0][1]
+        else:
+            order = torch.cat([index for index, _ in parts if index is not None]).argsort()
+            drawn = Drawn(*(torch.cat(column)[order] for column in zip(*(part for _, part in parts), strict=True)))
+        self.history.append(drawn)
+        self._count += 1
+        self.last = drawn.tokens
+        self.steps = self.steps + 1
+        self.positions = torch.minimum(self.positions + 1, self._furthest)
+        self._ended |= torch.isin(drawn.tokens, self._ends) | (self.steps >= self._budgets)
+
+    def _seen(self, rows: list[Row], params: SamplingParams, logits: Tensor) -> Tensor | None:
+        if params.repetition_penalty == 1.0:
+            return None
+        self.settle()
+        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+        for i, row in enumerate(rows):
+            seen[i, torch.tensor(row.request.prompt_ids + row.token_ids, device=logits.device)] = True
+        return seen
+
+    def has_ended(self) -> bool:
+        """Whether a row is known to have ended; looks every `period` steps only."""
+        return self._count % self.period == 0 and bool(self._ended.any())
+
+    def settle(self) -> None:
+        """Hand the rows what was drawn for them since the last time."""
+        if not self.history:
+            return
+        columns = [torch.stack(column, dim=1).tolist() for column in zip(*self.history, strict=True)]
+        for row, *drawn in zip(self.rows, *columns, strict=True):
+            row.take(*drawn)
+        self.history.clear()
+
+
+def _distinct(params: list[SamplingParams]) -> list[SamplingParams]:
+    found: list[SamplingParams] = []
+    for one in params:
+        if one not in found:
+            found.append(one)
+    return found
+
+
+def closing_moves(finished: list[bool]) -> list[tuple[int, int]]:
+    """(source, target) copies that bring the unfinished to the front, as few as possible."""
+    remaining = finished.count(False)
+    holes = [place for place in range(remaining) if finished[place]]
+    movers = [place for place in range(remaining, len(finished)) if not finished[place]]
+    return list(zip(movers, holes, strict=True))
+
+
+def apply_moves(rows: list[Any], moves: list[tuple[int, int]], remaining: int) -> list[Any]:
+    """The list after the same moves."""
+    rows = list(rows)
+    for source, target in moves:
+        rows[target] = rows[source]
+    return rows[:remaining]
