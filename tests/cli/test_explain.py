@@ -46,6 +46,13 @@ def test_an_off_policy_run_is_told_what_clips():
     assert "2 optimizer updates per generation." in text
 
 
+def test_refills_and_prompts_by_difficulty_are_told_where_they_are_on():
+    text = words(explain(GRPOConfig(dynamic_sample=True, max_resample_times=2, prompt_sampler="difficulty")))
+    assert "in up to 2 rounds (max_resample_times): a generation samples at most 24 completions and trains on 8" in text
+    assert "comes about 0.1 times as often as one that is solved half of the time" in text
+    assert "dynamic_sample" not in explain(GRPOConfig())
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

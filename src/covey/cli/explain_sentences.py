@@ -56,6 +56,25 @@ def _updates_of_rows(args: Any, a: BatchAlgebra, rows: int) -> str:
     return f"{epoch}{rest} and {count(updates, 'update')}; {length}."
 
 
+def choice_of_prompts(args: Any, a: BatchAlgebra) -> list[str]:
+    """What rewards have to say about which prompts are trained on."""
+    lines = []
+    if args.prompt_sampler == "difficulty":
+        lines.append(
+            "Prompts of intermediate difficulty come more often (prompt_sampler=difficulty): in an epoch some prompts "
+            "come several times and others not at all. One that is always or never solved comes about "
+            f"{args.difficulty_floor:g} times as often as one that is solved half of the time."
+        )
+    if args.dynamic_sample:
+        most = (1 + args.max_resample_times) * a.generation_batch_size
+        lines.append(
+            "Groups without a signal are replaced before training (dynamic_sample), in up to "
+            f"{count(args.max_resample_times, 'round')} (max_resample_times): a generation samples at most {most} "
+            f"completions and trains on {a.generation_batch_size}."
+        )
+    return lines
+
+
 def clipping(args: Any) -> str:
     """What becomes of ratios that drift away from 1."""
     low, high = args.epsilon, args.resolved_epsilon_high
