@@ -5,13 +5,13 @@ Not here: how a batch is laid out for a forward pass (`covey.policy.layouts`) an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covey.core.ragged import segment_starts, token_index
+from covey.core.ragged import segment_starts, segment_sum, token_index
 from covey.core.rollout import Rollout
 
 TOKEN_FIELDS = (
@@ -49,6 +49,9 @@ class TrainBatch:
         mismatch_weights: [N] float32 or None, importance weights that correct the engine's distribution.
         forward_kwargs: further model inputs, opaque to us.
         entropy_threshold: tokens with less entropy are left out of the loss (`top_entropy_quantile`), or None.
+        skipped_tokens: learned tokens that were left out of this batch because they carry no gradient; metrics count
+            them.
+        skipped_rows: rollouts that had such tokens.
 
     Example:
         Two answers to one prompt, "2+2=" -> "4" and "2+2=" -> "2 2":
@@ -71,6 +74,8 @@ class TrainBatch:
     mismatch_weights: Tensor | None = None
     forward_kwargs: dict[str, Any] = field(default_factory=dict)
     entropy_threshold: float | None = None
+    skipped_tokens: int = 0
+    skipped_rows: int = 0
 
     def __len__(self) -> int:
         """Number of rollouts, B."""
@@ -90,7 +95,7 @@ class TrainBatch:
         return running[starts + self.lengths] - running[starts]
 
     def select(self, rows: Tensor) -> "TrainBatch":
-        """The rollouts `rows` [R] in that order, with just the prompts they continue."""
+        """The rollouts `rows` [R] in that order, with just the prompts they continue; nothing counts as skipped."""
         tokens = token_index(rows, self.lengths)
         prompts, groups = self.groups[rows].unique(return_inverse=True)
         values = {name: getattr(self, name) for name in TOKEN_FIELDS}
@@ -115,6 +120,22 @@ class TrainBatch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
         return TrainBatch(**moved)
+
+    def without_signal_dropped(self) -> "TrainBatch":
+        """Without the rollouts whose advantages are all 0; metrics still count them.
+
+        Of a batch without any signal the shortest rollout stays: a gradient of zeros is a gradient, which optimizers
+        with momentum go on from.
+        """
+        assert self.advantages is not None, "credit comes before the loss"
+        has_signal = segment_sum((self.advantages != 0).long() * self.sampled, self.lengths) > 0
+        rows = has_signal.nonzero()[:, 0]
+        kept = self.select(rows if len(rows) else self.lengths.argmin()[None]) if len(self) else self
+        return replace(
+            kept,
+            skipped_tokens=int(self.sampled.sum() - kept.sampled.sum()),
+            skipped_rows=int((self.sampled_lengths > 0).sum() - (kept.sampled_lengths > 0).sum()),
+        )
 
     def state(self) -> dict[str, Any]:
         """The fields by name, tensors on the CPU: `TrainBatch(**batch.state())` is an equal batch."""
@@ -155,6 +176,38 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         prompt_lengths=torch.tensor([len(p) for p in prompts.values()], dtype=torch.long),
         groups=torch.tensor([place[r.group] for r in rollouts], dtype=torch.long),
         engine_logprobs=_flat([r.logprobs or [] for r in rollouts], torch.float32) if have_logprobs else None,
+    )
+
+
+def join(batches: Sequence[TrainBatch], groups: Tensor) -> TrainBatch:
+    """One batch of several, rollouts in order, as when processes put together what they sampled.
+
+    Args:
+        batches: with the same optional fields.
+        groups: [B] int64, the group of every rollout of the result, 0, 1, 2, ...: groups of different batches may be
+            one, in which case their prompts are equal and one copy is kept.
+    """
+    offset, of_rollout, prompts = 0, [], []
+    for batch in batches:
+        of_rollout.append(batch.groups + offset)
+        offset += len(batch.prompt_lengths)
+        prompts += batch.prompts()
+    source = torch.cat(of_rollout)
+    firsts = [source[(groups == group).nonzero()[0, 0]] for group in range(int(groups.max()) + 1 if len(groups) else 0)]
+    kept = [prompts[first] for first in firsts]
+
+    def joined(name: str) -> Tensor | None:
+        parts = [getattr(batch, name) for batch in batches]
+        assert len({part is None for part in parts}) == 1, f"{name} is there in some batches and not in others"
+        return None if parts[0] is None else torch.cat(parts)
+
+    per_token: dict[str, Any] = {name: joined(name) for name in TOKEN_FIELDS}
+    return TrainBatch(
+        **per_token,
+        lengths=torch.cat([batch.lengths for batch in batches]),
+        prompt_ids=torch.cat(kept) if kept else batches[0].prompt_ids,
+        prompt_lengths=torch.tensor([len(prompt) for prompt in kept], dtype=torch.long, device=source.device),
+        groups=groups,
     )
 
 

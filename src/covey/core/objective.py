@@ -82,10 +82,8 @@ class LossInputs:
         logprobs: Tensor,
         entropies: Tensor | None,
         entropy_coef: float = 0.0,
-        whole: TrainBatch | None = None,
     ) -> "LossInputs":
-        """Join a batch with the policy's scores of it. `whole` is the batch from which it was selected, if it was."""
-        whole = whole or batch
+        """Join a batch with the policy's scores of it."""
         assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
         return cls(
             logprobs=logprobs,
@@ -101,8 +99,8 @@ class LossInputs:
             entropy_weights=batch.entropy_weights,
             entropy_threshold=batch.entropy_threshold,
             entropy_coef=entropy_coef,
-            skipped_tokens=int(whole.sampled.sum() - batch.sampled.sum()),
-            skipped_rows=int((whole.sampled_lengths > 0).sum() - (batch.sampled_lengths > 0).sum()),
+            skipped_tokens=batch.skipped_tokens,
+            skipped_rows=batch.skipped_rows,
         )
 
     def silenced(self) -> "LossInputs":

@@ -28,6 +28,7 @@ from covey.trainers.dataset import check_prompts
 from covey.trainers.difficulty import PromptHistory
 from covey.trainers.dynamic import Judge, PromptChooser
 from covey.trainers.entropy import EntropyController
+from covey.trainers.passes import Passes
 from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.sampler import check_enough
 
@@ -140,6 +141,16 @@ def build_scorer(args: Any, tokenizer: Any, accelerator: Any) -> TokenScorer:
         pad_token_id=tokenizer.pad_token_id,
         chunk_size=args.logprob_chunk_size,
         float32_head=args.cast_lm_head_to_fp32,
+    )
+
+
+def build_passes(args: Any, scorer: TokenScorer, accelerator: Any, policy: Callable[[], Any]) -> Passes:
+    """What cuts batches by tokens and survives running out of memory."""
+    return Passes(
+        lambda: policy().parameters(),
+        lambda: scorer.layout,
+        accelerator.device.type,
+        args.max_tokens_per_micro_batch,
     )
 
 

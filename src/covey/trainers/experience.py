@@ -1,55 +1,111 @@
-"""What one generation leaves to train on: micro-batches, served in order, as often as `num_iterations` says."""
+"""What one generation leaves to train on, cut into the stretches that belong to one optimizer step each.
 
+A stretch is planned as a whole: its rollouts are spread over forward passes, and over processes, by tokens.
+"""
+
+from collections import deque
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
-from covey.core.batch import TrainBatch
+from covey.core.batch import TrainBatch, join
 from covey.core.weighting import BatchCounts, Weighting, mean_over_update, token_weights
 
 
 class Experience:
-    """A cursor over the micro-batches of the current generation; it survives in checkpoints."""
+    """A cursor over the nominal micro-batches of the current generation; it survives in checkpoints.
+
+    The training loop's micro-steps come in stretches that end with an optimizer step or with the generation. `take`
+    hands out the rollouts of a stretch, `spread` takes back the passes they were planned into, and `next` serves each
+    micro-step its passes: none where there are fewer passes than micro-steps.
+    """
 
     def __init__(self) -> None:
-        self._parts: list[TrainBatch] = []
+        self._batch: TrainBatch | None = None
+        self._parts: list[Tensor] = []
         self._passes = 0
-        self._served = 0
+        self._taken = 0
+        self._waiting: deque[list[TrainBatch]] = deque()
 
-    def refill(self, parts: list[TrainBatch], passes: int) -> None:
-        """Start over with the micro-batches of a new generation, to be gone through `passes` times."""
-        self._parts, self._passes, self._served = parts, passes, 0
+    def refill(self, batch: TrainBatch, parts: list[Tensor], passes: int) -> None:
+        """Start over with a new generation.
 
-    def upcoming(self, count: int) -> list[TrainBatch]:
-        """The next `count` micro-batches, fewer where the generation ends."""
-        last = len(self._parts) * self._passes
-        return [self._parts[i % len(self._parts)] for i in range(self._served, min(self._served + count, last))]
+        Args:
+            batch: its rollouts, of all processes.
+            parts: the rollouts of each nominal micro-batch, over all processes.
+            passes: how often to go through them.
+        """
+        self._batch, self._parts, self._passes, self._taken = batch, parts, passes, 0
+        self._waiting.clear()
 
-    def next(self) -> TrainBatch:
-        """Serve one micro-batch.
+    def take(self, micro_steps: int) -> tuple[TrainBatch, int]:
+        """The rollouts of the next `micro_steps` nominal micro-batches, fewer where the generation ends, and how many.
 
         Raises:
-            ValueError: there is none, which happens when a run is resumed in the middle of a generation without the
+            ValueError: there are none, which happens when a run is resumed in the middle of a generation without the
                 buffer that a full checkpoint holds.
         """
-        if self._served >= len(self._parts) * self._passes:
+        left = len(self._parts) * self._passes - self._taken
+        if self._batch is None or not left:
             raise ValueError(
                 "the run goes on in the middle of a generation, but the generation is not there: the checkpoint was"
                 " saved with save_only_model=True or by another trainer. Resume from a full checkpoint, or start a new"
                 " run from the checkpoint's weights."
             )
-        self._served += 1
-        return self._parts[(self._served - 1) % len(self._parts)]
+        count = min(micro_steps, left)
+        rows = [self._parts[i % len(self._parts)] for i in range(self._taken, self._taken + count)]
+        self._taken += count
+        return self._batch.select(torch.cat(rows)), count
+
+    def spread(self, passes: list[TrainBatch], micro_steps: int) -> None:
+        """Deal passes out to the micro-steps of a stretch, evenly; the last one is never without."""
+        cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
+        self._waiting.extend(passes[a:b] for a, b in zip(cuts, cuts[1:], strict=False))
+
+    def next(self) -> list[TrainBatch]:
+        """The passes of one micro-step."""
+        return self._waiting.popleft()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers."""
-        return {"parts": [p.state() for p in self._parts], "passes": self._passes, "served": self._served}
+        """Plain tensors and numbers. Checkpoints are made between optimizer steps, when no passes wait."""
+        assert not self._waiting, "a stretch ends with its optimizer step"
+        return {
+            "batch": None if self._batch is None else self._batch.state(),
+            "parts": self._parts,
+            "passes": self._passes,
+            "taken": self._taken,
+        }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue where `state` stopped."""
-        self._parts = [TrainBatch(**part).to(device) for part in state["parts"]]
-        self._passes, self._served = state["passes"], state["served"]
+        batch = state["batch"]
+        self._batch = None if batch is None else TrainBatch(**batch).to(device)
+        self._parts, self._passes, self._taken = state["parts"], state["passes"], state["taken"]
+        self._waiting.clear()
+
+
+def pool(batch: TrainBatch, group_size: int) -> TrainBatch:
+    """The rollouts of all processes, in the order of ranks; every process gets the same.
+
+    Args:
+        batch: this process's share of a generation, as many rollouts as the others'.
+        group_size: completions per prompt; a group may lie on two processes.
+    """
+    shares = [TrainBatch(**state) for state in gather_object([batch.state()])]
+    total = sum(len(share) for share in shares)
+    return join(shares, torch.arange(total) // group_size).to(batch.lengths.device)
+
+
+def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
+    """Which of the pooled rollouts make up each nominal micro-batch: `rows` of every rank.
+
+    Example:
+        Two ranks with 4 rollouts each, 2 rows: [[0, 1, 4, 5], [2, 3, 6, 7]].
+    """
+    by_rank = torch.arange(rollouts).view(ranks, -1)
+    return [part.flatten() for part in by_rank.split(rows, dim=1)]
 
 
 def weigh(

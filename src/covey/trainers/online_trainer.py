@@ -12,11 +12,14 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import set_seed
 
 from covey.algorithms.algorithm import Algorithm
 from covey.core.batch import TrainBatch, collate
+from covey.core.modes import inference_mode_of
 from covey.core.objective import LossInputs, policy_loss
+from covey.core.planning import plan_ranks
 from covey.core.ragged import expand, segment_sum
 from covey.core.stats import Max, Mean, Stat
 from covey.observability.metrics import MetricLog, generation_stats
@@ -31,7 +34,8 @@ from covey.trainers.dataset import check_dataset
 from covey.trainers.dynamic import Chosen, Sampled
 from covey.trainers.entropy import exact_quantile
 from covey.trainers.evaluation import SampledEvaluation
-from covey.trainers.experience import Experience, weigh
+from covey.trainers.experience import Experience, nominal_parts, pool, weigh
+from covey.trainers.gradients import average_gradients
 from covey.trainers.parity import check_parity
 from covey.trainers.record import Generation, Notes, Share, describe, sampling_entropy
 from covey.trainers.sampler import train_loader
@@ -111,6 +115,7 @@ class OnlineTrainer(SampledEvaluation):
         self.speculation = assembly.build_speculation(args, train_dataset)
         self.rewards = assembly.build_rewards(args, reward_funcs, reward_processing_classes, self.accelerator)
         self.entropy = assembly.entropy_controller(args)
+        self.passes = assembly.build_passes(args, self.scorer, self.accelerator, lambda: self.policy)
         self.experience = Experience()
         self.metrics = MetricLog(gather=lambda value: gather_object([value]))
         self.phases = PhaseTimer()
@@ -119,6 +124,7 @@ class OnlineTrainer(SampledEvaluation):
         self._generations = {"train": 0, "eval": 0}
         self._engine_checked = False
         self._entropy_known = False
+        self._unbooked: dict[str, Stat] = {}
         self._micro_step = 0
         self._step_seconds = 0.0
         self._step_entropy = Mean(0.0, 0.0)
@@ -128,15 +134,25 @@ class OnlineTrainer(SampledEvaluation):
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def _prepare_inputs(self, draws: list[Draw]) -> TrainBatch:  # type: ignore[override]
-        if draws:
-            batch = self.gather_experience(draws)
-            parts = batch.split(self.args.per_device_train_batch_size)
-            self.experience.refill(parts, self.args.num_iterations)
-        if self.args.top_entropy_quantile < 1.0 and (draws or self._micro_step == 0):
-            left = self.current_gradient_accumulation_steps - self._micro_step
-            self._find_entropy_threshold(self.experience.upcoming(left))
-        return self.experience.next()
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One micro-step of Hugging Face's loop: draws (or nothing) in, gradients out.
+
+        A micro-step that brings draws starts a generation. What a stretch of micro-steps has to train on is planned
+        once, so a micro-step may run several passes or none.
+        """
+        start = time.perf_counter()
+        model.train()
+        with self.phases("train"):
+            if inputs:
+                self._refill(self.gather_experience(inputs))
+            if inputs or self._micro_step == 0:
+                self._plan(self.current_gradient_accumulation_steps - self._micro_step)
+            loss = self._run(model, self.experience.next())
+        self._step_seconds += time.perf_counter() - start
+        self._micro_step += 1
+        if self.accelerator.sync_gradients:
+            self._close_step()
+        return loss
 
     @torch.no_grad()
     def gather_experience(self, draws: list[Draw]) -> TrainBatch:
@@ -178,18 +194,16 @@ class OnlineTrainer(SampledEvaluation):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """The loss of one micro-batch, so scaled that the sum over micro-steps, averaged over ranks, is the step's."""
-        batch = self._with_signal(inputs)
-        wants_entropy = self.entropy.enabled or batch.entropy_threshold is not None or not self._entropy_known
+        """The loss of one pass, so scaled that the sum over a step's passes, averaged over ranks, is the step's."""
+        wants_entropy = self.entropy.enabled or inputs.entropy_threshold is not None or not self._entropy_known
         with self.accelerator.autocast():
-            scores = self.scorer(model, batch, entropy=wants_entropy)
+            scores = self.scorer(model, inputs, entropy=wants_entropy)
         coef = self.entropy.effective
-        result = policy_loss(LossInputs.of(batch, *scores, coef, whole=inputs), self.algorithm.objective)
+        result = policy_loss(LossInputs.of(inputs, *scores, coef), self.algorithm.objective)
         scale = self._loss_scale()
         if self.entropy.enabled and self.model.training:  # the count makes the mean one over optimizer steps
-            share = Mean(result.without_bonus * scale, 1 / self.current_gradient_accumulation_steps)
-            self.metrics.add({"policy_loss": share})
-        self._note_loss(result.stats)
+            result.stats["policy_loss"] = Mean(result.without_bonus * scale, 0.0)  # _close_step counts the steps
+        self._unbooked = result.stats
         return result.loss * scale
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,32 +212,95 @@ class OnlineTrainer(SampledEvaluation):
         self._micro_step, self._step_seconds, self._step_entropy = 0, 0.0, Mean(0.0, 0.0)
         return super().train(*args, **kwargs)
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Hugging Face's step, timed; closes the books when it is the last of an optimizer step."""
-        start = time.perf_counter()
-        with self.phases("train"):
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        self._step_seconds += time.perf_counter() - start
-        self._micro_step += 1
-        if self.accelerator.sync_gradients:
-            self._close_step()
+    # ---- parts of a step -------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, inputs: TrainBatch) -> TrainBatch:  # type: ignore[override]
+        return inputs  # planned and on the device already
+
+    def _refill(self, batch: TrainBatch) -> None:
+        """Put a generation up for training: the share of every process, which each process then knows in full."""
+        ranks = self.accelerator.num_processes
+        pooled = batch if ranks == 1 else pool(batch, self._group_size)
+        parts = nominal_parts(len(pooled), self.args.per_device_train_batch_size, ranks)
+        self.experience.refill(pooled, parts, self.args.num_iterations)
+
+    def _plan(self, micro_steps: int) -> None:
+        """Plan the stretch up to the optimizer step or the generation's end: rollouts to ranks, and to passes."""
+        stretch, micro_steps = self.experience.take(micro_steps)
+        self._settle_layout(stretch)
+        if not self._every_rollout_counts:
+            stretch = stretch.without_signal_dropped()
+        shares = plan_ranks(stretch, self.accelerator.num_processes, self.scorer.layout)
+        rows = self.args.per_device_train_batch_size
+        most = max(len(self.passes.plan(stretch.select(share), rows)) for share in shares)
+        mine = stretch.select(shares[self.accelerator.process_index])
+        if self.args.top_entropy_quantile < 1.0:
+            mine.entropy_threshold = self._entropy_threshold(mine)
+        if self.accelerator.is_main_process:
+            mine.skipped_tokens, mine.skipped_rows = stretch.skipped_tokens, stretch.skipped_rows
+        planned = self.passes.plan(mine, rows, at_least=most)
+        self.experience.spread(planned, micro_steps)
+
+    @property
+    def _every_rollout_counts(self) -> bool:
+        """Whether rollouts without advantage have a gradient of their own."""
+        by_entropy = self.entropy.enabled or self.args.top_entropy_quantile < 1.0
+        return self.algorithm.objective.needs_every_rollout or by_entropy
+
+    def _run(self, model: Any, passes: list[TrainBatch]) -> Tensor:
+        """Run a micro-step's passes forward and backward; the step's last one adds the processes' gradients up."""
+        one_pass = super().training_step
+
+        def backward(batch: TrainBatch) -> Tensor:
+            loss = one_pass(model, batch)
+            self._note_loss(self._unbooked)
+            return loss
+
+        if isinstance(model, DistributedDataParallel):
+            model = model.module  # no collective in a pass: processes need not run equally many
+        loss = torch.zeros((), device=self.accelerator.device)
+        for part in passes:
+            loss = loss + self.passes.run(part, backward)
+        if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
+            average_gradients([p for p in self.policy.parameters() if p.requires_grad])
         return loss
 
-    # ---- parts of a step -------------------------------------------------------------------------------------------
+    def loss_of(self, batch: TrainBatch) -> float:
+        """The loss of a whole batch without training on it; 0 for an empty share."""
+
+        def forward(part: TrainBatch) -> Tensor:
+            loss = self.compute_loss(self.model, part)
+            self._note_loss(self._unbooked)
+            return loss
+
+        self._settle_layout(batch)
+        kept = batch if self._every_rollout_counts else batch.without_signal_dropped()
+        parts = self.passes.plan(kept, self._rows_per_part)
+        return sum(self.passes.run(part, forward).item() for part in parts)
+
+    def _settle_layout(self, batch: TrainBatch) -> None:
+        """Let the scorer choose its layout before anything is planned: how tokens are counted depends on it."""
+        with self.accelerator.autocast():
+            self.scorer.settle(self.policy, batch)
+
+    def _score(self, model: Any, batch: TrainBatch) -> Tensor:
+        """Log-probs without gradient, [N]."""
+
+        def logprobs(part: TrainBatch) -> Tensor:
+            return self.scorer(model, part).logprobs
+
+        with self.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)):
+            return self.passes.score(batch, self._rows_per_part, logprobs)
 
     def score_behaviour(self, batch: TrainBatch) -> Tensor | None:
         """Score the batch under the old and the reference policy where needed; returns the KL penalty [B], if any."""
-        training = self.model.training
+        self._settle_layout(batch)
         penalised = self.algorithm.kl_in_reward and self.algorithm.beta != 0
-        off_policy = training and not self.algebra.on_policy
-        rows = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
-        old = None
-        with self.accelerator.autocast():
-            if off_policy or penalised:
-                old = self.scorer.split(self.policy, batch, rows).logprobs
-            if self.reference is not None:
-                with self.reference.model(self.policy) as reference:
-                    batch.ref_logprobs = self.scorer.split(reference, batch, rows).logprobs
+        off_policy = self.model.training and not self.algebra.on_policy
+        old = self._score(self.policy, batch) if off_policy or penalised else None
+        if self.reference is not None:
+            with self.reference.model(self.policy) as reference:
+                batch.ref_logprobs = self._score(reference, batch)
         batch.old_logprobs = old if off_policy else None
         if not penalised:
             return None
@@ -237,8 +314,7 @@ class OnlineTrainer(SampledEvaluation):
         if self._engine_checked or batch.engine_logprobs is None or not batch.num_tokens:
             return
         few = batch.select(first_and_last(batch))
-        with self.accelerator.autocast():
-            scored = self.scorer.split(self.policy, few, len(few)).logprobs
+        scored = self._score(self.policy, few)
         exact = self.policy.dtype.itemsize >= 4 and self.accelerator.mixed_precision == "no"
         check_parity(few, scored, type(self.policy).__name__, tolerance=0.01 if exact else 0.1)
         self._engine_checked = True
@@ -295,32 +371,23 @@ class OnlineTrainer(SampledEvaluation):
         if self.mode == "train":
             self.completions.add(self.state.global_step, **generation.table(self.rewards.names, advantages))
 
-    def _with_signal(self, batch: TrainBatch) -> TrainBatch:
-        """Leave out rollouts whose gradient is exactly zero; one stays, so that every process runs a pass."""
-        counts_entropies = batch.entropy_weights is not None or batch.entropy_threshold is not None
-        if self.algorithm.objective.needs_every_rollout or counts_entropies or not len(batch):
-            return batch
-        assert batch.advantages is not None, "credit comes before the loss"
-        has_signal = segment_sum((batch.advantages != 0).long() * batch.sampled, batch.lengths) > 0
-        rows = has_signal.nonzero()[:, 0]
-        return batch.select(rows if len(rows) else torch.zeros(1, dtype=torch.long, device=rows.device))
-
-    def _find_entropy_threshold(self, parts: list[TrainBatch]) -> None:
-        """The entropy that a token needs to count: a quantile over the coming optimizer step.
+    def _entropy_threshold(self, batch: TrainBatch) -> float:
+        """The entropy that a token needs to count: a quantile over the coming optimizer step, all processes together.
 
         Where the step goes on into another generation, that part gets a threshold of its own when it is sampled.
         """
-        entropies = []
-        with self.accelerator.autocast():
-            for part in parts:
-                scores = self.scorer.split(self.policy, part, len(part) or 1, entropy=True)
-                assert scores.entropies is not None, "asked for"
-                entropies.append(scores.entropies[part.sampled].float().cpu())
-        everyone = torch.cat(gather_object([torch.cat(entropies)]))
+
+        def entropies_of(part: TrainBatch) -> Tensor:
+            scores = self.scorer(self.policy, part, entropy=True)
+            assert scores.entropies is not None, "asked for"
+            return scores.entropies
+
+        with self.accelerator.autocast(), inference_mode_of(self.policy), torch.no_grad():
+            entropies = self.passes.score(batch, self._rows_per_part, entropies_of)
+        everyone = torch.cat(gather_object([entropies[batch.sampled].cpu()]))
         threshold = exact_quantile(everyone, 1 - self.args.top_entropy_quantile)
         self.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, self.mode)
-        for part in parts:
-            part.entropy_threshold = threshold
+        return threshold
 
     def _note_loss(self, stats: dict[str, Stat]) -> None:
         """Keep a micro-batch's metrics; entropies that the engine has already reported are not counted twice."""
@@ -343,6 +410,7 @@ class OnlineTrainer(SampledEvaluation):
             totals = gather_object([self._step_entropy])
             entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
             stats["entropy_coef"] = Mean(self.entropy.effective, 1.0)
+            stats["policy_loss"] = Mean(0.0, 1.0)
             if entropy.count:
                 self.entropy.observe(entropy.value())
         self.metrics.add(stats, "train")
@@ -424,6 +492,7 @@ class OnlineTrainer(SampledEvaluation):
             "num_tokens": self.num_tokens,
             "generations": self._generations,
             "entropy_known": self._entropy_known,
+            "pass_limit": self.passes.limit,
             "speculation": self.speculation.state_dict() if self.speculation else None,
         }
 
@@ -439,6 +508,7 @@ class OnlineTrainer(SampledEvaluation):
         self.num_tokens = state["num_tokens"]
         self._generations = dict(state["generations"])
         self._entropy_known = state["entropy_known"]
+        self.passes.limit = state["pass_limit"]
         if self.speculation is not None and state.get("speculation") is not None:
             self.speculation.load_state_dict(state["speculation"])
 

@@ -79,6 +79,12 @@ class BatchFields:
         "Micro-batches that one generation is cut into. Unset: gradient_accumulation_steps, so that one generation "
         "feeds one update. Give this or `generation_batch_size`.",
     )
+    max_tokens_per_micro_batch: int | None = described(
+        None,
+        "Most tokens of one forward and backward pass: the knob for memory. Unset: at most what "
+        "per_device_train_batch_size rollouts take when padded, and no more than keeps the hardware busy. Results do "
+        "not depend on it.",
+    )
     num_iterations: int = described(
         1, "Passes over each generation (mu in the GRPO paper). More than 1 reuses completions of an older policy."
     )

@@ -14,6 +14,7 @@ COUNTS = (
     "max_concurrent_completions",
     "speculative_max_tokens",
     "logprob_chunk_size",
+    "max_tokens_per_micro_batch",
     "ref_model_sync_steps",
     "num_completions_to_print",
     "vllm_tensor_parallel_size",

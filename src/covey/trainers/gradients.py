@@ -1,0 +1,51 @@
+"""Adding up gradients over data-parallel processes, once per optimizer step.
+
+The passes of a step run without synchronisation, as many on each process as it needs, and the sum is taken at the end:
+a process may have more passes than another, repeat one that ran out of memory, or have none at all, and nobody waits
+in the middle of a backward pass for a process that will not come.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 64 * 2**20
+"""Gradients sent at a time."""
+
+
+def average_gradients(parameters: list[nn.Parameter]) -> None:
+    """Replace each gradient by its mean over all processes; who has none counts as zero.
+
+    A parameter without a gradient anywhere is left without.
+
+    Args:
+        parameters: the trained parameters, in the same order on every process.
+    """
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+    used = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets([p.grad for p in used if p.grad is not None]):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+
+def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type, together no larger than a bucket unless one alone is."""
+    bucket: list[Tensor] = []
+    size = 0
+    for grad in grads:
+        if bucket and (grad.dtype != bucket[0].dtype or size + grad.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += grad.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,212 @@
+"""Forward and backward passes of bounded size, and what happens when memory runs out all the same.
+
+`Passes` cuts a batch by tokens (`covey.core.planning`), runs the parts, and when one does not fit, halves the limit,
+undoes what the failed attempt left in the gradients and goes on with smaller parts: the gradient is the same. Not here:
+what a pass computes.
+"""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from covey.core.batch import TrainBatch
+from covey.core.planning import pass_tokens, plan_passes
+from covey.core.ragged import token_index
+
+ENOUGH_TOKENS = {"cpu": 1024, "cuda": 16384}
+"""Tokens with which a forward pass keeps the hardware busy; larger ones take memory and gain nothing."""
+
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
+"""What allocators that raise a plain RuntimeError say."""
+
+
+class Passes:
+    """Runs batches in passes that fit into memory.
+
+    Args:
+        parameters: the parameters that are trained, looked up anew for every pass.
+        layout: how the scorer lays tokens out at the moment ("shared_prefix", "packed", "padded").
+        device_type: "cpu", "cuda", ...
+        max_tokens: most tokens of a pass, as the user set it (`max_tokens_per_micro_batch`); None derives it from the
+            padded size of a nominal micro-batch.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        layout: Callable[[], str],
+        device_type: str,
+        max_tokens: int | None = None,
+    ):
+        self._parameters = parameters
+        self._layout = layout
+        self._enough = ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"])
+        self._max_tokens = max_tokens
+        self.limit: int | None = None
+        """Most tokens of a pass, learned from running out of memory; kept in checkpoints."""
+
+    def budget(self, batch: TrainBatch, rows: int) -> int:
+        """Most tokens of a pass over this batch.
+
+        Derived, it is what `rows` rollouts take when padded to the longest: the memory that the user's batch size
+        stands for. Where the hardware is busy with fewer tokens, those suffice.
+
+        Args:
+            batch: rollouts of one optimizer step, or of one process's share of it.
+            rows: rollouts of a nominal micro-batch.
+        """
+        wanted = self._max_tokens
+        if wanted is None:
+            longest = (batch.prompt_lengths[batch.groups] + batch.lengths).max().item() if len(batch) else 1
+            wanted = min(rows * int(longest), max(self._enough, int(longest)))
+        return wanted if self.limit is None else min(wanted, self.limit)
+
+    def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
+        """Cut a batch into passes, the largest first; what was skipped is counted with the first."""
+        planned = plan_passes(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
+        parts = [batch.select(part) for part in planned]
+        if parts:
+            parts[0].skipped_tokens, parts[0].skipped_rows = batch.skipped_tokens, batch.skipped_rows
+        return parts
+
+    def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
+        """Run one planned pass, in smaller ones where memory runs out.
+
+        Args:
+            part: rollouts of the pass.
+            backward: computes the loss, a scalar, and where gradients are wanted adds them to the parameters'.
+
+        Returns:
+            The sum of the losses.
+
+        Raises:
+            torch.OutOfMemoryError: a single rollout does not fit.
+        """
+        losses = [self._attempt(piece, backward) for piece in self._within_limit(part)]
+        return torch.stack(losses).sum()
+
+    def score(self, batch: TrainBatch, rows: int, score: Callable[[TrainBatch], Tensor]) -> Tensor:
+        """A value for every token, computed without gradient in passes that fit.
+
+        Args:
+            batch: rollouts.
+            rows: rollouts of a nominal micro-batch.
+            score: a batch's tokens [n] -> values [n].
+
+        Returns:
+            [N], in the batch's order; float32.
+        """
+        values = torch.zeros(batch.num_tokens, device=batch.token_ids.device)
+        todo = plan_passes(batch, self.budget(batch, rows), self._padded_until_proven())
+        while todo:
+            chosen = todo.pop()
+            part = batch.select(chosen)
+            try:
+                values[token_index(chosen, batch.lengths)] = score(part).float()
+                continue
+            except (RuntimeError, MemoryError) as error:
+                self._check_survivable(error, part)
+            self._shrink(part)
+            todo += [chosen[piece] for piece in plan_passes(part, self.limit or 1, self._padded_until_proven())]
+        return values
+
+    # ---- running out of memory -------------------------------------------------------------------------------------
+
+    def _attempt(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
+        random_state = _random_state()
+        with _reached(self._parameters()) as reached:
+            try:
+                return backward(part)
+            except (RuntimeError, MemoryError) as error:
+                self._check_survivable(error, part)
+        # Here and not in the handler: the error holds the failed attempt's tensors.
+        self._shrink(part)
+        _restore_random_state(random_state)
+        with _set_aside(reached):
+            return self.run(part, backward)
+
+    def _within_limit(self, part: TrainBatch) -> list[TrainBatch]:
+        if self.limit is None or len(part) <= 1:
+            return [part]
+        layout = self._padded_until_proven()
+        if pass_tokens(part, range(len(part)), layout) <= self.limit:
+            return [part]
+        pieces = [part.select(rows) for rows in plan_passes(part, self.limit, layout)]
+        pieces[0].skipped_tokens, pieces[0].skipped_rows = part.skipped_tokens, part.skipped_rows
+        return pieces
+
+    def _check_survivable(self, error: Exception, part: TrainBatch) -> None:
+        """Let the error go on if it is another one, or if there is nothing left to cut."""
+        if not is_out_of_memory(error):
+            raise error
+        if len(part) <= 1:
+            tokens = int(part.prompt_lengths.sum() + part.lengths.sum())
+            raise torch.OutOfMemoryError(
+                f"memory does not suffice for a single rollout of {tokens} tokens, prompt included. Set"
+                " gradient_checkpointing=True, a smaller max_completion_length, or use_peft/a smaller model."
+            ) from error
+
+    def _shrink(self, part: TrainBatch) -> None:
+        """Halve the limit, and say so once."""
+        tokens = pass_tokens(part, range(len(part)), self._padded_until_proven())
+        first, self.limit = self.limit is None, max(1, tokens // 2)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if first:
+            warnings.warn(
+                f"memory ran out in a pass over {tokens} tokens; it is repeated in parts of at most {self.limit}, and"
+                " so are later ones. Nothing is lost but time: to save it, start with"
+                f" max_tokens_per_micro_batch={self.limit}.",
+                stacklevel=3,
+            )
+
+    def _padded_until_proven(self) -> str:
+        layout = self._layout()
+        return "padded" if layout == "auto" else layout
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on whatever device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
+
+
+@contextmanager
+def _reached(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Collect the parameters whose gradient has been added to. A backward pass adds once to each, when it is whole."""
+    done: list[nn.Parameter] = []
+    handles = [p.register_post_accumulate_grad_hook(done.append) for p in parameters if p.requires_grad]
+    try:
+        yield done
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Whatever is added to these parameters' gradients within is forgotten: they have their share already."""
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
+
+
+def _random_state() -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _restore_random_state(state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
