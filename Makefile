@@ -40,8 +40,13 @@ test-slow: .venv/dev.done
 test-gpu: .venv/dev.done
 	$(BIN)/python -m pytest -m gpu
 
-bench: .venv/dev.done
-	$(BIN)/python -m benchmarks
+.venv/bench.done: .venv/dev.done
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
+	touch $@
+
+# About three hours on two cores; it goes on where it stopped. BENCH holds options: make bench BENCH='--part step --rounds 1'
+bench: .venv/bench.done
+	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

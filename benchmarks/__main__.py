@@ -1,82 +1,153 @@
-"""`make bench`: the parts of a training step against the usual way of doing them, on SmolLM2-135M-Instruct.
+"""`make bench`: every measurement, written to RESULTS.md, results.json and the plots beside this file.
 
-Prompts are one-digit sums and completions what the model says to them at temperature 1, so lengths are natural.
+    python -m benchmarks --rounds 3 --part step --part decode
+
+Measurements are appended to a file in `--records` one by one. A run that was interrupted goes on where it stopped when
+it is started again; `--fresh` begins anew, `--summary` only writes what is known. A part that fails is named on the
+page, and the others go on. `--quick` runs everything in miniature, into a folder of its own, to see that it works: its
+figures mean nothing.
 """
 
-import torch
+import argparse
+import json
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from benchmarks.measure import compare
-from covey.cli.demo import model_folder, sums
-from covey.core.batch import collate
-from covey.policy.loading import end_token_ids
-from covey.policy.scoring import TokenScorer
-from covey.rollout.collector import Collector, Draw
-from covey.rollout.engine import SamplingParams
-from covey.rollout.engines.native import NativeEngine
-from covey.rollout.prompts import PromptCodec
+from benchmarks import decode, growth, learn, machine, report, step
+from benchmarks.records import Records
+from benchmarks.workloads import WORKLOADS, Workload
 
-PROMPTS, GROUP, LIMIT = 8, 8, 64
+HERE = Path(__file__).resolve().parent
+PARTS = ("step", "decode", "learn", "growth")
+TINY = [Workload("W1", 16, 2, 4, 6), Workload("W3", 16, 2, 4, 4, cap=8, with_signal=2)]
 
 
-def main() -> None:
-    """Run every comparison."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def main() -> int:
+    """Measure, and write down what there is; the exit code is 1 when a part failed."""
+    given = _parser().parse_args()
+    if given.quick:
+        given.records = given.output = Path("runs/bench-quick")
+    if given.fresh:
+        shutil.rmtree(given.records, ignore_errors=True)
+    given.output.mkdir(parents=True, exist_ok=True)
+    records = Records(given.records / "records.jsonl")
+    model = machine.model_path(given.model)
+    workloads = TINY if given.quick else [WORKLOADS[name] for name in given.workload or WORKLOADS]
+    failures: dict[str, str] = {}
+    for part in [] if given.summary else given.part or PARTS:
+        try:
+            MEASURES[part](given, records, model, workloads)
+        except Exception as error:  # the other parts do not depend on this one; the page names it
+            traceback.print_exc()
+            failures[part] = f"{type(error).__name__}: {error}"
+        write(given.output, records, model, workloads, failures, given.threads)
+    if given.summary:
+        write(given.output, records, model, workloads, failures, given.threads)
+    print((given.output / "RESULTS.md").read_text())
+    return 1 if failures else 0
 
-    folder = model_folder()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    rows = sums(seed=0)[0][:PROMPTS]
-    engine = NativeEngine(
-        lambda: model, eos_token_ids=end_token_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id
+
+def _steps(given: argparse.Namespace, records: Records, model: str, workloads: Sequence[Workload]) -> None:
+    rounds, only = 1 if given.quick else given.rounds, given.only or step.CONTENDERS
+    step.run(records, model, workloads=workloads, rounds=rounds, only=only, threads=given.threads)
+
+
+def _decode(given: argparse.Namespace, records: Records, model: str, workloads: Sequence[Workload]) -> None:
+    if records.find(part="decode"):
+        return
+    choice: dict[str, Any] = {"rounds": given.decode_rounds, "vllm_python": given.vllm_python}
+    if given.quick:
+        choice = {"rounds": 1, "workloads": ["ragged"], "contenders": ["native"]}
+    records.add(part="decode", found=decode.run(folder=model, threads=given.threads, **choice))
+
+
+def _learn(given: argparse.Namespace, records: Records, model: str, workloads: Sequence[Workload]) -> None:
+    choice = {"steps": given.learn_steps, "seeds": given.seeds}
+    if given.quick:
+        choice = {"steps": 1, "seeds": [0], "every": 1, "samples": 1, "prompts": 2}
+    learn.run(records, model, threads=given.threads, **choice)
+
+
+def _growth(given: argparse.Namespace, records: Records, model: str, workloads: Sequence[Workload]) -> None:
+    choice: dict[str, Any] = {"rounds": given.growth_rounds, "trl": given.growth_trl}
+    if given.quick:
+        choice = {
+            "rounds": 1,
+            "chosen": [
+                ("covey", curve, size, Workload(f"G{size}", prompt, 2, size, 4))
+                for size in (2, 3)
+                for curve, prompt in (("G", 16), ("G, no prompt", 8), ("length", 8))
+            ],
+        }
+    growth.run(records, model, threads=given.threads, **choice)
+
+
+MEASURES: dict[str, Callable[[argparse.Namespace, Records, str, Sequence[Workload]], None]] = {
+    "step": _steps,
+    "decode": _decode,
+    "learn": _learn,
+    "growth": _growth,
+}
+
+
+def write(
+    output: Path, records: Records, model: str, workloads: Sequence[Workload], failures: dict[str, str], threads: int
+) -> None:
+    """The page, the JSON file and the plots, from everything that is on record.
+
+    Args:
+        output: folder.
+        records: measurements.
+        model: folder of the model.
+        workloads: of the steps.
+        failures: part to what went wrong.
+        threads: that were computed with.
+    """
+    config = json.loads((Path(model) / "config.json").read_text())
+    results: dict[str, Any] = {
+        "machine": machine.describe(threads),
+        "failures": failures,
+        "step": step.summary(records, config, workloads),
+        "decode": next((record["found"] for record in records.find(part="decode")[-1:]), {}),
+        "learn": learn.summary(records),
+        "growth": growth.summary(records),
+    }
+    (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    decode_markdown = decode.markdown(results["decode"]) if results["decode"] else ""
+    (output / "RESULTS.md").write_text(report.page(results, decode_markdown))
+    if results["learn"]:
+        learn.plot(results["learn"], output / "learn.png")
+    if results["growth"]:
+        growth.plot(results["growth"], output / "growth.png")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    codec = PromptCodec(tokenizer, None, None)
-    collector = Collector(engine, codec, seed=0)
-    draws = [Draw(row, i, g) for i, row in enumerate(rows) for g in range(GROUP)]
-    params = SamplingParams(max_tokens=LIMIT)
-
-    def native() -> object:
-        return collector.collect(draws, params, ("bench", 0))
-
-    def lock_step() -> object:
-        prompts = [codec.encode(draw.row["prompt"]) for draw in draws]
-        inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
-        return model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=LIMIT)
-
-    compare("sampling: native engine / model.generate", native, lock_step)
-
-    rollouts = collector.collect(draws, params, ("bench", 0))
-    batch = collate(rollouts)
-    lengths = batch.lengths.float()
-    print(f"completions: {len(batch)}, mean length {lengths.mean():.1f}, longest {lengths.max():.0f}")
-    model.train()
-
-    def backward(layout: str) -> object:
-        scorer = TokenScorer(lambda m: m, temperature=1.0, layout=layout, pad_token_id=tokenizer.pad_token_id)
-        for part in batch.split(32):
-            scorer(model, part, entropy=True).logprobs.sum().backward()
-        model.zero_grad()
-        return None
-
-    compare(
-        "forward and backward: shared prompts / packed", lambda: backward("shared_prefix"), lambda: backward("packed")
-    )
-    compare("forward and backward: packed / padded rows", lambda: backward("packed"), lambda: backward("padded"))
-
-    def whole_logits() -> object:
-        for part in batch.split(32):
-            rows = [torch.cat([part.prompts()[g], c]) for g, c in zip(part.groups, part.completions(), strict=True)]
-            ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
-            logprobs = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
-            logprobs.gather(-1, ids[:, 1:, None]).sum().backward()
-        model.zero_grad()
-        return None
-
-    compare(
-        "forward and backward: shared prompts, chosen positions / padded, all logits",
-        lambda: backward("shared_prefix"),
-        whole_logits,
-    )
+    parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; all if absent")
+    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="of the steps; may be repeated")
+    parser.add_argument("--only", action="append", choices=step.CONTENDERS, help="of the steps; may be repeated")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each contender and workload")
+    parser.add_argument("--decode-rounds", type=int, default=3)
+    parser.add_argument("--growth-rounds", type=int, default=2)
+    parser.add_argument("--growth-trl", action="store_true", help="measure TRL's growth at some points too")
+    parser.add_argument("--learn-steps", type=int, default=16)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the learning runs")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct if absent")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM, for the sampling comparison")
+    parser.add_argument("--records", type=Path, default=Path("runs/bench"), help="folder of raw measurements and logs")
+    parser.add_argument("--output", type=Path, default=HERE, help="folder of the page, the JSON file and the plots")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")
+    parser.add_argument("--summary", action="store_true", help="measure nothing, write what the records say")
+    parser.add_argument("--quick", action="store_true", help="miniature of everything, into runs/bench-quick")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

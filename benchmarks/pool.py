@@ -1,0 +1,126 @@
+"""The parent's side of `benchmarks.worker`: processes that stay alive and compute one at a time, when asked."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workloads import Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class WorkerFailed(RuntimeError):
+    """A worker ended or could not do what it was told; the message holds its last words."""
+
+
+class Worker:
+    """One process. Nothing runs in it unless `step` or `ask` is waiting for an answer.
+
+    Args:
+        module: what to run with `python -m`.
+        spec: the first line it is sent.
+        log: file for what it prints.
+        threads: that it computes with.
+    """
+
+    def __init__(self, spec: dict[str, Any], log: Path, threads: int, module: str = "benchmarks.worker"):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        self.steps = 0
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "passive",  # a thread that waits must not take a core from the one that computes
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        with log.open("ab") as sink:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                env=environment,
+                text=True,
+                cwd=ROOT,
+            )
+        self._send(spec | {"threads": threads})
+
+    @classmethod
+    def training(
+        cls, library: str, workload: Workload, model: str, options: dict[str, Any], log: Path, threads: int
+    ) -> "Worker":
+        """A process with a trainer in it that has done its warm-up step.
+
+        Args:
+            library: `covey` or `trl`.
+            workload: what its steps are.
+            model: folder.
+            options: config fields that are not left at their defaults.
+            log: file for what it prints.
+            threads: that it computes with.
+        """
+        spec = {
+            "library": library,
+            "workload": dataclasses.asdict(workload),
+            "model": model,
+            "options": options,
+            "folder": tempfile.mkdtemp(prefix="bench-"),
+        }
+        worker = cls(spec, log, threads)
+        worker.settings = worker.answer()["settings"]
+        worker.ask(lengths=workload.warm_up())
+        return worker
+
+    @classmethod
+    def multiplying(cls, log: Path, threads: int, size: int = 2048, warm_seconds: float = 2.0) -> "Worker":
+        """A process that measures the machine's peak."""
+        worker = cls({"library": "multiply", "size": size, "warm_seconds": warm_seconds}, log, threads)
+        worker.answer()
+        return worker
+
+    settings: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer."""
+        self._send(command)
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the next answer.
+
+        Raises:
+            WorkerFailed: the process ended instead.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            words = self.log.read_text(errors="replace")[-2000:]
+            raise WorkerFailed(f"{self.log.stem} ended with exit code {code}. Its last words:\n{words}")
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(command), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise WorkerFailed(f"{self.log.stem} is gone; see {self.log}") from None

@@ -1,0 +1,140 @@
+"""A library in a process of its own, which does one training step whenever it is told to and sleeps in between.
+
+Commands come as JSON lines on standard input, answers go as JSON lines to what was standard output; everything else
+that is printed goes to standard error. The first line holds what to build (`Worker.__init__` in `benchmarks.pool`),
+each further one the completion lengths of a step. A step's time runs from the beginning of an optimizer step to the
+beginning of the next, so that logging and fetching data are in it and waiting for commands is not.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stopwatch import Stopwatch
+from benchmarks.workloads import Workload
+
+PHASES = ("generate", "score", "train", "optimizer", "other")
+
+
+def release_memory() -> None:
+    """Give freed memory back to the system, so that a sleeping process holds no more than it needs."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def reset_peak_memory() -> None:
+    """Let the peak begin again at what is held now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Largest resident size since `reset_peak_memory`, in bytes: weights, gradients, optimizer and everything else."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+class Replies:
+    """The way back to the parent."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print goes to the log
+
+    def send(self, **content: Any) -> None:
+        """One answer."""
+        print(json.dumps(content), file=self._out, flush=True)
+
+
+def train(spec: dict[str, Any], replies: Replies) -> None:
+    """Build the trainer and hand it over to the commands."""
+    from transformers import TrainerCallback
+
+    from benchmarks.libraries import Forced, build, time_optimizer
+
+    forced, watch = Forced(), Stopwatch()
+    workload = Workload(**spec["workload"])
+    folder = Path(spec["folder"])
+    trainer = build(spec["library"], workload, spec["model"], folder, spec["options"], forced, watch)
+
+    class StepOnCommand(TrainerCallback):
+        """Waits before every optimizer step."""
+
+        start: float | None = None
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            if self.start is None:
+                time_optimizer(trainer, watch)
+                replies.send(ready=True, settings=chosen(trainer.args))
+            else:
+                measured = self.measured(time.perf_counter() - self.start)
+                release_memory()
+                replies.send(**measured)
+            line = sys.stdin.readline()
+            if not line:
+                os._exit(0)  # nothing to save
+            forced.lengths = json.loads(line)["lengths"]
+            reset_peak_memory()
+            watch.drain()
+            self.start = time.perf_counter()
+
+        def measured(self, seconds: float) -> dict[str, Any]:
+            forced.check()
+            phases, positions = watch.drain()
+            phases["other"] = seconds - sum(phases.get(name, 0.0) for name in PHASES if name != "other")
+            return {"seconds": seconds, "phases": phases, "positions": positions, "peak_bytes": peak_memory()}
+
+    trainer.add_callback(StepOnCommand())
+    trainer.train()
+
+
+def chosen(args: Any) -> dict[str, Any]:
+    """The settings that matter for speed and memory, as the library resolved them."""
+    names = (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "use_transformers_continuous_batching",
+        "attn_layout",
+        "max_tokens_per_micro_batch",
+        "loss_type",
+        "optim",
+    )
+    return {name: value for name in names if isinstance(value := getattr(args, name, None), (str, int, float, bool))}
+
+
+def multiply(spec: dict[str, Any], replies: Replies) -> None:
+    """The machine's peak: operations per second of a float32 matrix product, warmed up before it is timed."""
+    import torch
+
+    n, warm = spec["size"], spec["warm_seconds"]
+    a, b, out = torch.randn(n, n), torch.randn(n, n), torch.empty(n, n)
+    replies.send(ready=True)
+    for _ in sys.stdin:
+        until = time.perf_counter() + warm
+        while time.perf_counter() < until:
+            torch.mm(a, b, out=out)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            torch.mm(a, b, out=out)
+            times.append(time.perf_counter() - start)
+        replies.send(flops=2 * n**3 / sorted(times)[2])
+
+
+def main() -> None:
+    """Read what to be, and be it."""
+    import torch
+
+    replies = Replies()
+    spec = json.loads(sys.stdin.readline())
+    torch.set_num_threads(spec["threads"])
+    {"multiply": multiply}.get(spec["library"], train)(spec, replies)
+
+
+if __name__ == "__main__":
+    main()
