@@ -193,3 +193,66 @@ def test_the_cache_holds_what_is_in_flight_and_no_more(tiny_model):
     sample(engine, prompts=PROMPTS[:2], n=3, max_tokens=200)
     assert max(rows for rows, _ in seen) == 6
     assert seen[0][1] == 64 and max(width for _, width in seen) <= 256  # grows with the rows, not with the budget
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_rows_may_be_looked_at_every_few_steps(tiny_model, forks):
+    eos = frozenset({1, 40, 41, 42, 43, 44})
+    reference = sample(engine_of(tiny_model, eos=eos))
+    assert len({len(c.token_ids) for group in reference for c in group}) > 2
+    seldom = engine_of(tiny_model, eos=eos, max_rows=7)
+    seldom._steps_per_look, seldom._forks = 5, forks
+    got = sample(seldom)
+    assert tokens(got) == tokens(reference)
+    assert [[c.finish for c in group] for group in got] == [[c.finish for c in group] for group in reference]
+
+
+def test_budgets_settings_and_prompts_mix_in_one_batch(tiny_model):
+    settings = [{"max_tokens": 3 + 7 * i, "temperature": 0.7 + 0.3 * (i % 2)} for i in range(len(PROMPTS))]
+    alone = [sample(engine_of(tiny_model, eos=set()), [p], **s)[0] for p, s in zip(PROMPTS, settings, strict=True)]
+    engine = engine_of(tiny_model, eos=set())
+
+    async def run():
+        return await asyncio.gather(
+            *(
+                engine.generate(SampleRequest(p, 3, SamplingParams(**s), [0, 1, 2]))
+                for p, s in zip(PROMPTS, settings, strict=True)
+            )
+        )
+
+    with engine.awake():
+        assert tokens(asyncio.run(run())) == tokens(alone)
+
+
+def test_a_model_whose_attention_cannot_fork_samples_alike(tiny_model):
+    from transformers import GPTNeoConfig
+
+    config = GPTNeoConfig(
+        vocab_size=104,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        max_position_embeddings=128,
+        attention_types=[[["global"], 2]],
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    engine = engine_of(model)
+    for prompt, group in zip(PROMPTS, sample(engine), strict=True):
+        for completion in group:
+            predicted = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
+            expected = predicted[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+    assert engine._forks is False
+
+
+def test_ordinary_models_fork(tiny_model):
+    engine = engine_of(tiny_model)
+    sample(engine)
+    assert engine._forks is True
+
+
+def test_the_cache_grows_and_moves_with_long_completions(tiny_model):
+    engine = engine_of(tiny_model, eos=set(), max_rows=3)
+    longer = sample(engine, n=2, max_tokens=150)
+    assert tokens(longer) == tokens(sample(engine_of(tiny_model, eos=set()), n=2, max_tokens=150))

@@ -4,7 +4,6 @@ import torch
 
 from covey.rollout.noise import uniforms
 
-
 FIRST = [[0.8833108082136427, 0.43152799704851], [0.6356976666959193, 0.9151738591662648]]
 
 

@@ -51,23 +51,23 @@ def verify(
         drawn.append(draw(logits, seeds[part], steps[part], params))
         if lenient:
             given.append(describe(logits, tokens[part], params.temperature))
-    winners = _join(drawn)
+    chosen = _join(drawn)
+    kept = chosen.tokens == tokens
     if lenient:
-        winners = _leniently(winners, _join(given), _then(rows, lengths, device), seeds, steps, rows)
-    for row, draft, *columns in zip(rows, drafts, *(column.split(lengths) for column in winners), strict=True):
-        chosen, logprobs, entropies = (column.tolist() for column in columns)
-        agreed = next((i for i, (a, b) in enumerate(zip(chosen, draft, strict=True)) if a != b), len(draft))
-        row.reused = agreed
-        row.take(*(column[: agreed + 1] for column in (chosen, logprobs, entropies)))
+        described = _join(given)
+        kept = _lenient(described.logprobs, _then(rows, lengths, device), seeds, steps, rows)
+        chosen = Drawn(*(torch.where(kept, a, b) for a, b in zip(described, chosen, strict=True)))
+    for row, keeps, *columns in zip(rows, kept.split(lengths), *(x.split(lengths) for x in chosen), strict=True):
+        row.reused = int(keeps.long().cumprod(0).sum())
+        row.take(*(column[: row.reused + 1].tolist() for column in columns))
     return computed, [len(row.token_ids) for row in rows]
 
 
-def _leniently(winners: Drawn, given: Drawn, then: Tensor, seeds: Tensor, steps: Tensor, rows: list[Row]) -> Drawn:
-    """The draft's tokens where they are kept, the race's winners where they are not, [N] each."""
-    lenience = torch.cat([then.new_tensor([row.request.draft_lenience]).expand(len(row.draft)) for row in rows])
+def _lenient(now: Tensor, then: Tensor, seeds: Tensor, steps: Tensor, rows: list[Row]) -> Tensor:
+    """[N] bool: which draft tokens a coin with P(heads) = min(1, l p_now / p_then) keeps."""
+    lenience = torch.cat([then.new_full((len(row.draft),), row.request.draft_lenience or 0.0) for row in rows])
     coin = uniforms(seeds, -1 - steps, 1)[:, 0]  # negative steps: noise that no race uses
-    kept = coin < lenience * (given.logprobs.double() - then).exp()
-    return Drawn(*(torch.where(kept, a, b) for a, b in zip(given, winners, strict=True)))
+    return coin < lenience * (now.double() - then).exp()
 
 
 def _then(rows: list[Row], lengths: list[int], device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from covey.rollout.engines.masks import additive_masks
+from covey.rollout.engines.cache_parts import additive_masks, keys_and_values
 
 TILE = 1 << 24
 """Most logits that exist at once."""
@@ -27,7 +27,7 @@ class Extension(Cache):
 
     def __init__(self, prefilled: Cache | None, owners: Tensor):
         super().__init__(layers=[])
-        self._prefilled = prefilled
+        self._prompts = [] if prefilled is None else keys_and_values(prefilled)
         self._owners = owners
         self.own: list[tuple[Tensor, Tensor]] = []
         """Per layer, `[rows, kv_heads, T, head_dim]` keys and values."""
@@ -35,18 +35,17 @@ class Extension(Cache):
     @property
     def prompt_width(self) -> int:
         """Tokens of the longest prompt."""
-        return 0 if self._prefilled is None else self._prefilled.layers[0].keys.shape[2]
+        return self._prompts[0][0].shape[2] if self._prompts else 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Keep the new tokens' keys and values; returns them behind their prompts'."""
         self.own.append((key_states, value_states))
-        if self._prefilled is None:
+        if not self._prompts:
             return key_states, value_states
-        layer = self._prefilled.layers[layer_idx]
-        keys = torch.cat([layer.keys[self._owners].to(key_states.dtype), key_states], dim=2)
-        return keys, torch.cat([layer.values[self._owners].to(value_states.dtype), value_states], dim=2)
+        keys, values = (x[self._owners].to(key_states.dtype) for x in self._prompts[layer_idx])
+        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the given ones."""
@@ -74,8 +73,9 @@ def extend(
     width = max(len(row) for row in inputs)
     ids = torch.tensor([row + row[-1:] * (width - len(row)) for row in inputs], device=device)
     before = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-    cache = Extension(prefilled, torch.tensor(owners, device=device))
-    before = before[cache._owners][:, None]
+    owner = torch.tensor(owners, device=device)
+    cache = Extension(prefilled, owner)
+    before = before[owner][:, None]
     positions = before + torch.arange(width, device=device)
     of_prompt = torch.arange(cache.prompt_width, device=device).expand(len(inputs), -1)
     exists = torch.cat([of_prompt < before, torch.ones_like(positions, dtype=torch.bool)], dim=1)

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from covey.rollout.engines.masks import additive_masks
+from covey.rollout.engines.cache_parts import additive_masks, keys_and_values
 
 FORKED_ATTENTION = "covey_forked"
 """The attention implementation a decoding step runs under."""
@@ -72,7 +72,7 @@ class ForkedCache(Cache):
         if prefilled is None:
             added = [(_nothing_like(k, len(lengths)),) * 2 for k, _ in self._prompts]
         else:
-            added = [(layer.keys.transpose(0, 1), layer.values.transpose(0, 1)) for layer in prefilled.layers]
+            added = [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in keys_and_values(prefilled)]
         if added:
             self._prompts = self._prompts or [(_nothing_like(k, first),) * 2 for k, _ in added]
             self._prompts = [

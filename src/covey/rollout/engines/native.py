@@ -250,8 +250,8 @@ class NativeEngine:
     def _can_fork(self, cache: ForkedCache) -> bool:
         """Whether two rows behind a shared prompt see what an ordinary pass sees."""
         model = self._model()
-        if not hasattr(model, "set_attn_implementation"):
-            return False
+        if not getattr(model, "_supports_attention_backend", False):
+            return False  # attention of its own make
         tokens = [token % model.config.get_text_config().vocab_size for token in (2, 3, 5, 7)]
         cache.add_rows(cache.add_groups(self._compute_prompts([tokens[:3]]), [2]) * 2)
         device = next(model.parameters()).device
@@ -261,7 +261,7 @@ class NativeEngine:
                 self._forward(cache, torch.full((2,), tokens[at], device=device), torch.full((2,), at, device=device))
                 for at in (2, 3)
             ]
-        except (TypeError, AttributeError):  # attention of another make: no such keyword, no number of its layer
+        except (TypeError, AttributeError):  # no such keyword, no number of its layer
             return False
         difference = (torch.stack(got, dim=1).float() - expected).abs().max()
         return cache.attended > 0 and bool(difference <= 0.05 * expected.abs().max())

@@ -26,7 +26,7 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
     The copies take as much memory as the weights and are dropped at the end. Weights must not change meanwhile.
     Nothing happens without MKL, under autocast, or to a module whose `forward` is somebody else's.
     """
-    swapped: list[nn.Linear] = []
+    swapped: list[Any] = []
     try:
         if torch.backends.mkl.is_available() and not torch.is_autocast_enabled("cpu"):
             for module in model.modules():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from covey.rollout.engines.masks import additive_masks
+from covey.rollout.engines.cache_parts import additive_masks, keys_and_values
 
 GRANULE = 64
 """Capacity grows by multiples of this many tokens."""
@@ -59,13 +59,13 @@ class RowCache(Cache):
             lengths: tokens of `own` that count, per row.
         """
         lengths = lengths or [0] * len(groups)
-        layers: list[Any] = [] if self._prefilled is None else list(self._prefilled.layers)
-        width = max([layer.keys.shape[2] for layer in layers[:1]] + [0])
+        prompts = [] if self._prefilled is None else keys_and_values(self._prefilled)
+        width = prompts[0][0].shape[2] if prompts else 0
         longest = max(self._lengths[group] + length for group, length in zip(groups, lengths, strict=True))
         self._reserve(max(width, longest) + 1, self.rows + len(groups))
         added = slice(self.rows, self.rows + len(groups))
-        for index, layer in enumerate(layers):
-            for store, x in ((self._keys, layer.keys), (self._values, layer.values)):
+        for index, prompt in enumerate(prompts):
+            for store, x in zip((self._keys, self._values), prompt, strict=True):
                 self._storage(store, index, x)[added, :, :width] = x[groups].to(self._dtype)
         for index, pair in enumerate(own or []):
             for store, x in zip((self._keys, self._values), pair, strict=True):

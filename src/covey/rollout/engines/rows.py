@@ -1,7 +1,7 @@
 """Completions in progress: what each has so far, and the tensors that carry a batch of them from step to step."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -110,29 +110,17 @@ class Batch:
         self._furthest = self.positions - self.steps + self._budgets - 1  # no row needs a position beyond
         self._ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
         self._ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
-        self._draws = [(params, *self._members(params)) for params in _distinct([row.request.params for row in rows])]
-
-    def _members(self, params: SamplingParams) -> tuple[Tensor | None, list[Row]]:
-        places = [place for place, row in enumerate(self.rows) if row.request.params == params]
-        everyone = len(places) == len(self.rows)
-        index = None if everyone else torch.tensor(places, device=self.last.device)
-        return index, [self.rows[place] for place in places]
+        self._draws = [(params, torch.tensor(places, device=device)) for params, places in _by_settings(rows)]
+        self._order = torch.cat([places for _, places in self._draws]).argsort()
 
     def draw(self, logits: Tensor) -> None:
         """One token for every row from logits [rows, V], each with its own settings."""
         parts = []
-        for params, index, rows in self._draws:
-            if index is None:
-                parts.append((index, draw(logits, self._seeds, self.steps, params, self._seen(rows, params, logits))))
-            else:
-                mine = logits[index]
-                seen = self._seen(rows, params, mine)
-                parts.append((index, draw(mine, self._seeds[index], self.steps[index], params, seen)))
-        if len(parts) == 1:
-            drawn = parts[0][1]
-        else:
-            order = torch.cat([index for index, _ in parts if index is not None]).argsort()
-            drawn = Drawn(*(torch.cat(column)[order] for column in zip(*(part for _, part in parts), strict=True)))
+        for params, places in self._draws:
+            some = logits if len(self._draws) == 1 else logits[places]
+            seen = self._seen(places, params, some)
+            parts.append(draw(some, self._seeds[places], self.steps[places], params, seen))
+        drawn = Drawn(*(torch.cat(column)[self._order] for column in zip(*parts, strict=True)))
         self.history.append(drawn)
         self._count += 1
         self.last = drawn.tokens
@@ -140,12 +128,14 @@ class Batch:
         self.positions = torch.minimum(self.positions + 1, self._furthest)
         self._ended |= torch.isin(drawn.tokens, self._ends) | (self.steps >= self._budgets)
 
-    def _seen(self, rows: list[Row], params: SamplingParams, logits: Tensor) -> Tensor | None:
+    def _seen(self, places: Tensor, params: SamplingParams, logits: Tensor) -> Tensor | None:
+        """[rows, V] bool: what the rows contain already, where there is a repetition penalty to know it."""
         if params.repetition_penalty == 1.0:
             return None
         self.settle()
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        for i, row in enumerate(rows):
+        for i, place in enumerate(places.tolist()):
+            row = self.rows[place]
             seen[i, torch.tensor(row.request.prompt_ids + row.token_ids, device=logits.device)] = True
         return seen
 
@@ -163,11 +153,17 @@ class Batch:
         self.history.clear()
 
 
-def _distinct(params: list[SamplingParams]) -> list[SamplingParams]:
-    found: list[SamplingParams] = []
-    for one in params:
-        if one not in found:
-            found.append(one)
+def _by_settings(rows: list[Row]) -> list[tuple[SamplingParams, list[int]]]:
+    """Which rows are drawn alike: equal settings, whatever their budgets."""
+    found: list[tuple[SamplingParams, list[int]]] = []
+    for place, row in enumerate(rows):
+        params = replace(row.request.params, max_tokens=0)
+        for known, places in found:
+            if known == params:
+                places.append(place)
+                break
+        else:
+            found.append((params, [place]))
     return found
 
 

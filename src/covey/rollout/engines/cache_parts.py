@@ -1,9 +1,13 @@
-"""Attention masks of rows whose tokens sit anywhere: each stored token says at which position it is."""
+"""What the engine's caches have in common: masks of tokens that sit anywhere, and the contents of a prefill.
+
+A mask is made from the position of each stored token, so a cache may lay its tokens out as it likes.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 
 def additive_masks(
@@ -38,3 +42,9 @@ def additive_masks(
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def keys_and_values(prefilled: Cache) -> list[tuple[Tensor, Tensor]]:
+    """Per layer, `[prompts, kv_heads, width, head_dim]` each."""
+    layers: list[Any] = list(prefilled.layers)
+    return [(layer.keys, layer.values) for layer in layers]
