@@ -106,7 +106,12 @@ def test_a_reward_without_variance_changes_nothing(tmp_path):
 
 def test_several_updates_per_generation_are_off_policy(tmp_path):
     trained = runs.trainer(
-        tmp_path, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2, max_steps=4
+        tmp_path,
+        parts={"reward_funcs": runs.digits},
+        gradient_accumulation_steps=1,
+        steps_per_generation=2,
+        num_iterations=2,
+        max_steps=4,
     )
     generations = []
     collect = trained.collector.collect

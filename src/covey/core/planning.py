@@ -1,4 +1,4 @@
-"""Which rollouts go through the model together: forward passes of a bounded number of tokens, and fair shares for ranks.
+"""Which rollouts go through the model together: passes of a bounded number of tokens, and fair shares for ranks.
 
 Weights are fixed before anything is cut (`covey.core.weighting`), so every plan has the same gradient; plans differ in
 memory and time alone. A completion is never cut. Not here: running the passes (`covey.trainers.passes`).
@@ -109,7 +109,7 @@ def _packed_bins(costs: _Costs, budget: int, at_least: int) -> list[Unit]:
     units = costs.units(budget)
     needed = _first_fit(costs, units, budget)
     even = [rows for rows in _even(costs, units, max(len(needed), min(at_least, len(units)))) if rows]
-    within = max(costs.of(rows) for rows in even) <= max(budget, *(costs.of(unit) for unit in units))
+    within = all(len(rows) == 1 or costs.of(rows) <= budget for rows in even)
     return even if within else needed
 
 

@@ -54,6 +54,11 @@ METRIC_MEANINGS: dict[str, str] = {
     "phase/{name}": "Seconds between two logs spent on one phase: generate (sampling), reward (reward "
     "functions), score (log-probabilities under the old and the reference policy), train (forward, backward and "
     "optimizer).",
+    "passes/count": "Forward and backward passes per optimizer step in one process. Unlike gradient_accumulation_steps "
+    "it follows from the tokens there are to train on.",
+    "passes/tokens": "Mean number of tokens in such a pass, prompts included; max_tokens_per_micro_batch bounds it.",
+    "passes/skipped_rollouts": "Share of rollouts that were not run because their advantage, and so their gradient, "
+    "is 0.",
     "loss": "Value of the objective. It hovers around 0 whether or not the model learns, because advantages are "
     "centred in each group: judge a run by its reward.",
     "grad_norm": "Norm of the gradient before clipping. Spikes call for a lower learning rate.",

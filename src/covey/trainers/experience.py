@@ -4,6 +4,7 @@ A stretch is planned as a whole: its rollouts are spread over forward passes, an
 """
 
 from collections import deque
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Experience:
     def spread(self, passes: list[TrainBatch], micro_steps: int) -> None:
         """Deal passes out to the micro-steps of a stretch, evenly; the last one is never without."""
         cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
-        self._waiting.extend(passes[a:b] for a, b in zip(cuts, cuts[1:], strict=False))
+        self._waiting.extend(passes[a:b] for a, b in pairwise(cuts))
 
     def next(self) -> list[TrainBatch]:
         """The passes of one micro-step."""

@@ -1,0 +1,244 @@
+"""From a generation to gradients: the updating half of a trainer.
+
+Each stretch of micro-steps up to an optimizer step is planned as a whole (which rollouts are run at all, on which
+process, in which forward passes), then run pass by pass. Not here: how experience is gathered
+(`covey.trainers.online_trainer`), how passes survive a lack of memory (`covey.trainers.passes`).
+"""
+
+import time
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from covey.algorithms.algorithm import Algorithm
+from covey.core.batch import TrainBatch
+from covey.core.modes import inference_mode_of
+from covey.core.objective import LossInputs, policy_loss
+from covey.core.planning import pass_tokens, plan_ranks
+from covey.core.stats import Mean, Stat
+from covey.observability.phases import PhaseTimer
+from covey.policy.scoring import TokenScorer
+from covey.trainers.entropy import EntropyController, exact_quantile
+from covey.trainers.evaluation import SampledEvaluation
+from covey.trainers.experience import Experience, nominal_parts, pool
+from covey.trainers.gradients import average_gradients
+from covey.trainers.passes import Passes
+
+
+class PolicyUpdates(SampledEvaluation):
+    """The updating half of a trainer. `OnlineTrainer` provides the parts declared here."""
+
+    algorithm: Algorithm
+    scorer: TokenScorer
+    passes: Passes
+    experience: Experience
+    entropy: EntropyController
+    phases: PhaseTimer
+    _entropy_known: bool
+    """The engine measured entropies while sampling this generation."""
+
+    def _forget_step(self) -> None:
+        """Start an optimizer step's books."""
+        self._unbooked: dict[str, Stat] = {}
+        self._micro_step, self._step_seconds, self._step_entropy = 0, 0.0, Mean(0.0, 0.0)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train from the start or from a checkpoint; nothing is left over from an earlier, interrupted call."""
+        self.experience = Experience()
+        self._forget_step()
+        return super().train(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One micro-step of Hugging Face's loop: draws (or nothing) in, gradients out.
+
+        A micro-step that brings draws starts a generation. What a stretch of micro-steps has to train on is planned
+        once, so a micro-step may run several passes or none.
+        """
+        start = time.perf_counter()
+        model.train()
+        with self.phases("train"):
+            if inputs:
+                self._refill(self.gather_experience(inputs))
+            if inputs or self._micro_step == 0:
+                self._plan(self.current_gradient_accumulation_steps - self._micro_step)
+            loss = self._run(model, self.experience.next())
+        self._step_seconds += time.perf_counter() - start
+        self._micro_step += 1
+        if self.accelerator.sync_gradients:
+            self._close_step()
+        return loss
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: TrainBatch,  # type: ignore[override]
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """The loss of one pass, so scaled that the sum over a step's passes, averaged over ranks, is the step's."""
+        wants_entropy = self.entropy.enabled or inputs.entropy_threshold is not None or not self._entropy_known
+        with self.accelerator.autocast():
+            scores = self.scorer(model, inputs, entropy=wants_entropy)
+        coef = self.entropy.effective
+        result = policy_loss(LossInputs.of(inputs, *scores, coef), self.algorithm.objective)
+        scale = self._loss_scale()
+        if self.entropy.enabled and self.model.training:  # the count makes the mean one over optimizer steps
+            result.stats["policy_loss"] = Mean(result.without_bonus * scale, 0.0)  # _close_step counts the steps
+        self._unbooked = result.stats
+        return result.loss * scale
+
+    def _prepare_inputs(self, inputs: TrainBatch) -> TrainBatch:  # type: ignore[override]
+        return inputs  # planned and on the device already
+
+    def _refill(self, batch: TrainBatch) -> None:
+        """Put a generation up for training: the share of every process, which each process then knows in full."""
+        ranks = self.accelerator.num_processes
+        pooled = batch if ranks == 1 else pool(batch, self._group_size)
+        parts = nominal_parts(len(pooled), self.args.per_device_train_batch_size, ranks)
+        self.experience.refill(pooled, parts, self.args.num_iterations)
+
+    def _plan(self, micro_steps: int) -> None:
+        """Plan the stretch up to the optimizer step or the generation's end: rollouts to ranks, and to passes."""
+        stretch, micro_steps = self.experience.take(micro_steps)
+        self._settle_layout(stretch)
+        if not self._every_rollout_counts:
+            stretch = stretch.without_signal_dropped()
+        shares = plan_ranks(stretch, self.accelerator.num_processes, self.scorer.layout)
+        rows = self.args.per_device_train_batch_size
+        most = max(len(self.passes.plan(stretch.select(share), rows)) for share in shares)
+        mine = stretch.select(shares[self.accelerator.process_index])
+        if self.args.top_entropy_quantile < 1.0:
+            mine.entropy_threshold = self._entropy_threshold(mine)
+        if self.accelerator.is_main_process:
+            mine.skipped_tokens, mine.skipped_rows = stretch.skipped_tokens, stretch.skipped_rows
+        planned = self.passes.plan(mine, rows, at_least=most)
+        self.experience.spread(planned, micro_steps)
+        self.metrics.add(self._plan_stats(planned, mine.skipped_rows), "train")
+
+    def _plan_stats(self, planned: list[TrainBatch], skipped: int) -> dict[str, Stat]:
+        tokens = sum(pass_tokens(part, range(len(part)), self.scorer.layout) for part in planned)
+        run = sum(len(part) for part in planned)
+        return {
+            "passes/count": Mean(float(len(planned)), 1.0),
+            "passes/tokens": Mean(float(tokens), float(len(planned))),
+            "passes/skipped_rollouts": Mean(float(skipped), float(run + skipped)),
+        }
+
+    @property
+    def _every_rollout_counts(self) -> bool:
+        """Whether rollouts without advantage have a gradient of their own."""
+        by_entropy = self.entropy.enabled or self.args.top_entropy_quantile < 1.0
+        return self.algorithm.objective.needs_every_rollout or by_entropy
+
+    def _run(self, model: Any, passes: list[TrainBatch]) -> Tensor:
+        """Run a micro-step's passes forward and backward; the step's last one adds the processes' gradients up."""
+        one_pass = super().training_step
+
+        def backward(batch: TrainBatch) -> Tensor:
+            loss = one_pass(model, batch)  # type: ignore[arg-type]
+            self._note_loss(self._unbooked)
+            return loss
+
+        if isinstance(model, DistributedDataParallel):
+            model = model.module  # no collective in a pass: processes need not run equally many
+        loss = torch.zeros((), device=self.accelerator.device)
+        for part in passes:
+            loss = loss + self.passes.run(part, backward)
+        if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
+            average_gradients([p for p in self.policy.parameters() if p.requires_grad])
+        return loss
+
+    def loss_of(self, batch: TrainBatch) -> float:
+        """The loss of a whole batch without training on it; 0 for an empty share."""
+
+        def forward(part: TrainBatch) -> Tensor:
+            loss = self.compute_loss(self.model, part)
+            self._note_loss(self._unbooked)
+            return loss
+
+        self._settle_layout(batch)
+        kept = batch if self._every_rollout_counts else batch.without_signal_dropped()
+        parts = self.passes.plan(kept, self._rows_per_part)
+        return sum(self.passes.run(part, forward).item() for part in parts)
+
+    def _settle_layout(self, batch: TrainBatch) -> None:
+        """Let the scorer choose its layout before anything is planned: how tokens are counted depends on it."""
+        with self.accelerator.autocast():
+            self.scorer.settle(self.policy, batch)
+
+    def _score(self, model: Any, batch: TrainBatch) -> Tensor:
+        """Log-probs without gradient, [N]."""
+
+        def logprobs(part: TrainBatch) -> Tensor:
+            return self.scorer(model, part).logprobs
+
+        with self.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)):
+            return self.passes.score(batch, self._rows_per_part, logprobs)
+
+    def _entropy_threshold(self, batch: TrainBatch) -> float:
+        """The entropy that a token needs to count: a quantile over the coming optimizer step, all processes together.
+
+        Where the step goes on into another generation, that part gets a threshold of its own when it is sampled.
+        """
+
+        def entropies_of(part: TrainBatch) -> Tensor:
+            scores = self.scorer(self.policy, part, entropy=True)
+            assert scores.entropies is not None, "asked for"
+            return scores.entropies
+
+        with self.accelerator.autocast(), inference_mode_of(self.policy), torch.no_grad():
+            entropies = self.passes.score(batch, self._rows_per_part, entropies_of)
+        everyone = torch.cat(gather_object([entropies[batch.sampled].cpu()]))
+        threshold = exact_quantile(everyone, 1 - self.args.top_entropy_quantile)
+        self.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, self.mode)
+        return threshold
+
+    def _note_loss(self, stats: dict[str, Stat]) -> None:
+        """Keep a micro-batch's metrics; entropies that the engine has already reported are not counted twice."""
+        if self.model.training and isinstance(entropy := stats.get("entropy"), Mean):
+            self._step_entropy = self._step_entropy.merge(entropy)
+        if self._entropy_known:
+            stats.pop("entropy", None)
+        self.metrics.add(stats, self.mode)
+
+    def _loss_scale(self) -> float:
+        """Weights assume a full accumulation window and sum over ranks; the optimizer sees a mean over ranks."""
+        if not self.model.training:
+            return 1.0
+        window = self.args.gradient_accumulation_steps / self.current_gradient_accumulation_steps
+        return window * self.accelerator.num_processes
+
+    def _close_step(self) -> None:
+        stats: dict[str, Stat] = {"step_time": Mean(self._step_seconds, 1.0)}
+        if self.entropy.enabled:
+            totals = gather_object([self._step_entropy])
+            entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
+            stats["entropy_coef"] = Mean(self.entropy.effective, 1.0)
+            stats["policy_loss"] = Mean(0.0, 1.0)
+            if entropy.count:
+                self.entropy.observe(entropy.value())
+        self.metrics.add(stats, "train")
+        self._forget_step()
+
+    # ---- where a step stands ---------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Any:
+        """The transformers (or PEFT) model inside whatever wraps it."""
+        return self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+
+    @property
+    def mode(self) -> str:
+        """`train` or `eval`."""
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _group_size(self) -> int:
+        return self.algebra.num_generations if self.model.training else self.algebra.eval_group
+
+    @property
+    def _rows_per_part(self) -> int:
+        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
