@@ -76,6 +76,12 @@ REFUSED = [
         {"speculative_reuse": "exact", "use_vllm": True},
         "with use_vllm=True: only the built-in engine",
     ),
+    (
+        speculation.reuse_is_exact_or_lenient,
+        GRPOConfig,
+        {"speculative_reuse": "exact", "repetition_penalty": 1.1},
+        "with repetition_penalty=1.1: .* cannot be checked in one pass",
+    ),
     (speculation.lenience_is_positive, GRPOConfig, {"speculative_lenience": 0.0}, "speculative_lenience=0.0 is out of"),
     (batches.counts_are_whole_and_positive, GRPOConfig, {"speculative_max_tokens": 0}, "speculative_max_tokens=0 must"),
     (sampling.generation_kwargs_repeat_no_field, GRPOConfig, {"generation_kwargs": {"top_p": 0.9}}, "field `top_p`"),

@@ -10,7 +10,7 @@ KINDS = ("exact", "lenient")
 
 
 def reuse_is_exact_or_lenient(args: Any) -> None:
-    """Reuse is of a kind there is, with an engine that can check drafts."""
+    """Reuse is of a kind there is, with an engine and a distribution that let drafts be checked."""
     kind = args.speculative_reuse
     if kind is None:
         return
@@ -25,6 +25,12 @@ def reuse_is_exact_or_lenient(args: Any) -> None:
                 f"speculative_reuse={kind!r} with {engine}=True: only the built-in engine can check earlier"
                 " completions. Leave one of the two out."
             )
+    if args.repetition_penalty != 1.0:
+        raise ValueError(
+            f"speculative_reuse={kind!r} with repetition_penalty={args.repetition_penalty}: the penalty makes each token"
+            " depend on which ones came before, so earlier completions cannot be checked in one pass. Leave one of the"
+            " two out."
+        )
 
 
 def lenience_is_positive(args: Any) -> None:
