@@ -195,16 +195,7 @@ def test_rollouts_of_a_group_need_not_stand_together(tiny_model):
     torch.testing.assert_close(scorer("shared_prefix")(tiny_model, mixed).logprobs, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_one_rollout_alone_proves_nothing_about_packing(tiny_model):
-    original = tiny_model.model.forward
-
-    def forgets_packing(*args, token_tree=None, **kwargs):
-        return original(*args, **kwargs)
-
-    tiny_model.model.forward = forgets_packing
+def test_one_rollout_alone_is_packed_too(tiny_model):
     automatic = scorer("auto")
     automatic(tiny_model, collate(rollouts([(3, [4])])))
-    assert automatic.layout == "auto"
-    with pytest.warns(UserWarning, match="cannot use the packed layouts"):
-        automatic(tiny_model, collate(rollouts([(3, [4]), (5, [2])])))
-    assert automatic.layout == "padded"
+    assert automatic.layout == "shared_prefix"

@@ -4,10 +4,10 @@
 head to them alone. Not here: what the scores are for.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch
 from covey.core.modes import inference_mode_of
 from covey.policy.attention import PACKED_ATTENTION
+from covey.policy.layout_choice import choose_layout, made_up_rollouts
 from covey.policy.layouts import LAYOUTS
 from covey.policy.lm_head import TokenScores, head_of, score_hidden
 
@@ -25,7 +26,8 @@ class TokenScorer:
     Args:
         unwrap: from a (distributed) wrapper to the transformers model inside.
         temperature: divides the logits, as in sampling.
-        layout: "auto" takes the fastest that proves right: shared_prefix, packed, padded. A name insists.
+        layout: "auto" takes the fastest that proves right: shared_prefix, packed, padded. A name insists, and is
+            refused where it is wrong.
         pad_token_id: fills padded rows.
         chunk_size: tokens whose logits live at once.
         float32_head: multiply by the head in float32.
@@ -44,10 +46,12 @@ class TokenScorer:
         self.unwrap = unwrap
         self.temperature = temperature
         self.layout = layout
+        """What was asked for; once a model is settled, the first one's (the policy's) own layout."""
         self.pad_token_id = pad_token_id
         self.chunk_size = chunk_size
         self.float32_head = float32_head
-        self._proven = False
+        self._wanted = layout
+        self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def __call__(self, model: Any, batch: TrainBatch, *, entropy: bool = False) -> TokenScores:
         """Score every completion token of a batch.
@@ -60,10 +64,24 @@ class TokenScorer:
         Returns:
             logprobs [N] float32 and entropies [N] float32 or None; gradients flow where enabled.
         """
-        if not self._proven and len(first_and_last(batch)) > 1:
-            self._prove(model, batch)
-        # One rollout alone proves nothing about packing, so until there are several, rows are padded.
-        return self._score(model, batch, "padded" if self.layout == "auto" else self.layout, entropy)
+        return self._score(model, batch, self.settle(model, batch), entropy)
+
+    def settle(self, model: Any, batch: TrainBatch) -> str:
+        """The model's layout, chosen the first time; whoever plans by tokens asks for it beforehand.
+
+        Inputs besides text (images) belong to rows, so with them "auto" means padded.
+
+        Raises:
+            ValueError: the model has a head that Covey does not know, or the user insists on a layout that is wrong.
+        """
+        inner = self.unwrap(model)
+        if batch.forward_kwargs and self._wanted == "auto":
+            return "padded"
+        if inner not in self._layouts:
+            self._layouts[inner] = self._prove(inner, batch.token_ids.device)
+            if len(self._layouts) == 1:
+                self.layout = self._layouts[inner]
+        return self._layouts[inner]
 
     @torch.no_grad()
     def split(self, model: Any, batch: TrainBatch, rows: int, *, entropy: bool = False) -> TokenScores:
@@ -96,44 +114,17 @@ class TokenScorer:
         )
 
     @torch.no_grad()
-    def _prove(self, model: Any, batch: TrainBatch) -> None:
-        """On a few rollouts: the head is understood, and a packed layout agrees with the padded one."""
-        inner = self.unwrap(model)
-        few = batch.select(first_and_last(batch))
+    def _prove(self, inner: Any, device: torch.device) -> str:
+        """On a few rollouts: the head is understood, and the layout agrees with the padded one."""
+        few = made_up_rollouts(inner.config, device)
         with inference_mode_of(inner):
             _check_head(inner, LAYOUTS["padded"](few, self.pad_token_id).kwargs, self.float32_head)
-            if self.layout == "auto":
-                self.layout = self._choose(inner, few)
-        self._proven = True
-
-    def _choose(self, inner: Any, few: TrainBatch) -> str:
-        if inner.config._attn_implementation not in ("sdpa", PACKED_ATTENTION):
-            return "padded"  # the user chose an attention that packs in its own way or not at all
-        expected = self._score(inner, few, "padded", entropy=False).logprobs
-        # In half precision single tokens differ visibly whenever shapes do, so the mean decides.
-        exact = inner.dtype.itemsize >= 4 and not torch.is_autocast_enabled(expected.device.type)
-        reasons = []
-        for layout in ("shared_prefix", "packed"):
-            try:
-                gaps = (self._score(inner, few, layout, entropy=False).logprobs - expected).abs()
-            except (TypeError, ValueError, RuntimeError) as error:
-                reasons.append(f"{layout} fails with {type(error).__name__}: {error}")
-                continue
-            difference, tolerance = (gaps.max().item(), 1e-3) if exact else (gaps.mean().item(), 0.1)
-            if difference <= tolerance:
-                return layout
-            reasons.append(f"log-probs differ by {difference:.2g} with {layout}")
-        inner.set_attn_implementation("sdpa")
-        return self._fall_back(inner, "; ".join(reasons))
-
-    @staticmethod
-    def _fall_back(model: Any, reason: str) -> str:
-        warnings.warn(
-            f"{type(model).__name__} cannot use the packed layouts ({reason}); scoring with padded rows instead. Set"
-            " attn_layout='padded' to silence this.",
-            stacklevel=4,
-        )
-        return "padded"
+            return choose_layout(
+                self._wanted,
+                inner,
+                lambda layout, batch: self._score(inner, batch, layout, entropy=False).logprobs,
+                device,
+            )
 
 
 def first_and_last(batch: TrainBatch) -> Tensor:

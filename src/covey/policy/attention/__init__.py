@@ -56,6 +56,7 @@ def packed_attention(
         ValueError: the layer attends in a way that cannot be laid out in a row.
     """
     if token_tree is None:
+        _check_no_tree_was_lost(module, key, attention_mask)
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -109,6 +110,15 @@ def _ordinary(
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     weights = nn.functional.dropout(weights, dropout, training=dropout > 0)
     return (weights @ value).transpose(1, 2).contiguous()
+
+
+def _check_no_tree_was_lost(module: nn.Module, key: Tensor, mask: Tensor | None) -> None:
+    """A mask of one element for many keys is the stand-in that comes with a token tree."""
+    if mask is not None and mask.numel() == 1 and key.shape[2] > 1:
+        raise ValueError(
+            f"{type(module).__name__} was not given the keyword arguments of the model's forward, which say where the"
+            " sequences of a row end; use attn_layout='padded'"
+        )
 
 
 def _check(module: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,148 @@
+"""Which layout a model may be scored in: the fastest that gives the padded rows' log-probs, found by trying.
+
+Asked once for every model, policy and reference apart. What is tried are made-up rollouts, so nothing depends on what a
+process happened to sample: all processes run the same forward passes and single rollouts can be packed too.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from covey.core.batch import TrainBatch
+from covey.policy.attention import PACKED_ATTENTION
+
+ROW_LAYOUTS = ("shared_prefix", "packed")
+"""Layouts that put many sequences in one row, fastest first."""
+
+LONGEST_WINDOW = 512
+"""Sliding windows up to this many tokens are tried out; the layouts treat longer ones no differently."""
+
+Score = Callable[[str, TrainBatch], Tensor]
+"""(layout, batch) -> the model's log-probs [N] in that layout."""
+
+
+def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -> str:
+    """The layout to score a model in.
+
+    Args:
+        wanted: "auto", or the name that the user insists on.
+        model: unwrapped, in inference mode.
+        score: runs it.
+        device: where its inputs live.
+
+    Raises:
+        ValueError: the user insists on a layout that gives wrong log-probs.
+    """
+    if wanted == "padded":
+        return wanted
+    if wanted != "auto":
+        _check_insisted(wanted, model, score, device)
+        return wanted
+    chosen = model.config._attn_implementation
+    if not _replaceable(model, chosen):
+        if chosen != "eager":
+            _warn(
+                f"{type(model).__name__} runs with attn_implementation='{chosen}', as was asked for, so it is scored"
+                " with padded rows. Leave it out to let completions share their prompt, or set attn_layout='padded' to"
+                " silence this."
+            )
+        return "padded"
+    reasons = []
+    expected, noise = _padded_scores(model, score, device)
+    for layout in ROW_LAYOUTS:
+        reason = _objection(layout, model, score, expected, noise)
+        if reason is None:
+            return layout
+        reasons.append(reason)
+    model.set_attn_implementation(chosen)
+    _warn(
+        f"{type(model).__name__} cannot use the packed layouts ({'; '.join(dict.fromkeys(reasons))}); scoring with"
+        " padded rows instead. Set attn_layout='padded' to silence this."
+    )
+    return "padded"
+
+
+def made_up_rollouts(config: Any, device: torch.device) -> TrainBatch:
+    """Random tokens, two siblings for each of two prompts: a leak between any two shows. One outgrows the window."""
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None) or 0
+    room = (getattr(config, "max_position_embeddings", None) or LONGEST_WINDOW) - 8
+    long = max(1, min(window + 5 if window <= LONGEST_WINDOW else 19, room))
+    prompts, lengths = torch.tensor([long, min(5, room)]), torch.tensor([7, 4, 6, 3])
+    chance = torch.Generator().manual_seed(0)
+
+    def tokens(count: Tensor) -> Tensor:
+        return torch.randint(config.vocab_size, (int(count.sum()),), generator=chance)
+
+    return TrainBatch(
+        token_ids=tokens(lengths),
+        lengths=lengths,
+        sampled=torch.ones(int(lengths.sum()), dtype=torch.bool),
+        prompt_ids=tokens(prompts),
+        prompt_lengths=prompts,
+        groups=torch.tensor([0, 0, 1, 1]),
+    ).to(device)
+
+
+def _padded_scores(model: Any, score: Score, device: torch.device) -> tuple[Tensor, float]:
+    """What padded rows give, and how far that moves, on average, when the same rows are padded otherwise: rounding."""
+    few = made_up_rollouts(model.config, device)
+    expected = score("padded", few)
+    alone = torch.cat([score("padded", one) for one in few.split(1)])
+    return expected, (alone - expected).abs().mean().item()
+
+
+def _objection(layout: str, model: Any, score: Score, expected: Tensor, noise: float) -> str | None:
+    """Why a layout does not suit a model, or None."""
+    convolution = _convolution(model)
+    if convolution:
+        return f"'{convolution}' is a convolution along the row, which mixes neighbouring sequences"
+    try:
+        actual = score(layout, made_up_rollouts(model.config, expected.device))
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        return f"{layout} fails with {type(error).__name__}: {error}"
+    difference = (actual - expected).abs().mean().item()
+    if difference <= tolerance(model, noise):
+        return None
+    return f"log-probs differ by {difference:.2g} on average with {layout}, by {noise:.2g} through rounding alone"
+
+
+def _check_insisted(layout: str, model: Any, score: Score, device: torch.device) -> None:
+    objection = _objection(layout, model, score, *_padded_scores(model, score, device))
+    if objection is None:
+        return
+    message = f"attn_layout='{layout}' is wrong for {type(model).__name__}: {objection}."
+    if _precision(model).itemsize < 4 and objection.startswith("log-probs differ"):
+        _warn(f"{message} If that is more than half precision explains, set attn_layout='auto' or 'padded'.")
+    else:
+        raise ValueError(f"{message} Set attn_layout='auto' or 'padded'.")
+
+
+def tolerance(model: Any, noise: float) -> float:
+    """How far log-probs may differ on average between layouts, given the model's own rounding noise, in nats."""
+    return 5 * noise + max(1e-5, 2 * torch.finfo(_precision(model)).eps)
+
+
+def _precision(model: Any) -> torch.dtype:
+    """The floating point type that the model computes in."""
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
+def _replaceable(model: Any, attention: str) -> bool:
+    """Whether the attention is transformers' default for the model, not the user's wish."""
+    if attention == "eager":
+        return not getattr(model, "_supports_sdpa", True)
+    return attention in ("sdpa", PACKED_ATTENTION)
+
+
+def _convolution(model: Any) -> str | None:
+    """The name of a one-dimensional convolution in the decoder: state-space models and hybrids have them."""
+    return next((name for name, module in model.get_decoder().named_modules() if isinstance(module, nn.Conv1d)), None)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
