@@ -61,7 +61,7 @@ def _decode(given: argparse.Namespace, records: Records, model: str, workloads: 
         return
     choice: dict[str, Any] = {"rounds": given.decode_rounds, "vllm_python": given.vllm_python}
     if given.quick:
-        choice = {"rounds": 1, "workloads": ["ragged"], "contenders": ["native"]}
+        choice = {"rounds": 1, "workloads": workloads, "contenders": ["native"]}
     records.add(part="decode", found=decode.run(folder=model, threads=given.threads, **choice))
 
 
