@@ -25,6 +25,7 @@ CASES = {
         "prompt_sampler": "difficulty",
         "settled": True,
     },
+    "drafts, some of them at the other process": {"method": "grpo", "speculative_reuse": "exact", "max_steps": 6},
     "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
 }
 
