@@ -15,6 +15,7 @@ Letters: N tokens, H hidden size, V vocabulary; n and v those of a tile.
 """
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class Plan(NamedTuple):
         wide: float32 or wider, the type of sums.
         tokens: n, the most tokens in a tile.
         words: v, the most vocabulary entries in a tile.
+        usual: n and v of a call with many tokens, by which arithmetic is chosen; the same in every call.
         foresee: work out the hidden states' gradient in the forward pass; see `LinearHead`.
     """
 
@@ -47,6 +49,7 @@ class Plan(NamedTuple):
     wide: torch.dtype
     tokens: int
     words: int
+    usual: tuple[int, int]
     foresee: bool
 
 
@@ -71,10 +74,11 @@ def plan_of(
     wide = torch.promote_types(compute, torch.float32)
     room = TILE_BYTES.get(hidden.device.type, TILE_BYTES["cuda"]) // wide.itemsize
     tokens = max(1, min(chunk_size, len(hidden)))
-    words = max(1, min(room // tokens, len(weight)))
+    words, usual = (max(1, min(room // each, len(weight))) for each in (tokens, chunk_size))
     # The gradient of a frozen head's input is known after one pass, unless an entropy may be differentiated.
     foresee = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
-    return Plan(curve, entropy, compute, wide, tokens, words, foresee and not entropy and curve.cap is None)
+    foresee = foresee and not entropy and curve.cap is None
+    return Plan(curve, entropy, compute, wide, tokens, words, (chunk_size, usual), foresee)
 
 
 class LinearHead(torch.autograd.Function):
@@ -126,7 +130,7 @@ class _Walk:
         self.inputs = hidden.to(plan.compute)
         room = plan.tokens * plan.words
         self.buffer = torch.empty(room, dtype=plan.compute, device=hidden.device)
-        self.arithmetic = TorchTiles(
+        self.arithmetic = _arithmetic_for(plan, hidden.device)(
             plan.curve, minus_inf=bias is not None, room=room, wide=plan.wide, device=hidden.device
         )
 
@@ -157,10 +161,9 @@ class _Walk:
         for words, tiles in self:
             for tile in tiles:
                 part = slice(tile.first, tile.last)
-                weights, shrink = self.arithmetic.add(tile.x, tile.places, sums.rows(tile.first, tile.last))
-                if others is not None:
-                    each = torch.arange(len(weights), device=weights.device)
-                    weights[each, tile.places.column] *= ~tile.places.inside
+                added = self.arithmetic.add(tile.x, tile.places, sums.rows(tile.first, tile.last), others=plan.foresee)
+                if others is not None and added is not None:
+                    weights, shrink = added
                     others[part].mul_(shrink[:, None])
                     _add_product(others[part], weights.to(plan.compute), words)
         return sums, None if others is None else others.div_(sums.total[:, None])
@@ -201,6 +204,15 @@ class _Walk:
     def _hidden_zeros(self) -> Tensor:
         """[N, H] in the wide type."""
         return torch.zeros_like(self.hidden, dtype=self.plan.wide)
+
+
+def _arithmetic_for(plan: Plan, device: torch.device) -> type[TorchTiles]:
+    """On CUDA, Triton kernels where they are there, right and fast."""
+    if device.type != "cuda" or plan.wide != torch.float32 or find_spec("triton") is None:
+        return TorchTiles
+    from covey.policy.lm_head_triton import fastest_tiles
+
+    return fastest_tiles(plan.usual, plan.compute, plan.curve, plan.entropy, device)
 
 
 def _add_product(sums: Tensor, a: Tensor, b: Tensor, *, start: bool = False) -> None:

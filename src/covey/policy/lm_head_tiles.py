@@ -103,10 +103,11 @@ class RowGradients(NamedTuple):
         by_entropy: Tensor | None,
     ) -> "RowGradients":
         """From results [n] and the gradients that flow into them, None where none does."""
-        if by_logprob is None:
-            by_logprob = torch.zeros_like(logprob)
+        # Gradients often come as one number expanded; kernels that index memory need every entry to be there.
+        by_logprob = torch.zeros_like(logprob) if by_logprob is None else by_logprob.contiguous()
         if by_entropy is None or entropy is None:
             return cls(log_z, by_logprob, None, None, torch.expm1(logprob))
+        by_entropy = by_entropy.contiguous()
         log_p = logprob.clamp_min(IMPOSSIBLE)
         at_target = by_logprob * torch.expm1(log_p) + by_entropy * log_p.exp() * (log_p + entropy)
         return cls(log_z, by_logprob, by_entropy, entropy, at_target)
@@ -121,16 +122,22 @@ class RowGradients(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the targets of a tile's rows lie: `column` [n] clamped into the tile, `inside` [n] if it truly is there."""
+    """Where the targets of a tile's rows lie: `offset` [n] from its first column, or `column` [n], clamped into it."""
 
+    offset: Tensor
     column: Tensor
-    inside: Tensor
 
     @classmethod
     def of(cls, targets: Tensor, start: int, width: int) -> "Places":
         """Of targets [n] in a tile of the vocabulary entries start .. start + width."""
-        column = (targets - start).clamp_(0, width - 1)
-        return cls(column, column == targets - start)
+        offset = targets - start
+        return cls(offset, offset.clamp(0, width - 1))
+
+    def put(self, tile: Tensor, values: Tensor | float) -> None:
+        """Set the targets' entries [n] of a tile, in those rows whose target lies within."""
+        each = torch.arange(len(tile), device=tile.device)
+        inside = self.offset == self.column
+        tile[each, self.column] = torch.where(inside, values, tile[each, self.column])
 
 
 class TorchTiles:
@@ -151,21 +158,24 @@ class TorchTiles:
         self.device = device
         self._scratch: dict[str, Tensor] = {}
 
-    def add(self, x: Tensor, places: Places, sums: RowSums) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, places: Places, sums: RowSums, *, others: bool = False) -> tuple[Tensor, Tensor] | None:
         """Take a tile into the sums of its rows.
 
         Args:
             x: gain * raw, [n, v]; overwritten.
             sums: of these rows; updated in place.
+            others: return what a mean over all words but the target needs.
 
         Returns:
-            exp(z - peak) [n, v], valid until the next call, and the factor [n] that older such tiles shrink by.
+            With `others`: exp(z - peak) [n, v], 0 at targets, valid until the next call; and the factor [n] by which
+            sums of earlier such tiles shrink.
         """
         z = self._logits(x)
         chosen = z.gather(1, places.column[:, None])[:, 0]
-        torch.where(places.inside, chosen, sums.chosen, out=sums.chosen)
+        torch.where(places.offset == places.column, chosen, sums.chosen, out=sums.chosen)
         peak = torch.maximum(sums.peak, z.amax(1))
-        shrink = (sums.peak - peak).exp_()
+        fall = sums.peak - peak
+        shrink = fall.exp()
         z.sub_(peak[:, None])
         if sums.moment is None:
             weights = z.exp_()
@@ -174,9 +184,12 @@ class TorchTiles:
                 z.clamp_min_(IMPOSSIBLE)
             weights = torch.exp(z, out=self._room_for("weights", z))
             # Of the older part: sum e^(z - new) (z - new) = shrink * (moment + (old - new) * total).
-            sums.moment.addcmul_(sums.peak - peak, sums.total).mul_(shrink).add_(z.mul_(weights).sum(1))
+            sums.moment.addcmul_(fall, sums.total).mul_(shrink).add_(z.mul_(weights).sum(1))
         sums.total.mul_(shrink).add_(weights.sum(1))
         sums.peak.copy_(peak)
+        if not others:
+            return None
+        places.put(weights, 0.0)
         return weights, shrink
 
     def gradient(self, x: Tensor, places: Places, rows: RowGradients) -> Tensor:
@@ -199,8 +212,7 @@ class TorchTiles:
                 log_p.clamp_min_(IMPOSSIBLE)
             grad = log_p.add_(rows.entropy[:, None]).mul_(rows.by_entropy[:, None])
             grad.add_(rows.by_logprob[:, None]).mul_(p)
-        each = torch.arange(len(x), device=x.device)
-        grad[each, places.column] = torch.where(places.inside, rows.at_target, grad[each, places.column])
+        places.put(grad, rows.at_target)
         if slope is not None:
             grad.mul_(slope)
         return grad if x.dtype == grad.dtype else x.copy_(grad)

@@ -1,0 +1,111 @@
+"""The Triton kernels compute what torch's operations do: on a GPU, or in Triton's interpreter where there is none."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from covey.policy.lm_head_tiles import Curve
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+anywhere = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter, in a process of its own")
+CURVES = [Curve(), Curve(0.5, 2.0)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the others")
+def test_in_the_interpreter():
+    # Triton must see the variable when it is first imported, which other tests' libraries may have done.
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def disagreement(shape, compute, curve, entropy, device):
+    from covey.policy import lm_head_triton
+
+    lm_head_triton.BLOCK = 64  # several blocks a row
+    return lm_head_triton.disagreement(shape, compute, curve, entropy, torch.device(device))
+
+
+@anywhere
+@pytest.mark.parametrize("curve", CURVES, ids=str)
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 200), (2, 64), (1, 5)], ids=str)
+def test_sums_and_gradients_are_those_of_torch(shape, compute, entropy, curve):
+    assert disagreement(shape, compute, curve, entropy, "cpu") < (1e-5 if compute == torch.float32 else 1e-3)
+
+
+@anywhere
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"soft_cap": 2.0}], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_head_by_kernels_is_a_head_by_torch(entropy, frozen, settings, compute, monkeypatch):
+    from covey.policy import lm_head_linear
+    from covey.policy.lm_head import Head, score_hidden
+    from covey.policy.lm_head_tiles import TorchTiles
+    from covey.policy.lm_head_triton import TritonTiles
+
+    monkeypatch.setitem(lm_head_linear.TILE_BYTES, "cpu", 4 * 3 * 40)
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(5, 4), torch.randint(90, (5,))
+    module = torch.nn.Linear(4, 90).to(compute).requires_grad_(not frozen)
+    module.bias.data[:50] = -torch.inf
+    targets = targets % 40 + 50
+
+    def outcome(kind):
+        monkeypatch.setattr(lm_head_linear, "_arithmetic_for", lambda plan, device: kind)
+        module.zero_grad()
+        states = hidden.clone().to(compute).requires_grad_()
+        head = Head(module, **settings) if settings else Head(module)
+        scores = score_hidden(states, targets, head, temperature=0.8, entropy=entropy, chunk_size=3)
+        (scores.logprobs.sum() + (scores.entropies.square().sum() if entropy else 0)).backward()
+        return [x for x in (*scores, states.grad, module.weight.grad, module.bias.grad) if x is not None]
+
+    tolerance = 1e-5 if compute == torch.float32 else 2e-2
+    for ours, theirs in zip(outcome(TritonTiles), outcome(TorchTiles), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@anywhere
+def test_kernels_that_differ_are_not_used(monkeypatch):
+    from covey.policy import lm_head_triton
+
+    monkeypatch.setattr(lm_head_triton, "TOLERANCE", -1.0)
+    with pytest.warns(UserWarning, match="differ from torch's operations by"):
+        kind = lm_head_triton.fastest_tiles((2, 8), torch.float32, Curve(), False, torch.device("cpu"))
+    assert kind is lm_head_triton.TorchTiles
+
+
+@anywhere
+def test_kernels_that_fail_are_not_used(monkeypatch):
+    from covey.policy import lm_head_triton
+
+    def fail(*args):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(lm_head_triton, "disagreement", fail)
+    with pytest.warns(UserWarning, match="RuntimeError: no such instruction"):
+        kind = lm_head_triton.fastest_tiles((2, 9), torch.float32, Curve(), False, torch.device("cpu"))
+    assert kind is lm_head_triton.TorchTiles
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("curve", CURVES, ids=str)
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(compute, entropy, curve):
+    from covey.policy import lm_head_triton
+
+    shape, device = (1024, 32768), torch.device("cuda")
+    assert lm_head_triton.disagreement(shape, compute, curve, entropy, device) < 1e-3
+    assert lm_head_triton.fastest_tiles(shape, compute, curve, entropy, device) is lm_head_triton.TritonTiles
