@@ -6,12 +6,12 @@ import warnings
 import pytest
 import torch
 import transformers
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
+from exact import KeepFloat64
 
 VOCABULARY = 97
 COMMON = {
@@ -56,22 +56,6 @@ PACKABLE = {
     "GPT2": {},
 }
 """transformers' name of the architecture and what its tiny model has besides `COMMON`."""
-
-
-class KeepFloat64(TorchFunctionMode):
-    """Norms, routers and softmaxes that would round float64 to float32 do not.
-
-    Where a prompt is shared, gradients are summed before such a rounding rather than after, which alone would show.
-    """
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        wide = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
-        if wide and (function is torch.Tensor.float or any(a is torch.float32 for a in args)):
-            return args[0]
-        if wide and kwargs.get("dtype") == torch.float32:
-            kwargs["dtype"] = torch.float64
-        return function(*args, **kwargs)
 
 
 @pytest.fixture(autouse=True)

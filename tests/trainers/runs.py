@@ -29,8 +29,8 @@ def digits(completions, **kwargs):
 
 
 def longer(completion_ids, **kwargs):
-    """One point per token."""
-    return [float(len(ids)) for ids in completion_ids]
+    """One point per token, and a tenth for each of the last digit of their sum: siblings hardly ever tie."""
+    return [len(ids) + sum(ids) % 10 / 10 for ids in completion_ids]
 
 
 def config(output_dir: Any, method: str = "grpo", **changes: Any) -> Any:

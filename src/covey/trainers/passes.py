@@ -118,15 +118,16 @@ class Passes:
 
     def _attempt(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         random_state = _random_state()
-        with _reached(self._parameters()) as reached:
-            try:
-                return backward(part)
-            except (RuntimeError, MemoryError) as error:
-                self._check_survivable(error, part)
+        before = [(parameter, _grad_state(parameter)) for parameter in self._parameters() if parameter.requires_grad]
+        try:
+            return backward(part)
+        except (RuntimeError, MemoryError) as error:
+            self._check_survivable(error, part)
         # Here and not in the handler: the error holds the failed attempt's tensors.
         self._shrink(part)
         _restore_random_state(random_state)
-        with _set_aside(reached):
+        # A backward pass adds once to each gradient, when what it adds is whole: such parameters have their share.
+        with _set_aside([parameter for parameter, state in before if _grad_state(parameter) != state]):
             return self.run(part, backward)
 
     def _within_limit(self, part: TrainBatch) -> list[TrainBatch]:
@@ -177,16 +178,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
-@contextmanager
-def _reached(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Collect the parameters whose gradient has been added to. A backward pass adds once to each, when it is whole."""
-    done: list[nn.Parameter] = []
-    handles = [p.register_post_accumulate_grad_hook(done.append) for p in parameters if p.requires_grad]
-    try:
-        yield done
-    finally:
-        for handle in handles:
-            handle.remove()
+def _grad_state(parameter: nn.Parameter) -> tuple[int, int]:
+    """Changes whenever something is added to the gradient."""
+    grad = parameter.grad
+    return (0, 0) if grad is None else (id(grad), grad._version)
 
 
 @contextmanager

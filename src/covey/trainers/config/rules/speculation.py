@@ -27,8 +27,8 @@ def reuse_is_exact_or_lenient(args: Any) -> None:
             )
     if args.repetition_penalty != 1.0:
         raise ValueError(
-            f"speculative_reuse={kind!r} with repetition_penalty={args.repetition_penalty}: the penalty makes each token"
-            " depend on which ones came before, so earlier completions cannot be checked in one pass. Leave one of the"
+            f"speculative_reuse={kind!r} with repetition_penalty={args.repetition_penalty}: the penalty makes tokens"
+            " depend on which came before, so earlier completions cannot be checked in one pass. Leave one of the"
             " two out."
         )
 

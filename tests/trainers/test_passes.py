@@ -1,0 +1,187 @@
+"""Passes: memory that runs out costs time and nothing else."""
+
+import copy
+import warnings
+
+import pytest
+import runs
+import torch
+from transformers import TrainerCallback
+
+import tiny
+from covey.trainers.experience import Experience, nominal_parts
+from covey.trainers.passes import is_out_of_memory
+from exact import KeepFloat64
+
+OUT = torch.OutOfMemoryError("injected")
+
+
+def gradients_of_one_step(tmp_path, prepare=lambda trainer: None, **changes):
+    """The gradients that the optimizer is handed at step 1, in float64."""
+    model = tiny.model().double()
+    trainer = runs.trainer(
+        tmp_path, parts={"model": model}, max_steps=1, optim="sgd", max_grad_norm=0, max_completion_length=12, **changes
+    )
+    score = trainer.scorer._score
+
+    def exact_score(*args, **kwargs):
+        with KeepFloat64():
+            return score(*args, **kwargs)
+
+    trainer.scorer._score = exact_score
+    prepare(trainer)
+    seen = []
+
+    def keep(*args):
+        seen.extend(p.grad.clone() for p in trainer.policy.parameters())
+
+    trainer.add_callback(_Before(keep))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    return trainer, seen
+
+
+class _Before(TrainerCallback):
+    def __init__(self, keep):
+        self.keep = keep
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.keep()
+
+
+def assert_equal(ours, expected):
+    scale = max(grad.abs().max().item() for grad in expected)
+    assert scale > 0
+    assert max((a - b).abs().max().item() for a, b in zip(ours, expected, strict=True)) <= 1e-10 * scale
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return gradients_of_one_step(tmp_path_factory.mktemp("plain"))[1]
+
+
+def failing(trainer, fails):
+    """Make chosen forward passes of the loss run out of memory; `fails(number, batch)` says which."""
+    compute, count = trainer.compute_loss, [0]
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        count[0] += 1
+        if fails(count[0], inputs):
+            raise OUT
+        return compute(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 100, 10_000])
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
+def test_the_budget_does_not_change_the_gradient(tmp_path, expected, tokens, layout):
+    _, ours = gradients_of_one_step(tmp_path, max_tokens_per_micro_batch=tokens, attn_layout=layout)
+    assert_equal(ours, expected)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_memory_running_out_in_any_forward_pass_does_not_change_the_gradient(tmp_path, expected, number):
+    trainer, ours = gradients_of_one_step(
+        tmp_path, lambda t: failing(t, lambda n, batch: n == number), max_tokens_per_micro_batch=75
+    )
+    assert trainer.passes.limit is not None
+    assert_equal(ours, expected)
+
+
+def test_every_pass_of_more_than_one_rollout_may_fail(tmp_path, expected):
+    _, ours = gradients_of_one_step(tmp_path, lambda t: failing(t, lambda n, batch: len(batch) > 1))
+    assert_equal(ours, expected)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 5, 13])
+def test_memory_running_out_in_the_middle_of_a_backward_pass_leaves_no_trace(tmp_path, expected, layers):
+    """The failed attempt has added to some gradients and not to others."""
+
+    def prepare(trainer):
+        done = []
+
+        def fail(parameter):
+            done.append(parameter)
+            if len(done) == layers + 1:
+                raise OUT
+
+        for parameter in trainer.policy.parameters():
+            parameter.register_post_accumulate_grad_hook(fail)
+
+    _, ours = gradients_of_one_step(tmp_path, prepare, max_tokens_per_micro_batch=60)
+    assert_equal(ours, expected)
+
+
+def test_metrics_count_a_repeated_pass_once(tmp_path):
+    plain, _ = gradients_of_one_step(tmp_path / "a", entropy_coef=0.1)
+    failed, _ = gradients_of_one_step(tmp_path / "b", lambda t: failing(t, lambda n, b: n == 1), entropy_coef=0.1)
+    for name in ("entropy", "clip_ratio/region_mean", "policy_loss", "loss", "reward"):
+        assert runs.history(failed, name) == pytest.approx(runs.history(plain, name), abs=1e-6), name
+
+
+def test_scoring_survives_too(tmp_path):
+    def prepare(trainer):
+        score = trainer.passes.score
+
+        def failing_score(batch, rows, values_of):
+            def values(part):
+                if len(part) > 2:
+                    raise MemoryError
+                return values_of(part)
+
+            return score(batch, rows, values)
+
+        trainer.passes.score = failing_score
+
+    trainer, ours = gradients_of_one_step(tmp_path, prepare, beta=0.1)
+    _, wanted = gradients_of_one_step(tmp_path / "plain", beta=0.1)
+    assert trainer.passes.limit is not None
+    assert_equal(ours, wanted)
+
+
+def test_it_is_said_once_with_the_setting_to_use(tmp_path):
+    trainer = runs.trainer(tmp_path)
+    failing(trainer, lambda n, batch: n in (1, 3) and len(batch) > 1)
+    with pytest.warns(UserWarning, match=r"start with max_tokens_per_micro_batch=\d+") as caught:
+        trainer.train()
+    assert sum("max_tokens_per_micro_batch" in str(w.message) for w in caught) == 1
+
+
+def test_a_rollout_too_long_for_the_memory_ends_the_run_with_advice(tmp_path):
+    trainer = runs.trainer(tmp_path)
+    failing(trainer, lambda n, batch: True)
+    with pytest.raises(torch.OutOfMemoryError, match=r"single rollout of .* gradient_checkpointing=True"):
+        trainer.train()
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(tmp_path):
+    trainer = runs.trainer(tmp_path)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("shapes do not match")
+
+    trainer.compute_loss = broken
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        trainer.train()
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
+
+
+def test_the_limit_is_kept_in_checkpoints(tmp_path):
+    trainer = runs.trainer(tmp_path)
+    trainer.passes.limit = 17
+    state = copy.deepcopy(trainer.method_state())
+    other = runs.trainer(tmp_path / "other")
+    other.load_method_state(state)
+    assert other.passes.limit == 17
+
+
+def test_fewer_passes_than_micro_steps_leave_the_last_one_busy():
+    experience = Experience()
+    experience.spread(["a", "b"], 5)  # type: ignore[list-item]
+    assert [experience.next() for _ in range(5)] == [[], [], ["a"], [], ["b"]]
+
+
+def test_nominal_micro_batches_take_their_rows_from_every_rank():
+    assert [part.tolist() for part in nominal_parts(8, 2, 2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
