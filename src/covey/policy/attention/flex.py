@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex_attention_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from covey.policy.attention.tree import TokenTree
@@ -53,7 +54,7 @@ def flex_tree_attention(
         out = attend(query, key, value, **settings)
     else:
         # The sink takes exp(sink) of a normaliser exp(lse) + exp(sink), and its value is zero.
-        out, lse = attend(query, key, value, **settings, return_lse=True)
+        out, lse = _with_lse(attend, query, key, value, settings)
         share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
         out = (out * share[..., None]).to(out.dtype)
     return out.transpose(1, 2).contiguous()
@@ -100,6 +101,17 @@ def blocks_of(tree: TokenTree, window: int | None) -> tuple[Tensor, Tensor]:
                     full[row, -(-low // BLOCK) : high // BLOCK] = True
                 ancestor = tree.parents[ancestor]
     return touched & ~full, full
+
+
+def _with_lse(
+    attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; torch 2.9 renamed how the latter is asked for."""
+    if not hasattr(flex_attention_module, "AuxRequest"):
+        return attend(query, key, value, **settings, return_lse=True)
+    request = flex_attention_module.AuxRequest(lse=True)
+    out, aux = attend(query, key, value, **settings, return_aux=request)
+    return out, aux.lse
 
 
 def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
