@@ -199,3 +199,13 @@ def test_only_a_plain_linear_layer_is_multiplied_out_by_tiles():
     replaced = torch.nn.Linear(2, 3)
     replaced.forward = lambda x: x
     assert plain_linear(replaced) is None
+
+
+def test_a_sharded_head_says_what_to_do():
+    class Sharded:
+        weight = type("Weight", (), {"full_tensor": None})()
+
+    with pytest.raises(ValueError, match="reshard_after_forward=False"):
+        score_hidden(
+            torch.zeros(1, 2), torch.tensor([0]), Head(Sharded()), temperature=1.0, entropy=False, chunk_size=4
+        )

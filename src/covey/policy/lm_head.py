@@ -91,7 +91,11 @@ def score_hidden(
     Accuracy: sums are taken in float32, or float64 with float64 weights. With half-precision weights the products are
     accumulated in float32 and rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or 2^-11
     (float16) of the largest logit; `float32` heads multiply in float32 and have no such error.
+
+    Raises:
+        ValueError: the head holds a shard of its weight alone.
     """
+    refuse_sharded(head.module)
     linear = plain_linear(head.module)
     if linear is None:
         return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size)
@@ -103,6 +107,20 @@ def score_hidden(
     curve = Curve.of(head.scale, head.soft_cap, temperature)
     plan = plan_of(hidden, linear.weight, curve, entropy=entropy, compute=compute, chunk_size=chunk_size)
     return TokenScores(*LinearHead.apply(hidden, linear.weight, linear.bias, targets, plan))
+
+
+def refuse_sharded(module: Any) -> None:
+    """A head whose weight is spread over processes cannot multiply plain hidden states.
+
+    Raises:
+        ValueError: the weight is a distributed tensor.
+    """
+    if hasattr(getattr(module, "weight", None), "full_tensor"):
+        raise ValueError(
+            "The LM head's weight is sharded when tokens are scored: FSDP2 gave it back after the model's forward pass."
+            " Keep the root module gathered until its backward pass: fully_shard(model, reshard_after_forward=False)"
+            " for the root, or model.set_reshard_after_forward(False, recurse=False)."
+        )
 
 
 def plain_linear(module: Any) -> nn.Linear | None:
