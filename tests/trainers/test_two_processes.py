@@ -26,6 +26,8 @@ CASES = {
         "settled": True,
     },
     "drafts, some of them at the other process": {"method": "grpo", "speculative_reuse": "exact", "max_steps": 6},
+    "memory running out on one process": {"method": "grpo", "out_of_memory": True, "gradient_accumulation_steps": 2},
+    "a process without signal": {"method": "grpo", "settled": True, "max_tokens_per_micro_batch": 30},
     "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
 }
 

@@ -15,11 +15,30 @@ def longer_for_odd(prompts, completion_ids, **kwargs):
     return [float(sum(ids) % 7 * (int(p[0]) % 2)) for p, ids in zip(prompts, completion_ids, strict=True)]
 
 
+def run_out_of_memory(trainer):
+    """The last process cannot run two rollouts at a time, and says so halfway through the backward pass."""
+    if trainer.accelerator.process_index != trainer.accelerator.num_processes - 1:
+        return
+    compute, several = trainer.compute_loss, [False]
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        several[0] = len(inputs) > 1
+        return compute(model, inputs, *args, **kwargs)
+
+    def fail(parameter):
+        if several[0]:
+            raise torch.OutOfMemoryError("injected")
+
+    trainer.compute_loss = compute_loss
+    list(trainer.policy.parameters())[5].register_post_accumulate_grad_hook(fail)
+
+
 if __name__ == "__main__":
     output, settings = sys.argv[1], json.loads(sys.argv[2])
     method = settings.pop("method")
     lora = settings.pop("lora", False)
     settled = settings.pop("settled", False)
+    out_of_memory = settings.pop("out_of_memory", False)
     torch.set_num_threads(1)
     parts = {}
     if lora:
@@ -29,6 +48,8 @@ if __name__ == "__main__":
     if settled:
         parts["reward_funcs"] = longer_for_odd
     trained = runs.trainer(output, method, parts=parts, **settings)
+    if out_of_memory:
+        run_out_of_memory(trained)
     trained.train()
     if trained.accelerator.is_main_process:
         names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
