@@ -23,8 +23,10 @@ SIZES = (2, 4, 8, 16, 32)
 LENGTHS = (32, 64, 128, 256, 512)
 PROMPT = 512
 TRL_SIZES = (2, 8, 32)
+COMPLETION = 64
 OPTIONS: dict[str, dict[str, Any]] = {
-    "covey": {"gradient_checkpointing": False},
+    # a pass holds the largest group whole: one that is cut computes its prompt once a piece
+    "covey": {"gradient_checkpointing": False, "max_tokens_per_micro_batch": PROMPT + max(SIZES) * COMPLETION},
     "trl": {"gradient_checkpointing": False, "per_device_train_batch_size": 4},
 }
 
@@ -34,11 +36,11 @@ def points(trl: bool) -> list[tuple[str, str, int, Workload]]:
     made = []
     for size in SIZES:
         for prompt, curve in ((PROMPT, "G"), (WARM_UP_TOKENS, "G, no prompt")):
-            made.append(("covey", curve, size, Workload(f"G{size}-P{prompt}", prompt, GROUPS, size, 64)))
+            made.append(("covey", curve, size, Workload(f"G{size}-P{prompt}", prompt, GROUPS, size, COMPLETION)))
     for length in LENGTHS:
         made.append(("covey", "length", length, Workload(f"L{length}", 64, GROUPS, 8, length)))
     if trl:
-        made += [("trl", "G", n, Workload(f"G{n}-P{PROMPT}", PROMPT, GROUPS, n, 64)) for n in TRL_SIZES]
+        made += [("trl", "G", n, Workload(f"G{n}-P{PROMPT}", PROMPT, GROUPS, n, COMPLETION)) for n in TRL_SIZES]
     return made
 
 
@@ -71,7 +73,7 @@ def run(
             continue
         log = records.path.parent / "logs" / f"growth-{library}-{workload.name}.log"
         try:
-            worker = Worker.training(library, workload, model, _options(library, workload), log, threads)
+            worker = Worker.training(library, workload, model, OPTIONS[library], log, threads)
             try:
                 for number in range(have, rounds):
                     measured = worker.ask(lengths=workload.lengths(number))
@@ -83,12 +85,6 @@ def run(
             failures.append(f"{library} {curve} {at}: {error}")
     if failures:
         raise WorkerFailed("\n".join(failures))
-
-
-def _options(library: str, workload: Workload) -> dict[str, Any]:
-    """Covey: at least a whole group in a micro-batch, since it is what shares a prompt."""
-    whole_groups = {"per_device_train_batch_size": min(max(8, workload.group_size), workload.completions)}
-    return OPTIONS[library] | (whole_groups if library == "covey" else {})
 
 
 def summary(records: Records) -> dict[str, Any]:
@@ -139,7 +135,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     left.set(
         xlabel="completions per prompt, G",
         ylabel="seconds a step",
-        title=f"{GROUPS} prompts, 64 tokens each completion",
+        title=f"{GROUPS} prompts, {COMPLETION} tokens each completion",
     )
     left.legend()
     if "covey: length" in curves:

@@ -9,7 +9,6 @@ each row gets its length as its limit, and no token ends it. Tokens are drawn at
 code in every case. The lengths that came out are compared with those that were asked for after each step.
 """
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,7 @@ def build(
         _leave_out(trainer, options[PROBE], forced)
     {"covey": _force_covey, "trl": _force_trl}[library](trainer, forced)
     {"covey": _time_covey, "trl": _time_trl}[library](trainer, watch)
-    watch.count_positions(trainer.model.get_decoder().layers[0])
+    watch.count_positions(trainer.model.get_decoder().layers[0].input_layernorm)  # a recomputed layer runs it again
     return trainer
 
 
@@ -141,10 +140,15 @@ def _trainer_class(library: str) -> tuple[Any, Any]:
 
 
 def _force_covey(trainer: Any, forced: Forced) -> None:
-    engine = trainer.collector.engine
+    from covey.rollout.engines import native
+
+    engine, make_row = trainer.collector.engine, native.Row
     engine.eos_token_ids = set()
     limits: dict[int, int] = {}
     generate, collect = engine.generate, trainer.collector.collect
+
+    def row(request: Any, index: int, budget: int, *rest: Any) -> Any:
+        return make_row(request, index, limits.get(request.seeds[index], budget), *rest)
 
     async def with_limits(request: Any) -> Any:
         start = len(limits)
@@ -157,12 +161,8 @@ def _force_covey(trainer: Any, forced: Forced) -> None:
         forced.seen = [len(rollout.completion_ids) for rollout in rollouts]
         return rollouts
 
+    native.Row = row  # type: ignore[assignment, misc]
     engine.generate, trainer.collector.collect = with_limits, checked
-    if not hasattr(engine, "_budget"):
-        raise RuntimeError(
-            "the native engine no longer asks `_budget(row)` for a row's limit: force lengths another way"
-        )
-    engine._budget = lambda row: limits[row.seed]
 
 
 def _force_trl(trainer: Any, forced: Forced) -> None:
@@ -233,11 +233,9 @@ def _time_covey(trainer: Any, watch: Stopwatch) -> None:
     _time_common(trainer, watch)
     watch.wrap(trainer.collector, "collect", "generate")
     watch.wrap(type(trainer.rewards), "__call__", "score")
+    watch.wrap(trainer, "gather_experience", "other")
     for method in ("score_behaviour", "_check_engine"):
-        if hasattr(trainer, method):
-            watch.wrap(trainer, method, "score")
-        else:
-            warnings.warn(f"Covey's trainer has no `{method}`: its time counts as `other`", stacklevel=2)
+        watch.wrap(trainer, method, "score")
 
 
 def _time_trl(trainer: Any, watch: Stopwatch) -> None:

@@ -91,8 +91,9 @@ def _workload(name: str, entry: dict[str, Any]) -> str:
 
 def _settings(name: str, measured: dict[str, Any]) -> str:
     chosen = measured["settings"]
+    tokens = chosen.get("max_tokens_per_micro_batch")
     words = [
-        f"micro-batch {chosen.get('per_device_train_batch_size')}",
+        f"passes of {tokens} tokens" if tokens else f"micro-batch {chosen.get('per_device_train_batch_size')}",
         "gradient checkpointing" if chosen.get("gradient_checkpointing") else "no gradient checkpointing",
     ]
     if chosen.get("use_transformers_continuous_batching"):

@@ -58,14 +58,14 @@ class Stopwatch:
 
         setattr(owner, method, timed)
 
-    def count_positions(self, layer: Any) -> None:
-        """Count the token positions that a decoder layer is run on, by phase; a recomputation counts again."""
+    def count_positions(self, module: Any) -> None:
+        """Count the token positions that a module is run on, by phase; a recomputation counts again."""
 
-        def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
             self.positions[self.current] = self.positions.get(self.current, 0) + hidden.shape[:-1].numel()
 
-        layer.register_forward_pre_hook(note, with_kwargs=True)
+        module.register_forward_pre_hook(note, with_kwargs=True)
 
     def drain(self) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds and positions by phase since the last call."""
