@@ -40,11 +40,19 @@ def test_every_part_by_hand():
     # per token and layer: 4 * 16 hidden + 3 * 16 query + 3 * 8 key/value + 4 * 32 intermediate = 264
     assert m.activations == 96 * 2 * 264 * 4
     assert m.logits == 4 * 96 * 100 * 4
-    # 8 rows * 12 tokens * 2 layers * (8 + 8) channels
-    assert m.kv_cache == 8 * 12 * 2 * 16 * 4
+    # (8 rows * 8 tokens + 2 groups * 4) * 2 layers * (8 + 8) channels
+    assert m.kv_cache == (8 * 8 + 2 * 4) * 2 * 16 * 4
     assert m.training == 7888 * 4 * 5 + m.activations + m.logits
     assert m.sampling == 7888 * 4 * 4 + m.kv_cache
     assert m.peak == max(m.training, m.sampling)
+
+
+def test_the_memory_knob_bounds_activations_and_large_batches_stop_at_what_keeps_a_cpu_busy():
+    config = LlamaConfig(**TINY)
+    off = {"gradient_checkpointing": False, "use_cpu": True}
+    assert estimate(config, args(max_tokens_per_micro_batch=50, **off)).activations == 50 * 2 * 264 * 4
+    many = args(per_device_train_batch_size=800, **off)
+    assert estimate(config, many, prompt_tokens=4).activations == 1024 * 2 * 264 * 4
 
 
 def test_checkpointing_keeps_one_layer_and_the_borders():
@@ -59,7 +67,7 @@ def test_no_kl_penalty_means_no_reference():
 def test_smaller_chunks_and_fewer_rows_shrink_their_parts():
     m = estimate(LlamaConfig(**TINY), args(logprob_chunk_size=10, max_concurrent_completions=2), prompt_tokens=4)
     assert m.logits == 4 * 10 * 100 * 4
-    assert m.kv_cache == 2 * 12 * 2 * 16 * 4
+    assert m.kv_cache == (2 * 8 + 4) * 2 * 16 * 4
 
 
 def test_half_precision_weights_halve_what_is_stored():

@@ -161,7 +161,7 @@ def truncation(args: Any) -> str:
 def largest_part(m: MemoryEstimate, args: Any) -> str:
     """What takes the most memory, and how to shrink it."""
     advice = {
-        "activations": "per_device_train_batch_size (raise gradient_accumulation_steps to match)"
+        "activations": "max_tokens_per_micro_batch"
         + ("" if args.gradient_checkpointing else " or gradient_checkpointing=True"),
         "logits": "logprob_chunk_size",
         "kv_cache": "max_concurrent_completions",

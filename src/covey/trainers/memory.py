@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
+from covey.policy.lm_head_linear import TILE_BYTES
+from covey.trainers.passes import derived_budget
+
 ASSUMED_PROMPT_TOKENS = 256
 """Length of a prompt where nobody says."""
 
 LOGIT_COPIES = 4
-"""float32 copies of a chunk's logits alive at once in its backward pass: scaled, log-softmax, softmax, gradient."""
+"""float32 copies of a tile's logits alive at once in its backward pass, at most."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,14 @@ class MemoryEstimate:
             instead.
         gradients: one number per trainable parameter.
         optimizer: `optimizer_states(optim)` numbers per trainable parameter.
-        activations: what the backward pass needs of one micro-batch of T tokens, with L layers, H hidden units, Q
+        activations: what the backward pass needs of one pass of T tokens (`max_tokens_per_micro_batch`, or what is
+            derived in its place), with L layers, H hidden units, Q
             query, K key/value and I intermediate channels per token:
             T * L * (4H + 3Q + 3K + 4I) * bytes, or with checkpointing T * (L * H + 4H + 3Q + 3K + 4I) * bytes.
-        logits: `LOGIT_COPIES` * min(T, logprob_chunk_size) * vocabulary * 4.
-        kv_cache: rows decoded at once * (prompt + completion tokens) * L * 2K * bytes; sampling only.
+        logits: `LOGIT_COPIES` tiles of min(T, logprob_chunk_size) * vocabulary float32 numbers, or smaller ones of
+            `TILE_BYTES` on a plain linear head.
+        kv_cache: (rows decoded at once * completion tokens + their prompts, one for each group) * L * 2K * bytes;
+            sampling only.
         parameters: all parameters.
         trainable: those that are updated.
     """
@@ -87,16 +93,19 @@ def estimate(
     computed = 2 if args.bf16 or args.fp16 else stored
     completion_tokens = args.max_completion_length or (text.max_position_embeddings - prompt_tokens)
     sequence = prompt_tokens + completion_tokens
-    tokens = args.per_device_train_batch_size * sequence
+    device = args.device.type
+    tokens = args.max_tokens_per_micro_batch or derived_budget(args.per_device_train_batch_size, sequence, device)
     rows = min(args.max_concurrent_completions, args.per_device_train_batch_size * args.steps_per_generation)
+    cached = rows * completion_tokens + -(-rows // args.num_generations) * prompt_tokens
+    tile = min(min(tokens, args.logprob_chunk_size) * text.vocab_size * 4, TILE_BYTES.get(device, TILE_BYTES["cuda"]))
     return MemoryEstimate(
         weights=parameters * stored,
         reference=parameters * stored if args.beta and peft is None else 0,
         gradients=trainable * stored,
         optimizer=int(trainable * stored * optimizer_states(str(args.optim))),
         activations=tokens * activation_width(text, bool(args.gradient_checkpointing)) * computed,
-        logits=LOGIT_COPIES * min(tokens, args.logprob_chunk_size) * text.vocab_size * 4,
-        kv_cache=rows * sequence * text.num_hidden_layers * 2 * _key_width(text) * computed,
+        logits=LOGIT_COPIES * tile,
+        kv_cache=cached * text.num_hidden_layers * 2 * _key_width(text) * computed,
         parameters=parameters,
         trainable=trainable,
     )

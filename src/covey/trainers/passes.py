@@ -44,7 +44,7 @@ class Passes:
     ):
         self._parameters = parameters
         self._layout = layout
-        self._enough = ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"])
+        self._device_type = device_type
         self._max_tokens = max_tokens
         self.limit: int | None = None
         """Most tokens of a pass, learned from running out of memory; kept in checkpoints."""
@@ -62,7 +62,7 @@ class Passes:
         wanted = self._max_tokens
         if wanted is None:
             longest = (batch.prompt_lengths[batch.groups] + batch.lengths).max().item() if len(batch) else 1
-            wanted = min(rows * int(longest), max(self._enough, int(longest)))
+            wanted = derived_budget(rows, int(longest), self._device_type)
         return wanted if self.limit is None else min(wanted, self.limit)
 
     def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
@@ -169,6 +169,11 @@ class Passes:
     def _padded_until_proven(self) -> str:
         layout = self._layout()
         return "padded" if layout == "auto" else layout
+
+
+def derived_budget(rows: int, longest: int, device_type: str) -> int:
+    """Tokens of a pass where nobody says: what `rows` padded rollouts of `longest` tokens take, or what is enough."""
+    return min(rows * longest, max(ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"]), longest))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
