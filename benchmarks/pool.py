@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,6 @@ class Worker:
     def __init__(self, spec: dict[str, Any], log: Path, threads: int, module: str = "benchmarks.worker"):
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
-        self.steps = 0
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
@@ -50,6 +50,7 @@ class Worker:
                 text=True,
                 cwd=ROOT,
             )
+        self._folder = spec.get("folder")
         self._send(spec | {"threads": threads})
 
     @classmethod
@@ -107,7 +108,7 @@ class Worker:
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and remove its output folder."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -117,6 +118,8 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, command: dict[str, Any]) -> None:
         assert self._process.stdin is not None
