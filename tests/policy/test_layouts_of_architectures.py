@@ -213,3 +213,21 @@ def test_every_model_has_its_own_layout():
     with pytest.warns(UserWarning, match="Lfm2ForCausalLM cannot"):
         assert scorer.settle(reference, batch) == "padded"
     assert scorer.layout == "shared_prefix"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss", "Qwen3"])
+def test_rounding_is_not_taken_for_a_difference(name, dtype):
+    assert TokenScorer(lambda m: m, temperature=1.0).settle(tiny_of(name).to(dtype), ragged_batch()) == "shared_prefix"
+
+
+def test_half_precision_does_not_hide_that_sequences_mix():
+    """Every token sees a tenth of the token before it in the row: less than the rounding between layouts allows for."""
+    model = tiny_of("Llama").bfloat16()
+
+    def mix(module, args, output):
+        return output + 0.1 * output.roll(1, dims=1)
+
+    model.model.embed_tokens.register_forward_hook(mix)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM cannot use the packed layouts"):
+        assert TokenScorer(lambda m: m, temperature=1.0).settle(model, ragged_batch()) == "padded"
