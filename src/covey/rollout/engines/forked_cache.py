@@ -7,6 +7,7 @@ rows at once. No model is patched: the attention function is registered with tra
 keyword argument (`forked`) of the model's forward pass.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ class ForkedCache(Cache):
         self.row_capacity = 0
         self.attended = 0
         """Layers that have read the cache in the current step."""
-        self._stale = True
+        self._plan: _Plan | None = None  # None: rows have come or gone since
+        self._fixed_plan: _Plan | None = None
+        self._fixed_column: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -79,7 +82,7 @@ class ForkedCache(Cache):
                 (_stack(old[0], new[0], first, self._dtype), _stack(old[1], new[1], first, self._dtype))
                 for old, new in zip(self._prompts, added, strict=True)
             ]
-        self._stale = True
+        self._plan = None
         return list(range(first, len(self._prompt_lengths)))
 
     def add_rows(
@@ -99,7 +102,7 @@ class ForkedCache(Cache):
         places = slice(self.rows, self.rows + len(groups))
         self._owners += groups
         self._starts += [self._column - length for length in lengths]
-        self._stale = True
+        self._plan = None
         if own is None or not longest:
             return
         ends = torch.tensor(lengths, device=own[0][0].device)
@@ -121,11 +124,12 @@ class ForkedCache(Cache):
             self._column = 0
         used = sorted(set(self._owners))
         if len(used) < len(self._prompt_lengths):
-            self._prompts = [(k[:, used], v[:, used]) for k, v in self._prompts]
             self._prompt_lengths = [self._prompt_lengths[group] for group in used]
+            width = max(self._prompt_lengths, default=0)
+            self._prompts = [(k[:, used, :width], v[:, used, :width]) for k, v in self._prompts]
             renamed = {group: place for place, group in enumerate(used)}
             self._owners = [renamed[group] for group in self._owners]
-        self._stale = True
+        self._plan = None
 
     @property
     def _first(self) -> int:
@@ -165,7 +169,7 @@ class ForkedCache(Cache):
         self.capacity, self.row_capacity = tokens, rows
         self._starts = [start + shift for start in self._starts]
         self._column += shift
-        self._stale = True
+        self._plan = None
 
     def _storage(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's tensors, made on first use. Zeros, because masked garbage could be NaN."""
@@ -186,37 +190,83 @@ class ForkedCache(Cache):
         Returns:
             [rows, 1, 1, prompt + columns], or a dict of such by layer type for models that mix them.
         """
+        self.open_column()
+        if self._plan is None:
+            self._plan = self._new_plan(positions.device, self.rows, 1)
+        return self.masks(positions, config)
+
+    def open_column(self) -> None:
+        """Make a column writable for the next token of every row."""
         self._next_column()
-        self.attended = 0
-        if self._stale:
-            self._plan(positions.device)
-        self._everything_seen = self._uniform and not getattr(config, "sliding_window", None)
         self._seen_from, self._column = self._first, self._column + 1
-        own = torch.arange(self._seen_from, self._column, device=positions.device)
-        lengths, starts = self._lengths_tensor, self._starts_tensor[:, None]
-        of_prompt = torch.arange(self._prompt_width, device=positions.device)
-        token_positions = torch.cat([of_prompt.expand(len(starts), -1), own - starts + lengths[:, None]], dim=1)
-        exists = torch.cat([of_prompt < lengths[:, None], own >= starts], dim=1)
+        self.attended = 0
+
+    def begin_fixed_step(self, rows: int, device: torch.device) -> tuple[Any, ...]:
+        """The same for a step whose tensors have fixed shapes and places, so that it can be recorded and replayed.
+
+        `rows` are computed, those in use first, over the whole capacity; `masks` then belongs into the recording.
+
+        Returns:
+            What the recording depends on: while it is equal, a recorded step may be replayed.
+        """
+        self.open_column()
+        if self._plan is None or self._fixed_column is None:
+            seats = 1 << (max(map(self._owners.count, set(self._owners))) - 1).bit_length()
+            plan = self._new_plan(device, rows, seats)
+            if self._fixed_plan is not None and self._fixed_plan.accepts(plan):
+                self._fixed_plan.copy_(plan)
+            else:
+                self._fixed_plan = plan
+            self._plan = self._fixed_plan
+            if self._fixed_column is None:
+                self._fixed_column = torch.zeros(1, dtype=torch.int64, device=device)
+        self._fixed_column.fill_(self._column - 1)
+        stored = [x.data_ptr() for pair in (*self._prompts, *self._own.values()) for x in pair]
+        return rows, self.capacity, id(self._plan), tuple(stored)
+
+    def end_fixed_steps(self) -> None:
+        """Back to shapes that follow the rows; the column just opened is closed again."""
+        self._plan = self._fixed_plan = self._fixed_column = None
+        self._column -= 1
+
+    def masks(self, positions: Tensor, config: Any) -> Any:
+        """The mask(s) of `begin_step`, from tensors alone."""
+        assert self._plan is not None, "a step has begun"
+        plan = self._plan
+        fixed = self._fixed_column is not None
+        self._everything_seen = plan.uniform and not fixed and not getattr(config, "sliding_window", None)
+        columns = (0, self.capacity) if fixed else (self._seen_from, self._column)
+        own = torch.arange(*columns, device=positions.device)
+        starts, lengths = plan.starts[:, None], plan.lengths[:, None]
+        of_prompt = torch.arange(plan.width, device=positions.device)
+        token_positions = torch.cat([of_prompt.expand(len(starts), -1), own - starts + lengths], dim=1)
+        written = own >= starts
+        if self._fixed_column is not None:
+            written &= own <= self._fixed_column
+        exists = torch.cat([of_prompt < lengths, written], dim=1)
         return additive_masks(token_positions, exists, positions, config, self._dtype)
 
-    def _plan(self, device: torch.device) -> None:
-        """Tensors that say which row belongs where, until rows come or go."""
+    def _new_plan(self, device: torch.device, rows: int, least_seats: int) -> "_Plan":
+        """Which row belongs where, with places for `rows` rows; those not in use are computed and never read."""
         members: list[list[int]] = [[] for _ in self._prompt_lengths]
         for row, group in enumerate(self._owners):
             members[group].append(row)
-        seats = max(len(rows) for rows in members)
-        table = [rows + [0] * (seats - len(rows)) for rows in members]  # empty seats compute row 0 again, unread
-        seat_of = {row: group * seats + i for group, rows in enumerate(members) for i, row in enumerate(rows)}
-        order = [seat_of[row] for row in range(self.rows)]
-        self._aligned = order == list(range(len(members) * seats))
-        self._seats = seats
-        self._table = torch.tensor(table, device=device).flatten()
-        self._order = torch.tensor(order, device=device)
-        self._prompt_width = max(self._prompt_lengths) if self._prompts else 0
-        self._lengths_tensor = torch.tensor([self._prompt_lengths[group] for group in self._owners], device=device)
-        self._starts_tensor = torch.tensor(self._starts, device=device)
-        self._uniform = len(set(self._prompt_lengths)) == 1 and len(set(self._starts)) == 1
-        self._stale = False
+        seats = max(least_seats, *(len(some) for some in members))
+        table = [some + [0] * (seats - len(some)) for some in members]  # empty seats compute row 0 again, unread
+        seat_of = {row: group * seats + i for group, some in enumerate(members) for i, row in enumerate(some)}
+        unused = [0] * (rows - self.rows)
+        order = [seat_of[row] for row in range(self.rows)] + unused
+        lengths = [self._prompt_lengths[group] for group in self._owners] + unused
+        return _Plan(
+            table=torch.tensor(table, device=device).flatten(),
+            order=torch.tensor(order, device=device),
+            lengths=torch.tensor(lengths, device=device),
+            starts=torch.tensor(self._starts + unused, device=device),
+            seats=seats,
+            width=self._prompts[0][0].shape[2] if self._prompts else 0,
+            aligned=order == list(range(len(members) * seats)),
+            uniform=len(set(self._prompt_lengths)) == 1 and len(set(self._starts)) == 1,
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -225,11 +275,15 @@ class ForkedCache(Cache):
 
         They are `[kv_heads, rows, columns, head_dim]`: only `forked_attention` reads them.
         """
+        rows = key_states.shape[0]
         stored = self._storage(layer_idx, key_states)
         for tensor, new in zip(stored, (key_states, value_states), strict=True):
-            tensor[:, : self.rows, self._column - 1] = new[:, :, 0].transpose(0, 1)
-        columns = slice(self._seen_from, self._column)
-        return stored[0][:, : self.rows, columns], stored[1][:, : self.rows, columns]
+            if self._fixed_column is not None:
+                tensor[:, :rows].index_copy_(2, self._fixed_column, new.transpose(0, 1).to(self._dtype))
+            else:
+                tensor[:, :rows, self._column - 1] = new[:, :, 0].transpose(0, 1)
+        columns = slice(None) if self._fixed_column is not None else slice(self._seen_from, self._column)
+        return stored[0][:, :rows, columns], stored[1][:, :rows, columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by the longest row before this step."""
@@ -261,7 +315,8 @@ class ForkedCache(Cache):
         self.attended += 1
         rows, heads, _, dim = query.shape
         query = query.reshape(rows, len(keys), heads // len(keys), dim).transpose(0, 1)  # [kv, rows, per kv, D]
-        width = self._prompt_width
+        assert self._plan is not None, "a step has begun"
+        width = self._plan.width
         scores = query @ keys.transpose(2, 3)
         if width:
             prompt_keys, prompt_values = (x[:, :, :width] for x in self._prompts[layer])
@@ -286,14 +341,51 @@ class ForkedCache(Cache):
 
     def _of_groups(self, x: Tensor) -> Tensor:
         """[kv, rows, per kv, n] -> [kv, groups, seats * per kv, n]."""
-        if not self._aligned:
-            x = x.index_select(1, self._table)
-        return x.reshape(x.shape[0], len(self._prompt_lengths), self._seats * x.shape[2], x.shape[3])
+        assert self._plan is not None, "a step has begun"
+        if not self._plan.aligned:
+            x = x.index_select(1, self._plan.table)
+        return x.reshape(x.shape[0], -1, self._plan.seats * x.shape[2], x.shape[3])
 
     def _of_rows(self, x: Tensor) -> Tensor:
         """The way back."""
-        x = x.view(x.shape[0], len(self._prompt_lengths) * self._seats, -1, x.shape[3])
-        return x if self._aligned else x.index_select(1, self._order)
+        assert self._plan is not None, "a step has begun"
+        x = x.view(x.shape[0], x.shape[1] * self._plan.seats, -1, x.shape[3])
+        return x if self._plan.aligned else x.index_select(1, self._plan.order)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Which row belongs where, until rows come or go.
+
+    Attributes:
+        table: [groups * seats] the row in each seat of each group.
+        order: [rows] the seat of each row.
+        lengths: [rows] tokens of the row's prompt.
+        starts: [rows] the row's first column.
+        seats: most rows of a group.
+        width: tokens of the longest prompt stored.
+        aligned: the seats are the rows, in order.
+        uniform: nothing needs a mask: prompts of one length, rows of one start.
+    """
+
+    table: Tensor
+    order: Tensor
+    lengths: Tensor
+    starts: Tensor
+    seats: int
+    width: int
+    aligned: bool
+    uniform: bool
+
+    def accepts(self, other: "_Plan") -> bool:
+        """Whether a recording made with this plan can go on with the other's contents."""
+        same = [(x.seats, x.width, x.aligned, x.table.shape, x.order.shape) for x in (self, other)]
+        return same[0] == same[1]
+
+    def copy_(self, other: "_Plan") -> None:
+        """Take the other's contents."""
+        for name in ("table", "order", "lengths", "starts"):
+            getattr(self, name).copy_(getattr(other, name))
 
 
 def _nothing_like(x: Tensor, groups: int) -> Tensor:

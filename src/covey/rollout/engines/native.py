@@ -6,9 +6,11 @@ tools, rewards, training; how rows are kept (`rows`), caches (`forked_cache`, `r
 """
 
 import asyncio
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from covey.rollout.engines.drafts import verify
 from covey.rollout.engines.extension import compute_dtype, extend, logit_tiles
 from covey.rollout.engines.forked_cache import FORKED_ATTENTION, ForkedCache
 from covey.rollout.engines.packed_linear import packed_linears
+from covey.rollout.engines.recorded_step import RecordedStep, Recorder, record_cuda_graph
 from covey.rollout.engines.row_cache import RowCache
 from covey.rollout.engines.rows import Batch, Row, apply_moves, closing_moves
 from covey.rollout.sampling import describe
@@ -70,6 +73,9 @@ class NativeEngine:
         self._batch: Batch | None = None
         self._cache: ForkedCache | RowCache | None = None
         self._forks: bool | None = None
+        self._records: bool | None = None  # None: on CUDA
+        self._recorder: Recorder = record_cuda_graph
+        self._recorded: RecordedStep | None = None
         self._driver: asyncio.Task[None] | None = None
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
@@ -136,7 +142,7 @@ class NativeEngine:
             ):
                 yield
         finally:
-            self._cache = None  # the policy is about to change, and training needs the memory
+            self._cache = self._recorded = None  # the policy is about to change, and training needs the memory
 
     async def _drive(self) -> None:
         """Decode until nothing is left; between steps other coroutines run."""
@@ -152,7 +158,7 @@ class NativeEngine:
                     row.done.set_exception(error)
             for rows in (self._rows, self._admitted, self._waiting):
                 rows.clear()
-            self._cache = self._batch = None
+            self._cache = self._batch = self._recorded = None
             if not isinstance(error, Exception):
                 raise
 
@@ -166,10 +172,10 @@ class NativeEngine:
         self._settle()
         if self._cache is None:
             self._cache = self._new_cache()
-        groups: dict[int, list[Row]] = {}
+        groups: dict[tuple[int, ...], list[Row]] = {}
         for _ in range(min(free, len(self._waiting))):
             self._admitted.append(row := self._waiting.popleft())
-            groups.setdefault(id(row.request), []).append(row)
+            groups.setdefault(tuple(row.request.prompt_ids), []).append(row)
         admitted = list(groups.values())
         widths = {i: len(rows[0].request.prompt_ids) for i, rows in enumerate(admitted)}
         for places in _within(PREFILL_TOKENS, widths):
@@ -245,7 +251,14 @@ class NativeEngine:
         softcap = model.config._attn_implementation == "eager"  # transformers' SDPA ignores it
         if self._forks is None:
             self._forks = self._can_fork(ForkedCache(dtype, softcap))
-        return ForkedCache(dtype, softcap) if self._forks else RowCache(dtype)
+        if not self._forks:
+            return RowCache(dtype)
+        cache = ForkedCache(dtype, softcap)
+        if self._records if self._records is not None else next(model.parameters()).is_cuda:
+            self._recorded = RecordedStep(
+                cache, partial(self._run, cache), model.config.get_text_config(), self._recorder
+            )
+        return cache
 
     def _can_fork(self, cache: ForkedCache) -> bool:
         """Whether two rows behind a shared prompt see what an ordinary pass sees."""
@@ -288,13 +301,28 @@ class NativeEngine:
 
     def _forward(self, cache: ForkedCache | RowCache, tokens: Tensor, positions: Tensor) -> Tensor:
         """Feed every row of the cache its newest token; logits [rows, V]."""
+        if self._recorded is not None and self._recorded.cache is cache:
+            try:
+                return self._recorded(tokens, positions)
+            except RuntimeError as error:
+                warnings.warn(
+                    f"decoding runs step by step: {self._model().config.model_type} could not be recorded as a CUDA"
+                    f" graph ({error}). Samples are the same, more slowly.",
+                    stacklevel=2,
+                )
+                self._records, self._recorded = False, None
+                cache.end_fixed_steps()
+        masks = cache.begin_step(positions, self._model().config.get_text_config())
+        return self._run(cache, tokens[:, None], positions[:, None], masks)
+
+    def _run(self, cache: ForkedCache | RowCache, tokens: Tensor, positions: Tensor, masks: Any) -> Tensor:
+        """The model's forward pass over one token per row: [rows, 1] -> [rows, V]."""
         model = self._model()
-        masks = cache.begin_step(positions, model.config.get_text_config())
         forked = isinstance(cache, ForkedCache)
         with _attention(model, FORKED_ATTENTION) if forked else nullcontext():
             output = model(
-                input_ids=tokens[:, None],
-                position_ids=positions[:, None],
+                input_ids=tokens,
+                position_ids=positions,
                 attention_mask=masks,
                 past_key_values=cache,
                 use_cache=True,
