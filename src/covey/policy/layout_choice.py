@@ -109,7 +109,8 @@ def _objection(layout: str, model: Any, score: Score, expected: Tensor, noise: f
     if not difference <= tolerance(model, noise):
         return f"log-probs differ by {difference:.2g} on average with {layout}, by {noise:.2g} through rounding alone"
     leak = _leak(layout, model, score, actual)
-    if not leak <= noise + max(1e-6, torch.finfo(_precision(model)).eps):
+    # Nothing but the changed tokens differs, so most models give the same bits; experts may round differently.
+    if not leak <= noise + (1e-6 if _precision(model).itemsize >= 4 else 1e-3):
         return f"log-probs differ by {leak:.2g} on average with {layout} when another rollout of the row changes"
     return None
 
