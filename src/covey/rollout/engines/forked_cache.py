@@ -7,7 +7,6 @@ rows at once. No model is patched: the attention function is registered with tra
 keyword argument (`forked`) of the model's forward pass.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from covey.rollout.engines.cache_parts import additive_masks, keys_and_values
+from covey.rollout.engines.seating import Seating
 
 FORKED_ATTENTION = "covey_forked"
 """The attention implementation a decoding step runs under."""
@@ -49,8 +49,8 @@ class ForkedCache(Cache):
         self.row_capacity = 0
         self.attended = 0
         """Layers that have read the cache in the current step."""
-        self._plan: _Plan | None = None  # None: rows have come or gone since
-        self._fixed_plan: _Plan | None = None
+        self._seating: Seating | None = None  # None: rows have come or gone since
+        self._fixed_seating: Seating | None = None
         self._fixed_column: Tensor | None = None
 
     @property
@@ -82,7 +82,7 @@ class ForkedCache(Cache):
                 (_stack(old[0], new[0], first, self._dtype), _stack(old[1], new[1], first, self._dtype))
                 for old, new in zip(self._prompts, added, strict=True)
             ]
-        self._plan = None
+        self._seating = None
         return list(range(first, len(self._prompt_lengths)))
 
     def add_rows(
@@ -102,7 +102,7 @@ class ForkedCache(Cache):
         places = slice(self.rows, self.rows + len(groups))
         self._owners += groups
         self._starts += [self._column - length for length in lengths]
-        self._plan = None
+        self._seating = None
         if own is None or not longest:
             return
         ends = torch.tensor(lengths, device=own[0][0].device)
@@ -129,7 +129,7 @@ class ForkedCache(Cache):
             self._prompts = [(k[:, used, :width], v[:, used, :width]) for k, v in self._prompts]
             renamed = {group: place for place, group in enumerate(used)}
             self._owners = [renamed[group] for group in self._owners]
-        self._plan = None
+        self._seating = None
 
     @property
     def _first(self) -> int:
@@ -169,7 +169,7 @@ class ForkedCache(Cache):
         self.capacity, self.row_capacity = tokens, rows
         self._starts = [start + shift for start in self._starts]
         self._column += shift
-        self._plan = None
+        self._seating = None
 
     def _storage(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's tensors, made on first use. Zeros, because masked garbage could be NaN."""
@@ -191,8 +191,8 @@ class ForkedCache(Cache):
             [rows, 1, 1, prompt + columns], or a dict of such by layer type for models that mix them.
         """
         self.open_column()
-        if self._plan is None:
-            self._plan = self._new_plan(positions.device, self.rows, 1)
+        if self._seating is None:
+            self._seating = self._new_seating(positions.device, self.rows, 1)
         return self.masks(positions, config)
 
     def open_column(self) -> None:
@@ -210,35 +210,35 @@ class ForkedCache(Cache):
             What the recording depends on: while it is equal, a recorded step may be replayed.
         """
         self.open_column()
-        if self._plan is None or self._fixed_column is None:
+        if self._seating is None or self._fixed_column is None:
             seats = 1 << (max(map(self._owners.count, set(self._owners))) - 1).bit_length()
-            plan = self._new_plan(device, rows, seats)
-            if self._fixed_plan is not None and self._fixed_plan.accepts(plan):
-                self._fixed_plan.copy_(plan)
+            seating = self._new_seating(device, rows, seats)
+            if self._fixed_seating is not None and self._fixed_seating.accepts(seating):
+                self._fixed_seating.copy_(seating)
             else:
-                self._fixed_plan = plan
-            self._plan = self._fixed_plan
+                self._fixed_seating = seating
+            self._seating = self._fixed_seating
             if self._fixed_column is None:
                 self._fixed_column = torch.zeros(1, dtype=torch.int64, device=device)
         self._fixed_column.fill_(self._column - 1)
         stored = [x.data_ptr() for pair in (*self._prompts, *self._own.values()) for x in pair]
-        return rows, self.capacity, id(self._plan), tuple(stored)
+        return rows, self.capacity, id(self._seating), tuple(stored)
 
     def end_fixed_steps(self) -> None:
         """Back to shapes that follow the rows; the column just opened is closed again."""
-        self._plan = self._fixed_plan = self._fixed_column = None
+        self._seating = self._fixed_seating = self._fixed_column = None
         self._column -= 1
 
     def masks(self, positions: Tensor, config: Any) -> Any:
         """The mask(s) of `begin_step`, from tensors alone."""
-        assert self._plan is not None, "a step has begun"
-        plan = self._plan
+        assert self._seating is not None, "a step has begun"
+        seating = self._seating
         fixed = self._fixed_column is not None
-        self._everything_seen = plan.uniform and not fixed and not getattr(config, "sliding_window", None)
+        self._everything_seen = seating.uniform and not fixed and not getattr(config, "sliding_window", None)
         columns = (0, self.capacity) if fixed else (self._seen_from, self._column)
         own = torch.arange(*columns, device=positions.device)
-        starts, lengths = plan.starts[:, None], plan.lengths[:, None]
-        of_prompt = torch.arange(plan.width, device=positions.device)
+        starts, lengths = seating.starts[:, None], seating.lengths[:, None]
+        of_prompt = torch.arange(seating.width, device=positions.device)
         token_positions = torch.cat([of_prompt.expand(len(starts), -1), own - starts + lengths], dim=1)
         written = own >= starts
         if self._fixed_column is not None:
@@ -246,27 +246,9 @@ class ForkedCache(Cache):
         exists = torch.cat([of_prompt < lengths, written], dim=1)
         return additive_masks(token_positions, exists, positions, config, self._dtype)
 
-    def _new_plan(self, device: torch.device, rows: int, least_seats: int) -> "_Plan":
-        """Which row belongs where, with places for `rows` rows; those not in use are computed and never read."""
-        members: list[list[int]] = [[] for _ in self._prompt_lengths]
-        for row, group in enumerate(self._owners):
-            members[group].append(row)
-        seats = max(least_seats, *(len(some) for some in members))
-        table = [some + [0] * (seats - len(some)) for some in members]  # empty seats compute row 0 again, unread
-        seat_of = {row: group * seats + i for group, some in enumerate(members) for i, row in enumerate(some)}
-        unused = [0] * (rows - self.rows)
-        order = [seat_of[row] for row in range(self.rows)] + unused
-        lengths = [self._prompt_lengths[group] for group in self._owners] + unused
-        return _Plan(
-            table=torch.tensor(table, device=device).flatten(),
-            order=torch.tensor(order, device=device),
-            lengths=torch.tensor(lengths, device=device),
-            starts=torch.tensor(self._starts + unused, device=device),
-            seats=seats,
-            width=self._prompts[0][0].shape[2] if self._prompts else 0,
-            aligned=order == list(range(len(members) * seats)),
-            uniform=len(set(self._prompt_lengths)) == 1 and len(set(self._starts)) == 1,
-        )
+    def _new_seating(self, device: torch.device, rows: int, least_seats: int) -> Seating:
+        width = self._prompts[0][0].shape[2] if self._prompts else 0
+        return Seating.of(self._owners, self._prompt_lengths, self._starts, width, rows, least_seats, device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -315,8 +297,8 @@ class ForkedCache(Cache):
         self.attended += 1
         rows, heads, _, dim = query.shape
         query = query.reshape(rows, len(keys), heads // len(keys), dim).transpose(0, 1)  # [kv, rows, per kv, D]
-        assert self._plan is not None, "a step has begun"
-        width = self._plan.width
+        assert self._seating is not None, "a step has begun"
+        width = self._seating.width
         scores = query @ keys.transpose(2, 3)
         if width:
             prompt_keys, prompt_values = (x[:, :, :width] for x in self._prompts[layer])
@@ -341,51 +323,16 @@ class ForkedCache(Cache):
 
     def _of_groups(self, x: Tensor) -> Tensor:
         """[kv, rows, per kv, n] -> [kv, groups, seats * per kv, n]."""
-        assert self._plan is not None, "a step has begun"
-        if not self._plan.aligned:
-            x = x.index_select(1, self._plan.table)
-        return x.reshape(x.shape[0], -1, self._plan.seats * x.shape[2], x.shape[3])
+        assert self._seating is not None, "a step has begun"
+        if not self._seating.aligned:
+            x = x.index_select(1, self._seating.table)
+        return x.reshape(x.shape[0], -1, self._seating.seats * x.shape[2], x.shape[3])
 
     def _of_rows(self, x: Tensor) -> Tensor:
         """The way back."""
-        assert self._plan is not None, "a step has begun"
-        x = x.view(x.shape[0], x.shape[1] * self._plan.seats, -1, x.shape[3])
-        return x if self._plan.aligned else x.index_select(1, self._plan.order)
-
-
-@dataclass(slots=True)
-class _Plan:
-    """Which row belongs where, until rows come or go.
-
-    Attributes:
-        table: [groups * seats] the row in each seat of each group.
-        order: [rows] the seat of each row.
-        lengths: [rows] tokens of the row's prompt.
-        starts: [rows] the row's first column.
-        seats: most rows of a group.
-        width: tokens of the longest prompt stored.
-        aligned: the seats are the rows, in order.
-        uniform: nothing needs a mask: prompts of one length, rows of one start.
-    """
-
-    table: Tensor
-    order: Tensor
-    lengths: Tensor
-    starts: Tensor
-    seats: int
-    width: int
-    aligned: bool
-    uniform: bool
-
-    def accepts(self, other: "_Plan") -> bool:
-        """Whether a recording made with this plan can go on with the other's contents."""
-        same = [(x.seats, x.width, x.aligned, x.table.shape, x.order.shape) for x in (self, other)]
-        return same[0] == same[1]
-
-    def copy_(self, other: "_Plan") -> None:
-        """Take the other's contents."""
-        for name in ("table", "order", "lengths", "starts"):
-            getattr(self, name).copy_(getattr(other, name))
+        assert self._seating is not None, "a step has begun"
+        x = x.view(x.shape[0], x.shape[1] * self._seating.seats, -1, x.shape[3])
+        return x if self._seating.aligned else x.index_select(1, self._seating.order)
 
 
 def _nothing_like(x: Tensor, groups: int) -> Tensor:
