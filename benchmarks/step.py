@@ -27,8 +27,7 @@ from benchmarks.pool import Worker, WorkerFailed
 from benchmarks.records import Records
 from benchmarks.workloads import WORKLOADS, Workload
 
-COVEY_BEST: dict[str, Any] = {"gradient_checkpointing": False, "max_tokens_per_micro_batch": 1536}
-"""Passes of one whole group of W1 or W2, some of W3's."""
+COVEY_BEST: dict[str, Any] = {"gradient_checkpointing": False}
 MICRO_BATCHES = (4, 8, 16, 32)
 PROBE_COMPLETIONS = 16
 CONTENDERS = ("covey_default", "trl_default", "covey_best", "trl_best")

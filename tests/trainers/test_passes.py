@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 import tiny
 from covey.trainers.experience import Experience, nominal_parts
-from covey.trainers.passes import is_out_of_memory
+from covey.trainers.passes import derived_budget, is_out_of_memory
 from exact import KeepFloat64
 
 OUT = torch.OutOfMemoryError("injected")
@@ -185,3 +185,17 @@ def test_fewer_passes_than_micro_steps_leave_the_last_one_busy():
 
 def test_nominal_micro_batches_take_their_rows_from_every_rank():
     assert [part.tolist() for part in nominal_parts(8, 2, 2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "largest", "device", "tokens"),
+    [
+        (8, 192, 1088, "cpu", 1088),  # a group of a 64-token prompt and 8 x 128 stays whole
+        (8, 100, 300, "cpu", 800),  # never more than 8 padded rows
+        (64, 100, 300, "cpu", 1024),  # enough for a CPU
+        (64, 100, 300, "cuda", 6400),
+        (2, 576, 1536, "cpu", 1152),  # a group is cut where the user's batch size is smaller
+    ],
+)
+def test_the_derived_budget(rows, longest, largest, device, tokens):
+    assert derived_budget(rows, longest, largest, device) == tokens

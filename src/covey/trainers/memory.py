@@ -94,7 +94,9 @@ def estimate(
     completion_tokens = args.max_completion_length or (text.max_position_embeddings - prompt_tokens)
     sequence = prompt_tokens + completion_tokens
     device = args.device.type
-    tokens = args.max_tokens_per_micro_batch or derived_budget(args.per_device_train_batch_size, sequence, device)
+    group = prompt_tokens + args.num_generations * completion_tokens
+    derived = derived_budget(args.per_device_train_batch_size, sequence, group, device)
+    tokens = args.max_tokens_per_micro_batch or derived
     rows = min(args.max_concurrent_completions, args.per_device_train_batch_size * args.steps_per_generation)
     cached = rows * completion_tokens + -(-rows // args.num_generations) * prompt_tokens
     tile = min(min(tokens, args.logprob_chunk_size) * text.vocab_size * 4, TILE_BYTES.get(device, TILE_BYTES["cuda"]))

@@ -53,7 +53,7 @@ class Passes:
         """Most tokens of a pass over this batch.
 
         Derived, it is what `rows` rollouts take when padded to the longest: the memory that the user's batch size
-        stands for. Where the hardware is busy with fewer tokens, those suffice.
+        stands for. Where the hardware is busy with fewer tokens, those suffice, or the largest group whole.
 
         Args:
             batch: rollouts of one optimizer step, or of one process's share of it.
@@ -61,8 +61,12 @@ class Passes:
         """
         wanted = self._max_tokens
         if wanted is None:
-            longest = (batch.prompt_lengths[batch.groups] + batch.lengths).max().item() if len(batch) else 1
-            wanted = derived_budget(rows, int(longest), self._device_type)
+            sequences = batch.prompt_lengths[batch.groups] + batch.lengths
+            whole = sequences
+            if self._padded_until_proven() == "shared_prefix":
+                whole = batch.prompt_lengths.index_add(0, batch.groups, batch.lengths)
+            longest, largest = (int(sizes.max()) if len(sizes) else 1 for sizes in (sequences, whole))
+            wanted = derived_budget(rows, longest, largest, self._device_type)
         return wanted if self.limit is None else min(wanted, self.limit)
 
     def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
@@ -171,9 +175,16 @@ class Passes:
         return "padded" if layout == "auto" else layout
 
 
-def derived_budget(rows: int, longest: int, device_type: str) -> int:
-    """Tokens of a pass where nobody says: what `rows` padded rollouts of `longest` tokens take, or what is enough."""
-    return min(rows * longest, max(ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"]), longest))
+def derived_budget(rows: int, longest: int, largest: int, device_type: str) -> int:
+    """Tokens of a pass where nobody says: what keeps the device busy, within the user's batch size.
+
+    Args:
+        rows: rollouts of a nominal micro-batch.
+        longest: tokens of the longest rollout; `rows` of these, padded, are the most that a pass may take.
+        largest: tokens of the largest group, which is not cut below that bound.
+        device_type: "cpu", "cuda", ...
+    """
+    return min(rows * longest, max(ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"]), largest))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
