@@ -120,17 +120,18 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def _vllm_environment(threads: int, python: str) -> dict[str, str]:
-    """What vLLM's CPU build asks for: threads bound to cores, its allocator and its OpenMP where they are installed."""
+    """vLLM's allocator and OpenMP, where they are installed, and all of it in one process.
+
+    As several processes its scheduler spins on one of two cores while its worker computes on both.
+    """
     libraries = [
         *sorted(glob("/usr/lib/*/libtcmalloc_minimal.so.4"))[:1],
         *glob(str(Path(python).parent.parent / "lib" / "libiomp5.so")),
     ]
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
     return _environment(threads) | {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "LD_PRELOAD": ":".join(libraries),
     }
