@@ -198,7 +198,8 @@ def _measure(workload: Workload, workers: list[Worker], rounds: int) -> dict[str
         for worker in workers[first:] + workers[:first]:
             result = worker.run(work)
             label = f"round {turn} of {rounds}" if turn else "warming up"
-            print(f"{workload.name} {label}: {worker.name} {result['seconds']:.2f} s", file=sys.stderr, flush=True)
+            spent = f"{result['seconds']:.2f} s, {result['cpu_seconds']:.2f} core-seconds"
+            print(f"{workload.name} {label}: {worker.name} {spent}", file=sys.stderr, flush=True)
             if turn > 0:
                 seconds[worker.name].append(result["seconds"])
                 cpu_seconds[worker.name].append(result["cpu_seconds"])
