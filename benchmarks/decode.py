@@ -114,9 +114,9 @@ def _cpu_seconds(group: int) -> float:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Threads that sleep when they wait: two that spin would starve whatever else the machine does."""
+    """The usual waiting of threads: only one worker computes at a time, and threads that sleep wake too slowly."""
     kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    return kept | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    return kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
 def _vllm_environment(threads: int, python: str) -> dict[str, str]:

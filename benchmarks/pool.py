@@ -36,7 +36,6 @@ class Worker:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "passive",  # a thread that waits must not take a core from the one that computes
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
         }

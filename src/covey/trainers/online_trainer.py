@@ -24,6 +24,7 @@ from covey.policy.scoring import first_and_last
 from covey.rollout.collector import Draw
 from covey.rollout.speculation import reuse_stats
 from covey.trainers import assembly
+from covey.trainers.allocator import keep_freed_memory
 from covey.trainers.arguments import accepts_old_names
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_dataset
@@ -99,6 +100,8 @@ class OnlineTrainer(PolicyUpdates):
             optimizers=optimizers,
         )
         assembly.refuse_sharding(self)
+        if self.accelerator.device.type == "cpu":
+            keep_freed_memory()
         self.compute_loss_func = policy_loss  # never called: it tells Trainer that the loss is already normalised
         self.algorithm: Algorithm = self.make_algorithm(args)
         self.algebra = args.algebra(args.world_size)
