@@ -45,8 +45,10 @@ def test_the_engines_logprobs_are_the_scorers(real):
 
     rollouts = collected(real, 16)
     batch = collate(rollouts)
-    for layout in ("packed", "padded"):
-        scores = TokenScorer(lambda m: m, temperature=1.0, layout=layout).split(real[0], batch, 8, entropy=True)
+    for layout in ("shared_prefix", "packed", "padded"):
+        scorer = TokenScorer(lambda m: m, temperature=1.0, layout=layout)
+        with torch.no_grad():
+            scores = scorer(real[0], batch, entropy=True)
         torch.testing.assert_close(scores.logprobs, batch.engine_logprobs, rtol=0, atol=1e-4)
         entropies = torch.tensor([e for r in rollouts for e in r.entropies])
         torch.testing.assert_close(scores.entropies, entropies, rtol=0, atol=1e-3)

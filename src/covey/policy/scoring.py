@@ -83,19 +83,6 @@ class TokenScorer:
                 self.layout = self._layouts[inner]
         return self._layouts[inner]
 
-    @torch.no_grad()
-    def split(self, model: Any, batch: TrainBatch, rows: int, *, entropy: bool = False) -> TokenScores:
-        """Score without gradient, `rows` rollouts at a time, the model in inference mode."""
-        with inference_mode_of(self.unwrap(model)):
-            parts = [self(model, part, entropy=entropy) for part in batch.split(rows)]
-        if not parts:
-            empty = torch.zeros(0, device=batch.token_ids.device)
-            return TokenScores(empty, empty if entropy else None)
-        joined = torch.cat([part.logprobs for part in parts])
-        return TokenScores(
-            joined, torch.cat([p.entropies for p in parts if p.entropies is not None]) if entropy else None
-        )
-
     def _score(self, model: Any, batch: TrainBatch, layout: str, entropy: bool) -> TokenScores:
         inner = self.unwrap(model)
         inputs = LAYOUTS[layout](batch, self.pad_token_id)
