@@ -23,7 +23,7 @@ reached.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -51,10 +51,6 @@ class ModelSize:
         head_size = config.get("head_dim") or hidden // heads
         attention = hidden * head_size * (2 * heads + 2 * kv_heads)
         return cls(layers * (attention + 3 * hidden * inner), hidden * config["vocab_size"], layers, heads * head_size)
-
-    def to_dict(self) -> dict[str, int]:
-        """For a record."""
-        return asdict(self)
 
 
 def positions(prompt: int, lengths: Sequence[int]) -> int:

@@ -105,9 +105,18 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     ]
 
 
-def summary(records: Records) -> dict[str, Any]:
-    """Curves, and how long each library takes to the accuracy that TRL ends with."""
-    runs = {library: {r["seed"]: r for r in records.find(part="learn", library=library)} for library in LIBRARIES}
+def summary(records: Records, steps: int | None = None) -> dict[str, Any]:
+    """Curves, and how long each library takes to the accuracy that TRL ends with.
+
+    Args:
+        records: measurements.
+        steps: only runs of so many optimizer steps are compared; None: as many as the run that was written down last.
+    """
+    known = records.find(part="learn")
+    if not known:
+        return {}
+    alike = [run for run in known if run["steps"] == (steps or known[-1]["steps"])]
+    runs = {library: {run["seed"]: run for run in alike if run["library"] == library} for library in LIBRARIES}
     seeds = sorted(set(runs["covey"]) & set(runs["trl"]))
     found: dict[str, Any] = {"runs": {library: list(by_seed.values()) for library, by_seed in runs.items() if by_seed}}
     if not seeds:
@@ -185,7 +194,7 @@ def main() -> None:
     records = Records(given.records)
     choice = {name: getattr(given, name) for name in ("steps", "seeds", "every", "samples", "prompts", "threads")}
     run(records, model_path(given.model), **choice)
-    found = summary(records)
+    found = summary(records, given.steps)
     plot(found, given.plot)
     print(learn_tables(found))
 

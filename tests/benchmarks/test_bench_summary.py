@@ -77,13 +77,29 @@ def test_mean_curve_is_point_by_point():
     assert mean_curve([[(1.0, 0.0), (2.0, 1.0)], [(3.0, 0.5), (4.0, 0.0)]]) == [(2.0, 0.25), (3.0, 0.5)]
 
 
+def add_learning(records, library, seconds, seed=0):
+    """A run of three steps, each as long as given."""
+    points = [{"step": i, "seconds": i * seconds, "accuracy": a} for i, a in enumerate([0.0, 0.5, 0.8, 0.8])]
+    records.add(part="learn", library=library, seed=seed, steps=3, accuracy=points, reward=[], seconds=3 * seconds)
+
+
 def test_learning_compares_times_to_the_accuracy_trl_ends_with(records):
     for library, seconds in (("covey", 10.0), ("trl", 30.0)):
-        points = [{"step": i, "seconds": i * seconds, "accuracy": a} for i, a in enumerate([0.0, 0.5, 0.8, 0.8])]
-        records.add(part="learn", library=library, seed=0, accuracy=points, reward=[], seconds=3 * seconds)
+        add_learning(records, library, seconds)
     found = learn_summary(records)
     assert found["trl_over_covey"] == pytest.approx(3.0)
     assert found["mean_of_seeds"]["accuracy"] == pytest.approx(0.8)
+
+
+def test_learning_runs_of_other_lengths_are_not_mixed(records):
+    add_learning(records, "covey", 10.0)
+    add_learning(records, "trl", 30.0)
+    points = [{"step": 0, "seconds": 0.0, "accuracy": 0.0}, {"step": 1, "seconds": 9.0, "accuracy": 0.1}]
+    records.add(part="learn", library="covey", seed=0, steps=1, accuracy=points, reward=[], seconds=9.0)
+    assert learn_summary(records, 3)["trl_over_covey"] == pytest.approx(3.0)
+    latest = learn_summary(records)
+    assert [run["steps"] for run in latest["runs"]["covey"]] == [1] and "trl" not in latest["runs"]
+    assert learn_summary(records, 5) == {}
 
 
 def test_growth_separates_prompt_from_completions(records):
