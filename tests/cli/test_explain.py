@@ -53,6 +53,17 @@ def test_refills_and_prompts_by_difficulty_are_told_where_they_are_on():
     assert "dynamic_sample" not in explain(GRPOConfig())
 
 
+def test_what_becomes_of_earlier_completions_is_told_where_they_are_reused():
+    exact = words(explain(GRPOConfig(speculative_reuse="exact")))
+    assert "its last completions are drafts (speculative_reuse=exact): they are checked in one pass" in exact
+    assert "a prompt keeps its seeds from epoch to epoch" in exact
+    assert "sampling/reused_token_fraction says what share of the tokens was not decoded" in exact
+    lenient = GRPOConfig(speculative_reuse="lenient", speculative_lenience=1.2, max_completion_length=None)
+    text = words(explain(lenient))
+    assert "probability min(1, lenience * p_now / p_then), with speculative_lenience=1.2" in text
+    assert "speculative_reuse" not in explain(GRPOConfig())
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

@@ -1,6 +1,7 @@
 """The memory estimate against models small enough to count by hand."""
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from covey.trainers.grpo_config import GRPOConfig
@@ -29,12 +30,13 @@ def test_parameters_are_those_of_the_model(config):
 def test_parameters_by_hand():
     # embeddings and head 2 * 100 * 16 = 3200; per layer: q, o 2 * 16 * 16 = 512, k, v 2 * 16 * 8 = 256,
     # mlp 3 * 16 * 32 = 1536, norms 2 * 16 = 32: 2336, twice 4672; last norm 16. 3200 + 4672 + 16 = 7888
-    assert count_parameters(LlamaConfig(**TINY)) == (7888, 7888)
+    # linear: all but the embedding 1600 and the norms 80
+    assert count_parameters(LlamaConfig(**TINY)) == (7888, 7888, 6208)
 
 
 def test_every_part_by_hand():
     # prompt 4 + completion 8 = 12 tokens; 8 completions = 96 tokens; float32
-    m = estimate(LlamaConfig(**TINY), args(beta=0.1, gradient_checkpointing=False), prompt_tokens=4)
+    m = estimate(LlamaConfig(**TINY), args(beta=0.1, gradient_checkpointing=False, use_cpu=True), prompt_tokens=4)
     assert m.weights == m.reference == m.gradients == 7888 * 4
     assert m.optimizer == 2 * 7888 * 4
     # per token and layer: 4 * 16 hidden + 3 * 16 query + 3 * 8 key/value + 4 * 32 intermediate = 264
@@ -43,16 +45,31 @@ def test_every_part_by_hand():
     # (8 rows * 8 tokens + 2 groups * 4) * 2 layers * (8 + 8) channels
     assert m.kv_cache == (8 * 8 + 2 * 4) * 2 * 16 * 4
     assert m.training == 7888 * 4 * 5 + m.activations + m.logits
-    assert m.sampling == 7888 * 4 * 4 + m.kv_cache
+    assert m.sampling == 7888 * 4 * 4 + m.kv_cache + m.packed
     assert m.peak == max(m.training, m.sampling)
 
 
 def test_the_memory_knob_bounds_activations_and_large_batches_stop_at_what_keeps_a_cpu_busy():
     config = LlamaConfig(**TINY)
     off = {"gradient_checkpointing": False, "use_cpu": True}
-    assert estimate(config, args(max_tokens_per_micro_batch=50, **off)).activations == 50 * 2 * 264 * 4
+    assert estimate(config, args(max_tokens_per_micro_batch=50, **off), prompt_tokens=4).activations == 50 * 2 * 264 * 4
     many = args(per_device_train_batch_size=800, **off)
     assert estimate(config, many, prompt_tokens=4).activations == 1024 * 2 * 264 * 4
+
+
+def test_a_rollout_is_never_cut():
+    m = estimate(LlamaConfig(**TINY), args(max_tokens_per_micro_batch=5, gradient_checkpointing=False), prompt_tokens=4)
+    assert m.activations == (4 + 8) * 2 * 264 * 4
+
+
+def test_a_cpu_samples_in_float32_from_a_second_copy_of_the_linear_layers(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    config, half = LlamaConfig(**TINY), {"model_init_kwargs": {"dtype": "bfloat16"}}
+    assert estimate(config, args(use_cpu=True)).packed == 6208 * 4
+    assert estimate(config, args(use_cpu=True, **half)).packed == 0
+    assert estimate(config, GRPOConfig(bf16=True, use_cpu=True)).packed == 0
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert estimate(config, args(use_cpu=True)).packed == 0
 
 
 def test_checkpointing_keeps_one_layer_and_the_borders():

@@ -191,12 +191,16 @@ def tokens(run: Run) -> list[str]:
     a, length = run.algebra, run.args.max_completion_length
     prompts = f"with prompts of {run.prompt_tokens} tokens"
     if length is None:
-        return ["max_completion_length is unset: completions run until the model's context is full, so no bound here."]
+        return [
+            "max_completion_length is unset: completions run until the model's context is full, so no bound here.",
+            *sentences.reuse(run.args),
+        ]
     return [
         f"A generation samples at most {a.generation_batch_size * length:,} tokens "
         f"({a.generation_batch_size} completions of up to {length}).",
         f"An update trains on at most {a.completions_per_update * length:,} completion tokens, and {prompts} reads at "
         f"most {a.completions_per_update * (length + run.prompt_tokens):,} in all.",
+        *sentences.reuse(run.args),
     ]
 
 
@@ -215,6 +219,7 @@ def memory(run: Run) -> list[str]:
         "activations": m.activations,
         "logits": m.logits,
         "KV cache": m.kv_cache,
+        "packed weights": m.packed,
     }
     table = [f"{name:<16}{readable(size):>12}" for name, size in parts.items()]
     return [

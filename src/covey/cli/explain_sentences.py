@@ -75,6 +75,29 @@ def choice_of_prompts(args: Any, a: BatchAlgebra) -> list[str]:
     return lines
 
 
+def reuse(args: Any) -> list[str]:
+    """What becomes of a prompt's earlier completions when it comes again."""
+    if args.speculative_reuse is None:
+        return []
+    what = (
+        f"When a prompt comes again, its last completions are drafts (speculative_reuse={args.speculative_reuse}): "
+        "they are checked in one pass, and decoded on only from where they no longer hold. "
+    )
+    metric = " sampling/reused_token_fraction says what share of the tokens was not decoded."
+    if args.speculative_reuse == "exact":
+        how = (
+            "A draft holds as far as sampling afresh with the same seed would give the same tokens, so no "
+            "completion depends on it; to that end a prompt keeps its seeds from epoch to epoch."
+        )
+    else:
+        how = (
+            "A token of a draft stays with probability min(1, lenience * p_now / p_then), with "
+            f"speculative_lenience={args.speculative_lenience:g}; tokens that stay are a little off-policy and are "
+            "trained on as if they were not."
+        )
+    return [what + how + metric]
+
+
 def clipping(args: Any) -> str:
     """What becomes of ratios that drift away from 1."""
     low, high = args.epsilon, args.resolved_epsilon_high

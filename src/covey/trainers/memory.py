@@ -7,9 +7,10 @@ parts by the number of processes. Not counted: CUDA's own context, fragmentation
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from covey.policy.lm_head_linear import TILE_BYTES
 from covey.trainers.passes import derived_budget
@@ -32,13 +33,15 @@ class MemoryEstimate:
         gradients: one number per trainable parameter.
         optimizer: `optimizer_states(optim)` numbers per trainable parameter.
         activations: what the backward pass needs of one pass of T tokens (`max_tokens_per_micro_batch`, or what is
-            derived in its place), with L layers, H hidden units, Q
-            query, K key/value and I intermediate channels per token:
+            derived in its place, but a rollout of full length at least, as none is cut), with L layers, H hidden units,
+            Q query, K key/value and I intermediate channels per token:
             T * L * (4H + 3Q + 3K + 4I) * bytes, or with checkpointing T * (L * H + 4H + 3Q + 3K + 4I) * bytes.
         logits: `LOGIT_COPIES` tiles of min(T, logprob_chunk_size) * vocabulary float32 numbers, or smaller ones of
             `TILE_BYTES` on a plain linear head.
         kv_cache: (rows decoded at once * completion tokens + their prompts, one for each group) * L * 2K * bytes;
             sampling only.
+        packed: the weights of linear layers once more, in the order in which MKL multiplies a few rows; only while
+            sampling, in float32 and on a CPU.
         parameters: all parameters.
         trainable: those that are updated.
     """
@@ -50,6 +53,7 @@ class MemoryEstimate:
     activations: int
     logits: int
     kv_cache: int
+    packed: int
     parameters: int
     trainable: int
 
@@ -61,7 +65,7 @@ class MemoryEstimate:
     @property
     def sampling(self) -> int:
         """Bytes at the height of a generation."""
-        return self._resident + self.kv_cache
+        return self._resident + self.kv_cache + self.packed
 
     @property
     def peak(self) -> int:
@@ -88,7 +92,7 @@ def estimate(
         ValueError: the config belongs to no causal language model.
     """
     text = config.get_text_config()
-    parameters, trainable = count_parameters(config, peft)
+    parameters, trainable, linear = count_parameters(config, peft)
     stored = _stored_bytes(config, args)
     computed = 2 if args.bf16 or args.fp16 else stored
     completion_tokens = args.max_completion_length or (text.max_position_embeddings - prompt_tokens)
@@ -96,7 +100,7 @@ def estimate(
     device = args.device.type
     group = prompt_tokens + args.num_generations * completion_tokens
     derived = derived_budget(args.per_device_train_batch_size, sequence, group, device)
-    tokens = args.max_tokens_per_micro_batch or derived
+    tokens = max(args.max_tokens_per_micro_batch or derived, sequence)
     rows = min(args.max_concurrent_completions, args.per_device_train_batch_size * args.steps_per_generation)
     cached = rows * completion_tokens + -(-rows // args.num_generations) * prompt_tokens
     tile = min(min(tokens, args.logprob_chunk_size) * text.vocab_size * 4, TILE_BYTES.get(device, TILE_BYTES["cuda"]))
@@ -108,13 +112,22 @@ def estimate(
         activations=tokens * activation_width(text, bool(args.gradient_checkpointing)) * computed,
         logits=LOGIT_COPIES * tile,
         kv_cache=cached * text.num_hidden_layers * 2 * _key_width(text) * computed,
+        packed=linear * 4 if device == "cpu" and computed == 4 and torch.backends.mkl.is_available() else 0,
         parameters=parameters,
         trainable=trainable,
     )
 
 
-def count_parameters(config: Any, peft: dict[str, Any] | None = None) -> tuple[int, int]:
-    """(all, trainable) parameters of a causal language model, and of its LoRA adapter if there is one; exact.
+class Counts(NamedTuple):
+    """Parameters of a model: all, those that are updated, and the weights of its plain linear layers, head included."""
+
+    parameters: int
+    trainable: int
+    linear: int
+
+
+def count_parameters(config: Any, peft: dict[str, Any] | None = None) -> Counts:
+    """Parameters of a causal language model, and of its LoRA adapter if there is one; exact.
 
     Raises:
         ValueError: transformers has no causal language model for this config.
@@ -123,13 +136,12 @@ def count_parameters(config: Any, peft: dict[str, Any] | None = None) -> tuple[i
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-        base = model.num_parameters()
-        if peft is None:
-            return base, base
-        from peft import LoraConfig, get_peft_model
+        if peft is not None:
+            from peft import LoraConfig, get_peft_model
 
-        adapted = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **peft}))
-        return adapted.num_parameters(), adapted.num_parameters(only_trainable=True)
+            model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **peft}))
+    linear = sum(module.weight.numel() for module in model.modules() if type(module) is nn.Linear)
+    return Counts(model.num_parameters(), model.num_parameters(only_trainable=True), linear)
 
 
 def activation_width(text: Any, checkpointing: bool) -> int:
