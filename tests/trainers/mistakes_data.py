@@ -20,6 +20,11 @@ def prompts(*values):
     return [{"prompt": value, "answer": "4"} for value in values]
 
 
+def stream():
+    """The rows, to be read forward only."""
+    return Dataset.from_list(tiny.rows()).to_iterable_dataset()
+
+
 def data(what, dataset, *says, **settings):
     """A mistake in the training dataset; a function makes one from the bench."""
     return Mistake(what, lambda b: b.build(settings, train_dataset=dataset() if callable(dataset) else dataset), says)
@@ -157,17 +162,24 @@ DATASETS = [
     ),
     data(
         "Gave an iterable dataset without max_steps",
-        lambda: Dataset.from_list(tiny.rows()).to_iterable_dataset(),
+        stream,
         "max_steps has to be specified",
         max_steps=-1,
     ),
     data(
         'Used dynamic_sample or prompt_sampler="difficulty" with a dataset that can only be read forward',
-        lambda: Dataset.from_list(tiny.rows()).to_iterable_dataset(),
+        stream,
         "dynamic_sample=True looks prompts up by their number",
         r"`train_dataset` \(IterableDataset\) can only be read forward",
         "Give a dataset with a length",
         dynamic_sample=True,
+    ),
+    Mistake(
+        "Set an option that has no effect",
+        lambda b: b.train({"dataloader_num_workers": 2}, train_dataset=stream()),
+        ("`dataloader_num_workers=2` has no effect", "a dataset without a length is read forward"),
+        TRAINING,
+        UserWarning,
     ),
     Mistake(
         "Made the same mistake in the evaluation dataset",

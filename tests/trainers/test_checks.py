@@ -165,6 +165,12 @@ POINTED_OUT = [
     ),
     (prompts.refills_are_counted, GRPOConfig, {"max_resample_times": 5}, "dynamic_sample is False"),
     (prompts.no_prompt_is_starved, GRPOConfig, {"difficulty_floor": 0.5}, "prompt_sampler is 'uniform'"),
+    (
+        prompts.workers_know_what_to_read,
+        GRPOConfig,
+        {"prompt_sampler": "difficulty", "dataloader_num_workers": 2},
+        "`dataloader_num_workers=2` has no effect: with prompt_sampler='difficulty'",
+    ),
     (penalties.reference_sync_needs_a_reference, GRPOConfig, {"ref_model_sync_steps": 9}, "sync_ref_model is False"),
     (penalties.kl_options_need_kl, GRPOConfig, {"kl_estimator": "k1"}, "beta is 0"),
     (penalties.kl_options_need_kl, RLOOConfig, {"use_bias_correction_kl": False}, "carries no gradient"),

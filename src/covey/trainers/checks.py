@@ -49,6 +49,7 @@ RULES: tuple[Rule, ...] = (
     sampling.dr_grpo_has_a_length,
     prompts.refills_are_counted,
     prompts.no_prompt_is_starved,
+    prompts.workers_know_what_to_read,
     loss.clipping_leaves_a_range,
     loss.delta_is_beyond_the_clip,
     loss.cispo_has_its_cap,

@@ -5,6 +5,7 @@ draws; the others carry nothing, because the completions are already waiting in 
 sees the same permutation and takes its own slice, so the data does not depend on accelerate's sharding.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any
@@ -222,6 +223,12 @@ def train_loader(
 ) -> DataLoader:
     """Training steps over a dataset with or without a length; with `starts` they only mark where generations begin."""
     if not hasattr(dataset, "__len__"):
+        if workers:
+            warnings.warn(
+                f"`dataloader_num_workers={workers}` has no effect: a dataset without a length is read forward by the"
+                " process that trains, because every worker would have to read all of it.",
+                stacklevel=2,
+            )
         rows = dataset.shuffle(seed=seed) if shuffle and hasattr(dataset, "shuffle") else dataset
         return _loader(DrawStream(rows, algebra, rank, training=True), batch_size=None, seed=seed)
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)

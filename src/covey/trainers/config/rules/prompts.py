@@ -26,3 +26,10 @@ def no_prompt_is_starved(args: Any) -> None:
     )
     if args.prompt_sampler != "difficulty":
         ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
+
+
+def workers_know_what_to_read(args: Any) -> None:
+    """Dataloader workers read ahead only where it is known which rows come next (streams: `sampler.train_loader`)."""
+    if args.prompt_sampler == "difficulty":
+        because = "with prompt_sampler='difficulty' a generation's prompts are chosen, and read, when it begins"
+        ignored(args, ["dataloader_num_workers"], because)
