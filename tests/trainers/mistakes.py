@@ -15,6 +15,23 @@ from covey import GRPOTrainer, RLOOTrainer
 
 CONFIG, CONSTRUCTION, TRAINING = "config", "construction", "training"
 
+SIZES = {
+    name: getattr(tiny.config(), name)
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "pad_token_id",
+        "eos_token_id",
+        "bos_token_id",
+    )
+}
+"""Of models of other architectures that go with the tiny tokenizer."""
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -55,8 +72,10 @@ class Bench:
     def config(self, method: str = "grpo", **settings: Any) -> Any:
         return runs.config(self.output_dir, method, **{"max_steps": 1, **settings})
 
-    def build(self, settings: dict[str, Any] | None = None, method: str = "grpo", **parts: Any) -> Any:
-        """A trainer of a tiny model; `parts` are trainer arguments, `settings` config fields."""
+    def build(
+        self, settings: dict[str, Any] | None = None, method: str = "grpo", trainer: Any = None, **parts: Any
+    ) -> Any:
+        """A trainer of a tiny model; `parts` are its arguments, `settings` config fields, `trainer` another class."""
         defaults: dict[str, Any] = {
             "model": tiny.model(),
             "reward_funcs": runs.longer,
@@ -66,9 +85,9 @@ class Bench:
         if "args" not in parts:
             parts["args"] = self.config(method, **(settings or {}))
         self.stage = CONSTRUCTION
-        trainer = (GRPOTrainer if method == "grpo" else RLOOTrainer)(**{**defaults, **parts})
+        made = (trainer or (GRPOTrainer if method == "grpo" else RLOOTrainer))(**{**defaults, **parts})
         self.stage = TRAINING
-        return trainer
+        return made
 
     def train(self, settings: dict[str, Any] | None = None, **parts: Any) -> Any:
         trainer = self.build(settings, **parts)

@@ -3,9 +3,11 @@
 import peft
 import runs
 import torch
-from mistakes import Bench, Mistake
+from mistakes import SIZES, TRAINING, Bench, Mistake
 from transformers import (
     BitsAndBytesConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
@@ -16,6 +18,7 @@ from transformers import (
 )
 
 import tiny
+from covey import GRPOTrainer
 
 QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
 T5 = {"vocab_size": 104, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -63,6 +66,35 @@ class Processor(ProcessorMixin):
 
     def __init__(self):
         self.tokenizer = tiny.tokenizer()
+
+
+def hybrid():
+    kinds = ["conv", "full_attention"]
+    return Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=kinds, block_auto_adjust_ff_dim=False))
+
+
+def of_other_logits(when=lambda asked: True):
+    """A model that doubles its logits in the calls that `when` picks by their keyword arguments."""
+
+    def double(module, args, asked, output):
+        if when(asked):
+            output.logits = 2 * output.logits
+        return output
+
+    model = tiny.model()
+    model.register_forward_hook(double, with_kwargs=True)
+    return model
+
+
+def launched_with(sharding):
+    """A trainer class under a launcher that shards."""
+
+    class Launched(GRPOTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            setattr(self, sharding, True)
+
+    return Launched
 
 
 def with_config_of(cls):
@@ -208,6 +240,33 @@ MODELS = [
         lambda b: b.build({"beta": 0.1, "sync_ref_model": True}, peft_config=lora()),
         ("sync_ref_model=True with an adapter", "cannot follow it", "Set sync_ref_model=False or train the whole"),
     ),
+    Mistake(
+        "Gave a model with linear attention, state-space or convolution layers",
+        lambda b: b.build(model=hybrid()),
+        ("Lfm2ForCausalLM has layers of kind conv", "cannot sample from", "supports full and sliding-window attention"),
+    ),
+    Mistake(
+        "Gave a model whose head does more than Covey knows",
+        lambda b: b.train(model=of_other_logits()),
+        ("LlamaForCausalLM turns hidden states into logits in a way", "they differ by", "Supported: a linear head"),
+        TRAINING,
+    ),
+    Mistake(
+        "Gave a model that answers otherwise with a cache than without",
+        lambda b: b.train(model=of_other_logits(when=lambda asked: asked.get("use_cache"))),
+        ("differ from the model's own by", "LlamaForCausalLM is not sampled from as it is", "please report the model"),
+        TRAINING,
+    ),
+    Mistake(
+        "Put an adapter on the head with cast_lm_head_to_fp32",
+        lambda b: b.train(
+            {"cast_lm_head_to_fp32": True},
+            model=tiny.model(tie_word_embeddings=False),
+            peft_config=lora(target_modules=["lm_head"]),
+        ),
+        ("this model's is a Linear", "Set cast_lm_head_to_fp32=False, or keep the head out of the adapter"),
+        TRAINING,
+    ),
 ]
 
 ARGUMENTS = [
@@ -236,6 +295,14 @@ ARGUMENTS = [
             (f"`{name}`", "not available in this version", "Leave it out"),
         )
         for name, value in {"tools": [print], "rollout_func": print, "environment_factory": print}.items()
+    ),
+    *(
+        Mistake(
+            "Launched with FSDP or DeepSpeed",
+            lambda b, sharding=sharding: b.build(trainer=launched_with(sharding)),
+            (f"{name} is not yet supported", "on one process or on several with DDP", f"Launch without {name}"),
+        )
+        for name, sharding in {"FSDP": "is_fsdp_enabled", "DeepSpeed": "is_deepspeed_enabled"}.items()
     ),
     Mistake(
         "Chose an output_dir that is a file or cannot be written to",

@@ -135,6 +135,20 @@ SETTINGS = [
         "would never come again",
     ),
     setting(
+        "Used speculative_reuse with a repetition penalty",
+        {"speculative_reuse": "exact", "repetition_penalty": 1.1},
+        r"speculative_reuse='exact' with repetition_penalty=1\.1",
+        "cannot be checked in one pass",
+        "Leave one of the two out",
+    ),
+    setting(
+        "Used speculative_reuse with another engine",
+        {"speculative_reuse": "lenient", "use_vllm": True},
+        "speculative_reuse='lenient' with use_vllm=True",
+        "only the built-in engine can check earlier completions",
+        "Leave one of the two out",
+    ),
+    setting(
         "Switched on a feature of a later release",
         {"use_vllm": True},
         "use_vllm=True is not yet supported",

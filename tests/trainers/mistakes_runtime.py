@@ -1,0 +1,113 @@
+"""Mistakes that show while a run computes: layouts, attention, memory, devices."""
+
+import pytest
+import torch
+from mistakes import SIZES, TRAINING, Mistake
+from transformers import AttentionInterface, AttentionMaskInterface, StableLmConfig, StableLmForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+import tiny
+
+
+def stable_lm():
+    """A model whose attention is not told where the sequences of a row end."""
+    torch.manual_seed(0)
+    return StableLmForCausalLM(StableLmConfig(**SIZES))
+
+
+def of_other_attention():
+    """A model that was given an attention of the user's own."""
+    AttentionInterface.register("my_attention", sdpa_attention_forward)
+    AttentionMaskInterface.register("my_attention", sdpa_mask)
+    model = tiny.model()
+    model.set_attn_implementation("my_attention")
+    return model
+
+
+def short_of_memory(bench, fits):
+    """Trains where only passes of `fits` rollouts fit into memory."""
+    trainer = bench.build()
+    compute = trainer.compute_loss
+
+    def compute_loss(model, inputs, *args, **kwargs):
+        if len(inputs) > fits:
+            raise torch.OutOfMemoryError("injected")
+        return compute(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    return trainer.train()
+
+
+def without_cuda_graphs(bench):
+    """Samples where decoding steps are recorded, by a device that cannot."""
+
+    def fail(step):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    trainer = bench.build()
+    engine = trainer.collector.engine
+    engine._records, engine._recorder = True, fail
+    return trainer.train()
+
+
+def without_kernels(bench):
+    """Asks for the LM head's kernels on a device that has none."""
+    pytest.importorskip("triton")
+    from covey.policy.lm_head_tiles import Curve
+    from covey.policy.lm_head_triton import fastest_tiles
+
+    fastest_tiles.cache_clear()
+    return fastest_tiles((2, 7), torch.float32, Curve(), False, torch.device("cpu"))
+
+
+RUNTIME = [
+    Mistake(
+        "Insisted on an attn_layout that the model cannot use",
+        lambda b: b.train({"attn_layout": "packed"}, model=stable_lm()),
+        ("attn_layout='packed' is wrong for StableLmForCausalLM", "Set attn_layout='auto' or 'padded'"),
+        TRAINING,
+    ),
+    Mistake(
+        "Trained a model that cannot use the packed layouts",
+        lambda b: b.train(model=stable_lm()),
+        ("StableLmForCausalLM cannot use the packed layouts", "Set attn_layout='padded' to silence this"),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
+        "Chose another attention implementation",
+        lambda b: b.train(model=of_other_attention()),
+        ("attn_implementation='my_attention', as was asked for", "Leave it out to let completions share their prompt"),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
+        "Chose batch sizes for which memory does not suffice",
+        lambda b: short_of_memory(b, fits=1),
+        ("it is repeated in parts of at most", "Nothing is lost but time", "start with max_tokens_per_micro_batch="),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
+        "Sampled completions of which a single one does not fit into memory",
+        lambda b: short_of_memory(b, fits=0),
+        ("a single rollout of [0-9]+ tokens", "Set gradient_checkpointing=True, a smaller max_completion_length"),
+        TRAINING,
+        torch.OutOfMemoryError,
+    ),
+    Mistake(
+        "Trained on a GPU whose decoding steps cannot be recorded",
+        without_cuda_graphs,
+        ("llama could not be recorded as a CUDA graph", "operation not permitted", "Samples are the same, more slowly"),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
+        "Trained where the LM head's Triton kernels do not run",
+        without_kernels,
+        ("Triton kernels are not used", "torch's operations serve"),
+        TRAINING,
+        UserWarning,
+    ),
+]
