@@ -72,7 +72,7 @@ ALIASES: dict[str, Alias] = {
     "token_level_kl": _removed("RLOO subtracts the KL of the whole completion from its reward"),
     "dataset_num_proc": _removed("the dataset is not rewritten before training"),
     "local_rollout_forward_batch_size": _removed(
-        "log-probabilities are computed in batches of per_device_train_batch_size completions"
+        "log-probabilities are computed in passes planned by tokens, which max_tokens_per_micro_batch bounds"
     ),
     "num_sample_generations": _removed("set log_completions and logging_steps to see completions while training"),
     "stop_token": _removed("completions stop at the end-of-sequence ids of the model's generation config"),
