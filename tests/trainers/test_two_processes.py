@@ -84,3 +84,12 @@ def test_two_processes_equal_one(tmp_path, case):
         assert two["history"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
     for a, b in zip(one["weights"], two["weights"], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_processes_take_the_layout_that_suits_all_of_them(tmp_path):
+    one = run(tmp_path / "1", {"method": "grpo"}, 1)
+    two = run(tmp_path / "2", {"method": "grpo", "pads_at_the_last": True}, 2)
+    assert (one["layout"], two["layout"]) == ("shared_prefix", "padded")
+    assert two["history"]["loss"] == pytest.approx(one["history"]["loss"], rel=1e-4, abs=1e-6)
+    for a, b in zip(one["weights"], two["weights"], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

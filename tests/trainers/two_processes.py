@@ -39,6 +39,7 @@ if __name__ == "__main__":
     lora = settings.pop("lora", False)
     settled = settings.pop("settled", False)
     out_of_memory = settings.pop("out_of_memory", False)
+    pads_at_the_last = settings.pop("pads_at_the_last", False)
     torch.set_num_threads(1)
     parts = {}
     if lora:
@@ -50,6 +51,8 @@ if __name__ == "__main__":
     trained = runs.trainer(output, method, parts=parts, **settings)
     if out_of_memory:
         run_out_of_memory(trained)
+    if pads_at_the_last and trained.accelerator.process_index == trained.accelerator.num_processes - 1:
+        trained.scorer._prove = lambda model, device: "padded"
     trained.train()
     if trained.accelerator.is_main_process:
         names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
@@ -57,6 +60,7 @@ if __name__ == "__main__":
         torch.save(
             {
                 "history": {name: runs.history(trained, name) for name in names},
+                "layout": trained.scorer.layout,
                 "weights": [parameter.detach() for parameter in trained.policy.parameters()],
             },
             f"{output}/result.pt",

@@ -5,13 +5,14 @@ process happened to sample: all processes run the same forward passes and single
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch
+from covey.core.out_of_memory import is_out_of_memory
 from covey.policy.attention import PACKED_ATTENTION
 
 ROW_LAYOUTS = ("shared_prefix", "packed")
@@ -19,6 +20,9 @@ ROW_LAYOUTS = ("shared_prefix", "packed")
 
 LONGEST_WINDOW = 512
 """Sliding windows up to this many tokens are tried out; the layouts treat longer ones no differently."""
+
+LAYOUTS_BY_SPEED = (*ROW_LAYOUTS, "padded")
+"""All layouts, fastest first; whatever one of them suits, those after it suit too."""
 
 Score = Callable[[str, TrainBatch], Tensor]
 """(layout, batch) -> the model's log-probs [N] in that layout."""
@@ -65,6 +69,11 @@ def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -
     return "padded"
 
 
+def slowest(layouts: Iterable[str]) -> str:
+    """The layout that suits all processes, where each has found one of its own."""
+    return max(layouts, key=LAYOUTS_BY_SPEED.index)
+
+
 def made_up_rollouts(config: Any, device: torch.device) -> TrainBatch:
     """Random tokens, two siblings for each of two prompts: a leak between any two shows. One outgrows the window."""
     config = config.get_text_config()
@@ -103,6 +112,8 @@ def _objection(layout: str, model: Any, score: Score, expected: Tensor, noise: f
     try:
         actual = score(layout, made_up_rollouts(model.config, expected.device))
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise  # says nothing about the layout
         return f"{layout} fails with {type(error).__name__}: {error}"
     difference = (actual - expected).abs().mean().item()
     # Not "difference > ...", which not-a-number would pass.

@@ -83,6 +83,13 @@ class TokenScorer:
                 self.layout = self._layouts[inner]
         return self._layouts[inner]
 
+    def adopt(self, model: Any, layout: str) -> None:
+        """Score a model in another layout than it was settled in, as where processes have to agree on one."""
+        inner = self.unwrap(model)
+        self._layouts[inner] = layout
+        if next(iter(self._layouts)) is inner:
+            self.layout = layout
+
     def _score(self, model: Any, batch: TrainBatch, layout: str, entropy: bool) -> TokenScores:
         inner = self.unwrap(model)
         inputs = LAYOUTS[layout](batch, self.pad_token_id)

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch
+from covey.core.out_of_memory import is_out_of_memory
 from covey.core.planning import pass_tokens, plan_passes
 from covey.core.ragged import token_index
 
 ENOUGH_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens with which a forward pass keeps the hardware busy; larger ones take memory and gain nothing."""
-
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
-"""What allocators that raise a plain RuntimeError say."""
 
 
 class Passes:
@@ -71,11 +69,14 @@ class Passes:
 
     def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
         """Cut a batch into passes, the largest first; what was skipped is counted with the first."""
-        planned = plan_passes(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
-        parts = [batch.select(part) for part in planned]
+        parts = [batch.select(part) for part in self._planned(batch, rows, at_least)]
         if parts:
             parts[0].skipped_tokens, parts[0].skipped_rows = batch.skipped_tokens, batch.skipped_rows
         return parts
+
+    def count(self, batch: TrainBatch, rows: int) -> int:
+        """How many passes `plan` would make."""
+        return len(self._planned(batch, rows))
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         """Run one planned pass, in smaller ones where memory runs out.
@@ -90,7 +91,13 @@ class Passes:
         Raises:
             torch.OutOfMemoryError: a single rollout does not fit.
         """
-        losses = [self._attempt(piece, backward) for piece in self._within_limit(part)]
+        losses, todo = [], [part]
+        while todo:
+            pieces = self._within_limit(todo.pop())  # the limit may have sunk since it was cut
+            if len(pieces) > 1:
+                todo += reversed(pieces)
+            else:
+                losses.append(self._attempt(pieces[0], backward))
         return torch.stack(losses).sum()
 
     def score(self, batch: TrainBatch, rows: int, score: Callable[[TrainBatch], Tensor]) -> Tensor:
@@ -105,17 +112,21 @@ class Passes:
             [N], in the batch's order; float32.
         """
         values = torch.zeros(batch.num_tokens, device=batch.token_ids.device)
-        todo = plan_passes(batch, self.budget(batch, rows), self._padded_until_proven())
+        todo = self._planned(batch, rows)[::-1]
         while todo:
             chosen = todo.pop()
             part = batch.select(chosen)
+            pieces = self._cut(part)
+            if len(pieces) > 1:
+                todo += [chosen[piece] for piece in reversed(pieces)]
+                continue
             try:
                 values[token_index(chosen, batch.lengths)] = score(part).float()
                 continue
             except (RuntimeError, MemoryError) as error:
                 self._check_survivable(error, part)
             self._shrink(part)
-            todo += [chosen[piece] for piece in plan_passes(part, self.limit or 1, self._padded_until_proven())]
+            todo.append(chosen)
         return values
 
     # ---- running out of memory -------------------------------------------------------------------------------------
@@ -135,14 +146,19 @@ class Passes:
             return self.run(part, backward)
 
     def _within_limit(self, part: TrainBatch) -> list[TrainBatch]:
-        if self.limit is None or len(part) <= 1:
+        cut = self._cut(part)
+        if len(cut) == 1:
             return [part]
-        layout = self._padded_until_proven()
-        if pass_tokens(part, range(len(part)), layout) <= self.limit:
-            return [part]
-        pieces = [part.select(rows) for rows in plan_passes(part, self.limit, layout)]
+        pieces = [part.select(rows) for rows in cut]
         pieces[0].skipped_tokens, pieces[0].skipped_rows = part.skipped_tokens, part.skipped_rows
         return pieces
+
+    def _cut(self, part: TrainBatch) -> list[Tensor]:
+        """The rollouts of pieces that keep to the limit, the largest first; all in one if the part does."""
+        layout, everything = self._padded_until_proven(), range(len(part))
+        if self.limit is None or len(part) <= 1 or pass_tokens(part, everything, layout) <= self.limit:
+            return [torch.arange(len(part), device=part.lengths.device)]
+        return plan_passes(part, self.limit, layout)
 
     def _check_survivable(self, error: Exception, part: TrainBatch) -> None:
         """Let the error go on if it is another one, or if there is nothing left to cut."""
@@ -158,7 +174,8 @@ class Passes:
     def _shrink(self, part: TrainBatch) -> None:
         """Halve the limit, and say so once."""
         tokens = pass_tokens(part, range(len(part)), self._padded_until_proven())
-        first, self.limit = self.limit is None, max(1, tokens // 2)
+        first, known = self.limit is None, self.limit or tokens
+        self.limit = max(1, min(tokens // 2, known))  # never more than was learned before
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -169,6 +186,9 @@ class Passes:
                 f" max_tokens_per_micro_batch={self.limit}.",
                 stacklevel=3,
             )
+
+    def _planned(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[Tensor]:
+        return plan_passes(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
 
     def _padded_until_proven(self) -> str:
         layout = self._layout()
@@ -187,13 +207,6 @@ def derived_budget(rows: int, longest: int, largest: int, device_type: str) -> i
     return min(rows * longest, max(ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"]), largest))
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on whatever device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
-
-
 def _grad_state(parameter: nn.Parameter) -> tuple[int, int]:
     """Changes whenever something is added to the gradient."""
     grad = parameter.grad
@@ -202,15 +215,25 @@ def _grad_state(parameter: nn.Parameter) -> tuple[int, int]:
 
 @contextmanager
 def _set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Whatever is added to these parameters' gradients within is forgotten: they have their share already."""
+    """Whatever is added to these parameters' gradients within is forgotten: they have their share already.
+
+    Each is forgotten as soon as it is written, so that at most one of them takes memory beside what is kept.
+    """
     kept = [(parameter, parameter.grad) for parameter in parameters]
+    hooks = [parameter.register_post_accumulate_grad_hook(_forget_grad) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for parameter, grad in kept:
             parameter.grad = grad
+
+
+def _forget_grad(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _random_state() -> tuple[Tensor, Tensor | None]:

@@ -6,6 +6,7 @@ process, in which forward passes), then run pass by pass. Not here: how experien
 """
 
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from covey.core.objective import LossInputs, policy_loss
 from covey.core.planning import pass_tokens, plan_ranks
 from covey.core.stats import Mean, Stat
 from covey.observability.phases import PhaseTimer
+from covey.policy.layout_choice import slowest
 from covey.policy.scoring import TokenScorer
 from covey.trainers.entropy import EntropyController, exact_quantile
 from covey.trainers.evaluation import SampledEvaluation
@@ -39,11 +41,14 @@ class PolicyUpdates(SampledEvaluation):
     phases: PhaseTimer
     _entropy_known: bool
     """The engine measured entropies while sampling this generation."""
+    _layouts_agree = False
+    """All processes score in the same layout."""
 
     def _forget_step(self) -> None:
         """Start an optimizer step's books."""
         self._unbooked: dict[str, Stat] = {}
-        self._micro_step, self._step_seconds, self._step_entropy = 0, 0.0, Mean(0.0, 0.0)
+        self._micro_step, self._step_passes, self._step_seconds = 0, 0, 0.0
+        self._step_entropy = Mean(0.0, 0.0)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train from the start or from a checkpoint; nothing is left over from an earlier, interrupted call."""
@@ -108,7 +113,7 @@ class PolicyUpdates(SampledEvaluation):
             stretch = stretch.without_signal_dropped()
         shares = plan_ranks(stretch, self.accelerator.num_processes, self.scorer.layout)
         rows = self.args.per_device_train_batch_size
-        most = max(len(self.passes.plan(stretch.select(share), rows)) for share in shares)
+        most = max(self.passes.count(stretch.select(share), rows) for share in shares) if len(shares) > 1 else 1
         mine = stretch.select(shares[self.accelerator.process_index])
         if self.args.top_entropy_quantile < 1.0:
             mine.entropy_threshold = self._entropy_threshold(mine)
@@ -116,13 +121,13 @@ class PolicyUpdates(SampledEvaluation):
             mine.skipped_tokens, mine.skipped_rows = stretch.skipped_tokens, stretch.skipped_rows
         planned = self.passes.plan(mine, rows, at_least=most)
         self.experience.spread(planned, micro_steps)
+        self._step_passes += len(planned)
         self.metrics.add(self._plan_stats(planned, mine.skipped_rows), "train")
 
     def _plan_stats(self, planned: list[TrainBatch], skipped: int) -> dict[str, Stat]:
         tokens = sum(pass_tokens(part, range(len(part)), self.scorer.layout) for part in planned)
         run = sum(len(part) for part in planned)
         return {
-            "passes/count": Mean(float(len(planned)), 1.0),
             "passes/tokens": Mean(float(tokens), float(len(planned))),
             "passes/skipped_rollouts": Mean(float(skipped), float(run + skipped)),
         }
@@ -165,9 +170,24 @@ class PolicyUpdates(SampledEvaluation):
         return sum(self.passes.run(part, forward).item() for part in parts)
 
     def _settle_layout(self, batch: TrainBatch) -> None:
-        """Let the scorer choose its layout before anything is planned: how tokens are counted depends on it."""
+        """Let the scorer choose its layout before anything is planned: how tokens are counted depends on it.
+
+        The first call is collective. Each process finds its layout by trying, so where rounding or hardware differ
+        they may differ too; but all must make the same plan, so they take the slowest that any of them found.
+        """
         with self.accelerator.autocast():
-            self.scorer.settle(self.policy, batch)
+            mine = self.scorer.settle(self.policy, batch)
+        if self._layouts_agree:
+            return
+        found = gather_object([mine])
+        if mine != (agreed := slowest(found)):
+            self.scorer.adopt(self.policy, agreed)
+            warnings.warn(
+                f"this process could score in the layout '{mine}', but another cannot, so all take '{agreed}'. Set"
+                f" attn_layout='{agreed}' to silence this.",
+                stacklevel=2,
+            )
+        self._layouts_agree = True
 
     def _score(self, model: Any, batch: TrainBatch) -> Tensor:
         """Log-probs without gradient, [N]."""
@@ -212,7 +232,10 @@ class PolicyUpdates(SampledEvaluation):
         return window * self.accelerator.num_processes
 
     def _close_step(self) -> None:
-        stats: dict[str, Stat] = {"step_time": Mean(self._step_seconds, 1.0)}
+        stats: dict[str, Stat] = {
+            "step_time": Mean(self._step_seconds, 1.0),
+            "passes/count": Mean(float(self._step_passes), 1.0),
+        }
         if self.entropy.enabled:
             totals = gather_object([self._step_entropy])
             entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
