@@ -9,6 +9,9 @@ import torch
 from test_native_engine import PROMPTS, configs, engine_of
 from transformers import AutoModelForCausalLM
 
+from covey.core.batch import collate
+from covey.core.rollout import FinishReason, Rollout
+from covey.policy.scoring import TokenScorer
 from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.engines import native
 
@@ -192,3 +195,15 @@ def test_given_tokens_score_as_sampled_ones_report(tiny_model, temperature):
             for (logprobs, entropies), completion in zip(scores[1:], group, strict=True):
                 assert logprobs == pytest.approx(completion.logprobs, abs=1e-4)
                 assert entropies == pytest.approx(completion.entropies, abs=1e-4)
+
+
+def test_given_tokens_score_as_the_policys_scorer_does(tiny_model):
+    prompt, completions = [5, 6, 7], [[20, 21, 22, 23], [], [24], [20, 21, 9]]
+    rollouts = [Rollout(prompt, ids, [True] * len(ids), None, "", FinishReason.STOP) for ids in completions]
+    expected = TokenScorer(lambda model: model, temperature=0.7)(tiny_model, collate(rollouts), entropy=True)
+    engine = engine_of(tiny_model)
+    with engine.awake():
+        scores = engine.score(prompt, completions, 0.7)
+    for column, values in enumerate((expected.logprobs, expected.entropies)):
+        flat = [x for score in scores for x in score[column]]
+        assert flat == pytest.approx(values.tolist(), abs=1e-4)

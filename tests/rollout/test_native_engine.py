@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import tiny
 from covey.core.rollout import FinishReason
+from covey.policy.attention import PACKED_ATTENTION
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.rollout.engines.native import NativeEngine
 
@@ -68,22 +69,24 @@ def test_reported_logprobs_are_the_models_own(tiny_model, temperature):
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
+SMALL = {
+    "vocab_size": 104,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "head_dim": 8,
+}
+
+
 def configs():
-    small = {
-        "vocab_size": 104,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "head_dim": 8,
-    }
     return [
-        Qwen2Config(**small),
-        Qwen3Config(**small),
-        MistralConfig(**small, sliding_window=4),
-        Gemma2Config(**small, sliding_window=4, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+        Qwen2Config(**SMALL),
+        Qwen3Config(**SMALL),
+        MistralConfig(**SMALL, sliding_window=4),
+        Gemma2Config(**SMALL, sliding_window=4, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     ]
 
 
@@ -100,6 +103,25 @@ def test_other_decoders_report_their_own_logprobs(config):
                 predicted = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
                 expected = predicted[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
                 torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_attention_left_by_training_does_not_change_samples():
+    """Soft-capping and sinks are what SDPA, under which most models sample, does not know."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention"] * 2}
+    for config in (configs()[-1], GptOssConfig(**SMALL, **experts, sliding_window=4)):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1 or "sinks" in name:
+                    parameter.normal_(std=0.3)
+        assert model.config._attn_implementation == "eager"
+        expected = sample(engine_of(model))
+        model.set_attn_implementation(PACKED_ATTENTION)
+        got = sample(engine_of(model))
+        assert model.config._attn_implementation == PACKED_ATTENTION
+        assert tokens(got) == tokens(expected)
+        assert [c.logprobs for group in got for c in group] == [c.logprobs for group in expected for c in group]
 
 
 def test_an_end_token_ends_a_completion_and_is_kept(tiny_model):
@@ -238,7 +260,11 @@ def test_a_model_whose_attention_cannot_fork_samples_alike(tiny_model):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     engine = engine_of(model)
-    for prompt, group in zip(PROMPTS, sample(engine), strict=True):
+    with pytest.warns(UserWarning, match="GPTNeoForCausalLM decodes with a copy .* its own make") as said:
+        answers = sample(engine)
+        sample(engine)
+    assert len([w for w in said if "copy of the prompt" in str(w.message)]) == 1
+    for prompt, group in zip(PROMPTS, answers, strict=True):
         for completion in group:
             predicted = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
             expected = predicted[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]

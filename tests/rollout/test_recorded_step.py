@@ -6,9 +6,15 @@ from test_native_engine import PROMPTS, configs, engine_of, sample, tokens
 from transformers import AutoModelForCausalLM
 
 import tiny
-from covey.rollout.engines.recorded_step import replay_by_running
+from covey.rollout.engines.forked_cache import ForkedCache
 
 EOS = frozenset({1, 40, 41, 42, 43, 44})
+
+
+def replay_by_running(step):
+    """A recording that runs the step again: what a CUDA graph does, on any device."""
+    result = step().clone()
+    return lambda: result.copy_(step()), result
 
 
 def recording(engine, recorder=replay_by_running):
@@ -65,6 +71,43 @@ def test_a_wrong_recording_is_noticed(tiny_model):
     with pytest.warns(UserWarning, match="differ"):
         got = sample(recording(engine_of(tiny_model), wrong))
     assert tokens(got) == tokens(sample(engine_of(tiny_model)))
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("injected")
+
+
+def broken_off():
+    try:
+        out_of_memory()
+    finally:
+        raise RuntimeError("the capture was ended early")
+
+
+@pytest.mark.parametrize("fail", [out_of_memory, broken_off])
+def test_memory_that_runs_out_while_recording_counts_for_one_generation(tiny_model, fail):
+    attempts = []
+
+    def short_at_first(step):
+        attempts.append(1)
+        return fail() if len(attempts) == 1 else replay_by_running(step)
+
+    expected = tokens(sample(engine_of(tiny_model)))
+    engine = recording(engine_of(tiny_model), short_at_first)
+    with pytest.warns(UserWarning, match="step by step in this generation"):
+        assert tokens(sample(engine)) == expected
+    assert len(attempts) == 1
+    assert tokens(sample(engine)) == expected and len(attempts) > 1
+
+
+def test_a_cache_that_cannot_grow_is_no_failed_recording(tiny_model, monkeypatch):
+    engine = recording(engine_of(tiny_model))
+    engine._forks = True
+    monkeypatch.setattr(ForkedCache, "_next_column", lambda cache: out_of_memory())
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(engine)
+    monkeypatch.undo()
+    assert tokens(sample(engine)) == tokens(sample(engine_of(tiny_model)))
 
 
 @pytest.mark.gpu

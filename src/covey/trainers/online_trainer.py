@@ -119,7 +119,7 @@ class OnlineTrainer(PolicyUpdates):
         self.completions = assembly.build_completions(args, self.is_world_process_zero())
         self.num_tokens = 0
         self._generations = {"train": 0, "eval": 0}
-        self._engine_checked = False
+        self._engine_checks = 2
         self._entropy_known = False
         self._forget_step()
         assembly.check_fit(self)
@@ -137,6 +137,7 @@ class OnlineTrainer(PolicyUpdates):
         masked = self.args.mask_truncated_completions
         batch = collate(sampled.rollouts, mask_truncated=masked).to(self.accelerator.device)
         with self.phases("score"):
+            self._settle_layout(batch)
             self._check_engine(batch)
             kl = self.score_behaviour(batch)
         generation = self._share(sampled, batch, kl)
@@ -165,7 +166,6 @@ class OnlineTrainer(PolicyUpdates):
 
     def score_behaviour(self, batch: TrainBatch) -> Tensor | None:
         """Score the batch under the old and the reference policy where needed; returns the KL penalty [B], if any."""
-        self._settle_layout(batch)
         penalised = self.algorithm.kl_in_reward and self.algorithm.beta != 0
         off_policy = self.model.training and not self.algebra.on_policy
         old = self._score(self.policy, batch) if off_policy or penalised else None
@@ -181,14 +181,18 @@ class OnlineTrainer(PolicyUpdates):
         return segment_sum(kl, batch.lengths).cpu()
 
     def _check_engine(self, batch: TrainBatch) -> None:
-        """On the first samples: the engine and the scorer must agree on how probable they are."""
-        if self._engine_checked or batch.engine_logprobs is None or not batch.num_tokens:
+        """On the first samples: the engine and the scorer must agree on how probable they are.
+
+        Of the first two generations: before the second the scorer may have changed the model's attention, and an
+        update its weights.
+        """
+        if not self._engine_checks or batch.engine_logprobs is None or not batch.num_tokens:
             return
         few = batch.select(first_and_last(batch))
         scored = self._score(self.policy, few)
         exact = self.policy.dtype.itemsize >= 4 and self.accelerator.mixed_precision == "no"
         check_parity(few, scored, type(self.policy).__name__, tolerance=0.01 if exact else 0.1)
-        self._engine_checked = True
+        self._engine_checks -= 1
 
     def _share(self, sampled: Sampled, batch: TrainBatch, kl: Tensor | None) -> Generation:
         """Let every process know what the others sampled."""

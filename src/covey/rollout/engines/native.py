@@ -20,11 +20,12 @@ from transformers import Cache, DynamicCache
 from covey.core.modes import inference_mode_of
 from covey.core.rollout import Completion
 from covey.rollout.engine import SampleRequest
+from covey.rollout.engines.attention import attention_of, own_attention
 from covey.rollout.engines.drafts import verify
 from covey.rollout.engines.extension import compute_dtype, extend, logit_tiles
 from covey.rollout.engines.forked_cache import FORKED_ATTENTION, ForkedCache
 from covey.rollout.engines.packed_linear import packed_linears
-from covey.rollout.engines.recorded_step import RecordedStep, Recorder, record_cuda_graph
+from covey.rollout.engines.recorded_step import NotRecorded, RecordedStep, Recorder, record_cuda_graph
 from covey.rollout.engines.row_cache import RowCache
 from covey.rollout.engines.rows import Batch, Row, apply_moves, closing_moves
 from covey.rollout.sampling import describe
@@ -98,7 +99,9 @@ class NativeEngine:
     ) -> list[tuple[list[float], list[float]]]:
         """Log-probs and entropies of given tokens, as sampling them would have reported; within `awake()`.
 
-        The prompt is computed once for all completions, their positions in parallel.
+        The prompt is computed once for all completions, their positions in parallel. For whoever holds tokens that the
+        engine did not sample and judges them before it does (rules of reuse, another model's answers). A training step
+        has no need of it: drafts are verified as part of sampling, and `TokenScorer` scores what is trained on.
 
         Args:
             prompt_ids: what they continue.
@@ -129,16 +132,13 @@ class NativeEngine:
     def awake(self) -> Iterator[None]:
         """Put the model into inference mode for the duration, and back as it was."""
         model = self._model()
-        # Sampling masks per row: an explicit mask, not a packed layout.
-        usual = model.config._attn_implementation
-        attention = usual if usual in ("sdpa", "eager") else "sdpa"
         try:
             with (
                 inference_mode_of(model),
                 torch.no_grad(),
                 self._forward_context(),
                 packed_linears(model),
-                _attention(model, attention),
+                attention_of(model, own_attention(model)),  # not a packed layout's: rows are masked one by one
             ):
                 yield
         finally:
@@ -250,7 +250,14 @@ class NativeEngine:
         dtype = compute_dtype(model)
         softcap = model.config._attn_implementation == "eager"  # transformers' SDPA ignores it
         if self._forks is None:
-            self._forks = self._can_fork(ForkedCache(dtype, softcap))
+            objection = self._objection_to_forking(ForkedCache(dtype, softcap))
+            self._forks = objection is None
+            if objection is not None:
+                warnings.warn(
+                    f"{type(model).__name__} decodes with a copy of the prompt for every completion, because"
+                    f" {objection}. Samples are the same, for more memory and time the longer prompts are.",
+                    stacklevel=2,
+                )
         if not self._forks:
             return RowCache(dtype)
         cache = ForkedCache(dtype, softcap)
@@ -260,11 +267,11 @@ class NativeEngine:
             )
         return cache
 
-    def _can_fork(self, cache: ForkedCache) -> bool:
-        """Whether two rows behind a shared prompt see what an ordinary pass sees."""
+    def _objection_to_forking(self, cache: ForkedCache) -> str | None:
+        """Why two rows behind a shared prompt would not see what an ordinary pass sees; None: they do."""
         model = self._model()
         if not getattr(model, "_supports_attention_backend", False):
-            return False  # attention of its own make
+            return "its attention is of its own make"
         tokens = [token % model.config.get_text_config().vocab_size for token in (2, 3, 5, 7)]
         cache.add_rows(cache.add_groups(self._compute_prompts([tokens[:3]]), [2]) * 2)
         device = next(model.parameters()).device
@@ -274,10 +281,12 @@ class NativeEngine:
                 self._forward(cache, torch.full((2,), tokens[at], device=device), torch.full((2,), at, device=device))
                 for at in (2, 3)
             ]
-        except (TypeError, AttributeError):  # no such keyword, no number of its layer
-            return False
+        except (TypeError, AttributeError) as error:  # no such keyword, no number of its layer
+            return f"its attention cannot be told of a shared one ({type(error).__name__}: {error})"
         difference = (torch.stack(got, dim=1).float() - expected).abs().max()
-        return cache.attended > 0 and bool(difference <= 0.05 * expected.abs().max())
+        if not cache.attended or not difference <= 0.05 * expected.abs().max():
+            return f"its attention does not read a shared one as it should (logits differ by {difference.item():.2g})"
+        return None
 
     def _budget(self, request: SampleRequest) -> int:
         """Tokens each completion may have."""
@@ -304,22 +313,28 @@ class NativeEngine:
         if self._recorded is not None and self._recorded.cache is cache:
             try:
                 return self._recorded(tokens, positions)
-            except RuntimeError as error:
-                warnings.warn(
-                    f"decoding runs step by step: {self._model().config.model_type} could not be recorded as a CUDA"
-                    f" graph ({error}). Samples are the same, more slowly.",
-                    stacklevel=2,
-                )
-                self._records, self._recorded = False, None
-                cache.end_fixed_steps()
+            except NotRecorded as error:
+                self._stop_recording(error)
         masks = cache.begin_step(positions, self._model().config.get_text_config())
         return self._run(cache, tokens[:, None], positions[:, None], masks)
+
+    def _stop_recording(self, error: NotRecorded) -> None:
+        """Decode step by step: until the engine sleeps where memory ran out, else for good."""
+        self._recorded = None
+        if not error.for_want_of_memory:
+            self._records = False
+        warnings.warn(
+            f"decoding runs step by step{' in this generation' if error.for_want_of_memory else ''}:"
+            f" {self._model().config.model_type} could not be recorded as a CUDA graph ({error}). Samples are the same,"
+            " more slowly.",
+            stacklevel=2,
+        )
 
     def _run(self, cache: ForkedCache | RowCache, tokens: Tensor, positions: Tensor, masks: Any) -> Tensor:
         """The model's forward pass over one token per row: [rows, 1] -> [rows, V]."""
         model = self._model()
         forked = isinstance(cache, ForkedCache)
-        with _attention(model, FORKED_ATTENTION) if forked else nullcontext():
+        with attention_of(model, FORKED_ATTENTION) if forked else nullcontext():
             output = model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -379,17 +394,3 @@ def _within(most: int, sizes: dict[int, int]) -> Iterator[list[int]]:
         batch.append(key)
     if batch:
         yield batch
-
-
-@contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
-    """The model under another attention implementation. The config alone says which: its setter is enough."""
-    usual = model.config._attn_implementation
-    if name == usual:
-        yield
-        return
-    model.config._attn_implementation = name
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = usual

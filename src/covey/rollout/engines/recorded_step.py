@@ -5,12 +5,13 @@ in fixed places, so rows are computed in powers of two and over the cache's whol
 prompt comes or goes, the step is recorded anew. Every recording is checked against an ordinary run of the same step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from covey.core.out_of_memory import is_out_of_memory
 from covey.rollout.engines.forked_cache import ForkedCache
 
 LEAST_ROWS = 8
@@ -18,6 +19,18 @@ LEAST_ROWS = 8
 
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 """Records a function; returns what replays it, and the tensor its result is in after a replay."""
+
+
+class NotRecorded(RuntimeError):
+    """A step could not be recorded or replayed; the cache stands where it stood before the step.
+
+    Attributes:
+        for_want_of_memory: so that with more of it the step may be recorded after all.
+    """
+
+    def __init__(self, reason: Exception):
+        super().__init__(str(reason))
+        self.for_want_of_memory = any(is_out_of_memory(error) for error in _with_what_led_to(reason))
 
 
 class RecordedStep:
@@ -42,19 +55,25 @@ class RecordedStep:
         self._config = config
         self._record = record
         self._recorded_for: tuple[Any, ...] | None = None
-        self.recordings = 0
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens and positions [rows] -> logits [rows, V], valid until the next call.
 
         Raises:
-            RuntimeError: the step cannot be recorded, or its replay differs from an ordinary run.
+            NotRecorded: the step cannot be recorded, or its replay differs from an ordinary run.
         """
         rows = len(tokens)
-        padded = min(self.cache.row_capacity, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
-        needs = self.cache.begin_fixed_step(padded, tokens.device)
+        needs = self.cache.begin_fixed_step(max(LEAST_ROWS, 1 << (rows - 1).bit_length()), tokens.device)
+        try:
+            return self._step(tokens, positions, needs)
+        except RuntimeError as error:
+            self.cache.end_fixed_steps()
+            raise NotRecorded(error) from error
+
+    def _step(self, tokens: Tensor, positions: Tensor, needs: tuple[Any, ...]) -> Tensor:
+        rows = len(tokens)
         if needs != self._recorded_for:
-            self._tokens = torch.zeros(padded, dtype=torch.int64, device=tokens.device)
+            self._tokens = torch.zeros(needs[0], dtype=torch.int64, device=tokens.device)
             self._positions = torch.zeros_like(self._tokens)
         self._tokens[:rows] = tokens
         self._positions[:rows] = positions
@@ -71,7 +90,6 @@ class RecordedStep:
         difference = (self._logits[:rows] - expected).abs().max()
         if not difference <= 0.02 * expected.abs().max():
             raise RuntimeError(f"the replayed step's logits differ from the step's own by {difference.item():.3g}")
-        self.recordings += 1
 
     def _run(self) -> Tensor:
         masks = self.cache.masks(self._positions, self._config)
@@ -91,7 +109,8 @@ def record_cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Te
     return graph.replay, result
 
 
-def replay_by_running(step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-    """A recording that runs the step again: what a CUDA graph does, on any device."""
-    result = step().clone()
-    return lambda: result.copy_(step()), result
+def _with_what_led_to(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those it came of: a capture that ends early has an error of its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
