@@ -75,6 +75,15 @@ def test_a_frozen_head_gives_the_same_gradient(settings, tiles):
         check(Head(module, **settings), hidden, targets, 0.7, entropy, differentiate)
 
 
+@pytest.mark.parametrize("settings", [{}, {"scale": 0.25}, {"soft_cap": 0.7}], ids=str)
+def test_a_bias_trains_beside_a_frozen_weight(settings, tiles):
+    hidden, targets, module = case()
+    module.weight.requires_grad_(False)
+    for entropy in (False, True):
+        check(Head(module, **settings), hidden, targets, 0.7, entropy)
+        check(Head(module, **settings), hidden.detach(), targets, 0.7, entropy)
+
+
 def test_hidden_states_without_gradient_leave_the_weight_its_own(tiles):
     hidden, targets, module = case()
     check(Head(module), hidden.detach(), targets, entropy=True)
@@ -94,7 +103,7 @@ def test_gradients_are_those_of_finite_differences(entropy, tiles):
 
     def scores(hidden, weight, bias):
         curve = lm_head.Curve.of(1.5, 2.0, 0.7)
-        plan = lm_head.plan_of(hidden, weight, curve, entropy=entropy, compute=torch.float64, chunk_size=4)
+        plan = lm_head.plan_of(hidden, weight, bias, curve, entropy=entropy, compute=torch.float64, chunk_size=4)
         return tuple(x for x in lm_head.LinearHead.apply(hidden, weight, bias, targets, plan) if x is not None)
 
     assert gradcheck(scores, (hidden, module.weight, module.bias))

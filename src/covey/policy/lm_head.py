@@ -105,8 +105,9 @@ def score_hidden(
     else:
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear.weight.dtype
     curve = Curve.of(head.scale, head.soft_cap, temperature)
-    plan = plan_of(hidden, linear.weight, curve, entropy=entropy, compute=compute, chunk_size=chunk_size)
-    return TokenScores(*LinearHead.apply(hidden, linear.weight, linear.bias, targets, plan))
+    weight, bias = linear.weight, linear.bias
+    plan = plan_of(hidden, weight, bias, curve, entropy=entropy, compute=compute, chunk_size=chunk_size)
+    return TokenScores(*LinearHead.apply(hidden, weight, bias, targets, plan))
 
 
 def refuse_sharded(module: Any) -> None:

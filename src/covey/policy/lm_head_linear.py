@@ -63,9 +63,16 @@ class Tile(NamedTuple):
 
 
 def plan_of(
-    hidden: Tensor, weight: Tensor, curve: Curve, *, entropy: bool, compute: torch.dtype, chunk_size: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    curve: Curve,
+    *,
+    entropy: bool,
+    compute: torch.dtype,
+    chunk_size: int,
 ) -> Plan:
-    """Tile sizes and types for hidden [N, H] and weight [V, H].
+    """Tile sizes and types for hidden [N, H], weight [V, H] and bias [V].
 
     Args:
         compute: the type that matrices are multiplied in.
@@ -76,8 +83,8 @@ def plan_of(
     tokens = max(1, min(chunk_size, len(hidden)))
     words, usual = (max(1, min(room // each, len(weight))) for each in (tokens, chunk_size))
     # The gradient of a frozen head's input is known after one pass, unless an entropy may be differentiated.
-    foresee = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
-    foresee = foresee and not entropy and curve.cap is None
+    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+    foresee = torch.is_grad_enabled() and hidden.requires_grad and frozen and not entropy and curve.cap is None
     return Plan(curve, entropy, compute, wide, tokens, words, (chunk_size, usual), foresee)
 
 
