@@ -2,7 +2,7 @@
 
 import torch
 
-from covey.rollout.noise import uniforms
+from covey.rollout.noise import _between_0_and_1, uniforms
 
 FIRST = [[0.8833108082136427, 0.43152799704851], [0.6356976666959193, 0.9151738591662648]]
 
@@ -17,6 +17,12 @@ def test_numbers_lie_strictly_between_zero_and_one():
     numbers = table(50, 50, 50)
     assert numbers.min() > 0 and numbers.max() < 1
     assert numbers.unique().numel() == numbers.numel()
+
+
+def test_not_even_the_extreme_hashes_give_zero_or_one():
+    # A race takes the logarithm of them, and one minus them.
+    lowest, highest = _between_0_and_1(torch.tensor([0, 2**52 - 1])).tolist()
+    assert lowest == 2**-53 and highest == 1 - 2**-53
 
 
 def test_the_first_numbers_are_these():

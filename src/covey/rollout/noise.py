@@ -30,8 +30,12 @@ def uniforms(seeds: Tensor, steps: Tensor, count: int) -> Tensor:
     """
     start = _mix(_mix(seeds) + steps * _STEP)
     slots = torch.arange(1, count + 1, device=seeds.device) * _GOLDEN
-    bits = _shift(_mix(start[:, None] + slots), 11)
-    return bits.double().add_(0.5).mul_(2.0**-53)
+    return _between_0_and_1(_shift(_mix(start[:, None] + slots), 12))
+
+
+def _between_0_and_1(bits: Tensor) -> Tensor:
+    """52 bits, as integers, to the middles of 2**52 equal intervals; of one bit more, the last would round to 1."""
+    return bits.double().add_(0.5).mul_(2.0**-52)
 
 
 def _mix(x: Tensor) -> Tensor:
