@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from covey.trainers.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, _tell
+
 COUNT = """
 import resource, torch
 from covey.trainers.allocator import keep_freed_memory
@@ -31,3 +33,22 @@ def test_large_tensors_fault_their_pages_in_once():
     if not kept:
         pytest.skip("another C library")
     assert count < faults(False)[0] / 10  # 48 MB a tensor: 12,000 pages of 4 KB each time without
+
+
+@pytest.mark.parametrize(
+    ("most", "accepted"),
+    [(1 << 40, 1 << 30), (1 << 25, 1 << 25), (1 << 20, None)],
+    ids=["any size", "32 MiB at most", "less"],
+)
+def test_a_library_that_refuses_large_blocks_keeps_those_it_can(most, accepted):
+    taken = {}
+
+    def mallopt(setting, value):
+        if setting == M_MMAP_THRESHOLD and value > most:
+            return 0
+        taken[setting] = value
+        return 1
+
+    assert _tell(mallopt) == (accepted is not None)
+    assert taken.get(M_MMAP_THRESHOLD) == accepted
+    assert (M_TRIM_THRESHOLD in taken) == (accepted is not None)

@@ -7,11 +7,12 @@ allocator does on a GPU. Affects the whole process; the most memory that is ever
 
 import ctypes
 import sys
+from collections.abc import Callable
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-BLOCKS_KEPT = 1 << 30
-"""Blocks up to this size come from the heap and stay there (mallopt(3))."""
+BLOCKS_KEPT = (1 << 30, 1 << 25)
+"""Blocks up to this size come from the heap and stay there (mallopt(3)). Some versions take no more than the second."""
 HEAP_KEPT = (1 << 31) - 1
 
 
@@ -23,4 +24,9 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(M_MMAP_THRESHOLD, BLOCKS_KEPT) and mallopt(M_TRIM_THRESHOLD, HEAP_KEPT))
+    return _tell(mallopt)
+
+
+def _tell(mallopt: Callable[[int, int], int]) -> bool:
+    """Whether mallopt, which returns 0 for a value it refuses, took both settings."""
+    return any(mallopt(M_MMAP_THRESHOLD, size) for size in BLOCKS_KEPT) and bool(mallopt(M_TRIM_THRESHOLD, HEAP_KEPT))
