@@ -31,8 +31,8 @@ def average_gradients(parameters: list[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
     for bucket in _buckets([p.grad for p in used if p.grad is not None]):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        flat /= dist.get_world_size()  # before they are added: the sum may be more than float16 holds
         dist.all_reduce(flat)
-        flat /= dist.get_world_size()
         for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
             grad.copy_(mean.view_as(grad))
 
