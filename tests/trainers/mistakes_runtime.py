@@ -76,6 +76,13 @@ RUNTIME = [
         UserWarning,
     ),
     Mistake(
+        "Trained a model whose attention cannot share a prompt",
+        lambda b: b.train(model=stable_lm()),
+        ("StableLmForCausalLM decodes with a copy of the prompt", "of its own make", "Samples are the same"),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
         "Chose another attention implementation",
         lambda b: b.train(model=of_other_attention()),
         ("attn_implementation='my_attention', as was asked for", "Leave it out to let completions share their prompt"),
