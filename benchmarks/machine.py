@@ -18,7 +18,7 @@ def describe(threads: int) -> dict[str, Any]:
         "instructions": _instructions(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": threads,
-        "memory_GiB": round(_meminfo("MemTotal") / 2**30, 1),
+        "memory_GiB": round(total_memory() / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "dtype": "float32",
         "versions": {"python": sys.version.split()[0]} | {name: v for name in PACKAGES if (v := _version(name))},
@@ -29,6 +29,11 @@ def describe(threads: int) -> dict[str, Any]:
 def available_memory() -> int:
     """Bytes that could be taken now without swapping."""
     return _meminfo("MemAvailable")
+
+
+def total_memory() -> int:
+    """Bytes that the machine has."""
+    return _meminfo("MemTotal")
 
 
 def model_path(given: str | None) -> str:

@@ -5,9 +5,10 @@ A phase inside another pauses the outer one. Nothing of the wrapped objects is c
 
 import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
+
+from covey.observability.phases import PhaseTimer
 
 
 class Stopwatch:
@@ -18,27 +19,13 @@ class Stopwatch:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
-        self._open: list[str] = []
-        self._since = 0.0
-        self.seconds: dict[str, float] = {}
+        self.phase = PhaseTimer(clock)
         self.positions: dict[str, int] = {}
 
     @property
     def current(self) -> str:
         """The innermost open phase; `other` when none is."""
-        return self._open[-1] if self._open else "other"
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside towards `name`."""
-        self._settle()
-        self._open.append(name)
-        try:
-            yield
-        finally:
-            self._settle()
-            self._open.pop()
+        return self.phase.current or "other"
 
     def wrap(self, owner: Any, method: str, name: str, inside: dict[str, str] | None = None) -> None:
         """Let every call of `owner.method` count towards `name`.
@@ -69,13 +56,5 @@ class Stopwatch:
 
     def drain(self) -> tuple[dict[str, float], dict[str, int]]:
         """Seconds and positions by phase since the last call."""
-        self._settle()
-        seconds, self.seconds = self.seconds, {}
         positions, self.positions = self.positions, {}
-        return seconds, positions
-
-    def _settle(self) -> None:
-        now = self._clock()
-        if self._open:
-            self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
-        self._since = now
+        return self.phase.drain(), positions

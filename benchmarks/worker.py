@@ -15,16 +15,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import available_memory, total_memory
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.workloads import Workload
 
 PHASES = ("generate", "score", "train", "optimizer", "other")
 
 
-def release_memory() -> None:
-    """Give freed memory back to the system, so that a sleeping process holds no more than it needs."""
+NEEDED_BY_OTHERS = 0.4
+"""Share of the machine's memory that a sleeping process leaves to the others."""
+
+
+def make_room() -> None:
+    """Give freed memory back to the system if the others may need it.
+
+    Otherwise it is kept, as in any training run: to get every page of it anew is what only a first step has to do.
+    """
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    if available_memory() < NEEDED_BY_OTHERS * total_memory():
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def reset_peak_memory() -> None:
@@ -72,7 +81,7 @@ def train(spec: dict[str, Any], replies: Replies) -> None:
                 replies.send(ready=True, settings=chosen(trainer.args))
             else:
                 measured = self.measured(time.perf_counter() - self.start)
-                release_memory()
+                make_room()
                 replies.send(**measured)
             line = sys.stdin.readline()
             if not line:

@@ -29,6 +29,11 @@ class PhaseTimer:
         self._open: list[str] = []
         self._since = 0.0
 
+    @property
+    def current(self) -> str | None:
+        """The innermost open phase."""
+        return self._open[-1] if self._open else None
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the time inside the `with` block, less that of phases inside it, towards `name`."""
@@ -49,7 +54,6 @@ class PhaseTimer:
     def _settle(self) -> None:
         """Charge the time since the last change to the innermost open phase."""
         now = self._clock()
-        if self._open:
-            name = self._open[-1]
+        if name := self.current:
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
