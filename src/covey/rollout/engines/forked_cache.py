@@ -28,7 +28,8 @@ GRANULE = 64
 class ForkedCache(Cache):
     """Keys and values of groups of rows being decoded.
 
-    Per layer the prompts are `[kv_heads, groups, prompt, head_dim]` and the rest `[kv_heads, rows, columns, head_dim]`.
+    Per layer the prompts are `[kv_heads, groups, prompt, head_dim]`, so that a group's rows are neighbours, and the rest
+    `[rows, kv_heads, columns, head_dim]`, so that the rows in use are one block: products read both in place.
 
     Args:
         dtype: what keys and values are stored as: the type attention multiplies in.
@@ -111,7 +112,7 @@ class ForkedCache(Cache):
         for layer, new in enumerate(own):
             for stored, x in zip(self._storage(layer, new[0]), new, strict=True):
                 aligned = x.gather(2, source.expand(-1, x.shape[1], -1, x.shape[3]))
-                stored[:, places, self._column - longest : self._column] = aligned.transpose(0, 1).to(self._dtype)
+                stored[places, :, self._column - longest : self._column] = aligned.to(self._dtype)
 
     def move(self, moves: list[tuple[int, int]], rows: int) -> None:
         """Copy rows (source, target), keep the first `rows`, and forget prompts that no row needs any more."""
@@ -144,14 +145,17 @@ class ForkedCache(Cache):
         self._rebuild(tokens, max(self.row_capacity, self.rows + rows), shift)
 
     def _next_column(self) -> None:
-        """Make the current column writable: move everything left where half of the columns are unused, else grow."""
+        """Make the current column writable: move everything left where half of the columns are unused, else grow.
+
+        What grows has room only for the rows that are still there: the longest completions are few.
+        """
         if self._column < self.capacity:
             return
         first = self._first
         if 2 * first >= self.capacity:
             self._rebuild(self.capacity, self.row_capacity, -first)
         else:
-            self._rebuild(2 * self.capacity, self.row_capacity, 0)
+            self._rebuild(2 * self.capacity, self.rows, 0)
 
     def _rebuild(self, tokens: int, rows: int, shift: int) -> None:
         """Capacities of at least these, with what is stored `shift` columns further right."""
@@ -162,8 +166,8 @@ class ForkedCache(Cache):
         for layer, pair in self._own.items():
             moved = []
             for old in pair:
-                new = old.new_zeros(old.shape[0], rows, tokens, old.shape[3])
-                new[:, :used, first + shift : column + shift] = old[:, :used, first:column]
+                new = old.new_zeros(rows, old.shape[1], tokens, old.shape[3])
+                new[:used, :, first + shift : column + shift] = old[:used, :, first:column]
                 moved.append(new)
             self._own[layer] = (moved[0], moved[1])
         self.capacity, self.row_capacity = tokens, rows
@@ -174,7 +178,7 @@ class ForkedCache(Cache):
     def _storage(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's tensors, made on first use. Zeros, because masked garbage could be NaN."""
         if layer not in self._own:
-            shape = (like.shape[1], self.row_capacity, self.capacity, like.shape[3])
+            shape = (self.row_capacity, like.shape[1], self.capacity, like.shape[3])
             self._own[layer] = (like.new_zeros(shape, dtype=self._dtype), like.new_zeros(shape, dtype=self._dtype))
         return self._own[layer]
 
@@ -204,12 +208,14 @@ class ForkedCache(Cache):
     def begin_fixed_step(self, rows: int, device: torch.device) -> tuple[Any, ...]:
         """The same for a step whose tensors have fixed shapes and places, so that it can be recorded and replayed.
 
-        `rows` are computed, those in use first, over the whole capacity; `masks` then belongs into the recording.
+        `rows`, or all that there is room for, are computed, those in use first, over the whole capacity; `masks` then
+        belongs into the recording.
 
         Returns:
-            What the recording depends on: while it is equal, a recorded step may be replayed.
+            What the recording depends on, the number of rows first: while it is equal, a recorded step may be replayed.
         """
         self.open_column()
+        rows = min(rows, self.row_capacity)
         if self._seating is None or self._fixed_column is None:
             seats = 1 << (max(map(self._owners.count, set(self._owners))) - 1).bit_length()
             seating = self._new_seating(device, rows, seats)
@@ -255,17 +261,17 @@ class ForkedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store one token per row (`[rows, kv_heads, 1, head_dim]`); returns the rows' own keys and values so far.
 
-        They are `[kv_heads, rows, columns, head_dim]`: only `forked_attention` reads them.
+        They are `[rows, kv_heads, columns, head_dim]`, without the prompts: only `forked_attention` reads them.
         """
         rows = key_states.shape[0]
         stored = self._storage(layer_idx, key_states)
         for tensor, new in zip(stored, (key_states, value_states), strict=True):
             if self._fixed_column is not None:
-                tensor[:, :rows].index_copy_(2, self._fixed_column, new.transpose(0, 1).to(self._dtype))
+                tensor[:rows].index_copy_(2, self._fixed_column, new.to(self._dtype))
             else:
-                tensor[:, :rows, self._column - 1] = new[:, :, 0].transpose(0, 1)
+                tensor[:rows, :, self._column - 1] = new[:, :, 0]
         columns = slice(None) if self._fixed_column is not None else slice(self._seen_from, self._column)
-        return stored[0][:, :rows, columns], stored[1][:, :rows, columns]
+        return stored[0][:rows, :, columns], stored[1][:rows, :, columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen by the longest row before this step."""
@@ -286,7 +292,7 @@ class ForkedCache(Cache):
         Args:
             layer: whose prompts.
             query: [rows, heads, 1, D], scaled.
-            keys: [kv_heads, rows, columns, D], and values likewise, as `update` gave them.
+            keys: [rows, kv_heads, columns, D], and values likewise, as `update` gave them.
             mask: [rows, 1, 1, prompt + columns] additive.
             softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
             sinks: [heads] one more score per head that takes probability and gives nothing (gpt-oss).
@@ -296,7 +302,8 @@ class ForkedCache(Cache):
         """
         self.attended += 1
         rows, heads, _, dim = query.shape
-        query = query.reshape(rows, len(keys), heads // len(keys), dim).transpose(0, 1)  # [kv, rows, per kv, D]
+        kv_heads = keys.shape[1]
+        query = query.reshape(rows, kv_heads, heads // kv_heads, dim)
         assert self._seating is not None, "a step has begun"
         width = self._seating.width
         scores = query @ keys.transpose(2, 3)
@@ -309,30 +316,31 @@ class ForkedCache(Cache):
         out = weights[..., width:] @ values
         if width:
             out += self._of_rows(self._of_groups(weights[..., :width]) @ prompt_values)
-        return out.transpose(0, 1).reshape(rows, 1, heads, dim)
+        return out.reshape(rows, 1, heads, dim)
 
     def _softmax(self, scores: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-        """[kv, rows, per kv, width] scores -> weights, in float32 at least."""
+        """[rows, kv, per kv, width] scores -> weights, in float32 at least."""
         if not self._everything_seen:
-            scores = scores + mask[:, 0]
+            scores = scores + mask
         dtype = torch.promote_types(scores.dtype, torch.float32)
         if sinks is None:
             return scores.softmax(-1, dtype=dtype)
-        sink = sinks.to(scores.dtype).view(scores.shape[0], 1, scores.shape[2], 1).expand(-1, scores.shape[1], -1, -1)
+        sink = sinks.to(scores.dtype).view(*scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
         return torch.cat([scores, sink], dim=-1).softmax(-1, dtype=dtype)[..., :-1]
 
     def _of_groups(self, x: Tensor) -> Tensor:
-        """[kv, rows, per kv, n] -> [kv, groups, seats * per kv, n]."""
+        """[rows, kv, per kv, n] -> [kv, groups, seats * per kv, n]."""
         assert self._seating is not None, "a step has begun"
         if not self._seating.aligned:
-            x = x.index_select(1, self._seating.table)
+            x = x.index_select(0, self._seating.table)
+        x = x.transpose(0, 1)
         return x.reshape(x.shape[0], -1, self._seating.seats * x.shape[2], x.shape[3])
 
     def _of_rows(self, x: Tensor) -> Tensor:
         """The way back."""
         assert self._seating is not None, "a step has begun"
-        x = x.view(x.shape[0], x.shape[1] * self._seating.seats, -1, x.shape[3])
-        return x if self._seating.aligned else x.index_select(1, self._seating.order)
+        x = x.view(x.shape[0], x.shape[1] * self._seating.seats, -1, x.shape[3]).transpose(0, 1)
+        return x if self._seating.aligned else x.index_select(0, self._seating.order)
 
 
 def _nothing_like(x: Tensor, groups: int) -> Tensor:
@@ -354,7 +362,7 @@ def _copy(pairs: Any, moves: list[tuple[int, int]], columns: slice) -> None:
         sources, targets = (list(places) for places in zip(*moves, strict=True))
         for pair in pairs:
             for stored in pair:
-                stored[:, targets, columns] = stored[:, sources, columns]
+                stored[targets, :, columns] = stored[sources, :, columns]
 
 
 def forked_attention(
