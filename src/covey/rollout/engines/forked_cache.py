@@ -28,7 +28,7 @@ GRANULE = 64
 class ForkedCache(Cache):
     """Keys and values of groups of rows being decoded.
 
-    Per layer the prompts are `[kv_heads, groups, prompt, head_dim]`, so that a group's rows are neighbours, and the rest
+    Per layer the prompts are `[kv_heads, groups, prompt, head_dim]`, read once for all rows of a group, and the rest
     `[rows, kv_heads, columns, head_dim]`, so that the rows in use are one block: products read both in place.
 
     Args:
