@@ -57,12 +57,13 @@ def _steps(given: argparse.Namespace, records: Records, model: str, workloads: S
 
 
 def _decode(given: argparse.Namespace, records: Records, model: str, workloads: Sequence[Workload]) -> None:
-    if records.find(part="decode"):
-        return
     choice: dict[str, Any] = {"rounds": given.decode_rounds, "vllm_python": given.vllm_python}
     if given.quick:
-        choice = {"rounds": 1, "workloads": workloads, "contenders": ["native"]}
-    records.add(part="decode", found=decode.run(folder=model, threads=given.threads, **choice))
+        choice = {"rounds": 1, "contenders": ["native"]}
+    for workload in workloads:
+        if not records.find(part="decode", workload=workload.name):
+            found = decode.run(folder=model, threads=given.threads, workloads=[workload], **choice)
+            records.add(part="decode", workload=workload.name, found=found)
 
 
 def _learn(given: argparse.Namespace, records: Records, model: str, workloads: Sequence[Workload]) -> None:
@@ -112,7 +113,7 @@ def write(
         "machine": machine.describe(threads),
         "failures": failures,
         "step": step.summary(records, config, workloads),
-        "decode": next((record["found"] for record in records.find(part="decode")[-1:]), {}),
+        "decode": decode.summary(records),
         "learn": learn.summary(records),
         "growth": growth.summary(records),
     }

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import model_path
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.records import Records
+from benchmarks.workloads import TRIED_IN_CONTINUOUS_BATCHES, WORKLOADS, Workload
 
 WORKERS = Path(__file__).with_name("decode_workers.py")
 CONTENDERS = ("native", "generate", "continuous_batching", "vllm")
@@ -190,6 +191,8 @@ def run(
 
 def _measure(workload: Workload, workers: list[Worker], rounds: int) -> dict[str, Any]:
     """Rounds of one workload after one that is not timed; another contender begins each."""
+    if workload.name not in TRIED_IN_CONTINUOUS_BATCHES:
+        workers = [worker for worker in workers if worker.name != "continuous_batching"]
     seconds: dict[str, list[float]] = {worker.name: [] for worker in workers}
     cpu_seconds: dict[str, list[float]] = {worker.name: [] for worker in workers}
     for turn in range(rounds + 1):
@@ -203,6 +206,13 @@ def _measure(workload: Workload, workers: list[Worker], rounds: int) -> dict[str
             if turn > 0:
                 seconds[worker.name].append(result["seconds"])
                 cpu_seconds[worker.name].append(result["cpu_seconds"])
+    return _figures(workload, rounds, seconds, cpu_seconds)
+
+
+def _figures(
+    workload: Workload, rounds: int, seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]]
+) -> dict[str, Any]:
+    """What a workload's rounds amount to; both times are a list by contender."""
     lengths = [workload.lengths(turn) for turn in range(1, rounds + 1)]
     tokens = [sum(row) for row in lengths]
     slots = [len(row) * max(row) for row in lengths]
@@ -224,6 +234,12 @@ def _measure(workload: Workload, workers: list[Worker], rounds: int) -> dict[str
             for name, times in seconds.items()
         },
     }
+
+
+def summary(records: Records) -> dict[str, Any]:
+    """What was found for each workload that is on record, as one result."""
+    found = [record["found"] for record in records.find(part="decode")]
+    return found[-1] | {"workloads": {k: v for one in found for k, v in one["workloads"].items()}} if found else {}
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -25,13 +25,11 @@ from benchmarks.libraries import PROBE, continuous_batching
 from benchmarks.machine import available_memory
 from benchmarks.pool import Worker, WorkerFailed
 from benchmarks.records import Records
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import TRIED_IN_CONTINUOUS_BATCHES, WORKLOADS, Workload
 
 COVEY_BEST: dict[str, Any] = {"gradient_checkpointing": False}
 MICRO_BATCHES = (8, 16)
 PROBE_COMPLETIONS = 16
-TRIED_IN_CONTINUOUS_BATCHES = ("W1", "W3")
-"""On W1 continuous batching takes three times as long as `generate`; W2 has equal lengths again, so nothing to gain."""
 CONTENDERS = ("covey_default", "trl_default", "covey_best", "trl_best")
 PHASES = ("generate", "score", "train", "optimizer", "other")
 

@@ -100,6 +100,10 @@ WORKLOADS = {
     "W3": Workload("W3", 128, 8, 8, 48, cap=256, with_signal=2),
 }
 
+TRIED_IN_CONTINUOUS_BATCHES = ("W1", "W3")
+"""Where transformers' continuous batching runs. Every row attends to the pages of all: three times the time of
+`generate` on W1, and four minutes a round with W2's prompts, whose equal lengths leave it nothing to gain."""
+
 
 def rows(workload: Workload, tokenizer: Callable[..., Any], steps: int) -> list[dict[str, Any]]:
     """Dataset rows for a warm-up step and `steps` measured ones, in order.
