@@ -22,7 +22,7 @@ from benchmarks.workloads import Workload
 PHASES = ("generate", "score", "train", "optimizer", "other")
 
 
-NEEDED_BY_OTHERS = 0.4
+NEEDED_BY_OTHERS = 0.25
 """Share of the machine's memory that a sleeping process leaves to the others."""
 
 
