@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+import hybrids
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
@@ -157,24 +158,7 @@ def test_ordinary_calls_still_work_once_the_attention_is_ours(name):
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), continued)
 
 
-STATE_SPACE = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
-UNPACKABLE = {
-    "Mamba": {"state_size": 8},
-    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "Qwen3Next": {
-        **HEADS,
-        **EXPERTS,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "shared_expert_intermediate_size": 16,
-    },
-    "FalconH1": {**HEADS, **STATE_SPACE, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
-    "Jamba": {**STATE_SPACE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
-    "StableLm": {},
-}
+UNPACKABLE = {**hybrids.SETTINGS, "StableLm": {}}
 """Decoders with state that runs along the row, and one whose attention is not told where sequences end."""
 
 

@@ -3,11 +3,9 @@
 import peft
 import runs
 import torch
-from mistakes import SIZES, TRAINING, Bench, Mistake
+from mistakes import TRAINING, Bench, Mistake
 from transformers import (
     BitsAndBytesConfig,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
@@ -17,6 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import hybrids
 import tiny
 from covey import GRPOTrainer
 
@@ -66,11 +65,6 @@ class Processor(ProcessorMixin):
 
     def __init__(self):
         self.tokenizer = tiny.tokenizer()
-
-
-def hybrid():
-    kinds = ["conv", "full_attention"]
-    return Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=kinds, block_auto_adjust_ff_dim=False))
 
 
 def of_other_logits(when=lambda asked: True):
@@ -241,9 +235,9 @@ MODELS = [
         ("sync_ref_model=True with an adapter", "cannot follow it", "Set sync_ref_model=False or train the whole"),
     ),
     Mistake(
-        "Gave a model with linear attention, state-space or convolution layers",
-        lambda b: b.build(model=hybrid()),
-        ("Lfm2ForCausalLM has layers of kind conv", "cannot sample from", "supports full and sliding-window attention"),
+        "Asked for speculative_reuse with linear attention, state-space or convolution layers",
+        lambda b: b.build({"speculative_reuse": "exact"}, model=hybrids.model("Lfm2")),
+        ("speculative_reuse='exact' does not suit Lfm2ForCausalLM", "cannot be taken out", "Leave speculative_reuse"),
     ),
     Mistake(
         "Gave a model whose head does more than Covey knows",

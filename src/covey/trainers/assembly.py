@@ -19,8 +19,9 @@ from covey.policy.reference import Reference
 from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
 from covey.rollout.collector import Collector
-from covey.rollout.engine import SamplingParams
+from covey.rollout.engine import RolloutEngine, SamplingParams
 from covey.rollout.engines.native import NativeEngine
+from covey.rollout.engines.stateful import StatefulEngine, is_stateful
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.trainers.config.base import OnlineConfig
@@ -102,7 +103,6 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
         quantization_config=quantization_config,
         peft_config=peft_config,
     )
-    refuse_unsupported_layers(policy)
     if getattr(policy.config, "output_router_logits", False):
         warnings.warn(
             f"{type(policy).__name__} asks for its load-balancing loss (output_router_logits=True), which this version"
@@ -115,21 +115,6 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
     if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):
         policy.enable_input_require_grads()  # checkpointed frozen layers need an input that carries gradient
     return policy
-
-
-def refuse_unsupported_layers(policy: Any) -> None:
-    """The built-in engine keeps keys and values; layers with another kind of memory come with a later version.
-
-    Raises:
-        ValueError: the model has such layers.
-    """
-    kinds = set(getattr(policy.config.get_text_config(), "layer_types", None) or [])
-    others = sorted(kinds - {"full_attention", "sliding_attention"})
-    if others:
-        raise ValueError(
-            f"{type(policy).__name__} has layers of kind {', '.join(others)}, which this version cannot sample from; it"
-            " supports full and sliding-window attention. Use a model of such layers alone."
-        )
 
 
 def build_scorer(args: Any, tokenizer: Any, accelerator: Any) -> TokenScorer:
@@ -186,15 +171,33 @@ def build_collector(args: Any, model: Any, tokenizer: Any, accelerator: Any, pol
             "max_completion_length=None lets completions grow until the model's context is full, but this model names"
             " no context length (max_position_embeddings). Set max_completion_length."
         )
-    engine = NativeEngine(
-        policy,
-        eos_token_ids=end_token_ids(model, tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        max_rows=args.max_concurrent_completions,
-        max_context=context,
-        forward_context=accelerator.autocast,
-    )
+    engine = build_engine(args, model, tokenizer, accelerator, policy, context)
     return Collector(engine, PromptCodec(tokenizer, args.chat_template_kwargs, context), args.seed)
+
+
+def build_engine(
+    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
+) -> RolloutEngine:
+    """What samples from the policy.
+
+    Raises:
+        ValueError: drafts are to be reused by a model that cannot take a token back.
+    """
+    common: dict[str, Any] = {
+        "eos_token_ids": end_token_ids(model, tokenizer),
+        "max_rows": args.max_concurrent_completions,
+        "max_context": context,
+        "forward_context": accelerator.autocast,
+    }
+    if not is_stateful(model):
+        return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, **common)
+    if args.speculative_reuse is not None:
+        raise ValueError(
+            f"speculative_reuse={args.speculative_reuse!r} does not suit {type(model).__name__}: a token that is"
+            " rejected cannot be taken out of the state of linear attention, convolutions or state-space layers. Leave"
+            " speculative_reuse unset."
+        )
+    return StatefulEngine(policy, **common)
 
 
 def build_speculation(args: Any, train_dataset: Any) -> Speculation | None:

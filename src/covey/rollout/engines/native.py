@@ -26,15 +26,13 @@ from covey.rollout.engines.extension import compute_dtype, extend, logit_tiles
 from covey.rollout.engines.forked_cache import FORKED_ATTENTION, ForkedCache
 from covey.rollout.engines.packed_linear import packed_linears
 from covey.rollout.engines.recorded_step import NotRecorded, RecordedStep, Recorder, record_cuda_graph
+from covey.rollout.engines.requests import budget_of, check_request
 from covey.rollout.engines.row_cache import RowCache
-from covey.rollout.engines.rows import Batch, Row, apply_moves, closing_moves
+from covey.rollout.engines.rows import Batch, Row, apply_moves, closing_moves, steps_per_look
 from covey.rollout.sampling import describe
 
 PREFILL_TOKENS = 4096
 """Most (padded) tokens in one prefill or verification pass."""
-
-STEPS_PER_LOOK = {"cpu": 1}
-"""Decoding steps between two looks at which rows have ended, by device type: looking waits for the device."""
 
 
 class NativeEngine:
@@ -85,9 +83,9 @@ class NativeEngine:
         Raises:
             ValueError: settings this engine does not know, images, or drafts that do not fit the seeds.
         """
-        _check(request)
+        check_request(request)
         loop = asyncio.get_running_loop()
-        budget = self._budget(request)
+        budget = budget_of(request, self.max_context)
         rows = [Row(request, i, budget, self.eos_token_ids, loop.create_future()) for i in range(len(request.seeds))]
         self._waiting.extend(rows)
         if self._driver is None or self._driver.done():
@@ -288,11 +286,6 @@ class NativeEngine:
             return f"its attention does not read a shared one as it should (logits differ by {difference.item():.2g})"
         return None
 
-    def _budget(self, request: SampleRequest) -> int:
-        """Tokens each completion may have."""
-        wanted = request.params.max_tokens
-        return wanted if self.max_context is None else max(1, min(wanted, self.max_context - len(request.prompt_ids)))
-
     # ---- decoding --------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
@@ -302,7 +295,7 @@ class NativeEngine:
         assert self._cache is not None, "admission comes first"
         if self._batch is None:
             device = next(self._model().parameters()).device
-            period = self._steps_per_look or STEPS_PER_LOOK.get(device.type, 8)
+            period = self._steps_per_look or steps_per_look(device)
             self._batch = Batch(self._rows, self.eos_token_ids, device, period)
         self._batch.draw(self._forward(self._cache, self._batch.last, self._batch.positions))
         if self._batch.has_ended():
@@ -359,29 +352,6 @@ class NativeEngine:
         moves = closing_moves(finished)
         self._cache.move(moves, finished.count(False))
         self._rows = apply_moves(self._rows, moves, finished.count(False))
-
-
-def _check(request: SampleRequest) -> None:
-    if request.params.extra:
-        raise ValueError(
-            f"the native engine does not know the generation settings {sorted(request.params.extra)}; it knows"
-            " temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens."
-        )
-    if request.images:
-        raise ValueError("the native engine samples text only; images need a vision-language engine.")
-    for name, given in (("drafts", request.drafts), ("draft_logprobs", request.draft_logprobs)):
-        if given is not None and len(given) != len(request.seeds):
-            raise ValueError(
-                f"{name} holds {len(given)} lists for {len(request.seeds)} seeds; give one (or None) each."
-            )
-    if request.drafts and request.draft_lenience is not None:
-        recorded = request.draft_logprobs or [None] * len(request.drafts)
-        for draft, logprobs in zip(request.drafts, recorded, strict=True):
-            if draft and len(logprobs or []) != len(draft):
-                raise ValueError(
-                    f"draft_lenience needs the log-prob of every draft token, and a draft of {len(draft)} tokens has"
-                    f" {len(logprobs or [])}. Give draft_logprobs, or leave draft_lenience None to verify exactly."
-                )
 
 
 def _within(most: int, sizes: dict[int, int]) -> Iterator[list[int]]:

@@ -153,6 +153,11 @@ class Batch:
         self.history.clear()
 
 
+def steps_per_look(device: torch.device) -> int:
+    """Decoding steps between two looks at which rows have ended: looking waits for the device."""
+    return 1 if device.type == "cpu" else 8
+
+
 def _by_settings(rows: list[Row]) -> list[tuple[SamplingParams, list[int]]]:
     """Which rows are drawn alike: equal settings, whatever their budgets."""
     found: list[tuple[SamplingParams, list[int]]] = []

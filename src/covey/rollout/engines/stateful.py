@@ -1,0 +1,127 @@
+"""An engine for models whose memory is more than keys and values: linear attention, state spaces, hybrids of them.
+
+A state cannot be masked, padded or shared in part, so prompts of different lengths do not mix: each prompt is computed
+once, its state copied for every completion, and its completions are decoded side by side; those that are finished
+leave. It shares the policy's memory. Not here: drafts, which a state cannot be taken back from; the usual engine is
+`native`.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.modes import inference_mode_of
+from covey.core.rollout import Completion
+from covey.rollout.engine import SampleRequest
+from covey.rollout.engines.attention import attention_of, own_attention
+from covey.rollout.engines.packed_linear import packed_linears
+from covey.rollout.engines.requests import budget_of, check_request
+from covey.rollout.engines.rows import Batch, Row, steps_per_look
+
+KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layer that remember nothing else."""
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether some layer of a model remembers more than keys and values."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return bool(getattr(model, "_is_stateful", False)) or not KEYS_AND_VALUES.issuperset(kinds)
+
+
+class StatefulEngine:
+    """Samples from a transformers causal language model with the model's own cache, prompt by prompt.
+
+    Args:
+        model: returns the unwrapped model to sample from.
+        eos_token_ids: tokens that end a completion.
+        max_rows: most completions decoded at once.
+        max_context: prompt and completion together stay within this; None when unlimited.
+        forward_context: entered around sampling (mixed precision).
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], Any],
+        *,
+        eos_token_ids: set[int],
+        max_rows: int = 64,
+        max_context: int | None = None,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ):
+        self._model = model
+        self.eos_token_ids = eos_token_ids
+        self.max_rows = max_rows
+        self.max_context = max_context
+        self._forward_context = forward_context
+
+    async def generate(self, request: SampleRequest) -> list[Completion]:
+        """Sample `request.n` completions of one prompt; drafts are left unused, which changes no sample.
+
+        Raises:
+            ValueError: settings this engine does not know, or images.
+        """
+        check_request(request)
+        loop = asyncio.get_running_loop()
+        budget = budget_of(request, self.max_context)
+        rows = [Row(request, i, budget, self.eos_token_ids, loop.create_future()) for i in range(len(request.seeds))]
+        for start in range(0, len(rows), self.max_rows):
+            self._sample(rows[start : start + self.max_rows])
+            await asyncio.sleep(0)  # what waits for finished completions goes on
+        return [row.done.result() for row in rows]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Nothing to do: the engine samples from the policy's own parameters."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Put the model into inference mode for the duration, and back as it was."""
+        model = self._model()
+        with (
+            inference_mode_of(model),
+            torch.no_grad(),
+            self._forward_context(),
+            packed_linears(model),
+            attention_of(model, own_attention(model)),
+        ):
+            yield
+
+    def _sample(self, rows: list[Row]) -> None:
+        """Decode completions of one prompt until all are finished."""
+        model = self._model()
+        device = next(model.parameters()).device
+        period = steps_per_look(device)
+        logits, cache = self._forward(torch.tensor([rows[0].request.prompt_ids], device=device), None)
+        _keep(cache, [0] * len(rows), device)
+        batch = Batch(rows, self.eos_token_ids, device, period)
+        batch.draw(logits.expand(len(rows), -1))
+        while True:
+            if batch.has_ended():
+                batch.settle()
+                going = [place for place, row in enumerate(rows) if row.finish is None]
+                for row in rows:
+                    if row.finish is not None:
+                        row.resolve()
+                if not going:
+                    return
+                _keep(cache, going, device)
+                rows = [rows[place] for place in going]
+                batch = Batch(rows, self.eos_token_ids, device, period)
+            logits, cache = self._forward(batch.last[:, None], cache)
+            batch.draw(logits)
+
+    def _forward(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """The model over tokens [rows, T] behind a cache: logits of the last position [rows, V], and the cache."""
+        model = self._model()
+        name = "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache_params"
+        output = model(input_ids=tokens, use_cache=True, **{name: cache})
+        return output.logits[:, -1], output[name]
+
+
+def _keep(cache: Any, rows: list[int], device: torch.device) -> None:
+    """Rows of a cache, maybe several times each, in the order given."""
+    cache.reorder_cache(torch.tensor(rows, device=device))
