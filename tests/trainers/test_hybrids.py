@@ -23,6 +23,16 @@ def test_a_hybrid_trains_on_what_it_samples(tmp_path, name):
     assert any("embed" in key for key in moved) and len(moved) > len(before) / 2
 
 
+def test_a_hybrid_trains_with_an_adapter(tmp_path):
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "in_proj"], task_type="CAUSAL_LM")
+    parts = {"model": hybrids.model("Lfm2"), "peft_config": adapter}
+    trained = runs.trainer(tmp_path, parts=parts, attn_layout="padded", learning_rate=0.1)
+    before = {key: value.clone() for key, value in trained.model.state_dict().items() if "lora_B" in key}
+    trained.train()
+    assert any(not torch.equal(trained.model.state_dict()[key], value) for key, value in before.items())
+
+
 def test_padded_layout_silences_the_warning(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*packed layouts.*")

@@ -117,8 +117,10 @@ class StatefulEngine:
     def _forward(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """The model over tokens [rows, T] behind a cache: logits of the last position [rows, V], and the cache."""
         model = self._model()
-        name = "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache_params"
-        output = model(input_ids=tokens, use_cache=True, **{name: cache})
+        known = inspect.signature(model.get_base_model().forward if hasattr(model, "peft_config") else model.forward)
+        name = "past_key_values" if "past_key_values" in known.parameters else "cache_params"
+        last = {"logits_to_keep": 1} if "logits_to_keep" in known.parameters else {}
+        output = model(input_ids=tokens, use_cache=True, **{name: cache}, **last)
         return output.logits[:, -1], output[name]
 
 
