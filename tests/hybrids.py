@@ -42,10 +42,10 @@ SIZES = {
 
 
 def model(name: str) -> Any:
-    """One over the test tokenizer's vocabulary, whose distribution is far from uniform."""
+    """One over the test tokenizer's vocabulary, whose distribution is not uniform."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **SETTINGS[name]})
     made = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        made.get_output_embeddings().weight.normal_(std=0.5)
+        made.get_output_embeddings().weight.normal_(std=0.1)
     return made
