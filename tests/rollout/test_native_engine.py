@@ -10,6 +10,7 @@ import tiny
 from covey.core.rollout import FinishReason
 from covey.policy.attention import PACKED_ATTENTION
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
+from covey.rollout.engines.forked_cache import ForkedCache
 from covey.rollout.engines.native import NativeEngine
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [20, 21], [30, 31, 32, 33]]
@@ -282,3 +283,16 @@ def test_the_cache_grows_and_moves_with_long_completions(tiny_model):
     engine = engine_of(tiny_model, eos=set(), max_rows=3)
     longer = sample(engine, n=2, max_tokens=150)
     assert tokens(longer) == tokens(sample(engine_of(tiny_model, eos=set()), n=2, max_tokens=150))
+
+
+def test_prompts_are_shared_in_mixed_precision_too(tiny_model):
+    engine = NativeEngine(
+        lambda: tiny_model,
+        eos_token_ids={1},
+        pad_token_id=0,
+        forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    )
+    with torch.no_grad():  # so that bfloat16 moves logits by more than an exact check would pass
+        tiny_model.get_output_embeddings().weight.mul_(4)
+    with engine.awake():
+        assert isinstance(engine._new_cache(), ForkedCache)
