@@ -192,3 +192,15 @@ def test_unknown_settings_are_told_under_the_method_of_the_run(run_file, capsys)
 def test_help_says_how_to_call_it(capsys):
     assert main(["--help"]) == 0
     assert "usage: covey explain [--config] CONFIG" in capsys.readouterr().out
+
+
+def test_what_the_correction_of_the_engine_does_and_costs_is_told_where_it_is_on():
+    weighed = "is weighed by trainer probability over engine probability"
+    text = words(explain(GRPOConfig(correct_built_in_engine=True)))
+    assert f"Each sequence {weighed} (sequence_mask); above 3.0 it is dropped." in text
+    assert "compares log-probabilities of the training passes: no extra pass" in text
+    bounds = {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "token_truncate"}
+    text = words(explain(GRPOConfig(correct_built_in_engine=True, num_iterations=2, **bounds)))
+    assert f"Each token {weighed} (token_truncate); below 0.5 or above 3.0 it counts as the bound." in text
+    assert "reads the log-probabilities of the pass just mentioned" in text
+    assert weighed not in words(explain(GRPOConfig()))

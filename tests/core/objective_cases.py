@@ -5,7 +5,8 @@ once from global counts, cuts out one optimizer step and differentiates `policy_
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from covey.algorithms import LOSS_TYPES
 from covey.algorithms.grpo import objective
 from covey.core.batch import TrainBatch
-from covey.core.objective import LossInputs, policy_loss
-from covey.core.ratios import mismatch_weights
+from covey.core.objective import LossInputs, Objective, policy_loss
+from covey.core.ratios import MismatchCorrection, mismatch_weights
 from covey.core.weighting import BatchCounts, mean_per_micro_batch, token_weights
 
 EMPTY, TRUNCATED, TOOLS, CONSTANT = "empty", "truncated", "tools", "constant"
@@ -131,12 +132,20 @@ def flat_batch(generation: Generation, o: Options, dtype: torch.dtype = torch.fl
     batch.weights = token_weights(LOSS_TYPES[o.loss_type].weighting, counts, batch.sampled, lengths)
     if o.entropy_coef:
         batch.entropy_weights = token_weights(mean_per_micro_batch, counts, batch.sampled, lengths)
-    if o.mismatch_mode is not None:
-        assert old is not None and engine is not None
-        bounds = {"clip_min": o.clip_min, "clip_max": o.clip_max}
-        corrected = mismatch_weights(old, engine, batch.sampled, lengths, mode=o.mismatch_mode, **bounds)
-        batch.mismatch_weights = corrected.weights
+    if o.mismatch_mode is not None and old is not None:
+        assert engine is not None
+        batch.mismatch_weights = correction(o)(old, engine, batch.sampled, lengths).weights
     return batch
+
+
+def correction(o: Options) -> MismatchCorrection:
+    assert o.mismatch_mode is not None
+    return partial(mismatch_weights, mode=o.mismatch_mode, clip_min=o.clip_min, clip_max=o.clip_max)
+
+
+def corrected_objective(o: Options) -> Objective:
+    """The objective, with its correction where on-policy the batch brings no weights along."""
+    return replace(objective(config(o)), correction=None if o.mismatch_mode is None else correction(o))
 
 
 def batch_counts(generation: Generation, o: Options, dtype: torch.dtype) -> BatchCounts:
@@ -200,7 +209,7 @@ def covey_gradients(
         inputs = LossInputs.of(
             step.select(torch.tensor(part, dtype=torch.long)), logprobs[tokens], entropies[tokens], o.entropy_coef
         )
-        result = policy_loss(inputs, objective(config(o)))
+        result = policy_loss(inputs, corrected_objective(o))
         if result.loss.requires_grad:
             result.loss.backward()
         total += result.loss.item()

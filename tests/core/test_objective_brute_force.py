@@ -69,6 +69,16 @@ def test_on_policy_the_ratio_is_one_and_its_gradient_alive(loss_type, level, nam
     compare(Options(loss_type, level, **OPTIONS[name]), on_policy=True, engine=name == "off-policy-mask")
 
 
+CORRECTED = [name for name in OPTIONS if name.startswith(("token", "sequence")) or name == "everything"]
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+@pytest.mark.parametrize(("loss_type", "level"), COMBINATIONS)
+def test_on_policy_the_engine_is_corrected_from_the_same_pass(loss_type, level, name):
+    if settings(loss_type, level, name) is not None:
+        compare(Options(loss_type, level, **OPTIONS[name]), on_policy=True)
+
+
 @pytest.mark.parametrize("name", ["plain", "everything"])
 @pytest.mark.parametrize(("loss_type", "level"), COMBINATIONS)
 def test_float32_stays_within_the_tolerance(loss_type, level, name):

@@ -117,6 +117,7 @@ def test_mismatch_metrics_by_token():
         "sampling/importance_sampling_ratio/min": pytest.approx(0.25),
         "sampling/importance_sampling_ratio/mean": pytest.approx((2 + 3 + 0.25) / 3),
         "sampling/importance_sampling_ratio/max": pytest.approx(3),
+        "sampling/importance_sampling_ratio/outside": pytest.approx(1 / 3),
     }
 
 
@@ -124,6 +125,35 @@ def test_mismatch_metrics_count_a_sequence_once():
     stats = rho("sequence_truncate", None, 9.0).stats
     assert stats["sampling/importance_sampling_ratio/mean"].value() == pytest.approx((8 + 0.25) / 2)
     assert stats["sampling/sampling_logp_difference/mean"].value() == pytest.approx(5 * math.log(2) / 3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "outside"),
+    [("token_truncate", 1 / 3), ("token_mask", 1 / 3), ("sequence_truncate", 1 / 2), ("sequence_mask", 1 / 2)],
+)
+def test_the_share_outside_the_bounds_counts_tokens_or_sequences(mode, outside):
+    # tokens 2, 4 and 0.25 against 3: one of three; sequences 8 and 0.25: one of two
+    stats = rho(mode, None, 3.0).stats
+    assert stats["sampling/importance_sampling_ratio/outside"].value() == pytest.approx(outside)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_numbers_that_are_none_do_not_spread(mode):
+    """NaN and what the engine calls impossible agree; what the trainer calls impossible weighs nothing."""
+    one = torch.tensor([1, 1, 1, 1])
+    weights, stats = mismatch_weights(
+        torch.tensor([-1.0, -1.0, -math.inf, -1.0]),
+        torch.tensor([math.nan, -math.inf, -1.0, -1e4]),
+        one.bool(),
+        one,
+        mode=mode,
+        clip_min=None,
+        clip_max=None,
+    )
+    assert weights[:2].tolist() == [1, 1]
+    assert 0 <= weights[2] < 1e-30
+    assert 1e30 < weights[3] < math.inf
+    assert all(math.isfinite(stat.value()) for stat in stats.values())
 
 
 def test_mismatch_metrics_of_two_parts_merge_to_those_of_the_whole():

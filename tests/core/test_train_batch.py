@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate
+from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, join
 from covey.core.rollout import FinishReason, Rollout
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
@@ -67,8 +67,20 @@ def test_collate_stores_tokens_in_a_row_and_each_prompt_once():
     assert (len(batch), batch.num_tokens) == (3, 3)
 
 
-def test_one_rollout_without_log_probs_leaves_all_without():
-    assert collate([rollout([1], [10]), rollout([1], [11], logprobs=False)]).engine_logprobs is None
+def test_a_rollout_without_log_probs_has_nan_beside_those_that_have_some():
+    silent = rollout([1], [11], logprobs=False)
+    engine = collate([rollout([1], [10]), silent]).engine_logprobs
+    assert engine[0] == -10 / 64 and engine[1].isnan()
+    assert collate([silent, silent]).engine_logprobs is None
+
+
+def test_joining_fills_up_what_an_engine_reported_to_one_process_alone():
+    told, untold = collate([rollout([1], [10])]), collate([rollout([2], [11], logprobs=False)])
+    told.mismatch_weights = torch.tensor([0.5])
+    both = join([told, untold], torch.tensor([0, 1]))
+    assert both.engine_logprobs[0] == -10 / 64 and both.engine_logprobs[1].isnan()
+    assert both.mismatch_weights.tolist() == [0.5, 1.0]
+    assert join([untold, untold], torch.tensor([0, 1])).engine_logprobs is None
 
 
 @pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TOOL_BUDGET])

@@ -1,5 +1,6 @@
 """A run that cannot learn says so once, and every run logs its ends."""
 
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -42,6 +43,22 @@ def test_masking_everything_is_told():
     cut = logs(5, **{"completions/clipped_ratio": 1.0, "frac_reward_zero_std": 0.0})
     assert "max_completion_length=8" in advice(cut, ARGS)["all_masked"]
     assert advice(cut, SimpleNamespace(mask_truncated_completions=False)) == {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("sequence_mask", "half of the sequences .*token_truncate"),
+        ("token_mask", "half of the tokens .*Look for the cause"),
+    ],
+)
+def test_dropping_most_of_what_an_engine_sampled_is_told(mode, says):
+    dropped = logs(5, **{"frac_reward_zero_std": 0.0, "sampling/importance_sampling_ratio/outside": 0.6})
+    assert re.search(
+        says, advice(dropped, SimpleNamespace(**vars(ARGS), resolved_mismatch_mode=mode))["masked_by_mismatch"]
+    )
+    truncated = SimpleNamespace(**vars(ARGS), resolved_mismatch_mode=mode.replace("mask", "truncate"))
+    assert advice(dropped, truncated) == {}
 
 
 def test_a_short_run_is_told_at_its_end():

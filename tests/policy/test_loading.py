@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from covey.policy.loading import disable_dropout, load_policy
+from covey.policy.loading import disable_dropout, has_dropout, load_policy
 
 
 def test_no_dropout_is_left():
@@ -12,6 +12,17 @@ def test_no_dropout_is_left():
     disable_dropout(model)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "attention", "adapter"])
+def test_dropout_is_found_wherever_it_is(where):
+    peft = pytest.importorskip("peft")
+    model = tiny.model(attention_dropout=0.5 if where == "attention" else 0.0)
+    if where == "adapter":
+        model = load_policy(model, peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
+    assert has_dropout(model) == (where != "nowhere")
+    disable_dropout(model)
+    assert not has_dropout(model)
 
 
 def test_virtual_tokens_are_refused():

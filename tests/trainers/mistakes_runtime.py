@@ -1,13 +1,17 @@
 """Mistakes that show while a run computes: layouts, attention, memory, devices."""
 
+import math
+
 import pytest
 import torch
+from foreign import sample_from
 from mistakes import SIZES, TRAINING, Mistake
 from transformers import AttentionInterface, AttentionMaskInterface, StableLmConfig, StableLmForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import tiny
+from covey.rollout.engine import EngineTraits
 
 
 def stable_lm():
@@ -61,6 +65,19 @@ def without_kernels(bench):
     return fastest_tiles((2, 7), torch.float32, Curve(), False, torch.device("cpu"))
 
 
+def with_engine(settings=None, **engine):
+    """Trains with an engine of another make in the place of the built-in one."""
+
+    def make(bench):
+        trainer = bench.build(settings)
+        return sample_from(trainer, **engine).train()
+
+    return make
+
+
+OTHER_LOG_PROBS = "Sampled with an engine whose log-probs are not the trainer's"
+
+
 RUNTIME = [
     Mistake(
         "Insisted on an attn_layout that the model cannot use",
@@ -102,6 +119,44 @@ RUNTIME = [
         ("a single rollout of [0-9]+ tokens", "Set gradient_checkpointing=True, a smaller max_completion_length"),
         TRAINING,
         torch.OutOfMemoryError,
+    ),
+    Mistake(
+        OTHER_LOG_PROBS,
+        with_engine({"temperature": 0.7}, temperature=1.0),
+        (
+            "rounding explains 0.01",
+            r"temperature 1 instead of 0\.7",
+            "Have it report those",
+            "set engine_parity='warn'",
+        ),
+        TRAINING,
+    ),
+    Mistake(
+        OTHER_LOG_PROBS,
+        with_engine({"engine_parity": "warn"}, model=tiny.model(seed=1)),
+        ("another model or checkpoint", "The run goes on, as engine_parity='warn' has it"),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
+        "Sampled with an engine that reports NaN or other nonsense",
+        with_engine(report=lambda logprobs: [math.nan for _ in logprobs]),
+        ("[0-9]+ of [0-9]+ are NaN or infinite", "look at the engine's own log", "set engine_parity='warn'"),
+        TRAINING,
+    ),
+    Mistake(
+        "Sampled with an engine that reports no log-probs",
+        with_engine(report=lambda logprobs: None),
+        ("no log-probs for ([0-9]+) of \\1 tokens", "set vllm_importance_sampling_correction=False to silence this"),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
+        "Cut the distribution of an engine that reports log-probs after the cut",
+        with_engine({"top_p": 0.9}, traits=EngineTraits(reports_after_cut=True)),
+        ("reports log-probs after top_p had their effect", "Leave these settings at their defaults"),
+        TRAINING,
+        UserWarning,
     ),
     Mistake(
         "Trained on a GPU whose decoding steps cannot be recorded",

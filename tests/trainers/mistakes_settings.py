@@ -135,6 +135,20 @@ SETTINGS = [
         "would never come again",
     ),
     setting(
+        "Bounded the correction of an engine away from 1",
+        {"vllm_importance_sampling_clip_min": 1.5, "correct_built_in_engine": True},
+        r"vllm_importance_sampling_clip_min=1\.5 and vllm_importance_sampling_clip_max=3\.0",
+        "must lie on either side of 1",
+        r"0\.5 and 3 are usual",
+    ),
+    setting(
+        "Corrected an engine by sequences with vespo",
+        {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_truncate", "correct_built_in_engine": True},
+        "vllm_importance_sampling_mode='sequence_truncate' with loss_type='vespo'",
+        "'token_truncate' is used",
+        kind=UserWarning,
+    ),
+    setting(
         "Used speculative_reuse with a repetition penalty",
         {"speculative_reuse": "exact", "repetition_penalty": 1.1},
         r"speculative_reuse='exact' with repetition_penalty=1\.1",

@@ -10,6 +10,7 @@ from covey.trainers.config.rules import (
     batches,
     features,
     loss,
+    mismatch,
     penalties,
     prompts,
     sampling,
@@ -128,12 +129,16 @@ REFUSED = [
     (penalties.rewards_carry_weight, GRPOConfig, {"reward_weights": ["a"]}, "one finite number per reward function"),
     (penalties.reward_timeout_is_positive, GRPOConfig, {"reward_timeout": 0}, "reward_timeout=0"),
     (penalties.reward_clip_is_ordered, RLOOConfig, {"reward_clip_range": (1, -1)}, "first number must be smaller"),
-    (
-        unused.mismatch_bounds_are_ordered,
-        GRPOConfig,
-        {"vllm_importance_sampling_clip_min": 4.0},
-        "vllm_importance_sampling_clip_min=4.0",
+    *(
+        (mismatch.bounds_enclose_agreement, GRPOConfig, bounds, "must lie on either side of 1, .* 0.5 and 3 are usual")
+        for bounds in (
+            {"vllm_importance_sampling_clip_min": 4.0},
+            {"vllm_importance_sampling_clip_min": -0.1},
+            {"vllm_importance_sampling_clip_max": 0.9},
+            {"vllm_importance_sampling_clip_max": float("nan")},
+        )
     ),
+    (features.words_are_known, GRPOConfig, {"engine_parity": "ignore"}, "choose one of: raise, warn, off"),
     (unused.padding_is_a_number, GRPOConfig, {"pad_to_multiple_of": "many"}, "pad_to_multiple_of='many'"),
 ]
 
@@ -204,6 +209,28 @@ POINTED_OUT = [
         GRPOConfig,
         {"transformers_continuous_batching_config": {"a": 1}},
         "use_transformers_continuous_batching is False",
+    ),
+    (
+        mismatch.correction_has_an_engine,
+        GRPOConfig,
+        {"vllm_importance_sampling_mode": "token_mask"},
+        "has no effect: the built-in engine samples with the trainer's own weights.*correct_built_in_engine=True",
+    ),
+    (
+        mismatch.correction_options_are_read,
+        RLOOConfig,
+        {"correct_built_in_engine": True, "vllm_importance_sampling_correction": False},
+        "`correct_built_in_engine=True` has no effect: vllm_importance_sampling_correction is False",
+    ),
+    (
+        mismatch.vespo_is_corrected_by_token,
+        GRPOConfig,
+        {
+            "loss_type": "vespo",
+            "correct_built_in_engine": True,
+            "vllm_importance_sampling_mode": "sequence_truncate",
+        },
+        "multiplies the ratios of a sequence's tokens itself, so 'token_truncate' is used",
     ),
     (unused.printing_needs_log_completions, GRPOConfig, {"num_completions_to_print": 3}, "log_completions is False"),
     (unused.padding_is_a_number, GRPOConfig, {"pad_to_multiple_of": 8}, "to the longest of them"),
@@ -279,6 +306,9 @@ def test_a_registered_loss_is_accepted_and_may_read_any_option(monkeypatch, recw
         {"reward_weights": [1.0, 0.0]},
         {"speculative_reuse": "lenient", "speculative_lenience": 1.2, "speculative_max_tokens": 10},
         {"speculative_reuse": "exact", "num_train_epochs": 1, "max_steps": 100},
+        {"correct_built_in_engine": True, "vllm_importance_sampling_mode": "token_mask"},
+        {"correct_built_in_engine": True, "loss_type": "vespo"},
+        {"engine_parity": "warn"},
     ],
     ids=lambda settings: "-".join(settings),
 )

@@ -25,6 +25,12 @@ VARIANTS = {
         "dynamic_sample": True,
         "prompt_sampler": "difficulty",
     },
+    "in the middle of a generation whose engine is corrected": {
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "correct_built_in_engine": True,
+    },
     "with generations that share an optimizer step": {
         "gradient_accumulation_steps": 4,
         "steps_per_generation": 2,

@@ -28,6 +28,14 @@ CASES = {
     "drafts, some of them at the other process": {"method": "grpo", "speculative_reuse": "exact", "max_steps": 6},
     "memory running out on one process": {"method": "grpo", "out_of_memory": True, "gradient_accumulation_steps": 2},
     "a process without signal": {"method": "grpo", "settled": True, "max_tokens_per_micro_batch": 30},
+    "an engine that is corrected, a process without signal": {
+        "method": "grpo",
+        "settled": True,
+        "perturbed": True,
+        "correct_built_in_engine": True,
+        "engine_parity": "off",
+        "vllm_importance_sampling_mode": "sequence_truncate",
+    },
     "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
 }
 

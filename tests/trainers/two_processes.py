@@ -33,12 +33,27 @@ def run_out_of_memory(trainer):
     list(trainer.policy.parameters())[5].register_post_accumulate_grad_hook(fail)
 
 
+def perturb_reports(trainer):
+    """The engine finds each token more or less probable than it is, by its id."""
+    collect = trainer.collector.collect
+
+    def perturbing(*args, **kwargs):
+        rollouts = collect(*args, **kwargs)
+        for rollout in rollouts:
+            pairs = zip(rollout.logprobs, rollout.completion_ids, strict=True)
+            rollout.logprobs = [logprob + 0.2 * (token % 5 - 2) for logprob, token in pairs]
+        return rollouts
+
+    trainer.collector.collect = perturbing
+
+
 if __name__ == "__main__":
     output, settings = sys.argv[1], json.loads(sys.argv[2])
     method = settings.pop("method")
     lora = settings.pop("lora", False)
     settled = settings.pop("settled", False)
     out_of_memory = settings.pop("out_of_memory", False)
+    perturbed = settings.pop("perturbed", False)
     pads_at_the_last = settings.pop("pads_at_the_last", False)
     torch.set_num_threads(1)
     parts = {}
@@ -51,12 +66,15 @@ if __name__ == "__main__":
     trained = runs.trainer(output, method, parts=parts, **settings)
     if out_of_memory:
         run_out_of_memory(trained)
+    if perturbed:
+        perturb_reports(trained)
     if pads_at_the_last and trained.accelerator.process_index == trained.accelerator.num_processes - 1:
         trained.scorer._prove = lambda model, device: "padded"
     trained.train()
     if trained.accelerator.is_main_process:
         names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
         names += ("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance")
+        names += ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max")
         torch.save(
             {
                 "history": {name: runs.history(trained, name) for name in names},

@@ -155,6 +155,7 @@ def policy(run: Run) -> list[str]:
             "One forward pass more per generation computes the log-probabilities that the KL penalty needs."
             if args.method == "rloo" and args.beta
             else "Old log-probabilities are those of the current forward pass; no extra pass is spent on them.",
+            *sentences.mismatch(args, a.on_policy),
         ]
     return [
         f"Off-policy ({numbers}): after the first update on a generation, the policy is no longer the one that "
@@ -163,6 +164,7 @@ def policy(run: Run) -> list[str]:
         f"learning rate ({args.learning_rate:g}).",
         sentences.clipping(args),
         "One forward pass more per generation computes the old log-probabilities.",
+        *sentences.mismatch(args, a.on_policy),
     ]
 
 

@@ -98,6 +98,26 @@ def reuse(args: Any) -> list[str]:
     return [what + how + metric]
 
 
+def mismatch(args: Any, on_policy: bool) -> list[str]:
+    """What is done about the engine's own idea of how probable its samples are."""
+    if not args.corrects_mismatch:
+        return []
+    mode = args.resolved_mismatch_mode
+    level, _, action = mode.partition("_")
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    bounds = [text for bound, text in ((low, f"below {low}"), (high, f"above {high}")) if bound is not None]
+    fate = "is dropped" if action == "mask" else "counts as the bound"
+    beyond = f"; {' or '.join(bounds)} it {fate}" if bounds else ""
+    if not on_policy or (args.method == "rloo" and args.beta):
+        cost = "That reads the log-probabilities of the pass just mentioned."
+    else:
+        cost = "That compares log-probabilities of the training passes: no extra pass, except for a model with dropout."
+    return [
+        f"Each {level} is weighed by trainer probability over engine probability ({mode}){beyond}. {cost} Watch "
+        "sampling/*."
+    ]
+
+
 def clipping(args: Any) -> str:
     """What becomes of ratios that drift away from 1."""
     low, high = args.epsilon, args.resolved_epsilon_high

@@ -4,6 +4,7 @@ Not here: how a batch is laid out for a forward pass (`covey.policy.layouts`) an
 (`covey.core.advantages`, `covey.core.weighting`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -26,6 +27,9 @@ TOKEN_FIELDS = (
     "mismatch_weights",
 )
 
+UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0}
+"""What stands for tokens of which the engine said nothing, beside tokens of which it did."""
+
 
 @dataclass(slots=True)
 class TrainBatch:
@@ -45,7 +49,7 @@ class TrainBatch:
         entropy_weights: [N] float32 or None, the same for the entropy bonus.
         old_logprobs: [N] float32 or None, under the policy before this generation's updates. None: on-policy.
         ref_logprobs: [N] float32 or None, under the reference policy.
-        engine_logprobs: [N] float32 or None, as the sampling engine reported them.
+        engine_logprobs: [N] float32 or None, as the sampling engine reported them; NaN for rollouts without any.
         mismatch_weights: [N] float32 or None, importance weights that correct the engine's distribution.
         forward_kwargs: further model inputs, opaque to us.
         entropy_threshold: tokens with less entropy are left out of the loss (`top_entropy_quantile`), or None.
@@ -167,7 +171,10 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     def learned(rollout: Rollout) -> list[bool]:
         return [False] * len(rollout.sampled) if mask_truncated and rollout.truncated else rollout.sampled
 
-    have_logprobs = bool(rollouts) and all(r.logprobs is not None for r in rollouts)
+    def reported(rollout: Rollout) -> list[float]:
+        return [math.nan] * len(rollout.sampled) if rollout.logprobs is None else rollout.logprobs
+
+    have_logprobs = any(r.logprobs is not None for r in rollouts)
     return TrainBatch(
         token_ids=_flat([r.completion_ids for r in rollouts], torch.long),
         lengths=torch.tensor([len(r.completion_ids) for r in rollouts], dtype=torch.long),
@@ -175,7 +182,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         prompt_ids=_flat(list(prompts.values()), torch.long),
         prompt_lengths=torch.tensor([len(p) for p in prompts.values()], dtype=torch.long),
         groups=torch.tensor([place[r.group] for r in rollouts], dtype=torch.long),
-        engine_logprobs=_flat([r.logprobs or [] for r in rollouts], torch.float32) if have_logprobs else None,
+        engine_logprobs=_flat([reported(r) for r in rollouts], torch.float32) if have_logprobs else None,
     )
 
 
@@ -183,7 +190,7 @@ def join(batches: Sequence[TrainBatch], groups: Tensor) -> TrainBatch:
     """One batch of several, rollouts in order, as when processes put together what they sampled.
 
     Args:
-        batches: with the same optional fields.
+        batches: with the same optional fields; what an engine reported to some of them alone is filled up.
         groups: [B] int64, the group of every rollout of the result, 0, 1, 2, ...: groups of different batches may be
             one, in which case their prompts are equal and one copy is kept.
     """
@@ -198,6 +205,8 @@ def join(batches: Sequence[TrainBatch], groups: Tensor) -> TrainBatch:
 
     def joined(name: str) -> Tensor | None:
         parts = [getattr(batch, name) for batch in batches]
+        if name in UNREPORTED and any(part is not None for part in parts):
+            parts = [_or_unreported(batch, name) for batch in batches]
         assert len({part is None for part in parts}) == 1, f"{name} is there in some batches and not in others"
         return None if parts[0] is None else torch.cat(parts)
 
@@ -209,6 +218,11 @@ def join(batches: Sequence[TrainBatch], groups: Tensor) -> TrainBatch:
         prompt_lengths=torch.tensor([len(prompt) for prompt in kept], dtype=torch.long, device=source.device),
         groups=groups,
     )
+
+
+def _or_unreported(batch: TrainBatch, name: str) -> Tensor:
+    value: Tensor | None = getattr(batch, name)
+    return torch.full(batch.sampled.shape, UNREPORTED[name], device=batch.sampled.device) if value is None else value
 
 
 def _flat(lists: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covey.core.batch import TrainBatch
 from covey.core.kl import KLEstimator, k3
-from covey.core.ratios import RatioLevel, off_policy_keep, token_level
+from covey.core.ratios import MismatchCorrection, RatioLevel, off_policy_keep, token_level
 from covey.core.stats import Mean, Stat
 from covey.core.surrogates import Surrogate, SurrogateInputs, SurrogateStats
 
@@ -30,6 +30,9 @@ class Objective:
         correct_kl_bias: multiply the KL term by the token ratio, which makes its gradient unbiased off-policy
             (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
         off_policy_threshold: drop punished sequences that drifted further than this; None keeps all.
+        correction: what turns the engine's log-probs into mismatch weights where the batch does not bring weights
+            along: the policy's own log-probs of this very pass are compared, so that no other pass is spent on them.
+            None leaves the engine's distribution uncorrected.
         mismatch_in_surrogate: the surrogate itself uses the mismatch weights (VESPO), so they are not applied again.
         zero_without_advantage: the surrogate of a token with advantage 0 is 0, whatever its ratio.
     """
@@ -41,6 +44,7 @@ class Objective:
     kl: KLEstimator = k3
     correct_kl_bias: bool = False
     off_policy_threshold: float | None = None
+    correction: MismatchCorrection | None = None
     mismatch_in_surrogate: bool = False
     zero_without_advantage: bool = True
 
@@ -135,6 +139,7 @@ def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
     inputs = inputs.silenced()
     old = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     log_ratio = objective.ratio_level(inputs.logprobs, old, inputs.sampled, inputs.lengths)
+    rho, corrected = _mismatch(inputs, objective, old)
     x = SurrogateInputs(
         log_ratio,
         inputs.logprobs,
@@ -142,18 +147,18 @@ def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
         inputs.advantages,
         inputs.sampled,
         inputs.lengths,
-        inputs.mismatch_weights,
+        rho,
         inputs.skipped_tokens,
         inputs.skipped_rows,
     )
     token_loss = objective.surrogate(x)
-    stats = objective.stats(x) if objective.stats else {}
+    stats = {**corrected, **(objective.stats(x) if objective.stats else {})}
     keep = _filters(inputs, objective, old)
     if keep is not None:
         token_loss = torch.where(keep, token_loss, 0.0)
         stats["kept_token_fraction"] = _masked_mean(keep.to(token_loss), inputs.sampled)
-    if inputs.mismatch_weights is not None and not objective.mismatch_in_surrogate:
-        token_loss = token_loss * inputs.mismatch_weights
+    if rho is not None and not objective.mismatch_in_surrogate:
+        token_loss = token_loss * rho
     loss = _weighted(inputs.weights, token_loss)
     if objective.beta:
         kl = _kl(inputs, objective, old)
@@ -165,6 +170,14 @@ def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
         if inputs.entropy_weights is not None:
             loss = loss - inputs.entropy_coef * _weighted(inputs.entropy_weights, inputs.entropies)
     return LossResult(loss, stats, without_bonus)
+
+
+def _mismatch(inputs: LossInputs, objective: Objective, old_logprobs: Tensor) -> tuple[Tensor | None, dict[str, Stat]]:
+    """The engine/trainer mismatch weights, [N] or None, and the metrics of those that are worked out here."""
+    given, engine = inputs.mismatch_weights, inputs.engine_logprobs
+    if given is not None or engine is None or objective.correction is None:
+        return given, {}
+    return objective.correction(old_logprobs, engine, inputs.sampled, inputs.lengths)
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:

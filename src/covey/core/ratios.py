@@ -13,6 +13,9 @@ from torch import Tensor
 from covey.core.ragged import expand, masked_segment_mean, segment_ids, segment_sum
 from covey.core.stats import Max, Mean, Min, Stat
 
+MAX_LOG_RATIO = 80.0
+"""Largest log-ratio that is exponentiated: e^80 is far beyond every clip and still finite in float32."""
+
 RatioLevel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs [N], old_logprobs [N], sampled [N], lengths [B]) -> log-ratio [N]."""
 
@@ -65,6 +68,11 @@ class MismatchWeights(NamedTuple):
     stats: dict[str, Stat]
 
 
+MismatchCorrection = Callable[[Tensor, Tensor, Tensor, Tensor], MismatchWeights]
+"""(trainer's logprobs [N], engine's logprobs [N], sampled [N], lengths [B]) -> weights and metrics: `mismatch_weights`
+with its mode and bounds filled in."""
+
+
 def mismatch_weights(
     old_logprobs: Tensor,
     engine_logprobs: Tensor,
@@ -78,36 +86,41 @@ def mismatch_weights(
     """Correct samples drawn by an engine whose probabilities differ from the trainer's.
 
     ρ = exp(log π_trainer - log π_engine), per token or summed over the sequence, then either truncated to
-    [clip_min, clip_max] (TIS) or set to 0 outside it (MIS). Yao et al. 2025, "Your efficient RL framework secretly
-    brings you off-policy RL training"; Liu et al. 2025, "When speed kills stability".
+    [clip_min, clip_max] or set to 0 outside it. Truncated importance sampling: Ionides 2008 and, for engines, Yao et
+    al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". Masked: Liu et al. 2025, "When
+    speed kills stability" (sequences), and IcePop (tokens, with both bounds; Ring-1T, arXiv 2510.18855).
 
     Args:
-        old_logprobs, engine_logprobs: [N]; NaN of the engine counts as no difference.
+        old_logprobs: [N], the trainer's, under the weights that sampled.
+        engine_logprobs: [N]; NaN, or a token that the engine calls impossible, counts as no difference.
+        sampled: [N] bool; other tokens get weight 1, or their sequence's.
+        lengths: [B].
         mode: token_truncate | token_mask | sequence_truncate | sequence_mask.
         clip_min, clip_max: bounds of ρ; None leaves that side open.
     """
     level, _, action = mode.partition("_")
-    difference = torch.where(sampled, (old_logprobs - engine_logprobs).nan_to_num(0.0), 0.0)
+    difference = (old_logprobs - engine_logprobs).nan_to_num(nan=0.0, posinf=0.0, neginf=-MAX_LOG_RATIO)
+    difference = torch.where(sampled, difference, 0.0)
     log_rho = expand(segment_sum(difference, lengths), lengths) if level == "sequence" else difference
-    rho = log_rho.exp()
+    rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     low = 0.0 if clip_min is None else clip_min
     high = float("inf") if clip_max is None else clip_max
-    if action == "truncate":
-        weights = rho.clamp(min=low, max=high)
-    else:
-        weights = torch.where((rho >= low) & (rho <= high), rho, 0.0)
-    return MismatchWeights(weights, _mismatch_stats(difference.abs(), weights, sampled, lengths, level))
+    outside = (rho < low) | (rho > high)
+    weights = rho.clamp(min=low, max=high) if action == "truncate" else torch.where(outside, 0.0, rho)
+    return MismatchWeights(weights, _mismatch_stats(difference.abs(), weights, outside, sampled, lengths, level))
 
 
-def _mismatch_stats(gap: Tensor, weights: Tensor, sampled: Tensor, lengths: Tensor, level: str) -> dict[str, Stat]:
+def _mismatch_stats(
+    gap: Tensor, weights: Tensor, outside: Tensor, sampled: Tensor, lengths: Tensor, level: str
+) -> dict[str, Stat]:
     if not sampled.any():
         return {}
-    gap, seen = gap[sampled], weights[sampled]
+    gap, seen, beyond = gap[sampled], weights[sampled], outside[sampled]
     if level == "sequence":  # one ratio per sequence, not one per token
         ids = segment_ids(lengths)[sampled]
         first = torch.ones_like(ids, dtype=torch.bool)
         first[1:] = ids[1:] != ids[:-1]
-        seen = seen[first]
+        seen, beyond = seen[first], beyond[first]
     prefix = "sampling/importance_sampling_ratio"
     return {
         "sampling/sampling_logp_difference/mean": Mean(gap.sum().item(), len(gap)),
@@ -115,4 +128,5 @@ def _mismatch_stats(gap: Tensor, weights: Tensor, sampled: Tensor, lengths: Tens
         f"{prefix}/min": Min(seen.min().item()),
         f"{prefix}/mean": Mean(seen.sum().item(), len(seen)),
         f"{prefix}/max": Max(seen.max().item()),
+        f"{prefix}/outside": Mean(float(beyond.sum().item()), len(beyond)),
     }

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from covey.core.ragged import expand, masked_segment_mean, segment_sum
+from covey.core.ratios import MAX_LOG_RATIO
 from covey.core.stats import Max, Mean, Min, Stat
-
-MAX_LOG_RATIO = 80.0
-"""Largest log-ratio that is exponentiated: e^80 is far beyond every clip and still finite in float32."""
 
 
 @dataclass(frozen=True, slots=True)

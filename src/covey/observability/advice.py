@@ -78,9 +78,30 @@ def _about_masked(logs: list[Log], args: Any) -> str:
     )
 
 
+def _most_are_masked(log: Log, args: Any) -> bool:
+    outside = log.get("sampling/importance_sampling_ratio/outside", 0)
+    return outside > 0.5 and args.resolved_mismatch_mode.endswith("mask")
+
+
+def _about_masked_by_mismatch(logs: list[Log], args: Any) -> str:
+    level = args.resolved_mismatch_mode.partition("_")[0]
+    advice = (
+        "Use vllm_importance_sampling_mode='token_truncate' or 'token_mask', as a long completion's ratio multiplies"
+        " that of all its tokens"
+        if level == "sequence"
+        else "Look for the cause of so large a difference"
+    )
+    return (
+        f"In the last {len(logs)} logs ({_steps(logs)}) more than half of the {level}s were dropped, because engine and"
+        " trainer find them too differently probable (sampling/importance_sampling_ratio/outside)."
+        f" {advice}; sampling/sampling_logp_difference/mean says how far apart they are per token."
+    )
+
+
 FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any], str]]] = {
     "equal_rewards": (_rewards_are_equal, _about_equal_rewards),
     "all_masked": (_all_are_masked, _about_masked),
+    "masked_by_mismatch": (_most_are_masked, _about_masked_by_mismatch),
 }
 """Name: what each of the logs must satisfy, and the sentence about those that do."""
 

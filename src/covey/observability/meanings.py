@@ -81,16 +81,18 @@ METRIC_MEANINGS: dict[str, str] = {
     "clip_ratio/region_mean": "Share clipped on either side. Exactly 0 while every generation is used for one update.",
     "cispo_clip_ratio": "Share of tokens with a positive advantage whose weight is capped, with loss_type cispo.",
     "vespo/phi_seq_mean": "Mean weight that loss_type vespo gives to a sequence.",
-    "sampling/sampling_logp_difference/mean": "Mean absolute difference of a token's log-probability between the "
-    "engine that sampled it and the trainer.",
-    "sampling/sampling_logp_difference/max": "Largest difference of a token's log-probability between "
-    "engine and trainer.",
+    "sampling/sampling_logp_difference/mean": "Mean absolute difference (nats) of a token's log-probability between "
+    "the engine that sampled it and the trainer. Around 0.01 is usual in half precision; when it grows, the engine "
+    "runs other weights or settings.",
+    "sampling/sampling_logp_difference/max": "Largest such difference of a token.",
     "sampling/reused_token_fraction": "Share of sampled tokens that were taken from a prompt's completions of an "
     "earlier epoch instead of being decoded one by one, with speculative_reuse. 0 while prompts are new.",
-    "sampling/importance_sampling_ratio/min": "Smallest importance weight that corrects for the "
-    "engine's difference from the trainer.",
+    "sampling/importance_sampling_ratio/min": "Smallest importance weight, trainer over engine probability, of a token "
+    "(a sequence, in a sequence_ mode), after its bounds.",
     "sampling/importance_sampling_ratio/mean": "Mean of these weights; 1 when engine and trainer agree.",
     "sampling/importance_sampling_ratio/max": "Largest of these weights.",
+    "sampling/importance_sampling_ratio/outside": "Share of tokens (or sequences) whose ratio lay outside the bounds, "
+    "so that they were dropped (a _mask mode) or count as the bound (a _truncate mode).",
 }
 
 _PATTERNS = {re.compile(re.escape(key).replace(r"\{name\}", "(.+)")): text for key, text in METRIC_MEANINGS.items()}

@@ -283,6 +283,16 @@ def max_context(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
+def has_dropout(model: torch.nn.Module) -> bool:
+    """Whether any dropout probability is above 0, so that two passes over the same tokens differ in training."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            return True
+        if any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
+            return True
+    return False
+
+
 def disable_dropout(model: torch.nn.Module) -> None:
     """Set every dropout probability to 0: of dropout modules, and those that attention keeps as plain numbers."""
     for module in model.modules():

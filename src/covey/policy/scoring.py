@@ -66,6 +66,15 @@ class TokenScorer:
         """
         return self._score(model, batch, self.settle(model, batch), entropy)
 
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Score at another temperature for the duration."""
+        usual, self.temperature = self.temperature, temperature
+        try:
+            yield
+        finally:
+            self.temperature = usual
+
     def settle(self, model: Any, batch: TrainBatch) -> str:
         """The model's layout, chosen the first time; whoever plans by tokens asks for it beforehand.
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from covey.core.rollout import Completion
@@ -75,9 +76,36 @@ class SampleRequest:
     draft_lenience: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What an engine's log-probs are, for whoever compares them with the trainer's.
+
+    An engine states its own in an attribute `traits`; one without is taken for a foreign engine that reports what
+    `Completion.logprobs` asks for.
+
+    Attributes:
+        shares_policy: it samples with the trainer's own weights and precision, so the two agree but for rounding.
+        reports_after_cut: top-k, top-p, min-p, penalties and grammars have had their effect on what it reports. Where
+            a request uses any, its log-probs are those of another distribution than the trainer scores.
+        dtype: what it computes in, if it is known; a narrow one is granted more rounding.
+    """
+
+    shares_policy: bool = False
+    reports_after_cut: bool = False
+    dtype: torch.dtype | None = None
+
+
+def traits_of(engine: Any) -> EngineTraits:
+    """What an engine says about its log-probs, or what is assumed of one that says nothing."""
+    return getattr(engine, "traits", EngineTraits())
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """What the collector needs of an engine."""
+    """What the collector needs of an engine.
+
+    An attribute `traits: EngineTraits` is optional; see there.
+    """
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions; many calls may be in flight at once and the engine batches them."""

@@ -20,8 +20,9 @@ from covey.core.ragged import expand, segment_sum
 from covey.core.stats import Max, Mean
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
-from covey.policy.scoring import first_and_last
+from covey.policy.loading import has_dropout
 from covey.rollout.collector import Draw
+from covey.rollout.engine import traits_of
 from covey.rollout.speculation import reuse_stats
 from covey.trainers import assembly
 from covey.trainers.allocator import keep_freed_memory
@@ -30,7 +31,7 @@ from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_dataset
 from covey.trainers.dynamic import Chosen, Sampled
 from covey.trainers.experience import Experience, weigh
-from covey.trainers.parity import check_parity
+from covey.trainers.mismatch import build_engine_check, corrected
 from covey.trainers.record import Generation, Notes, Share, describe, sampling_entropy
 from covey.trainers.sampler import train_loader
 from covey.trainers.updates import PolicyUpdates
@@ -109,6 +110,7 @@ class OnlineTrainer(PolicyUpdates):
         self.reference = assembly.build_reference(args, self.algorithm, model)
         self.collector = assembly.build_collector(args, model, tokenizer, self.accelerator, lambda: self.policy)
         self.sampling = assembly.sampling_params(args)
+        self.algorithm = corrected(self.algorithm, args, traits_of(self.collector.engine), self.sampling)
         self.speculation = assembly.build_speculation(args, train_dataset)
         self.rewards = assembly.build_rewards(args, reward_funcs, reward_processing_classes, self.accelerator)
         self.entropy = assembly.entropy_controller(args)
@@ -119,9 +121,9 @@ class OnlineTrainer(PolicyUpdates):
         self.completions = assembly.build_completions(args, self.is_world_process_zero())
         self.num_tokens = 0
         self._generations = {"train": 0, "eval": 0}
-        self._engine_checks = 2
         self._entropy_known = False
         self._forget_step()
+        self.engine_check = build_engine_check(self, lambda mine: gather_object([mine]), self._rescore)
         assembly.check_fit(self)
         self.chooser = assembly.build_chooser(self, gather=lambda mine: gather_object([mine]))
         assembly.add_callbacks(self)
@@ -168,7 +170,9 @@ class OnlineTrainer(PolicyUpdates):
         """Score the batch under the old and the reference policy where needed; returns the KL penalty [B], if any."""
         penalised = self.algorithm.kl_in_reward and self.algorithm.beta != 0
         off_policy = self.model.training and not self.algebra.on_policy
-        old = self._score(self.policy, batch) if off_policy or penalised else None
+        old = self._score(self.policy, batch) if off_policy or penalised or self._dropout_hides(batch) else None
+        if old is not None:
+            self._weigh_mismatch(batch, old)
         if self.reference is not None:
             with self.reference.model(self.policy) as reference:
                 batch.ref_logprobs = self._score(reference, batch)
@@ -180,19 +184,27 @@ class OnlineTrainer(PolicyUpdates):
         self.metrics.add({"kl": Mean(kl.sum().item(), batch.sampled.sum().item())}, self.mode)
         return segment_sum(kl, batch.lengths).cpu()
 
-    def _check_engine(self, batch: TrainBatch) -> None:
-        """On the first samples: the engine and the scorer must agree on how probable they are.
+    def _dropout_hides(self, batch: TrainBatch) -> bool:
+        """Whether training passes see other log-probs than the engine should have, so that scoring must compare."""
+        compared = self.algorithm.objective.correction is not None and batch.engine_logprobs is not None
+        return compared and self.model.training and has_dropout(self.policy)
 
-        Of the first two generations: before the second the scorer may have changed the model's attention, and an
-        update its weights.
-        """
-        if not self._engine_checks or batch.engine_logprobs is None or not batch.num_tokens:
-            return
-        few = batch.select(first_and_last(batch))
-        scored = self._score(self.policy, few)
-        exact = self.policy.dtype.itemsize >= 4 and self.accelerator.mixed_precision == "no"
-        check_parity(few, scored, type(self.policy).__name__, tolerance=0.01 if exact else 0.1)
-        self._engine_checks -= 1
+    def _weigh_mismatch(self, batch: TrainBatch, old: Tensor) -> None:
+        """Set the weights that correct the engine's distribution, where log-probs to compare with are at hand."""
+        correction = self.algorithm.objective.correction
+        if correction is not None and batch.engine_logprobs is not None:
+            batch.mismatch_weights, stats = correction(old, batch.engine_logprobs, batch.sampled, batch.lengths)
+            self.metrics.add(stats, self.mode)
+
+    def _check_engine(self, batch: TrainBatch) -> None:
+        """On the first samples: the engine and the scorer must agree on how probable they are."""
+        self.engine_check(batch)
+        if not self.engine_check.comparable:
+            batch.engine_logprobs = None  # of another distribution than the trainer scores: nothing may compare them
+
+    def _rescore(self, batch: TrainBatch, temperature: float) -> Tensor:
+        with self.scorer.at_temperature(temperature):
+            return self._score(self.policy, batch)
 
     def _share(self, sampled: Sampled, batch: TrainBatch, kl: Tensor | None) -> Generation:
         """Let every process know what the others sampled."""

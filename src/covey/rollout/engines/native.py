@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache
 
 from covey.core.modes import inference_mode_of
 from covey.core.rollout import Completion
-from covey.rollout.engine import SampleRequest
+from covey.rollout.engine import EngineTraits, SampleRequest
 from covey.rollout.engines.attention import attention_of, own_attention
 from covey.rollout.engines.drafts import verify
 from covey.rollout.engines.extension import compute_dtype, extend, logit_tiles
@@ -47,6 +47,8 @@ class NativeEngine:
         forward_context: entered around sampling (mixed precision, gathered parameters).
         steps_per_look: decoding steps between two looks at which rows have ended; None: 1 on a CPU, 8 elsewhere.
     """
+
+    traits = EngineTraits(shares_policy=True)
 
     def __init__(
         self,

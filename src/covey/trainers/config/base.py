@@ -77,6 +77,23 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             return self.epsilon_high
         return CISPO_CAP if self.loss_type == "cispo" else self.epsilon
 
+    @property
+    def samples_elsewhere(self) -> bool:
+        """Whether another engine than the built-in one samples."""
+        return bool(self.use_vllm or self.use_sglang or self.use_transformers_continuous_batching)
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        """Whether the loss is weighed for the difference between the engine's log-probs and the trainer's."""
+        wanted = self.samples_elsewhere or self.correct_built_in_engine
+        return self.vllm_importance_sampling_correction and wanted
+
+    @property
+    def resolved_mismatch_mode(self) -> str:
+        """Mode of the correction in force: vespo takes the ratios of tokens and multiplies them itself."""
+        mode = self.vllm_importance_sampling_mode
+        return mode.replace("sequence", "token") if self.loss_type == "vespo" else mode
+
     def algebra(self, world_size: int | None = None) -> BatchAlgebra:
         """How this run's batches divide.
 

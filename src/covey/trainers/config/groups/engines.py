@@ -39,10 +39,12 @@ class VllmFields:
 
 @dataclass
 class MismatchFields:
-    """Importance weights for the difference between the engine's log-probabilities and the trainer's."""
+    """What is done about the difference between the engine's log-probabilities and the trainer's, for any engine."""
 
     vllm_importance_sampling_correction: bool = described(
-        True, "Weigh the loss by trainer probability over engine probability, for their numerical mismatch."
+        True,
+        "Weigh the loss by trainer probability over engine probability, for their numerical mismatch. Holds for any "
+        "engine but the built-in one, which hardly needs it: see `correct_built_in_engine`.",
     )
     vllm_importance_sampling_mode: str = described(
         "sequence_mask",
@@ -53,6 +55,16 @@ class MismatchFields:
     vllm_importance_sampling_clip_min: float | None = described(None, "Lower bound of that ratio; unset: none.")
     vllm_importance_sampling_cap: float | None = described(
         None, "Old name of `vllm_importance_sampling_clip_max`; use that one."
+    )
+    correct_built_in_engine: bool = described(
+        False,
+        "Apply that correction to the built-in engine too. It samples with the weights that are trained, so only the "
+        "rounding of half precision is there to be corrected.",
+    )
+    engine_parity: str = described(
+        "raise",
+        "When the first samples of an engine have other log-probabilities than the trainer gives them, by more than "
+        "rounding explains: `raise` ends the run and names the likely cause, `warn` goes on, `off` does not look.",
     )
 
 

@@ -29,6 +29,7 @@ WORDS = {
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "engine_parity": ("raise", "warn", "off"),
 }
 """Fields that take one of a few words."""
 

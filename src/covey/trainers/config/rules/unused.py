@@ -4,13 +4,14 @@ import dataclasses
 from typing import Any
 
 from covey.trainers.config.rules.helpers import ignored
+from covey.trainers.config.rules.mismatch import CORRECTION
 
 
 def engine_options_need_their_engine(args: Any) -> None:
     """Settings of vLLM, SGLang and transformers' generation need those engines."""
     names = [field.name for field in dataclasses.fields(args)]
     if not args.use_vllm:
-        ignored(args, [n for n in names if n.startswith("vllm_")], "use_vllm is False")
+        ignored(args, [n for n in names if n.startswith("vllm_") and n not in CORRECTION], "use_vllm is False")
     if not args.use_sglang:
         ignored(args, [n for n in names if n.startswith("sglang_")] + ["checkpoint_path"], "use_sglang is False")
     if not args.use_transformers_continuous_batching:
@@ -19,16 +20,6 @@ def engine_options_need_their_engine(args: Any) -> None:
     if not args.deepspeed:
         ignored(args, ["ds3_gather_for_generation"], "DeepSpeed is not in use")
     ignored(args, ["cache_implementation"], "the built-in engine manages its own key-value cache")
-
-
-def mismatch_bounds_are_ordered(args: Any) -> None:
-    """The bounds of the engine mismatch ratio are in order."""
-    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-    if low is not None and (low < 0 or (high is not None and low > high)):
-        raise ValueError(
-            f"vllm_importance_sampling_clip_min={low} must be 0 or more and not above "
-            f"vllm_importance_sampling_clip_max={high}."
-        )
 
 
 def printing_needs_log_completions(args: Any) -> None:
