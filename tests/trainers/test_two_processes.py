@@ -67,7 +67,7 @@ def run(output: Path, settings: dict, processes: int) -> dict:
             "--master_port",
             str(free_port()),
         ]
-    folders = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
+    folders = [str(SCRIPT.parent), str(SCRIPT.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(folders),

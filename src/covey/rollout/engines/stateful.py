@@ -17,7 +17,7 @@ from torch import Tensor
 
 from covey.core.modes import inference_mode_of
 from covey.core.rollout import Completion
-from covey.rollout.engine import SampleRequest
+from covey.rollout.engine import EngineTraits, SampleRequest
 from covey.rollout.engines.attention import attention_of, own_attention
 from covey.rollout.engines.packed_linear import packed_linears
 from covey.rollout.engines.requests import budget_of, check_request
@@ -43,6 +43,8 @@ class StatefulEngine:
         max_context: prompt and completion together stay within this; None when unlimited.
         forward_context: entered around sampling (mixed precision).
     """
+
+    traits = EngineTraits(shares_policy=True)
 
     def __init__(
         self,
