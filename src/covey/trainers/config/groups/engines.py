@@ -39,7 +39,7 @@ class VllmFields:
 
 @dataclass
 class MismatchFields:
-    """What is done about the difference between the engine's log-probabilities and the trainer's, for any engine."""
+    """The difference between any engine's log-probabilities and the trainer's."""
 
     vllm_importance_sampling_correction: bool = described(
         True,
