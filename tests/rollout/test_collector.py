@@ -105,4 +105,6 @@ def test_sampling_takes_no_gradients_in_a_notebook_either(tiny_tokenizer, tiny_m
         collector.collect(draws([0, 1], 2), PARAMS, ("train", 0))
 
     asyncio.run(notebook())
-    assert set(modes) == {(False, True)}
+    assert not any(gradients for gradients, _ in modes)
+    proof = [mixed for _, mixed in modes].count(False)  # of shared prompts, made once and in full precision
+    assert proof == 3 and modes[proof:] == [(False, True)] * (len(modes) - proof)
