@@ -24,7 +24,7 @@ class Echo:
         await asyncio.sleep(0.001 * (5 - len(self.requests)))
         return [Completion([seed % 100 + 4], [0.0], FinishReason.STOP) for seed in request.seeds]
 
-    def load_weights(self, weights, version):
+    def load_weights(self, update):
         pass
 
     def awake(self):

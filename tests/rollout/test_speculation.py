@@ -134,7 +134,7 @@ class Markov:
         noise = random.Random(f"{seed}/{step}")
         return min(self.vocabulary, key=lambda token: -math.log(1 - noise.random()) / self.likes[last][token])
 
-    def load_weights(self, weights, version):
+    def load_weights(self, update):
         pass
 
     def awake(self):

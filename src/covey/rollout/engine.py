@@ -4,15 +4,14 @@ An engine turns a token prompt into completions. It knows no tools, rewards, dat
 writing a class with these three methods and a `from_args`.
 """
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from covey.core.rollout import Completion
+from covey.rollout.weights import WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +110,8 @@ class RolloutEngine(Protocol):
         """Sample `request.n` completions; many calls may be in flight at once and the engine batches them."""
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take the policy's weights (Hugging Face names). An engine that shares the policy's memory ignores them."""
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Take a version of the policy's weights. An engine that shares the policy's memory ignores it."""
         ...
 
     def awake(self) -> AbstractContextManager[None]:

@@ -14,20 +14,19 @@ from covey.algorithms.algorithm import Algorithm
 from covey.observability.advice import Advice, LogEnds
 from covey.observability.completions import CompletionLog
 from covey.observability.console import ProgressDisplay
-from covey.policy.loading import disable_dropout, end_token_ids, load_policy, load_tokenizer, max_context
+from covey.policy.loading import disable_dropout, load_policy, load_tokenizer, max_context
 from covey.policy.reference import Reference
 from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
 from covey.rollout.collector import Collector
-from covey.rollout.engine import RolloutEngine, SamplingParams
-from covey.rollout.engines.native import NativeEngine
-from covey.rollout.engines.stateful import StatefulEngine, is_stateful
+from covey.rollout.engine import SamplingParams
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_prompts
 from covey.trainers.difficulty import PromptHistory
 from covey.trainers.dynamic import Judge, PromptChooser
+from covey.trainers.engines import build_engine
 from covey.trainers.entropy import EntropyController
 from covey.trainers.passes import Passes
 from covey.trainers.prompt_stream import PromptStream
@@ -173,31 +172,6 @@ def build_collector(args: Any, model: Any, tokenizer: Any, accelerator: Any, pol
         )
     engine = build_engine(args, model, tokenizer, accelerator, policy, context)
     return Collector(engine, PromptCodec(tokenizer, args.chat_template_kwargs, context), args.seed)
-
-
-def build_engine(
-    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
-) -> RolloutEngine:
-    """What samples from the policy.
-
-    Raises:
-        ValueError: drafts are to be reused by a model that cannot take a token back.
-    """
-    common: dict[str, Any] = {
-        "eos_token_ids": end_token_ids(model, tokenizer),
-        "max_rows": args.max_concurrent_completions,
-        "max_context": context,
-        "forward_context": accelerator.autocast,
-    }
-    if not is_stateful(model):
-        return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, **common)
-    if args.speculative_reuse is not None:
-        raise ValueError(
-            f"speculative_reuse={args.speculative_reuse!r} does not suit {type(model).__name__}: a token that is"
-            " rejected cannot be taken out of the state of linear attention, convolutions or state-space layers. Leave"
-            " speculative_reuse unset."
-        )
-    return StatefulEngine(policy, **common)
 
 
 def build_speculation(args: Any, train_dataset: Any) -> Speculation | None:

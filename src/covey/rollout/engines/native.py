@@ -8,7 +8,7 @@ tools, rewards, training; how rows are kept (`rows`), caches (`forked_cache`, `r
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from covey.rollout.engines.requests import budget_of, check_request
 from covey.rollout.engines.row_cache import RowCache
 from covey.rollout.engines.rows import Batch, Row, apply_moves, closing_moves, steps_per_look
 from covey.rollout.sampling import describe
+from covey.rollout.weights import WeightUpdate
 
 PREFILL_TOKENS = 4096
 """Most (padded) tokens in one prefill or verification pass."""
@@ -125,7 +126,7 @@ class NativeEngine:
                 scores[place] = (a.tolist(), b.tolist())
         return scores
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, update: WeightUpdate) -> None:
         """Nothing to do: the engine samples from the policy's own parameters."""
 
     @contextmanager

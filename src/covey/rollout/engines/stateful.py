@@ -8,7 +8,7 @@ leave. It shares the policy's memory. Not here: drafts, which a state cannot be 
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from covey.rollout.engines.attention import attention_of, own_attention
 from covey.rollout.engines.packed_linear import packed_linears
 from covey.rollout.engines.requests import budget_of, check_request
 from covey.rollout.engines.rows import Batch, Row, steps_per_look
+from covey.rollout.weights import WeightUpdate
 
 KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layer that remember nothing else."""
@@ -76,7 +77,7 @@ class StatefulEngine:
             await asyncio.sleep(0)  # what waits for finished completions goes on
         return [row.done.result() for row in rows]
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, update: WeightUpdate) -> None:
         """Nothing to do: the engine samples from the policy's own parameters."""
 
     @contextmanager

@@ -1,0 +1,124 @@
+"""How one make of inference server is spoken to. To support another, write a `Dialect` and its `WeightTransport`s.
+
+A dialect knows paths and bodies. It knows no load, retries, versions or threads: that is `RemoteEngine`'s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from covey.core.rollout import Completion
+from covey.rollout.engine import SampleRequest
+from covey.rollout.engines.remote.server import Server
+from covey.rollout.weights import WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself.
+
+    Attributes:
+        model: the name or path it was started with.
+        release: the version of its software, as in "0.32.0".
+        max_context: tokens it can attend to, or None if it does not say.
+        world_size: processes that hold weights (tensor x pipeline x data parallel); 1 if it does not say.
+        dtype: it computes in, or None if it does not say.
+        transports: names of the ways it can take weights, the fastest first.
+    """
+
+    model: str
+    release: str
+    max_context: int | None = None
+    world_size: int = 1
+    dtype: torch.dtype | None = None
+    transports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A completion as far as it got.
+
+    Attributes:
+        completion: the tokens so far.
+        aborted: the server was paused or told to stop: what is missing can be asked for later, with the prompt and
+            these tokens as the new prompt.
+    """
+
+    completion: Completion
+    aborted: bool = False
+
+
+class Dialect(Protocol):
+    """What differs between makes of servers. Every method is one or a few requests, each with a deadline."""
+
+    name: str
+    """Of the make, for messages: "vLLM"."""
+
+    async def look(self, server: Server, deadline: float) -> ServerFacts:
+        """Whether the server is up, and what it is.
+
+        Raises:
+            ServerRefused: it lacks something that training needs; the message names the option to start it with.
+        """
+        ...
+
+    async def generate(self, server: Server, request: SampleRequest, *, model: str, deadline: float) -> list[Sampled]:
+        """`request.n` completions, tokens in and tokens out, with a log-prob for every token.
+
+        Args:
+            server: where.
+            request: what.
+            model: name to sample from: the server's model, or an adapter it was given.
+            deadline: seconds.
+
+        Raises:
+            BadAnswer: completions, tokens or log-probs are missing, NaN, or of the wrong length.
+        """
+        ...
+
+    async def pause(self, server: Server, deadline: float) -> None:
+        """Stop sampling: what is in flight comes back `aborted`, what comes meanwhile waits."""
+        ...
+
+    async def resume(self, server: Server, deadline: float) -> None:
+        """Go on sampling."""
+        ...
+
+    async def forget_prefixes(self, server: Server, deadline: float) -> None:
+        """Empty the prefix cache: what it holds was computed with other weights."""
+        ...
+
+    async def sleep(self, server: Server, level: int, deadline: float) -> None:
+        """Release memory: 1 keeps weights in host memory, 2 drops them."""
+        ...
+
+    async def wake(self, server: Server, deadline: float) -> None:
+        """Take the memory back."""
+        ...
+
+
+class WeightTransport(Protocol):
+    """One way for weights to reach servers of one make."""
+
+    name: str
+    """As in `ServerFacts.transports`."""
+
+    async def send(self, servers: Sequence[Server], update: WeightUpdate, deadline: float) -> None:
+        """Bring all servers to `update`. They are paused, and their prefix caches emptied, by the caller.
+
+        May be called again after a failure, with the same or fewer servers: it starts from scratch then.
+
+        Raises:
+            ServerError: with the server's words, the step (`update.version`) and the tensor being sent.
+        """
+        ...
+
+    def model_name(self, facts: ServerFacts, version: int) -> str:
+        """What to ask for in `generate` once `version` has been sent: the server's model, or a versioned adapter."""
+        ...
+
+    async def close(self) -> None:
+        """Give back groups, ports, files."""
+        ...

@@ -1,0 +1,45 @@
+"""What can go wrong between a trainer and an inference server. Every message says who, what, and what to do."""
+
+
+class ServerError(RuntimeError):
+    """A server did not do what was asked of it.
+
+    Attributes:
+        url: of the server.
+        doing: what was asked, as in "generate" or "send weights of version 3".
+        said: the server's own words, or what happened instead.
+    """
+
+    hint = "Look at the server's log."
+
+    def __init__(self, url: str, doing: str, said: str, hint: str | None = None):
+        self.url, self.doing, self.said = url, doing, said
+        super().__init__(f"{url}: cannot {doing}: {said.rstrip('.')}. {hint or self.hint}")
+
+
+class ServerUnreachable(ServerError):
+    """Nobody answers, or the connection broke: another server, or the same one later, may do it."""
+
+    hint = "Is it running there, and may this machine connect to it?"
+
+
+class DeadlineExceeded(ServerError):
+    """It took too long: another server, or the same one later, may do it."""
+
+    hint = "Raise the deadline if the server is only slow; else look at its log."
+
+
+class ServerBusy(ServerError):
+    """It answered that it cannot just now (429, 503): the same one later may do it."""
+
+
+class ServerRefused(ServerError):
+    """It understood and said no (400, 401, 404, 422): asking again would not help."""
+
+
+class BadAnswer(ServerError):
+    """It answered something that cannot be used: not JSON, fields missing, NaN log-probs."""
+
+
+RETRIED = (ServerUnreachable, DeadlineExceeded, ServerBusy)
+"""Failures that may pass."""

@@ -1,0 +1,142 @@
+"""One inference server, as HTTP sees it: requests with a deadline, answers or errors that carry its own words."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import aiohttp
+
+from covey.rollout.engines.remote.errors import (
+    BadAnswer,
+    DeadlineExceeded,
+    ServerBusy,
+    ServerError,
+    ServerRefused,
+    ServerUnreachable,
+)
+
+CONNECT_SECONDS = 10.0
+"""To get a connection at all; a machine that drops packets must not use up the whole deadline."""
+
+SHOWN = 2000
+"""Characters of a server's answer that an error repeats."""
+
+
+class Server:
+    """Speaks HTTP with one server.
+
+    A connection pool belongs to an event loop; every loop that calls gets its own, which `close` gives back.
+
+    Args:
+        url: as in http://127.0.0.1:8000, without a path.
+        api_key: sent as a bearer token, never shown.
+
+    Raises:
+        ValueError: the URL is none.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None):
+        if not re.match(r"https?://[^/\s]+/?$", url):
+            raise ValueError(
+                f"{url!r} is not the URL of a server: write http://HOST:PORT, without a path, as in"
+                " http://127.0.0.1:8000."
+            )
+        self.url = url.rstrip("/")
+        self._api_key = api_key
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        doing: str,
+        deadline: float,
+        body: Any = None,
+        query: dict[str, Any] | None = None,
+    ) -> Any:
+        """One request; the answer's JSON, or its text if it is none.
+
+        Args:
+            method: GET, POST, ...
+            path: as in "/health".
+            doing: what for, as an infinitive, for errors: "send weights of version 3".
+            deadline: seconds until the whole answer must be there.
+            body: sent as JSON.
+            query: parameters of the URL.
+
+        Raises:
+            ServerUnreachable, DeadlineExceeded, ServerBusy, ServerRefused, ServerError: see there.
+        """
+        timeout = aiohttp.ClientTimeout(total=deadline, connect=min(CONNECT_SECONDS, deadline))
+        try:
+            async with self._session().request(
+                method, self.url + path, json=body, params=query, timeout=timeout, allow_redirects=False
+            ) as answer:
+                text = await answer.text()
+                status = answer.status
+        except (TimeoutError, aiohttp.ConnectionTimeoutError) as error:
+            if isinstance(error, aiohttp.ConnectionTimeoutError):
+                raise ServerUnreachable(self.url, doing, "no connection within 10 seconds") from error
+            raise DeadlineExceeded(self.url, doing, f"no answer within {deadline:g} seconds") from error
+        except aiohttp.ClientConnectorError as error:
+            raise ServerUnreachable(self.url, doing, str(error)) from error
+        except (aiohttp.ClientError, OSError) as error:
+            said = f"the connection broke off ({type(error).__name__}: {error})"
+            raise ServerUnreachable(self.url, doing, said) from error
+        if status >= 300:
+            raise self._failure(status, text, doing)
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    async def ask(self, path: str, *, doing: str, deadline: float, body: Any = None) -> dict[str, Any]:
+        """POST `body`; the answer must be a JSON object.
+
+        Raises:
+            BadAnswer: it is something else; and what `call` raises.
+        """
+        answer = await self.call("POST", path, doing=doing, deadline=deadline, body=body)
+        if not isinstance(answer, dict):
+            raise BadAnswer(self.url, doing, f"{path} answered {answer!r:.200} where a JSON object belongs")
+        return answer
+
+    async def close(self) -> None:
+        """Give this event loop's connections back."""
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
+
+    def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        for other in [other for other in self._sessions if other.is_closed()]:
+            del self._sessions[other]
+        if loop not in self._sessions:
+            headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else None
+            self._sessions[loop] = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        return self._sessions[loop]
+
+    def _failure(self, status: int, text: str, doing: str) -> ServerError:
+        said = f"HTTP {status}: {message_of(text)}"
+        if status in (401, 403):
+            return ServerRefused(self.url, doing, said, "Give the server's API key, or check the one you gave.")
+        if status in (404, 405):
+            return ServerRefused(self.url, doing, said, "Is it the right server, of a version that can do this?")
+        if status in (408, 429, 502, 503, 504):
+            return ServerBusy(self.url, doing, said)
+        return (ServerRefused if status < 500 else ServerError)(self.url, doing, said)
+
+
+def message_of(text: str) -> str:
+    """The words in an error's body, wherever servers put them."""
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        return text[:SHOWN].strip() or "(no message)"
+    for key in ("error", "message", "detail"):
+        if isinstance(body, dict) and body.get(key):
+            inner = body[key]
+            return message_of(json.dumps(inner)) if isinstance(inner, dict) else str(inner)[:SHOWN]
+    return str(body)[:SHOWN] or "(no message)"
