@@ -16,13 +16,15 @@ PARAMS = SamplingParams(max_tokens=4)
 class Echo:
     """An engine that answers each seed with a token made from it, later prompts first."""
 
-    def __init__(self):
+    def __init__(self, versions=None):
         self.requests = []
+        self.versions = versions
 
     async def generate(self, request):
         self.requests.append(request)
         await asyncio.sleep(0.001 * (5 - len(self.requests)))
-        return [Completion([seed % 100 + 4], [0.0], FinishReason.STOP) for seed in request.seeds]
+        made = ([seed % 100 + 4] for seed in request.seeds)
+        return [Completion(ids, [0.0], FinishReason.STOP, versions=self.versions) for ids in made]
 
     def load_weights(self, update):
         pass
@@ -67,6 +69,12 @@ def test_another_generation_samples_anew(collector):
     first = collector.collect(draws([0, 1], 4), PARAMS, ("train", 0))
     second = collector.collect(draws([0, 1], 4), PARAMS, ("train", 1))
     assert [r.completion_ids for r in first] != [r.completion_ids for r in second]
+
+
+@pytest.mark.parametrize("versions", [None, [3]])
+def test_the_version_that_sampled_a_token_stays_with_it(tiny_tokenizer, versions):
+    collector = Collector(Echo(versions), PromptCodec(tiny_tokenizer, None, None), seed=7)
+    assert [r.versions for r in collector.collect(draws([0], 2), PARAMS, ("train", 0))] == [versions, versions]
 
 
 def test_nothing_to_draw_is_no_error(collector):

@@ -38,6 +38,8 @@ class Completion:
             cut; None if the engine does not report them.
         reused: how many of the first tokens were taken from a draft (`SampleRequest.drafts`) instead of decoded one
             by one; their log-probs and entropies are the current policy's all the same.
+        versions: policy version, in optimizer steps, that each token was sampled with; None if the engine does not
+            say. Tokens of one completion differ in it where new weights arrived while it was being sampled.
     """
 
     token_ids: list[int]
@@ -45,6 +47,7 @@ class Completion:
     finish: FinishReason
     entropies: list[float] | None = None
     reused: int = 0
+    versions: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -61,6 +64,8 @@ class Rollout:
         finish: why it ended.
         group: index, within the batch, of the prompt it shares with its siblings.
         reused: how many of the sampled tokens were taken from a draft.
+        versions: policy version, in optimizer steps, that each completion token was sampled with; None if the engine
+            does not say.
         images: what a vision-language model is shown, or None.
         extras: further fields for reward functions (from a `rollout_func` or an environment).
 
@@ -80,10 +85,12 @@ class Rollout:
     images: list[Any] | None = None
     extras: dict[str, Any] = field(default_factory=dict)
     reused: int = 0
+    versions: list[int] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.sampled) == len(self.completion_ids), "one `sampled` flag per completion token"
         assert self.logprobs is None or len(self.logprobs) == len(self.completion_ids), "one log-prob per token"
+        assert self.versions is None or len(self.versions) == len(self.completion_ids), "one version per token"
 
     @property
     def truncated(self) -> bool:

@@ -115,6 +115,7 @@ class Collector:
             group=group,
             entropies=completion.entropies,
             reused=completion.reused,
+            versions=completion.versions,
         )
 
 
