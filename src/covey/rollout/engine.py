@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from covey.core.rollout import Completion
-from covey.rollout.weights import WeightUpdate
+from covey.core.weights import WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from transformers import Cache, DynamicCache
 
 from covey.core.modes import inference_mode_of
 from covey.core.rollout import Completion
+from covey.core.weights import WeightUpdate
 from covey.rollout.engine import EngineTraits, SampleRequest
 from covey.rollout.engines.attention import attention_of, own_attention
 from covey.rollout.engines.drafts import verify
@@ -30,7 +31,6 @@ from covey.rollout.engines.requests import budget_of, check_request
 from covey.rollout.engines.row_cache import RowCache
 from covey.rollout.engines.rows import Batch, Row, apply_moves, closing_moves, steps_per_look
 from covey.rollout.sampling import describe
-from covey.rollout.weights import WeightUpdate
 
 PREFILL_TOKENS = 4096
 """Most (padded) tokens in one prefill or verification pass."""

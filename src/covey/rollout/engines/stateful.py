@@ -17,12 +17,12 @@ from torch import Tensor
 
 from covey.core.modes import inference_mode_of
 from covey.core.rollout import Completion
+from covey.core.weights import WeightUpdate
 from covey.rollout.engine import EngineTraits, SampleRequest
 from covey.rollout.engines.attention import attention_of, own_attention
 from covey.rollout.engines.packed_linear import packed_linears
 from covey.rollout.engines.requests import budget_of, check_request
 from covey.rollout.engines.rows import Batch, Row, steps_per_look
-from covey.rollout.weights import WeightUpdate
 
 KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layer that remember nothing else."""

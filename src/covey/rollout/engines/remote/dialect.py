@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 
 from covey.core.rollout import Completion
+from covey.core.weights import WeightUpdate
 from covey.rollout.engine import SampleRequest
 from covey.rollout.engines.remote.server import Server
-from covey.rollout.weights import WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
