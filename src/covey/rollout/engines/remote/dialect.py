@@ -26,6 +26,10 @@ class ServerFacts:
         world_size: processes that hold weights (tensor x pipeline x data parallel); 1 if it does not say.
         dtype: it computes in, or None if it does not say.
         transports: names of the ways it can take weights, the fastest first.
+        vocab_size: tokens that its model embeds, or None if it does not say.
+        reports_after_cut: its log-probs are those of the distribution after top-k, top-p, min-p and penalties.
+        reports_temperature: its log-probs are those at the sampling temperature; False: always at temperature 1.
+        sleeps: it was started so that it can release its memory.
     """
 
     model: str
@@ -34,6 +38,10 @@ class ServerFacts:
     world_size: int = 1
     dtype: torch.dtype | None = None
     transports: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    reports_after_cut: bool = False
+    reports_temperature: bool = True
+    sleeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class Sampled:
 
 
 class Dialect(Protocol):
-    """What differs between makes of servers. Every method is one or a few requests, each with a deadline."""
+    """What differs between makes of servers. Every method is one or a few requests, all within `deadline` seconds."""
 
     name: str
     """Of the make, for messages: "vLLM"."""
@@ -64,13 +72,23 @@ class Dialect(Protocol):
         """
         ...
 
-    async def generate(self, server: Server, request: SampleRequest, *, model: str, deadline: float) -> list[Sampled]:
+    async def alive(self, server: Server, deadline: float) -> None:
+        """A cheap look at whether it can sample at all; raises a `ServerError` if it cannot."""
+        ...
+
+    async def generate(
+        self, server: Server, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
+    ) -> list[Sampled]:
         """`request.n` completions, tokens in and tokens out, with a log-prob for every token.
+
+        What the server would do by itself (defaults of the model's generation config, its own idea of the token that
+        ends a text) must not show: the request alone decides. The tokens are checked by the caller.
 
         Args:
             server: where.
             request: what.
             model: name to sample from: the server's model, or an adapter it was given.
+            ends: tokens that end a completion, and the only ones; the one that was sampled is its last token.
             deadline: seconds.
 
         Raises:
@@ -88,6 +106,17 @@ class Dialect(Protocol):
 
     async def forget_prefixes(self, server: Server, deadline: float) -> None:
         """Empty the prefix cache: what it holds was computed with other weights."""
+        ...
+
+    async def write_stamp(self, server: Server, stamp: str, deadline: float) -> None:
+        """Leave a note that lasts as long as the server's weights do; one that keeps no notes ignores it."""
+        ...
+
+    async def read_stamp(self, server: Server, deadline: float) -> str | None:
+        """The note that was left, or anything else where none was; None if the server keeps no notes.
+
+        It tells a server that was restarted, or that another run sends weights to, from one that still has ours.
+        """
         ...
 
     async def sleep(self, server: Server, level: int, deadline: float) -> None:
