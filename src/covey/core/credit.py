@@ -1,0 +1,252 @@
+"""Credit for parts of a completion: from rewards of steps or turns to an advantage for every token.
+
+`covey.core.advantages` judges whole completions. Here a completion is rewarded several times, each time for the part
+that ends at a token: a reasoning step, a turn of a conversation. Three pure functions follow one another:
+
+1. `gather_steps`: lists of `(end, reward)` as reward functions write them -> flat tensors `Steps`;
+2. `steps_relative` (GRPO) or `steps_leave_one_out` (RLOO): rewards of steps -> advantages of steps;
+3. `token_advantages`: advantages of steps, and of the outcome, -> advantages of tokens, flat `[N]`.
+
+Letters: B completions, P prompts, N completion tokens of all of them, S steps of all of them. Steps and turns differ
+in what they are compared with and nothing else (`COMPARED_WITH`). A reward of NaN is an abstention: it is left out of
+every mean and deviation and earns nothing, but its step still ends where it ends. Computed in float64, returned in
+float32; steps whose rewards are all equal get exact zeros.
+
+For another way of giving credit, write a function `Steps -> [S]` and hand its result to `token_advantages`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from covey.core.advantages import EPSILON, nanstd
+from covey.core.ragged import expand, segment_starts
+
+COMPARED_WITH = ("group", "turn")
+"""What a step is compared with: all steps of its group, or those of the same number (all first turns, ...)."""
+
+
+class Steps(NamedTuple):
+    """Rewarded parts of B completions, ordered by completion and then by end.
+
+    Attributes:
+        rows: [S] int64, the completion each belongs to.
+        ends: [S] int64, its last token, counted from the completion's first.
+        numbers: [S] int64, which step of its completion it is, from 0; steps with the same end share a number.
+        rewards: [S] float64, NaN = abstained.
+
+    Example:
+        Two completions, the first with rewards 1 at token 3 and 0 at token 7, the second with 0.5 at token 2:
+        `Steps(rows=[0, 0, 1], ends=[3, 7, 2], numbers=[0, 1, 0], rewards=[1, 0, 0.5])`
+    """
+
+    rows: Tensor
+    ends: Tensor
+    numbers: Tensor
+    rewards: Tensor
+
+
+def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: Sequence[int]) -> Steps:
+    """Flatten one list of `(end, reward)` per completion.
+
+    Args:
+        steps: for every completion, pairs of a step's last token (0 is the completion's first) and its reward, in any
+            order; None or NaN abstains.
+        lengths: completion tokens of each.
+
+    Raises:
+        ValueError: an end that is no token of its completion, or an infinite reward.
+
+    Example:
+        >>> gather_steps([[(3, 1.0), (1, None)], []], [4, 2]).ends.tolist()
+        [1, 3]
+    """
+    assert len(steps) == len(lengths), "one list of steps per completion"
+    rows: list[int] = []
+    ends: list[int] = []
+    numbers: list[int] = []
+    rewards: list[float] = []
+    for row, (pairs, length) in enumerate(zip(steps, lengths, strict=True)):
+        number, last = -1, -1
+        for end, reward in sorted(((_end(pair[0], row, length), pair[1]) for pair in pairs), key=lambda pair: pair[0]):
+            number, last = number + (end != last), end
+            rows.append(row)
+            ends.append(end)
+            numbers.append(number)
+            rewards.append(_reward(reward, row))
+    return Steps(torch.tensor(rows).long(), torch.tensor(ends).long(), torch.tensor(numbers).long(), _float64(rewards))
+
+
+def steps_relative(steps: Steps, groups_B: Tensor, scale: str = "group", compared_with: str = "group") -> Tensor:
+    """r̃ = (r - mean) / (std + ε) over the steps it is compared with: [S] float64 without NaN.
+
+    With `compared_with="group"` this is process supervision (DeepSeekMath, arXiv 2402.03300 §4.1.3): R holds the
+    rewards of all steps of all completions of a group, and r̃_i^index(j) = (r_i^index(j) - mean(R)) / std(R). With
+    "turn", turn k is compared with turn k of its siblings (MT-GRPO, arXiv 2505.11821).
+
+    Args:
+        steps: as gathered.
+        groups_B: [B] int64, the prompt of each completion.
+        scale: "group" divides by the deviation of what is compared, "batch" by that of all steps, "none" by nothing.
+        compared_with: one of `COMPARED_WITH`.
+    """
+    cells, count = _cells(steps, groups_B, compared_with)
+    centred = _centre(steps.rewards, cells, count)
+    if scale == "group":
+        known = ~steps.rewards.isnan()
+        variance = _sums(centred.square(), cells, count) / (_sums(known, cells, count) - 1).clamp(min=1)
+        centred = centred / (variance.sqrt()[cells] + EPSILON)
+    elif scale == "batch" and len(steps.rewards):
+        centred = centred / (nanstd(steps.rewards, dim=0) + EPSILON)
+    return centred.nan_to_num(0.0)
+
+
+def steps_leave_one_out(
+    steps: Steps, groups_B: Tensor, normalize: bool = False, compared_with: str = "group"
+) -> Tensor:
+    """r̃ = r - mean of the steps of the other completions it is compared with: [S] float64 without NaN.
+
+    RLOO's baseline (arXiv 2402.14740) for steps: it depends on no token of the completion itself, so it adds no bias.
+    A completion that has several steps leaves all of them out. A step without siblings to compare with gets 0.
+
+    Args:
+        steps: as gathered.
+        groups_B: [B] int64, the prompt of each completion.
+        normalize: afterwards divide by the deviation of all of them, plus ε.
+        compared_with: one of `COMPARED_WITH`.
+    """
+    cells, count = _cells(steps, groups_B, compared_with)
+    own, own_count = _numbered(torch.stack([cells, steps.rows]))
+    known = ~steps.rewards.isnan()
+    # Rewards are centred first: equal ones are then exact zeros, and so are the sums and means of them.
+    centred = _centre(steps.rewards, cells, count)
+    others_sum = _sums(centred, cells, count)[cells] - _sums(centred, own, own_count)[own]
+    others = _sums(known, cells, count)[cells] - _sums(known, own, own_count)[own]
+    advantages = torch.where(others > 0, centred - others_sum / others.clamp(min=1), 0.0)
+    advantages = torch.where(known, advantages, torch.nan)
+    if normalize and len(advantages):
+        advantages = advantages / (nanstd(advantages, dim=0) + EPSILON)
+    return advantages.nan_to_num(0.0)
+
+
+def token_advantages(
+    steps: Steps,
+    advantages_S: Tensor,
+    lengths_B: Tensor,
+    outcome_B: Tensor | None = None,
+    *,
+    process_weight: float = 1.0,
+    outcome_weight: float = 1.0,
+    discount: float = 1.0,
+) -> Tensor:
+    """A_t = Σ_{j: end_j >= t} γ^(steps between t and j) ω_j r̃_j: what follows from a token on, [N] float32.
+
+    With γ = 1 and no outcome it is DeepSeekMath's Â_{i,t} = Σ_{index(j) >= t} r̃_i^index(j) (arXiv 2402.03300 §4.1.3).
+    An outcome is one more step that ends with the completion. For two turns, the first of them rewarded, that is
+    MT-GRPO (arXiv 2505.11821): the first turn gets r̃ + γ A, the second A, with γ in the place of the paper's λ.
+
+    Tokens after the last step get 0 unless there is an outcome. A step may end at a token that was not sampled (a tool
+    result): the credit goes to all before it, and what reaches tokens that were not sampled is left out by their
+    weight, as ever.
+
+    Args:
+        steps: as gathered; steps of several reward functions may be concatenated, in any order, provided that
+            their `advantages_S` are.
+        advantages_S: [S], of each step; `steps_relative` or `steps_leave_one_out`.
+        lengths_B: [B] int64, completion tokens of each.
+        outcome_B: [B], of each completion as a whole; `covey.core.advantages`.
+        process_weight: ω of the steps.
+        outcome_weight: ω of the outcome.
+        discount: γ in [0, 1], once for each step that lies between a token's own step and a later one.
+
+    Example:
+        Steps that end at tokens 1 and 3 of five, with advantages 1 and -2:
+        >>> steps = gather_steps([[(1, 0.0), (3, 0.0)]], [5])
+        >>> token_advantages(steps, torch.tensor([1.0, -2.0]), torch.tensor([5])).tolist()
+        [-1.0, -1.0, -2.0, -2.0, 0.0]
+    """
+    assert 0 <= discount <= 1, "checked with the config"
+    starts = segment_starts(lengths_B)
+    at = starts[steps.rows] + steps.ends
+    value = advantages_S.double() * process_weight
+    if outcome_B is not None:
+        some = lengths_B > 0  # an empty completion has no token to credit
+        at = torch.cat([at, (starts + lengths_B - 1)[some]])
+        value = torch.cat([value, outcome_B.double()[some] * outcome_weight])
+    tokens = torch.arange(int(lengths_B.sum()), device=lengths_B.device)
+    if not len(at):
+        return torch.zeros(len(tokens), device=lengths_B.device)
+    ends, which = at.unique(return_inverse=True)  # sorted, so in the order of completions
+    values = _sums(value, which, len(ends))
+    to_go = _rewards_to_go(values, torch.searchsorted(starts, ends, right=True), discount)
+    following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # the step a token belongs to ...
+    last = expand(starts + lengths_B - 1, lengths_B)  # ... if it ends within the token's completion
+    inside = (ends[following] >= tokens) & (ends[following] <= last)
+    return torch.where(inside, to_go[following], 0.0).float()
+
+
+def _rewards_to_go(values: Tensor, owners: Tensor, discount: float) -> Tensor:
+    """G_j = v_j + γ G_{j+1} within each owner. A running sum, not a difference of sums: zeros stay exactly zero."""
+    sums: list[float] = []
+    following, owner_after = 0.0, None
+    for value, owner in zip(reversed(values.tolist()), reversed(owners.tolist()), strict=True):
+        following = value + (discount * following if owner == owner_after else 0.0)
+        owner_after = owner
+        sums.append(following)
+    return torch.tensor(sums[::-1], dtype=torch.float64, device=values.device)
+
+
+def _cells(steps: Steps, groups_B: Tensor, compared_with: str) -> tuple[Tensor, int]:
+    """Number the sets of steps that are compared with each other: [S] int64, and how many there are."""
+    assert compared_with in COMPARED_WITH, "checked with the config"
+    groups_S = groups_B[steps.rows]
+    return _numbered(torch.stack([groups_S, steps.numbers]) if compared_with == "turn" else groups_S[None])
+
+
+def _numbered(keys_KS: Tensor) -> tuple[Tensor, int]:
+    """Equal columns get equal numbers from 0: [K, S] -> [S], count."""
+    if not keys_KS.shape[1]:
+        return keys_KS[0], 0
+    distinct, numbers = keys_KS.unique(dim=1, return_inverse=True)
+    return numbers, distinct.shape[1]
+
+
+def _sums(values: Tensor, cells: Tensor, count: int) -> Tensor:
+    """Sum of each cell without the NaN: [S] -> [count] float64."""
+    out = torch.zeros(count, dtype=torch.float64, device=values.device)
+    return out.index_add(0, cells, values.double().nan_to_num(0.0))
+
+
+def _centre(values: Tensor, cells: Tensor, count: int) -> Tensor:
+    """Subtract each cell's mean; exactly 0 where its values are all equal, whatever the rounding of their mean."""
+    known = ~values.isnan()
+    mean = _sums(values, cells, count) / _sums(known, cells, count).clamp(min=1)
+    infinite = torch.full((count,), torch.inf, dtype=torch.float64, device=values.device)
+    low = infinite.scatter_reduce(0, cells, torch.where(known, values, torch.inf), "amin")
+    high = (-infinite).scatter_reduce(0, cells, torch.where(known, values, -torch.inf), "amax")
+    return torch.where((low == high)[cells] & known, 0.0, values - mean[cells])
+
+
+def _end(end: int, row: int, length: int) -> int:
+    if not 0 <= end < length:
+        raise ValueError(
+            f"a step of completion {row} ends at token {end}, but the completion has {length} tokens: an end counts"
+            f" from 0 at the completion's first token and is smaller than {length}."
+        )
+    return int(end)
+
+
+def _reward(reward: float | None, row: int) -> float:
+    value = math.nan if reward is None else float(reward)
+    if math.isinf(value):
+        raise ValueError(
+            f"a step of completion {row} has the reward {value}: give a finite number, or None to abstain."
+        )
+    return value
+
+
+def _float64(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
