@@ -1,0 +1,357 @@
+"""Sources of weights: what a policy looks like to an engine that has a copy of its own.
+
+Whatever the policy is wrapped in (DDP, torch.compile, PEFT) or sharded by (DTensor), its tensors come out under the
+names of a Hugging Face checkpoint, so that whoever can load the model can take them. Adapters are merged one module at
+a time into copies; the policy's own parameters are never written to. Not here: where the tensors go
+(`covey.rollout.engines`), or when (`covey.trainers.weight_sync`).
+"""
+
+import copy
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from covey.core.weights import TensorSpec, WeightUpdate
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing put into the names of the modules they wrap."""
+
+
+def weight_update(
+    model: Any, version: int, *, adapter_only: bool = False, merge: bool = True, dtype: torch.dtype | None = None
+) -> WeightUpdate:
+    """The policy's weights as one version; nothing is gathered or copied before a pass over it begins.
+
+    Args:
+        model: a transformers or PEFT model, or a wrapper of one.
+        version: optimizer steps they have taken.
+        adapter_only: the active adapter's tensors alone, under the names of its `adapter_model.safetensors`.
+        merge: add active adapters to the weights they change. False sends the base model as it is under the adapter.
+        dtype: floating-point tensors travel in this; None leaves each in its own.
+
+    Raises:
+        ValueError: the base is quantised, so that it has no weights a checkpoint could hold, and was to be sent; or
+            there is no adapter, or several are active, and one was to be sent.
+    """
+    model = unwrapped(model)
+    if adapter_only:
+        name = active_adapter(model)
+        return _update(version, _adapter_parts(model, name), dtype, adapter_config(model, name))
+    base = base_model(model)
+    _check_not_quantised(base, is_adapted=base is not model)
+    return _update(version, _as_in_checkpoint(base, _model_parts(base, merge)), dtype, None)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside a PEFT model; any other model itself."""
+    return unwrapped(model.get_base_model()) if _is_peft(model) else model
+
+
+def active_adapter(model: Any) -> str:
+    """The name of the one adapter that is in use.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    if not _is_peft(model):
+        raise ValueError(
+            f"only an adapter can be sent by itself, and {type(model).__name__} has none. Send the whole model, or"
+            " train an adapter with `peft_config`."
+        )
+    active = list(model.active_adapters)
+    if len(active) != 1:
+        raise ValueError(
+            f"the adapters {active} are in use at once, but a server samples from one at a time. Merge them"
+            " (vllm_lora_sync='merged'), or activate one with model.set_adapter(name)."
+        )
+    return active[0]
+
+
+def adapter_config(model: Any, name: str) -> dict[str, Any]:
+    """The adapter's configuration as its `adapter_config.json` has it."""
+    config = {key: _plain(value) for key, value in model.peft_config[name].to_dict().items() if key != "runtime_config"}
+    config["inference_mode"] = True
+    if config.get("base_model_name_or_path") is None:
+        config["base_model_name_or_path"] = getattr(base_model(model).config, "_name_or_path", None) or None
+    return config
+
+
+def why_not_alone(model: Any) -> str | None:
+    """Why servers could not load the active adapter as it is, or None if they can.
+
+    They know low-rank matrices beside linear layers, of one rank and scale for a layer, and nothing else that an
+    adapter may hold.
+    """
+    config = model.peft_config[active_adapter(model)]
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        return f"it is of type {kind}"
+    for name, why in (
+        ("use_dora", "it is a DoRA"),
+        ("modules_to_save", "it holds whole modules (modules_to_save)"),
+        ("trainable_token_indices", "it holds token embeddings (trainable_token_indices)"),
+        ("target_parameters", "it changes parameters outside of linear layers (target_parameters)"),
+        ("rank_pattern", "its rank differs between layers (rank_pattern)"),
+        ("alpha_pattern", "its scale differs between layers (alpha_pattern)"),
+        ("layer_replication", "it repeats layers (layer_replication)"),
+        ("lora_bias", "it has biases (lora_bias)"),
+    ):
+        if getattr(config, name, None):
+            return why
+    return "it trains biases" if getattr(config, "bias", "none") != "none" else None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors that come into being together.
+
+    Attributes:
+        like: every tensor as an empty one on the meta device, by name.
+        make: the same with data, each whole.
+    """
+
+    like: dict[str, Tensor]
+    make: Callable[[], dict[str, Tensor]]
+
+
+def _update(
+    version: int, parts: list[_Part], dtype: torch.dtype | None, adapter: dict[str, Any] | None
+) -> WeightUpdate:
+    def travels_in(tensor: Tensor) -> torch.dtype:
+        return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for part in parts:
+            with torch.no_grad():  # never around a yield: another thread may ask for the next tensor
+                made = part.make()
+            for name, tensor in made.items():
+                yield name, tensor.detach().to(travels_in(tensor))
+
+    specs = tuple(
+        TensorSpec(name, tuple(tensor.shape), travels_in(tensor))
+        for part in parts
+        for name, tensor in part.like.items()
+    )
+    return WeightUpdate(version, specs, tensors, adapter)
+
+
+# ---- the whole model ------------------------------------------------------------------------------------------------
+
+
+def _model_parts(base: nn.Module, merge: bool) -> list[_Part]:
+    """One part per module that holds tensors, tied ones once."""
+    tied: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
+    seen: set[int] = set()
+    parts = []
+    for prefix, source in _sources(base, merge):
+        names = []
+        for key, tensor in source.now().items():
+            name = _clean(f"{prefix}.{key}" if prefix else key)
+            if not (name in tied and id(tensor) in seen):
+                names.append((key, name))
+            seen.add(id(tensor))
+        if names:
+            parts.append(_module_part(source, names))
+    return parts
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a module's tensors are.
+
+    Attributes:
+        now: by name, as they lie there: perhaps shards, and without what an adapter adds.
+        merged: the same with active adapters added, as copies; None where there is nothing to add.
+    """
+
+    now: Callable[[], dict[str, Tensor]]
+    merged: Callable[[], dict[str, Tensor]] | None = None
+
+
+def _module_part(source: _Source, names: list[tuple[str, str]]) -> _Part:
+    def make() -> dict[str, Tensor]:
+        state = (source.merged or source.now)()
+        return {name: _whole(state[key]) for key, name in names}
+
+    state = source.now()
+    return _Part({name: _meta(state[key]) for key, name in names}, make)
+
+
+def _sources(module: nn.Module, merge: bool, prefix: str = "") -> Iterator[tuple[str, _Source]]:
+    """Modules that hold tensors of their own, one that PEFT adapted as a whole; depth first, with their names."""
+    if any(hasattr(module, mark) for mark in ("base_layer", "modules_to_save", "token_adapter")):
+        yield prefix, _adapted(module, merge)
+        return
+    if _own_state(module):
+        yield prefix, _Source(partial(_own_state, module))
+    for name, child in module.named_children():
+        yield from _sources(child, merge, f"{prefix}.{name}" if prefix else name)
+
+
+def _own_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of the module, without those of its children."""
+    transient = module._non_persistent_buffers_set
+    own: dict[str, Tensor] = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    own |= {name: t for name, t in module._buffers.items() if t is not None and name not in transient}
+    return own
+
+
+def _adapted(module: Any, merge: bool) -> _Source:
+    if hasattr(module, "modules_to_save"):
+        saved = [name for name in module.active_adapters if name in module.modules_to_save]
+        used = module.modules_to_save[saved[0]] if merge and saved else module.original_module
+        return _Source(partial(used.state_dict, keep_vars=True))
+    tuner = getattr(module, "token_adapter", module)
+    now = partial(tuner.get_base_layer().state_dict, keep_vars=True)
+    return _Source(now, (lambda: _merged(tuner).state_dict()) if merge and tuner.active_adapters else None)
+
+
+def _merged(tuner: Any) -> nn.Module:
+    """The base layer with its active adapters added, as a copy."""
+    level = twin = _twin(tuner)
+    while hasattr(level, "base_layer"):  # adapters of single parameters wrap one another
+        level.merge(safe_merge=False)
+        level = level.base_layer
+    return twin.get_base_layer()
+
+
+def _twin(module: nn.Module) -> Any:
+    """A copy with whole parameters of its own, on the same device; hooks and sharding stay behind."""
+    twin = copy.copy(module)
+    for name, value in list(vars(twin).items()):
+        if isinstance(value, (list, dict)):
+            _set(twin, name, copy.copy(value))
+    # A tensor that two modules share is copied twice here: each copy is merged at most once.
+    parameters = {k: p if p is None else nn.Parameter(_whole(p).clone(), False) for k, p in module._parameters.items()}
+    _set(twin, "_parameters", parameters)
+    _set(twin, "_modules", {k: m if m is None else _twin(m) for k, m in module._modules.items()})
+    return twin
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute as it is, past what `nn.Module.__setattr__` and its heirs make of it."""
+    object.__setattr__(module, name, value)
+
+
+def _as_in_checkpoint(base: Any, parts: list[_Part]) -> list[_Part]:
+    """Parts under the names and in the shapes that `save_pretrained` writes.
+
+    transformers fuses some weights when it loads them (experts of a mixture, say) and takes them apart when it saves.
+    That needs all tensors of one weight at hand: those of one module, else of one layer, else of the model.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    whole = {name: tensor for part in parts for name, tensor in part.like.items()}
+    saved = revert_weight_conversion(base, dict(whole))
+    if _same(saved, whole):
+        return parts
+    for joined in (parts, _by_layer(parts), [_joined(parts)]):
+        converted = [_converted(base, part, revert_weight_conversion) for part in joined]
+        if _same({name: tensor for part in converted for name, tensor in part.like.items()}, saved):
+            return converted
+    raise AssertionError("all parts together are what was compared with")
+
+
+def _converted(base: Any, part: _Part, revert: Callable[..., dict[str, Tensor]]) -> _Part:
+    try:
+        like = revert(base, dict(part.like))
+    except (RuntimeError, ValueError, KeyError, IndexError):  # it needs more than this part
+        like = {}
+    return _Part(like, lambda: revert(base, part.make()))
+
+
+def _by_layer(parts: list[_Part]) -> list[_Part]:
+    layers: dict[str, list[_Part]] = {}
+    for part in parts:
+        name = next(iter(part.like)).split(".")
+        number = next((i for i, piece in enumerate(name) if piece.isdigit()), None)
+        layers.setdefault(".".join(name if number is None else name[: number + 1]), []).append(part)
+    return [_joined(layer) for layer in layers.values()]
+
+
+def _joined(parts: list[_Part]) -> _Part:
+    like = {name: tensor for part in parts for name, tensor in part.like.items()}
+    return _Part(like, lambda: {name: tensor for part in parts for name, tensor in part.make().items()})
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].shape == b[k].shape and a[k].dtype == b[k].dtype for k in a)
+
+
+# ---- an adapter -----------------------------------------------------------------------------------------------------
+
+
+def _adapter_parts(model: Any, name: str) -> list[_Part]:
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(
+        model, state_dict=model.state_dict(keep_vars=True), adapter_name=name, save_embedding_layers=False
+    )
+    return [_one(_clean(key), tensor) for key, tensor in state.items()]
+
+
+def _one(name: str, tensor: Tensor) -> _Part:
+    return _Part({name: _meta(tensor)}, lambda: {name: _whole(tensor)})
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON can hold it."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+# ---- small things ---------------------------------------------------------------------------------------------------
+
+
+def _is_peft(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _check_not_quantised(base: Any, is_adapted: bool) -> None:
+    if not (getattr(base, "is_quantized", False) or getattr(base, "hf_quantizer", None) is not None):
+        return
+    advice = (
+        "Send the adapter alone (vllm_lora_sync='adapter') to a server that was started with the same quantised model"
+        if is_adapted
+        else "Load it without `quantization_config`"
+    )
+    raise ValueError(
+        f"the weights of {type(base).__name__} are quantised and cannot be sent as a checkpoint. {advice}."
+    )
+
+
+def _clean(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor from all its shards; under sharding every process must ask for it."""
+    gather = getattr(tensor, "full_tensor", None)
+    return (gather() if gather is not None else tensor).detach()
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

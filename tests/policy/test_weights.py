@@ -1,0 +1,167 @@
+"""What is sent is what `save_pretrained` would write, whatever the policy is wrapped in."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+from covey.policy.weights import weight_update, why_not_alone
+
+peft = pytest.importorskip("peft")
+
+
+def lora(**changes):
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**{**settings, **changes})
+
+
+def adapted(seed=0, **changes):
+    """A model with an adapter that does something: PEFT starts with zeros."""
+    model = peft.get_peft_model(tiny.model(), lora(**changes))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def sent(update):
+    """Everything a pass yields; `checked` raises where it is not what was announced."""
+    return {spec.name: tensor.clone() for spec, tensor in update.checked()}
+
+
+def assert_same(got, expected, **tolerance):
+    assert got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], msg=lambda m, name=name: f"{name}: {m}", **tolerance)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_models_tensors_are_those_of_its_checkpoint(tmp_path, tied):
+    model = tiny.model(tie_word_embeddings=tied)
+    assert ("lm_head.weight" in sent(weight_update(model, 0))) is not tied
+    assert_same(sent(weight_update(model, 0)), saved(model, tmp_path), rtol=0, atol=0)
+
+
+def test_fused_experts_are_sent_as_their_checkpoint_has_them(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        )
+    )  # fmt: skip
+    names = sent(weight_update(model, 0)).keys()
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in names  # one tensor for all experts inside the model
+    assert_same(sent(weight_update(model, 0)), saved(model, tmp_path), rtol=0, atol=0)
+
+
+def test_wrappers_leave_no_trace_in_names():
+    model = tiny.model()
+    plain = sent(weight_update(model, 0))
+    compiled = torch.compile(model)
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    assert_same(sent(weight_update(compiled, 0)), plain, rtol=0, atol=0)
+
+
+CASES = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "biases": {"bias": "lora_only"},
+    "ranks differ": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 32}},
+    "whole modules": {"modules_to_save": ["norm"]},
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "tokens": {"trainable_token_indices": [3, 5]},
+}
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_merged_weights_are_pefts_merged_weights_and_the_policy_stays_as_it_is(tmp_path, changes):
+    model = adapted(**changes)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    got = sent(weight_update(model, 0))
+    assert_same(model.state_dict(), before, rtol=0, atol=0)
+    assert not any(getattr(module, "merged", False) for module in model.modules())
+    assert_same(got, saved(model.merge_and_unload(), tmp_path), rtol=1e-6, atol=1e-6)
+
+
+def test_merged_weights_give_the_adapted_models_logits():
+    model = adapted(use_dora=True, modules_to_save=["norm"])
+    ids = torch.tensor([[5, 6, 7, 8]])
+    other = tiny.model(seed=7)
+    other.load_state_dict(sent(weight_update(model, 0)), strict=False)
+    torch.testing.assert_close(other(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_active_adapter_is_merged(tmp_path):
+    model = adapted()
+    model.add_adapter("other", lora(r=2, init_lora_weights=False))
+    model.set_adapter("other")
+    got = sent(weight_update(model, 0))
+    model.delete_adapter("default")
+    assert_same(got, saved(model.merge_and_unload(), tmp_path), rtol=1e-6, atol=1e-6)
+
+
+def test_the_base_can_be_sent_without_its_adapter(tmp_path):
+    assert_same(sent(weight_update(adapted(), 0, merge=False)), saved(tiny.model(), tmp_path), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["default", "second"])
+def test_an_adapter_alone_is_its_saved_folder(tmp_path, name):
+    model = adapted()
+    if name != "default":
+        model.add_adapter(name, lora(r=2, init_lora_weights=False))
+        model.set_adapter(name)
+    update = weight_update(model, 3, adapter_only=True)
+    model.save_pretrained(tmp_path, selected_adapters=[name])
+    folder = tmp_path if name == "default" else tmp_path / name
+    assert_same(sent(update), load_file(folder / "adapter_model.safetensors"), rtol=0, atol=0)
+    config, expected = json.loads(json.dumps(update.adapter)), json.loads((folder / "adapter_config.json").read_text())
+    for settings in (config, expected):
+        settings["target_modules"] = sorted(settings["target_modules"])  # a set, in any order
+    assert config == expected
+
+
+def test_tensors_travel_in_the_number_format_asked_for(tmp_path):
+    update = weight_update(adapted(), 0, dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in sent(update).values()} == {torch.bfloat16}
+    assert update.nbytes == sum(t.numel() * 2 for t in saved(tiny.model(), tmp_path).values())
+
+
+def test_a_pass_can_be_repeated_and_sees_the_weights_of_its_time():
+    model = adapted()
+    update = weight_update(model, 0)
+    first = sent(update)
+    with torch.no_grad():
+        model.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight").add_(1.0)
+    second = sent(update)
+    changed = [name for name in first if not torch.equal(first[name], second[name])]
+    assert changed == ["model.layers.0.self_attn.q_proj.weight"]
+
+
+def test_a_quantised_base_is_not_sent_but_its_adapter_is():
+    model = adapted()
+    model.get_base_model().is_quantized = True
+    with pytest.raises(ValueError, match=r"quantised.*vllm_lora_sync='adapter'"):
+        weight_update(model, 0)
+    assert weight_update(model, 0, adapter_only=True).nbytes > 0
+
+
+def test_what_has_no_adapter_cannot_send_one():
+    with pytest.raises(ValueError, match="LlamaForCausalLM has none"):
+        weight_update(tiny.model(), 0, adapter_only=True)
+
+
+@pytest.mark.parametrize(("case", "alone"), [("lora", True), ("rslora", True), ("dora", False), ("tokens", False)])
+def test_adapters_that_servers_cannot_load_are_known(case, alone):
+    assert (why_not_alone(adapted(**CASES[case])) is None) is alone
