@@ -1,10 +1,15 @@
 """Nothing waits for ever: functions, coroutines and worker processes that hang."""
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,6 +180,40 @@ def test_a_worker_that_dies_is_replaced(echo):
     with pytest.raises(WorkerFailed, match="died"):
         echo.ask({"die": True}, 5.0)
     assert echo.ask({"n": 1}, 5.0) == {"n": 1}
+
+
+def test_a_worker_in_an_endless_expression_ends_when_its_run_is_killed(tmp_path: Path):
+    script, started = tmp_path / "endless.py", tmp_path / "started"
+    script.write_text(
+        f"""
+import json, os, re
+print(json.dumps({{"ready": True}}), flush=True)
+input()
+open({str(started)!r}, "w").write(str(os.getpid()))
+re.match("(a*)*b", "a" * 60)  # takes longer than anybody lives, and never lets another thread run
+"""
+    )
+    run = f"from pathlib import Path; from covey.rewards.workers import ScriptWorker as W; W(Path({str(script)!r}))"
+    process = subprocess.Popen([sys.executable, "-c", f"{run}.ask({{}}, 600.0)"])
+    _within(60.0, lambda: started.exists() and started.read_text())
+    process.kill()
+    process.wait()
+    _within(20.0, lambda: not _exists(int(started.read_text())))
+
+
+def _within(seconds: float, condition: Callable[[], Any]) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_worker_that_cannot_start_says_so(tmp_path: Path):

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from covey.core.children import Child
+
 T = TypeVar("T")
 
 CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")
@@ -165,6 +167,8 @@ class WorkerFailed(Exception):
 class ScriptWorker:
     """A child process that answers JSON lines, started on first use and killed when an answer takes too long.
 
+    It ends with this process, also when that is killed: an expression that takes for ever does not outlive its run.
+
     The script prints `{"ready": true}` once it can work and then one line for each line it reads. It is run by path,
     not through `multiprocessing`: that would either run the user's training script a second time or fork a process
     that holds CUDA and threads.
@@ -178,7 +182,7 @@ class ScriptWorker:
         self.script = script
         self.start_seconds = start_seconds
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Child | None = None
         self._replies: queue.Queue[str | None] = queue.Queue()
         self._owner = os.getpid()
         atexit.register(self.close)
@@ -192,7 +196,7 @@ class ScriptWorker:
             RuntimeError: the script does not start.
         """
         with self._lock:
-            process = self._running()
+            process = self._running().process
             try:
                 assert process.stdin is not None
                 process.stdin.write(json.dumps(request) + "\n")
@@ -207,18 +211,17 @@ class ScriptWorker:
 
     def close(self) -> None:
         """Kill the process, if this process started one."""
-        if self._process is not None and self._owner == os.getpid():
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            self._process.end()
         self._process = None
 
-    def _running(self) -> "subprocess.Popen[str]":
+    def _running(self) -> Child:
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         self.close()
         self._owner = os.getpid()
         self._replies = queue.Queue()
-        self._process = subprocess.Popen(
+        self._process = Child(
             [sys.executable, "-P", str(self.script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -227,8 +230,8 @@ class ScriptWorker:
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        reader = threading.Thread(target=_forward_lines, args=(self._process.stdout, self._replies), daemon=True)
-        reader.start()
+        lines = self._process.process.stdout
+        threading.Thread(target=_forward_lines, args=(lines, self._replies), daemon=True).start()
         try:
             self._reply(self.start_seconds)
         except BaseException as error:
