@@ -18,7 +18,7 @@ from covey.rollout.collector import Draw
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.dynamic import Judge, PromptChooser, Sampled, kept_groups
 from covey.trainers.prompt_stream import PromptStream
-from covey.trainers.sampler import START, rank_share, train_loader
+from covey.trainers.sampler import rank_share, start_of, train_loader
 
 ALGEBRA = BatchAlgebra(
     per_device_train_batch_size=6,
@@ -289,7 +289,7 @@ def test_loaders_only_mark_where_generations_begin_when_the_trainer_chooses():
     algebra = replace(ALGEBRA, steps_per_generation=2, num_iterations=2, per_device_train_batch_size=3)
     loader = train_loader(Unread(range(7)), algebra, 0, shuffle=True, seed=0, starts=True)
     # 7 prompts are two generations of 3, each of 2 micro-batches gone through twice
-    assert list(loader) == [[START], [], [], [], [START], [], [], []]
+    assert list(loader) == [[start_of(0)], [], [], [], [start_of(1)], [], [], []]
 
 
 def test_prompts_by_difficulty_leave_settled_ones_alone(tmp_path):

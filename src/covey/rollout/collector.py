@@ -7,7 +7,7 @@ batches what it is given. Siblings are asked for together, so that their prompt 
 import asyncio
 import hashlib
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -56,6 +56,7 @@ class Collector:
         self.engine = engine
         self.codec = codec
         self.seed = seed
+        self.run: Callable[[Coroutine[Any, Any, list[Rollout]]], list[Rollout]] = run_async
 
     def collect(
         self,
@@ -72,18 +73,37 @@ class Collector:
             key: names this generation (mode and step): another key gives other samples, unless `reuse` is exact.
             reuse: earlier completions to begin with; these take their place.
         """
-        rollouts = run_async(self._collect(draws, params, key, reuse))
+        rollouts = self.run(self.sample(draws, params, key, reuse))
         if reuse is not None:
             reuse.remember([draw.prompt for draw in draws], [draw.sample for draw in draws], rollouts)
         return rollouts
 
-    async def _collect(
-        self, draws: Sequence[Draw], params: SamplingParams, key: tuple[int | str, ...], reuse: Speculation | None
+    async def sample(
+        self,
+        draws: Sequence[Draw],
+        params: SamplingParams,
+        key: tuple[int | str, ...],
+        reuse: Speculation | None = None,
+        submitted: Callable[[], None] = lambda: None,
     ) -> list[Rollout]:
+        """The same as a coroutine, which only reads `reuse`.
+
+        Args:
+            draws, params, key, reuse: as for `collect`.
+            submitted: called when every request has been handed to the engine.
+        """
         with self.engine.awake():  # here, since gradient mode and autocast belong to the thread that runs this
-            answered = await asyncio.gather(
-                *(self._group(number, siblings, params, key, reuse) for number, siblings in enumerate(_siblings(draws)))
-            )
+            groups = [
+                asyncio.ensure_future(self._group(number, siblings, params, key, reuse))
+                for number, siblings in enumerate(_siblings(draws))
+            ]
+            try:
+                await asyncio.sleep(0)  # each group goes as far as it can, which is into the engine
+                submitted()
+                answered = await asyncio.gather(*groups)
+            finally:
+                for group in groups:
+                    group.cancel()  # siblings of one that failed
         return [rollout for rollouts in answered for rollout in rollouts]
 
     async def _group(

@@ -87,11 +87,15 @@ class EngineTraits:
         reports_after_cut: top-k, top-p, min-p, penalties and grammars have had their effect on what it reports. Where
             a request uses any, its log-probs are those of another distribution than the trainer scores.
         dtype: what it computes in, if it is known; a narrow one is granted more rounding.
+        updates_in_flight: `load_weights` may be called while requests are under way; their later tokens are sampled
+            with the new weights, or not, and `Completion.versions` says which. Otherwise an update waits until nothing
+            is under way.
     """
 
     shares_policy: bool = False
     reports_after_cut: bool = False
     dtype: torch.dtype | None = None
+    updates_in_flight: bool = False
 
 
 def traits_of(engine: Any) -> EngineTraits:

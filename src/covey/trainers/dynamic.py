@@ -24,7 +24,7 @@ from covey.rollout.collector import Draw
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.difficulty import PromptHistory
 from covey.trainers.prompt_stream import PromptStream
-from covey.trainers.sampler import rank_share, share_of
+from covey.trainers.sampler import rank_share, share_of, started
 
 Place = tuple[int, int]
 """(round of sampling, place in that round) of a group or of a completion."""
@@ -182,12 +182,12 @@ class PromptChooser:
         """Sample one generation. Collective: all processes call it together.
 
         Args:
-            draws: of this process, from the dataloader; with a `history` only a sign to begin.
+            draws: of this process; with a `history`, from a dataloader, only a sign to begin.
             sample: (draws, number of the round) -> their completions, scored.
         """
         groups = self.algebra.prompts_per_generation
-        if self.history is not None:
-            draws = self._draws(self.stream.take(groups))
+        if started(draws) is not None:
+            draws = self.draw()
         mine = [sample(draws, 0)]
         rounds = [self._share(mine[0])]
         while len(rounds) <= (self.max_rounds or 0) and (missing := groups - _signals(rounds)):
@@ -196,6 +196,10 @@ class PromptChooser:
             rounds.append(self._share(mine[-1]))
         kept = self._collect(mine, rounds, kept_groups([one.has_signal for one in rounds], groups))
         return Chosen(kept, rounds[0], sum(one.processed_tokens for one in rounds), self._stats(rounds))
+
+    def draw(self) -> list[Draw]:
+        """This process's share of the prompts of a generation, chosen by what is known now. All processes call it."""
+        return self._draws(self.stream.take(self.algebra.prompts_per_generation))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers, the same on every process."""

@@ -19,8 +19,15 @@ from covey.trainers.config.algebra import BatchAlgebra
 Slot = tuple[int, int]
 """(row of the dataset, which of its completions)."""
 
-START = Draw({}, -1, -1)
-"""Draws nothing: says that a generation begins, and leaves its prompts to the trainer."""
+
+def start_of(generation: int) -> Draw:
+    """Draws nothing: says that a generation begins, by its number since the run began, and leaves its prompts open."""
+    return Draw({}, -1, generation)
+
+
+def started(draws: Sequence[Draw]) -> int | None:
+    """The number of the generation that begins, or None where the draws name their prompts themselves."""
+    return draws[0].sample if draws and draws[0].prompt < 0 else None
 
 
 class GenerationSampler:
@@ -45,24 +52,40 @@ class GenerationSampler:
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
+        self.generations = rows // algebra.prompts_per_generation
+        """Generations of one epoch; prompts that do not fill one are left for another epoch's order."""
+        self._order = -1, torch.empty(0, dtype=torch.long)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of this epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Micro-batches of one epoch; prompts that do not fill a generation are left for another epoch's order."""
-        return self.rows // self.algebra.prompts_per_generation * self.algebra.micro_batches
+        """Micro-batches of one epoch."""
+        return self.generations * self.algebra.micro_batches
 
     def __iter__(self) -> Iterator[list[Slot]]:
-        order = torch.arange(self.rows)
-        if self.shuffle:
-            order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        prompts = self.algebra.prompts_per_generation
-        for chunk in order.split(prompts):
-            if len(chunk) == prompts:
-                yield rank_share(chunk.tolist(), self.algebra.num_generations, self.algebra, self.rank)
-                yield from ([] for _ in range(self.algebra.micro_batches - 1))
+        for generation in self.numbers():
+            yield self.slots(generation)
+            yield from ([] for _ in range(self.algebra.micro_batches - 1))
+
+    def numbers(self) -> range:
+        """The generations of this epoch, by their numbers since the run began."""
+        return range(self.epoch * self.generations, (self.epoch + 1) * self.generations)
+
+    def slots(self, generation: int) -> list[Slot]:
+        """What this process draws for any generation, also of an epoch to come."""
+        epoch, place = divmod(generation, self.generations)
+        if self._order[0] != epoch:
+            self._order = epoch, self._shuffled(epoch)
+        count = self.algebra.prompts_per_generation
+        prompts = self._order[1][place * count : (place + 1) * count].tolist()
+        return rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
+
+    def _shuffled(self, epoch: int) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.rows)
+        return torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed + epoch))
 
 
 def check_enough(rows: int, algebra: BatchAlgebra) -> None:
@@ -137,11 +160,34 @@ class DrawDataset(Dataset):
         return self.__getitems__([slot])[0]
 
 
+class StartSampler:
+    """In place of a sampler's slots: the number of each generation, on the step with which it begins.
+
+    Args:
+        sampler: whose steps these are.
+    """
+
+    def __init__(self, sampler: GenerationSampler):
+        self._sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch."""
+        self._sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for generation in self._sampler.numbers():
+            yield [generation]
+            yield from ([] for _ in range(self._sampler.algebra.micro_batches - 1))
+
+
 class GenerationStarts(Dataset):
     """In place of draws: one mark on the step with which a generation begins.
 
-    The trainer chooses the prompts then, knowing the rewards of every earlier generation, however far ahead a
-    dataloader reads.
+    The trainer chooses the prompts, when it samples: knowing the rewards of every earlier generation, or while earlier
+    ones are still trained on.
     """
 
     def __init__(self, rows: int):
@@ -150,12 +196,24 @@ class GenerationStarts(Dataset):
     def __len__(self) -> int:
         return self.rows
 
-    def __getitems__(self, slots: list[Slot]) -> list[Draw]:
-        """The mark for a batch with slots, nothing for an empty one."""
-        return [START] if slots else []
+    def __getitems__(self, generations: list[int]) -> list[Draw]:
+        """The mark of a generation, or nothing."""
+        return [start_of(generation) for generation in generations]
 
-    def __getitem__(self, slot: Slot) -> Draw:
-        return START
+    def __getitem__(self, generation: int) -> Draw:
+        return start_of(generation)
+
+
+class StreamStarts(IterableDataset):
+    """The same for a dataset without a length: marks without end."""
+
+    def __init__(self, algebra: BatchAlgebra):
+        self.algebra = algebra
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        for generation in count():
+            yield [start_of(generation)]
+            yield from ([] for _ in range(self.algebra.micro_batches - 1))
 
 
 class DrawStream(IterableDataset):
@@ -229,12 +287,19 @@ def train_loader(
                 " process that trains, because every worker would have to read all of it.",
                 stacklevel=2,
             )
-        rows = dataset.shuffle(seed=seed) if shuffle and hasattr(dataset, "shuffle") else dataset
-        return _loader(DrawStream(rows, algebra, rank, training=True), batch_size=None, seed=seed)
+        if starts:
+            return _loader(StreamStarts(algebra), batch_size=None, seed=seed)
+        return _loader(train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed), batch_size=None, seed=seed)
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)
     if starts:
-        return _loader(GenerationStarts(len(dataset)), batch_sampler=sampler, seed=seed)
+        return _loader(GenerationStarts(len(dataset)), batch_sampler=StartSampler(sampler), seed=seed)
     return _loader(DrawDataset(dataset), batch_sampler=sampler, num_workers=workers, seed=seed)
+
+
+def train_stream(dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int) -> DrawStream:
+    """The training steps of a dataset without a length, shuffled where it can be."""
+    rows = dataset.shuffle(seed=seed) if shuffle and hasattr(dataset, "shuffle") else dataset
+    return DrawStream(rows, algebra, rank, training=True)
 
 
 def eval_loader(dataset: Any, algebra: BatchAlgebra, rank: int) -> DataLoader:
