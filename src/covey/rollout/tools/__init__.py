@@ -1,0 +1,1 @@
+"""Tools that a policy calls: reading its calls, executing them, and writing the results back as tokens."""

@@ -1,0 +1,130 @@
+"""What the policy asked for: calls, calls that cannot be read, and the text around them."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call as the policy wrote it; whether there is such a tool and such arguments is not yet known.
+
+    Attributes:
+        name: of the tool.
+        arguments: by name, as JSON values.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True)
+class MalformedCall:
+    """Something that was meant as a call and cannot be read.
+
+    Attributes:
+        text: what the policy wrote.
+        reason: what is wrong with it, in words that the policy can act on.
+    """
+
+    text: str
+    reason: str
+
+
+@dataclass(slots=True)
+class AssistantTurn:
+    """One turn of the policy, taken apart.
+
+    Attributes:
+        content: the text outside of calls, thinking included, without white space around it.
+        calls: in the order in which they were written.
+        malformed: likewise.
+    """
+
+    content: str
+    calls: list[ToolCall] = field(default_factory=list)
+    malformed: list[MalformedCall] = field(default_factory=list)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the turn wants an answer from tools, be it a complaint."""
+        return bool(self.calls or self.malformed)
+
+
+def read_call(value: Any) -> ToolCall | str:
+    """A JSON value as a call, or the reason why it is none.
+
+    Known shapes: `{"name", "arguments"}`, with `parameters` or `args` for `arguments`, and the same below a key
+    `function`, as OpenAI's interface has it. Arguments may be an object or a string that holds one.
+    """
+    if not isinstance(value, dict):
+        return f"a call must be a JSON object with 'name' and 'arguments', not {_kind(value)}"
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name", value.get("function"))
+    if not isinstance(name, str) or not name:
+        return "the call has no 'name'"
+    arguments: Any = next((value[key] for key in ("arguments", "parameters", "args") if key in value), {})
+    if isinstance(arguments, str):
+        arguments = decode_json(arguments) if arguments.strip() else {}
+        if isinstance(arguments, Unreadable):
+            return f"the arguments of {name} are no JSON: {arguments}"
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return f"the arguments of {name} must be a JSON object with a value for each name, not {_kind(arguments)}"
+    return ToolCall(name, arguments)
+
+
+class Unreadable(str):
+    """Why a text is no JSON; a value of its own, since every other value may be JSON."""
+
+
+MAX_DEPTH = 64
+"""Arguments nested deeper than this are refused: what is done with them later (copying, printing) is recursive."""
+
+
+def decode_json(text: str) -> Any:
+    """The JSON value that `text` is, or `Unreadable`. Line breaks within strings pass, since policies write them."""
+    try:
+        value = json.loads(text, strict=False, parse_constant=_refuse_constant)
+    except RecursionError:
+        return Unreadable("it is nested too deeply")
+    except ValueError as error:  # JSONDecodeError, or a number of more digits than Python reads
+        return Unreadable(str(error))
+    if _deeper(value, MAX_DEPTH):
+        return Unreadable("it is nested too deeply")
+    if "\\u" in text and not _encodable(value):
+        return Unreadable("a string in it holds half of a surrogate pair")
+    return value
+
+
+def _refuse_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    level: list[Any] = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for one in level
+            if isinstance(one, dict | list)
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _encodable(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")

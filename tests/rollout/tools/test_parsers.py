@@ -1,0 +1,376 @@
+"""Tool calls as the families write them: read back as written, and nothing else disturbs the reader."""
+
+import json
+import re
+import string
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+import tiny
+from covey.rollout.tools.calls import AssistantTurn, ToolCall
+from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for, read_turn
+
+few = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+def parse(family, text):
+    return TOOL_PARSERS[family].parse(text)
+
+
+# --- how each family writes calls --------------------------------------------------------------------------------
+
+
+def python_literal(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{python_literal(k)}: {python_literal(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(python_literal, value)) + "]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def python_call(call):
+    return f"{call.name}({', '.join(f'{k}={python_literal(v)}' for k, v in call.arguments.items())})"
+
+
+def write_hermes(calls):
+    return "\n".join(
+        f"<tool_call>\n{json.dumps({'name': c.name, 'arguments': c.arguments})}\n</tool_call>" for c in calls
+    )
+
+
+def write_llama3(calls):
+    return "; ".join(json.dumps({"name": c.name, "parameters": c.arguments}) for c in calls)
+
+
+def write_mistral_list(calls):
+    return "[TOOL_CALLS] " + json.dumps([{"name": c.name, "arguments": c.arguments} for c in calls])
+
+
+def write_mistral_args(calls):
+    return "".join(f"[TOOL_CALLS]{c.name}[ARGS]{json.dumps(c.arguments)}" for c in calls)
+
+
+def write_gemma(calls):
+    return "```tool_code\n" + "\n".join(map(python_call, calls)) + "\n```"
+
+
+def write_python_list(calls):
+    return "[" + ", ".join(map(python_call, calls)) + "]"
+
+
+def write_deepseek_v3(calls):
+    return (
+        "<｜tool▁calls▁begin｜>"
+        + "\n".join(
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c.name}\n```json\n{json.dumps(c.arguments)}\n```<｜tool▁call▁end｜>"
+            for c in calls
+        )
+        + "<｜tool▁calls▁end｜>"
+    )
+
+
+def write_deepseek_v31(calls):
+    return (
+        "<｜tool▁calls▁begin｜>"
+        + "".join(
+            f"<｜tool▁call▁begin｜>{c.name}<｜tool▁sep｜>{json.dumps(c.arguments)}<｜tool▁call▁end｜>" for c in calls
+        )
+        + "<｜tool▁calls▁end｜>"
+    )
+
+
+def write_json(calls):
+    return " and ".join(json.dumps({"name": c.name, "arguments": c.arguments}, indent=1) for c in calls)
+
+
+def write_fenced_json(calls):
+    return f"```json\n{json.dumps([{'name': c.name, 'arguments': c.arguments} for c in calls])}\n```"
+
+
+WRITERS = [
+    ("hermes", write_hermes),
+    ("llama3", write_llama3),
+    ("llama3", lambda calls: "<|python_tag|>" + write_llama3(calls)),
+    ("mistral", write_mistral_list),
+    ("mistral", write_mistral_args),
+    ("gemma", write_gemma),
+    ("gemma", write_python_list),
+    ("gemma", write_fenced_json),
+    ("deepseek", write_deepseek_v3),
+    ("deepseek", write_deepseek_v31),
+    ("json", write_fenced_json),
+]
+
+names = st.text(string.ascii_letters + "_", min_size=1, max_size=8).filter(lambda s: s not in ("True", "False", "None"))
+# Strings that hold what a careless reader would take for the end of a call.
+texts = st.text(max_size=10) | st.sampled_from(
+    [
+        '"',
+        "\\",
+        "}",
+        "]}",
+        "</tool_call>",
+        "```",
+        "[TOOL_CALLS]",
+        "'''",
+        "a\nb",
+        "<tool_call>{",
+        "é漢🙂",
+        '{"name": "x"}',
+    ]
+)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+calls_of = st.lists(st.builds(ToolCall, names, st.dictionaries(names, values, max_size=3)), min_size=1, max_size=3)
+PLAIN = str.maketrans("", "", "`")  # fences in fenced notations cannot be told from their end
+
+
+@pytest.mark.parametrize(("family", "write"), WRITERS)
+@given(calls=calls_of)
+@few
+def test_calls_are_read_as_they_were_written(family, write, calls):
+    if "```" in write([]) or family == "deepseek":
+        calls = [ToolCall(c.name, json.loads(json.dumps(c.arguments).translate(PLAIN))) for c in calls]
+    written = write(calls)
+    turn = parse(family, written)
+    assert turn.malformed == []
+    assert [(c.name, c.arguments) for c in turn.calls] == [(c.name, c.arguments) for c in calls]
+    assert turn.content == ""
+
+
+@pytest.mark.parametrize(("family", "write"), [w for w in WRITERS if w[0] != "llama3" and w[1] != write_python_list])
+def test_text_around_calls_is_content(family, write):
+    calls = [ToolCall("add", {"a": 1, "b": [2]})]
+    turn = parse(family, f"I add.\n{write(calls)}")
+    assert (turn.content, turn.calls, turn.malformed) == ("I add.", calls, [])
+
+
+def test_llamas_content_stands_before_the_tag():
+    turn = parse("llama3", '  Let me see.<|python_tag|>{"name": "f", "parameters": {}}')
+    assert turn == AssistantTurn("Let me see.", [ToolCall("f", {})])
+
+
+@pytest.mark.parametrize("family", TOOL_PARSERS)
+@pytest.mark.parametrize(
+    "text", ["", "4", "The answer is {x}.", "I said [1, 2].", '{"answer": 4}', "```python\nf(1)\n```"]
+)
+def test_a_turn_without_calls_is_content(family, text):
+    assert parse(family, text) == AssistantTurn(text)
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "deepseek", "json"])
+def test_thinking_about_a_call_is_no_call(family):
+    write = dict(WRITERS)[family]
+    thought, said = [ToolCall("no", {})], [ToolCall("yes", {"x": 1})]
+    turn = parse(family, f"<think>{write(thought)}</think>{write(said)}")
+    assert turn.calls == said
+    assert turn.content.startswith("<think>")
+    assert parse(family, f"<think>{write(thought)}").calls == []
+    assert parse(family, f"{write(thought)}</think>{write(said)}").calls == said  # the prompt opened the thinking
+
+
+def test_builtin_tools_of_llama_are_called_in_python_notation():
+    turn = parse("llama3", '<|python_tag|>brave_search.call(query="who, \\"exactly\\"?")')
+    assert turn.calls == [ToolCall("brave_search", {"query": 'who, "exactly"?'})]
+
+
+def test_gemma_may_print_or_assign_the_result():
+    turn = parse("gemma", "```tool_code\nprint(f(a=-1.5e3, b=('x', None)))\nr = g(c={'k': True})\n```")
+    assert turn.calls == [ToolCall("f", {"a": -1500.0, "b": ["x", None]}), ToolCall("g", {"c": {"k": True}})]
+
+
+def test_arguments_may_be_a_json_string_and_the_call_may_lie_below_function():
+    value = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert parse("json", json.dumps(value)).calls == [ToolCall("f", {"a": 1})]
+
+
+def test_a_missing_closing_mark_is_forgiven():
+    one = '<tool_call>{"name": "f", "arguments": {}}'
+    assert parse("hermes", one).calls == [ToolCall("f", {})]
+    assert len(parse("hermes", one + "\n" + one).calls) == 2
+
+
+def test_a_broken_call_does_not_hide_the_next_one():
+    turn = parse("hermes", '<tool_call>{"name": "f"</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>')
+    assert turn.calls == [ToolCall("g", {})]
+    assert [bad.text for bad in turn.malformed] == ['{"name": "f"']
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "reason"),
+    [
+        ("hermes", "<tool_call>add 1 and 2</tool_call>", "no JSON"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "no JSON"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "has no 'name'"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object .* not a list"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "arguments of f are no JSON"),
+        ("hermes", '<tool_call>["f"]</tool_call>', "must be a JSON object with 'name'.* not a string"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON number"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogate"),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>', "digits"),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": {"[" * 99}{"]" * 99}}}}}</tool_call>', "too deeply"),
+        ("hermes", f'<tool_call>{{"a": {"[" * 9999}{"]" * 9999}}}</tool_call>', "too deeply"),
+        ("llama3", '{"name": "f", "parameters": {"a": 1}', "neither a JSON object"),
+        ("llama3", "<|python_tag|>import os", "neither a JSON object"),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"', "not closed"),
+        ("mistral", "[TOOL_CALLS]f(1)", "no arguments in braces"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1', "not closed"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{a}", "no JSON"),
+        ("gemma", "```tool_code\nf(1)\n```", "by name"),
+        ("gemma", "```tool_code\nf(a=1+1)\n```", "expected '\\)', found '\\+1'|cannot read"),
+        ("gemma", "```tool_code\nf(a=g(b=1))\n```", "expressions are not computed"),
+        ("gemma", f"```tool_code\nf(a={'[' * 99})\n```", "too deeply"),
+        ("gemma", "```tool_code\nf(a='\\ud800')\n```", "is no character"),
+        ("gemma", "```tool_code\nf(a='''x\n```", "not closed|ends"),
+        ("deepseek", "<｜tool▁call▁begin｜>f {}<｜tool▁call▁end｜>", "there is no"),
+        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜>", "arguments of f are no JSON"),
+        ("json", 'Sure: {"name": "f", "arguments": {"a": 1', "not closed"),
+        ("json", '{"name": "f", "arguments": {"a": 1,}}', "no JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_malformed_and_says_why(family, text, reason):
+    turn = parse(family, text)
+    assert turn.calls == []
+    assert len(turn.malformed) == 1
+    assert re.search(reason, turn.malformed[0].reason)
+    assert turn.asks
+
+
+# --- hostile text ------------------------------------------------------------------------------------------------
+
+PIECES = [
+    *[
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "```",
+        "```json\n",
+    ],
+    *["```tool_code\n", "\n", " ", "{", "}", "[", "]", '"', "'", "'''", '"""', "\\", ":", ",", ";", "(", ")", "=", "-"],
+    *["name", '{"name": "f"', '"arguments"', "f(", "a=", "print(", "1", "1e999", "é", "\0", "\ud800", "null", "NaN"],
+    *[
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁calls▁begin｜>",
+        '{"name": "f", "arguments": {}}',
+    ],
+]
+
+
+@pytest.mark.parametrize("family", TOOL_PARSERS)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=30))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_no_text_raises_and_every_call_has_a_name_and_arguments(family, pieces):
+    turn = parse(family, "".join(pieces))
+    assert all(isinstance(call.name, str) and isinstance(call.arguments, dict) for call in turn.calls)
+    assert all(bad.reason for bad in turn.malformed)
+
+
+HOSTILE = [
+    *PIECES,
+    *["{{", "[[", '{"', '["', '{"a":', '[{"', '"\\', "'\\", '\\"', "'''\\", '"""\\"', "<tool_call>{", '<tool_call>{"'],
+    *[
+        "<tool_call>{}",
+        "<tool_call>{</tool_call>",
+        "[TOOL_CALLS]{",
+        "[TOOL_CALLS]f{",
+        "[TOOL_CALLS][",
+        "{ ",
+        "[ {",
+        "f(a=",
+    ],
+    *[
+        '{"name": ',
+        '{"name": "f", "arguments": ',
+        "{};",
+        "a=",
+        "f();",
+        "x.",
+        "[f(",
+        "```a",
+        "``` ",
+        '<｜tool▁call▁begin｜>f{"',
+    ],
+    *["<｜tool▁call▁begin｜>{}", '{"name":"f","arguments":{}} ', '<|python_tag|>{"', "```tool_code\nf(a='''"],
+]
+PREFIXES = [
+    "",
+    "```tool_code\nf(a=",
+    "<tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    '{"name": "f", "arguments": ',
+    "f(a='''",
+]
+
+
+def seconds(family, text):
+    started = time.process_time()
+    parse(family, text)
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("family", TOOL_PARSERS)
+def test_time_grows_with_the_text_and_not_with_its_square(family):
+    """Every hostile repetition at 4 times the length takes about 4 times as long, not 16.
+
+    Anything under 0.05 s passes without comparing: the clock is too coarse there, and it is fast enough.
+    """
+    for prefix in PREFIXES:
+        for piece in HOSTILE:
+            small, large = (prefix + piece * (size // len(piece)) for size in (5_000, 20_000))
+            took = seconds(family, large)
+            if took > 0.05:
+                took = min(took, seconds(family, large))
+                assert took < 9 * seconds(family, small), f"{prefix!r} + {piece!r} * n"
+
+
+# --- choosing one, and tokens ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("{{ 'return a json object within <tool_call></tool_call> XML tags' }}", "hermes"),
+        ("{{ '[AVAILABLE_TOOLS]' }}{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("{{ '<|start_header_id|>' }}{{ 'Environment: ipython' }}{{ '<|python_tag|>' }}", "llama3"),
+        ("{{ '<start_of_turn>model' }}", "gemma"),
+        ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' }}", "deepseek"),
+        ("{{ '<|im_start|>' }}", "json"),
+        (None, "json"),
+        ({"default": "{{ '<|im_start|>' }}", "tool_use": "{{ '<tool_call>' }}"}, "hermes"),
+        ({"default": "{{ '[TOOL_CALLS]' }}"}, "mistral"),
+    ],
+)
+def test_the_chat_template_tells_which_notation_is_used(template, family):
+    assert parser_for(template) == family
+
+
+def test_an_unknown_parser_is_refused_with_what_there_is():
+    with pytest.raises(ValueError, match=r"unknown tool parser 'hermis'; did you mean 'hermes'\? Known: .*mistral"):
+        TOOL_PARSERS["hermis"]
+
+
+def test_tokens_of_the_notation_are_kept_and_other_special_ones_dropped():
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([AddedToken("<|python_tag|>", special=True), AddedToken("<|eom_id|>", special=True)])
+    text = 'See.<|python_tag|>{"name": "f", "parameters": {"a": "<b>"}}'
+    ids = tokenizer(text + "<|eom_id|>", add_special_tokens=False)["input_ids"]
+    turn = read_turn(tokenizer, [*ids, tokenizer.eos_token_id], TOOL_PARSERS["llama3"])
+    assert turn == AssistantTurn("See.", [ToolCall("f", {"a": "<b>"})])
