@@ -20,7 +20,7 @@ class ServerFacts:
     """What a server says of itself.
 
     Attributes:
-        model: the name or path it was started with.
+        model: the name it answers to.
         release: the version of its software, as in "0.32.0".
         max_context: tokens it can attend to, or None if it does not say.
         world_size: processes that hold weights (tensor x pipeline x data parallel); 1 if it does not say.
@@ -30,6 +30,7 @@ class ServerFacts:
         reports_after_cut: its log-probs are those of the distribution after top-k, top-p, min-p and penalties.
         reports_temperature: its log-probs are those at the sampling temperature; False: always at temperature 1.
         sleeps: it was started so that it can release its memory.
+        path: where its model was loaded from, if that is not its name.
     """
 
     model: str
@@ -42,6 +43,7 @@ class ServerFacts:
     reports_after_cut: bool = False
     reports_temperature: bool = True
     sleeps: bool = False
+    path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class WeightTransport(Protocol):
     async def send(self, servers: Sequence[Server], update: WeightUpdate, deadline: float) -> None:
         """Bring all servers to `update`. They are paused, and their prefix caches emptied, by the caller.
 
-        May be called again after a failure, with the same or fewer servers: it starts from scratch then.
+        The servers may be others than last time. After a failure it may be called again: it starts from scratch.
 
         Raises:
             ServerError: with the server's words, the step (`update.version`) and the tensor being sent.

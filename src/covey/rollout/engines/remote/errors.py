@@ -43,3 +43,19 @@ class BadAnswer(ServerError):
 
 RETRIED = (ServerUnreachable, DeadlineExceeded, ServerBusy)
 """Failures that may pass."""
+
+
+class NoServerLeft(RuntimeError):
+    """Servers are gone, and none came back in time. The message ends with each one's last words.
+
+    Attributes:
+        words: by URL.
+    """
+
+    def __init__(self, said: str, words: dict[str, str]):
+        self.words = words
+        super().__init__(said + "".join(f"\n  {url}: {_once(url, text)}" for url, text in words.items()))
+
+
+def _once(url: str, text: str) -> str:
+    return text.removeprefix(f"{url}: ") or "it answers, but holds other weights than the current ones."
