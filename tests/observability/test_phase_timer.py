@@ -56,3 +56,19 @@ def test_an_exception_closes_the_phase():
         raise RuntimeError
     clock.now += 5
     assert phases.drain() == {"reward": 1.0}
+
+
+def test_each_phase_that_begins_or_goes_on_is_noticed():
+    noticed: list[str] = []
+    phases = PhaseTimer(notice=noticed.append)
+    with phases("train"), phases("generate"):
+        pass
+    assert noticed == ["train", "generate", "train"]
+
+
+def test_after_an_error_the_last_notice_tells_where_it_came_from():
+    noticed: list[str] = []
+    phases = PhaseTimer(notice=noticed.append)
+    with pytest.raises(ValueError), phases("train"), phases("generate"):
+        raise ValueError
+    assert noticed == ["train", "generate"]

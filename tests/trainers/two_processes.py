@@ -83,3 +83,5 @@ if __name__ == "__main__":
             },
             f"{output}/result.pt",
         )
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter

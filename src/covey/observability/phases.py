@@ -13,6 +13,7 @@ class PhaseTimer:
 
     Args:
         clock: seconds since some fixed moment.
+        notice: called with the name of each phase that begins or goes on.
 
     Example:
         >>> phases = PhaseTimer()
@@ -23,8 +24,11 @@ class PhaseTimer:
         ['generate', 'train']
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, notice: Callable[[str], None] = lambda name: None
+    ):
         self._clock = clock
+        self._notice = notice
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._since = 0.0
@@ -40,10 +44,13 @@ class PhaseTimer:
         self._settle()
         self._open.append(name)
         try:
+            self._notice(name)
             yield
         finally:
             self._settle()
             self._open.pop()
+        if self.current:  # and no exception: the last notice then tells where it came from
+            self._notice(self.current)
 
     def drain(self) -> dict[str, float]:
         """Seconds by phase since the last call; an open phase is counted up to now."""

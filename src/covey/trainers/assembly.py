@@ -22,6 +22,7 @@ from covey.rollout.collector import Collector
 from covey.rollout.engine import SamplingParams
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
+from covey.trainers.collectives import Collectives
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_prompts
 from covey.trainers.difficulty import PromptHistory
@@ -91,6 +92,14 @@ def refuse_sharding(trainer: Any) -> None:
                 f"{name} is not yet supported: this version trains whole models, on one process or on several with DDP."
                 f" Launch without {name}; a `peft_config` saves most of the optimizer's memory."
             )
+
+
+def build_collectives(trainer: Any) -> Collectives:
+    """How this run's processes meet; `ddp_timeout` is how long one waits for the others."""
+    ranks = trainer.accelerator
+    return Collectives(
+        ranks.process_index, ranks.num_processes, float(trainer.args.ddp_timeout), lambda: trainer.state.global_step
+    )
 
 
 def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: Any) -> Any:

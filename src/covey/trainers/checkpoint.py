@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from covey.trainers.collectives import Collectives
+
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
 
@@ -24,6 +26,7 @@ NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})
 class AtomicCheckpoints(Trainer):
     """The saving half of a trainer. Subclasses provide `method_state` and `load_method_state`."""
 
+    collectives: Collectives
     _staging = False
     _pushes: list[str]
 
@@ -72,10 +75,10 @@ class AtomicCheckpoints(Trainer):
                 torch.save(state, os.path.join(staged, STATE_FILE.format(rank=self.args.process_index)))
         finally:
             self._staging = False
-        self.accelerator.wait_for_everyone()
+        self.collectives.meet(f"publish {name}")
         if self.args.should_save:
             self._publish(staged, final)
-        self.accelerator.wait_for_everyone()
+        self.collectives.meet(f"go on after {name}")
         if self._pushes:
             super()._push_from_checkpoint(final)
 

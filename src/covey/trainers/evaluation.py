@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from transformers.trainer_utils import EvalLoopOutput
 
 from covey.core.batch import TrainBatch
@@ -66,10 +65,11 @@ class SampledEvaluation(AtomicCheckpoints):
         losses, rows = 0.0, 0
         try:
             for draws in dataloader:
-                batch = self.gather_experience(draws)
-                with torch.no_grad():
-                    loss = self.loss_of(batch)
-                shares = gather_object([(loss, len(batch))])
+                with self.collectives.ending_all():
+                    batch = self.gather_experience(draws)
+                    with torch.no_grad():
+                        loss = self.loss_of(batch)
+                shares = self.collectives.gather((loss, len(batch)), "add up the evaluation's loss")
                 rows += (batch_rows := sum(count for _, count in shares))
                 losses += batch_rows * sum(loss for loss, _ in shares)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -4,11 +4,11 @@ A stretch is planned as a whole: its rollouts are spread over forward passes, an
 """
 
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from covey.core.batch import TrainBatch, join
@@ -87,14 +87,15 @@ class Experience:
         self._waiting.clear()
 
 
-def pool(batch: TrainBatch, group_size: int) -> TrainBatch:
+def pool(batch: TrainBatch, group_size: int, gather: Callable[[Any], list[Any]]) -> TrainBatch:
     """The rollouts of all processes, in the order of ranks; every process gets the same.
 
     Args:
         batch: this process's share of a generation, as many rollouts as the others'.
         group_size: completions per prompt; a group may lie on two processes.
+        gather: collective: this process's object to those of all.
     """
-    shares = [TrainBatch(**state) for state in gather_object([batch.state()])]
+    shares = [TrainBatch(**state) for state in gather(batch.state())]
     total = sum(len(share) for share in shares)
     return join(shares, torch.arange(total) // group_size).to(batch.lengths.device)
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import set_seed
 
@@ -101,6 +100,7 @@ class OnlineTrainer(PolicyUpdates):
             optimizers=optimizers,
         )
         assembly.refuse_sharding(self)
+        self.collectives = assembly.build_collectives(self)
         if self.accelerator.device.type == "cpu":
             keep_freed_memory()
         self.compute_loss_func = policy_loss  # never called: it tells Trainer that the loss is already normalised
@@ -116,16 +116,17 @@ class OnlineTrainer(PolicyUpdates):
         self.entropy = assembly.entropy_controller(args)
         self.passes = assembly.build_passes(args, self.scorer, self.accelerator, lambda: self.policy)
         self.experience = Experience()
-        self.metrics = MetricLog(gather=lambda value: gather_object([value]))
-        self.phases = PhaseTimer()
+        gather = self.collectives.named
+        self.metrics = MetricLog(gather("put the metrics together"))
+        self.phases = PhaseTimer(notice=self.collectives.note)
         self.completions = assembly.build_completions(args, self.is_world_process_zero())
         self.num_tokens = 0
         self._generations = {"train": 0, "eval": 0}
         self._entropy_known = False
         self._forget_step()
-        self.engine_check = build_engine_check(self, lambda mine: gather_object([mine]), self._rescore)
+        self.engine_check = build_engine_check(self, gather("compare engine and trainer"), self._rescore)
         assembly.check_fit(self)
-        self.chooser = assembly.build_chooser(self, gather=lambda mine: gather_object([mine]))
+        self.chooser = assembly.build_chooser(self, gather("choose the groups to train on"))
         assembly.add_callbacks(self)
 
     # ---- one step --------------------------------------------------------------------------------------------------
@@ -218,7 +219,8 @@ class OnlineTrainer(PolicyUpdates):
             prompt_lengths=[len(rollout.prompt_ids) for rollout in sampled.rollouts],
             table=describe(sampled.draws, sampled.rollouts, sampled.columns),
         )
-        return Generation(gather_object([mine]), self.accelerator.process_index)
+        what = f"gather the rewards of {self.mode} generation {self._generations[self.mode] - 1}"
+        return Generation(self.collectives.gather(mine, what), self.accelerator.process_index)
 
     def _advantages(self, generation: Generation) -> Tensor:
         """Advantages of all processes' rollouts, [rollouts]."""

@@ -10,7 +10,6 @@ import warnings
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,7 +53,8 @@ class PolicyUpdates(SampledEvaluation):
         """Train from the start or from a checkpoint; nothing is left over from an earlier, interrupted call."""
         self.experience = Experience()
         self._forget_step()
-        return super().train(*args, **kwargs)
+        with self.collectives.ending_all():
+            return super().train(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One micro-step of Hugging Face's loop: draws (or nothing) in, gradients out.
@@ -101,7 +101,8 @@ class PolicyUpdates(SampledEvaluation):
     def _refill(self, batch: TrainBatch) -> None:
         """Put a generation up for training: the share of every process, which each process then knows in full."""
         ranks = self.accelerator.num_processes
-        pooled = batch if ranks == 1 else pool(batch, self._group_size)
+        gather = self.collectives.named("share out what was sampled")
+        pooled = batch if ranks == 1 else pool(batch, self._group_size, gather)
         parts = nominal_parts(len(pooled), self.args.per_device_train_batch_size, ranks)
         self.experience.refill(pooled, parts, self.args.num_iterations)
 
@@ -153,7 +154,8 @@ class PolicyUpdates(SampledEvaluation):
         for part in passes:
             loss = loss + self.passes.run(part, backward)
         if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
-            average_gradients([p for p in self.policy.parameters() if p.requires_grad])
+            with self.collectives.together("average the gradients"):
+                average_gradients([p for p in self.policy.parameters() if p.requires_grad])
         return loss
 
     def loss_of(self, batch: TrainBatch) -> float:
@@ -179,7 +181,7 @@ class PolicyUpdates(SampledEvaluation):
             mine = self.scorer.settle(self.policy, batch)
         if self._layouts_agree:
             return
-        found = gather_object([mine])
+        found = self.collectives.gather(mine, "agree on a layout")
         if mine != (agreed := slowest(found)):
             self.scorer.adopt(self.policy, agreed)
             warnings.warn(
@@ -211,7 +213,7 @@ class PolicyUpdates(SampledEvaluation):
 
         with self.accelerator.autocast(), inference_mode_of(self.policy), torch.no_grad():
             entropies = self.passes.score(batch, self._rows_per_part, entropies_of)
-        everyone = torch.cat(gather_object([entropies[batch.sampled].cpu()]))
+        everyone = torch.cat(self.collectives.gather(entropies[batch.sampled].cpu(), "find the entropy's quantile"))
         threshold = exact_quantile(everyone, 1 - self.args.top_entropy_quantile)
         self.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, self.mode)
         return threshold
@@ -237,7 +239,7 @@ class PolicyUpdates(SampledEvaluation):
             "passes/count": Mean(float(self._step_passes), 1.0),
         }
         if self.entropy.enabled:
-            totals = gather_object([self._step_entropy])
+            totals = self.collectives.gather(self._step_entropy, "average the step's entropy")
             entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
             stats["entropy_coef"] = Mean(self.entropy.effective, 1.0)
             stats["policy_loss"] = Mean(0.0, 1.0)

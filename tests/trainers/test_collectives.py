@@ -1,0 +1,82 @@
+"""Processes that do not come, fail or die: the others say so, soon, and end."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from failing_processes import WAYS
+from test_bad_input import quoted, rows
+
+from covey.trainers.collectives import Collectives
+
+SCRIPT = Path(__file__).parent / "failing_processes.py"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(output: Path, way: str, seconds: int) -> list[subprocess.Popen]:
+    """Two processes without a launcher that would end one for the other's sake."""
+    port = free_port()
+    folders = [str(SCRIPT.parent), str(SCRIPT.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    common = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(folders),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    output.mkdir(exist_ok=True)
+    command = [sys.executable, str(SCRIPT), str(output), way, str(seconds)]
+    return [
+        subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+
+
+def ends(process: subprocess.Popen) -> int:
+    _, said = process.communicate(timeout=180)
+    assert process.returncode != 0, said.decode()[-3000:]
+    return process.returncode
+
+
+TOLD = {
+    "returns nonsense": ["another process failed", "Rank 1 ended at step 1 with RewardError", "'nonsense'"],
+    "is killed": ["the connection broke", "rank 1: step 1: reward"],
+    "hangs": ["not every process came within 20 s", "rank 1: step 1: reward"],
+    "strays": ["rank 0: compare engine and trainer; rank 1: do something of its own"],
+}
+
+
+@pytest.mark.parametrize("what", WAYS, ids=WAYS.values())
+def test_a_process_that_goes_wrong_ends_the_others_which_say_why(tmp_path, what):
+    first, second = launch(tmp_path, WAYS[what], 20)
+    try:
+        ends(first)
+        error = (tmp_path / "error_0.txt").read_text()
+        assert error.startswith("CollectiveError: step 1: ")
+        assert quoted(rows()[what]).search(error), "the page says otherwise"
+        for part in TOLD[WAYS[what]]:
+            assert error.count(part) == 1
+        if WAYS[what] != "hangs":
+            ends(second)
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+
+
+def test_one_process_exchanges_with_itself_and_keeps_its_errors():
+    alone = Collectives(rank=0, size=1, seconds=1.0, step=lambda: 0)
+    mine = object()
+    assert alone.gather(mine, "look") == [mine]
+    with pytest.raises(RuntimeError, match="gloo of my own"), alone.ending_all(), alone.together("fail"):
+        raise RuntimeError("gloo of my own")
