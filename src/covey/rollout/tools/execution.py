@@ -1,0 +1,145 @@
+"""Running code that may hang, from a coroutine that must not.
+
+`run_in_thread` gives each call of an ordinary function a thread of its own: one that never returns costs itself and
+nobody else, and is not waited for when the process ends. `CoroutineLoop` runs coroutines on one event loop of their
+own, so that clients which tools keep between calls stay valid, and replaces that loop should one of them block it.
+"""
+
+import asyncio
+import contextvars
+import ctypes
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class TimedOut(Exception):
+    """The deadline passed."""
+
+
+class Raised(Exception):
+    """The code raised. `error` is what: wrapped, since not every exception may pass through a coroutine."""
+
+    def __init__(self, error: BaseException):
+        super().__init__(repr(type(error)))
+        self.error = error
+
+
+class _Stop(BaseException):
+    """Raised within a late thread. Not an `Exception`, so that a tool's own `except Exception` cannot swallow it."""
+
+
+async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
+    """Return `function()`, run on a new thread; raise `TimedOut` once `seconds` have passed, `Raised` if it raises.
+
+    A late thread is told to stop, which reaches Python code and not a call into C that does not return.
+    """
+    future: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            _settle(future, result=context.run(function))
+        except BaseException as error:  # SystemExit too: it must not pass for an answer
+            _settle(future, error=error)
+
+    thread = threading.Thread(target=work, name="covey-tool", daemon=True)
+    thread.start()
+    try:
+        return await _within(future, seconds)
+    except (TimedOut, asyncio.CancelledError):
+        _stop(thread)
+        raise
+
+
+async def _within(future: "Future[T]", seconds: float) -> T:
+    waiting = asyncio.wrap_future(future)
+    await asyncio.wait({waiting}, timeout=max(seconds, 0.0))
+    if not waiting.done():
+        waiting.cancel()
+        raise TimedOut
+    return waiting.result()
+
+
+def _settle(future: "Future[Any]", result: Any = None, error: BaseException | None = None) -> None:
+    with suppress(InvalidStateError):  # nobody waits any more
+        future.set_result(result) if error is None else future.set_exception(Raised(error))
+
+
+def _stop(thread: threading.Thread) -> None:
+    if thread.ident is not None and thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
+
+
+class CoroutineLoop:
+    """An event loop on a daemon thread, shared by the async tools of a run and started with the first call."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def run(self, start: Callable[[], Awaitable[T]], seconds: float) -> T:
+        """Return `await start()`, or raise `TimedOut` once `seconds` have passed or `Raised` if it raises.
+
+        A late coroutine is cancelled. If it blocks the loop, the next call gets a new one; other calls that are under
+        way on the blocked loop wait for it until their own deadlines.
+        """
+        loop, thread = self._running()
+        future: Future[T] = Future()
+        task: list[asyncio.Task[None]] = []
+
+        async def work() -> None:
+            try:
+                _settle(future, result=await start())
+            except BaseException as error:  # SystemExit would end the loop for everybody
+                _settle(future, error=error)
+
+        loop.call_soon_threadsafe(lambda: task.append(loop.create_task(work())))
+        try:
+            return await _within(future, seconds)
+        except (TimedOut, asyncio.CancelledError):
+            loop.call_soon_threadsafe(lambda: task[0].cancel())
+            if not await _responds(loop):
+                if self._loop is loop:
+                    self._loop = None
+                _stop(thread)
+            raise
+
+    def _running(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+        if self._loop is None or self._thread is None or not self._thread.is_alive():
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="covey-async-tools", daemon=True)
+            self._thread.start()
+        return self._loop, self._thread
+
+
+_RESPONSE_SECONDS = 1.0
+
+
+async def _responds(loop: asyncio.AbstractEventLoop) -> bool:
+    answer: Future[None] = Future()
+    loop.call_soon_threadsafe(lambda: _settle(answer))
+    try:
+        await _within(answer, _RESPONSE_SECONDS)
+    except TimedOut:
+        return False
+    return True
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: an `async def`, or an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def finish(awaitable: Awaitable[T]) -> T:
+    """Wait, on a thread without a loop, for what an ordinary function returned to be awaited."""
+
+    async def wait() -> T:
+        return await awaitable
+
+    return asyncio.run(wait())

@@ -1,0 +1,215 @@
+"""`Toolbox`: the tools of a run, and what becomes of a call.
+
+Whatever a call does, the policy gets a message it can react to: the result, or what was wrong. Nothing that a tool
+does ends a run. Not here: how calls are read (`parsers`) and how messages become tokens (`template`).
+"""
+
+import asyncio
+import copy
+import difflib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from covey.core.rollout import Message
+from covey.core.stats import Mean
+from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
+from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, finish, is_async, run_in_thread
+from covey.rollout.tools.results import Content, content_of, text_of
+from covey.rollout.tools.schema import WrongArgument
+from covey.rollout.tools.tool import Tool
+
+
+class Failure(StrEnum):
+    """Why a call has no result."""
+
+    MALFORMED = "malformed"
+    """It could not be read."""
+    UNKNOWN_TOOL = "unknown_tool"
+    """There is no such tool."""
+    WRONG_ARGUMENT = "wrong_argument"
+    """An argument is missing, unknown or of another type."""
+    EXCEPTION = "exception"
+    """The tool raised, or its result could not be rendered."""
+    TIMEOUT = "timeout"
+    """The tool took longer than `timeout`."""
+    TOO_MANY = "too_many"
+    """The turn asked for more calls than are executed at once."""
+
+
+@dataclass(slots=True)
+class ToolResult:
+    """The answer to one call.
+
+    Attributes:
+        name: the tool's; "tool" where the call could not be read.
+        call_id: nine characters that tie the answer to its call, for templates that ask for it.
+        content: for the policy.
+        failure: None if the tool returned.
+        seconds: how long the tool ran.
+    """
+
+    name: str
+    call_id: str
+    content: Content
+    failure: Failure | None = None
+    seconds: float = 0.0
+
+    def message(self) -> Message:
+        """As chat templates and reward functions get it."""
+        return {"role": "tool", "name": self.name, "tool_call_id": self.call_id, "content": self.content}
+
+
+@dataclass
+class ToolTally:
+    """How often tools were called and how often that failed, over any number of rollouts."""
+
+    calls: int = 0
+    failures: Counter[Failure] = field(default_factory=Counter)
+
+    def add(self, results: Iterable[ToolResult]) -> None:
+        """Count answers; a call that could not be read is a call that failed."""
+        for result in results:
+            self.calls += 1
+            if result.failure is not None:
+                self.failures[result.failure] += 1
+
+    def metrics(self, rollouts: int) -> dict[str, Mean]:
+        """`tools/call_frequency` (calls a rollout), `tools/failure_frequency` and one share for each kind of failure.
+
+        Args:
+            rollouts: how many the tally is about.
+        """
+        shares = {f"tools/failures/{kind.value}": Mean(self.failures[kind], self.calls) for kind in Failure}
+        return {
+            "tools/call_frequency": Mean(self.calls, rollouts),
+            "tools/failure_frequency": Mean(self.failures.total(), self.calls),
+            **shares,
+        }
+
+
+class Toolbox:
+    """Tools by name, called under a deadline.
+
+    Args:
+        tools: functions, methods, callable objects or `Tool`s; ordinary ones run on a thread each, so those that keep
+            state must bear being called from several at once.
+        timeout: seconds that one call may take (`tool_timeout`).
+        max_result_chars: characters of a result that the policy is shown.
+        max_parallel_calls: calls of one turn that are executed; the rest are answered with an error.
+
+    Raises:
+        ValueError: a tool without a usable schema, two of the same name, or a limit that is not positive.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | Tool],
+        timeout: float = 60.0,
+        max_result_chars: int = 20_000,
+        max_parallel_calls: int = 32,
+    ):
+        limits = {"timeout": timeout, "max_result_chars": max_result_chars, "max_parallel_calls": max_parallel_calls}
+        for name, limit in limits.items():
+            if not limit > 0:
+                raise ValueError(f"{name}={limit!r} of the tools must be greater than 0.")
+        self.timeout = timeout
+        self.max_result_chars = max_result_chars
+        self.max_parallel_calls = max_parallel_calls
+        self.tools: dict[str, Tool] = {}
+        for tool in map(Tool.of, tools):
+            if tool.name in self.tools:
+                raise ValueError(f"two tools are called {tool.name!r}; give one of them another name.")
+            self.tools[tool.name] = tool
+        self._loop = CoroutineLoop()
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the chat template shows to the policy."""
+        return [copy.deepcopy(tool.schema) for tool in self.tools.values()]
+
+    async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
+        """Execute the calls of a turn side by side and answer each, in their order; malformed ones come last.
+
+        Args:
+            turn: as a parser read it.
+            first_id: number of the first call within its rollout, from which `call_id` is made.
+        """
+        wanted: list[ToolCall | MalformedCall] = [*turn.calls, *turn.malformed]
+        executed = wanted[: self.max_parallel_calls]
+        results = await asyncio.gather(*(self._one(call, first_id + i) for i, call in enumerate(executed)))
+        left_out = len(wanted) - len(executed)
+        if left_out:
+            text = f"only {len(executed)} calls of a turn are executed; {left_out} more were left out"
+            results.append(_failed("tool", first_id + len(executed), Failure.TOO_MANY, text))
+        return results
+
+    async def _one(self, call: ToolCall | MalformedCall, number: int) -> ToolResult:
+        if isinstance(call, MalformedCall):
+            return _failed("tool", number, Failure.MALFORMED, f"the call could not be read: {_short(call.reason)}")
+        name = _short(call.name, 100)
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return _failed(name, number, Failure.UNKNOWN_TOOL, self._unknown(name))
+        try:
+            arguments = tool.arguments(copy.deepcopy(call.arguments))
+        except WrongArgument as wrong:
+            return _failed(name, number, Failure.WRONG_ARGUMENT, _short(str(wrong)))
+        started = perf_counter()
+        try:
+            content = await self._call(tool, arguments)
+            return ToolResult(name, _call_id(number), content, None, perf_counter() - started)
+        except TimedOut:
+            failure, text = Failure.TIMEOUT, f"{name} took longer than {self.timeout:g} s and was given up"
+        except Raised as raised:
+            failure, text = Failure.EXCEPTION, _describe(raised.error)
+        except RuntimeError as error:  # no thread could be started
+            failure, text = Failure.EXCEPTION, _describe(error)
+        return _failed(name, number, failure, text, perf_counter() - started)
+
+    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
+        """The rendered result. Rendering may be as slow or broken as the tool, so it is under the same deadline."""
+        render = partial(content_of, limit=self.max_result_chars)
+        if is_async(tool.function):
+
+            async def run_async() -> Content:
+                return render(await tool.function(**arguments))
+
+            return await self._loop.run(run_async, self.timeout)
+
+        def run() -> Content:
+            result = tool.function(**arguments)
+            return render(finish(result) if inspect.isawaitable(result) else result)
+
+        return await run_in_thread(run, self.timeout)
+
+    def _unknown(self, name: str) -> str:
+        close = difflib.get_close_matches(name, self.tools, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        return f"there is no tool {name!r}{hint} The tools are: {', '.join(self.tools) or 'none'}"
+
+
+def _failed(name: str, number: int, failure: Failure, text: str, seconds: float = 0.0) -> ToolResult:
+    return ToolResult(name, _call_id(number), f"Error: {text}", failure, seconds)
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"
+
+
+def _short(text: str, limit: int = 500) -> str:
+    return text_of(text if len(text) <= limit else f"{text[:limit]}...", limit + 3)
+
+
+def _describe(error: BaseException) -> str:
+    """Kind and message of an exception, even of one that cannot be printed."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return _short(f"{type(error).__name__}: {text}" if text else type(error).__name__)

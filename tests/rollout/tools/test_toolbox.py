@@ -1,0 +1,492 @@
+"""Tools: described, checked, called under a deadline; whatever they do, the policy gets an answer."""
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import math
+import sys
+import threading
+import time
+from typing import Any, Literal, Optional
+
+import pytest
+from PIL import Image
+
+from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
+from covey.rollout.tools.tool import Tool
+from covey.rollout.tools.toolbox import Failure, Toolbox, ToolTally
+
+
+class Unit(enum.Enum):
+    METRES = "m"
+    FEET = "ft"
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+async def wait(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return "awake"
+
+
+def typed(
+    mode: Literal["a", "b"] = "a",
+    unit: Unit = Unit.METRES,
+    number: float = 0.0,
+    maybe: Optional[int] = None,  # noqa: UP045 (both spellings are tools' own)
+    either: int | list[int] = 0,
+    table: dict[str, list[int]] = {},  # noqa: B006
+    pair: tuple[int, str] = (0, ""),
+    flag: bool = False,
+    anything: Any = None,
+) -> str:
+    """Show what came.
+
+    Args:
+        mode: A letter.
+        unit: A unit.
+        number: A number.
+        maybe: Perhaps a number.
+        either: One or several.
+        table: Lists by name.
+        pair: Two.
+        flag: Yes or no.
+        anything: At all.
+    """
+    return repr((mode, unit, number, maybe, either, table, pair, flag, anything))
+
+
+def tool(function, **properties):
+    """A tool without a description, for what the call does rather than how it is described."""
+    parameters = {"type": "object", "properties": properties}
+    schema = {"type": "function", "function": {"name": "t", "description": "", "parameters": parameters}}
+    return Tool("t", schema, function)
+
+
+def ask(box, *calls):
+    return asyncio.run(box.answer(AssistantTurn("", [ToolCall(name, arguments) for name, arguments in calls])))
+
+
+def answer(function, timeout=5.0, **limits):
+    return ask(Toolbox([tool(function)], timeout=timeout, **limits), ("t", {}))[0]
+
+
+# --- description -------------------------------------------------------------------------------------------------
+
+
+def test_the_schema_comes_from_hints_and_docstring():
+    (schema,) = Toolbox([add]).schemas
+    assert schema["function"]["name"] == "add"
+    assert schema["function"]["description"] == "Add two numbers."
+    assert schema["function"]["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first."}
+    assert schema["function"]["parameters"]["required"] == ["a"]
+
+
+class Counter:
+    """Keeps a count."""
+
+    def __init__(self):
+        self.count = 0
+
+    def step(self, by: int) -> int:
+        """Count on.
+
+        Args:
+            by: How far.
+        """
+        self.count += by
+        return self.count
+
+    def __call__(self, by: int) -> int:
+        """Count on.
+
+        Args:
+            by: How far.
+        """
+        return self.step(by)
+
+
+def test_methods_and_callable_objects_are_tools_too():
+    counter = Counter()
+    box = Toolbox([counter.step, counter])
+    assert list(box.tools) == ["step", "Counter"]
+    assert ask(box, ("step", {"by": 2}))[0].content == "2"
+    assert ask(box, ("Counter", {"by": 3}))[0].content == "5"
+
+
+def undocumented(a: int):
+    return a
+
+
+def unhinted(a):
+    """Do.
+
+    Args:
+        a: It.
+    """
+
+
+def variadic(*args: int):
+    """Do.
+
+    Args:
+        args: Them.
+    """
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (undocumented, "'undocumented' cannot be described .*no docstring.*type hint for every argument"),
+        (unhinted, "'unhinted' cannot be described .*missing a type hint"),
+        (variadic, r"'\*args: int' cannot be given by name"),
+        (len, "'len' cannot be described"),
+        (3, "must be functions, methods or callable objects, got 3"),
+        (int, "must be functions, methods or callable objects"),
+    ],
+)
+def test_what_cannot_be_described_is_refused_at_once(bad, message):
+    with pytest.raises(ValueError, match=message):
+        Toolbox([bad])
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two tools are called 'add'"):
+        Toolbox([add, add])
+
+
+@pytest.mark.parametrize("limit", ["timeout", "max_result_chars", "max_parallel_calls"])
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+def test_limits_are_positive(limit, value):
+    with pytest.raises(ValueError, match=rf"{limit}={value} of the tools must be greater than 0"):
+        Toolbox([add], **{limit: value})
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
+
+
+def test_arguments_of_every_kind_reach_the_tool():
+    given = {
+        "mode": "b",
+        "unit": "ft",
+        "number": 2,
+        "maybe": None,
+        "either": [1, 2],
+        "table": {"x": [1]},
+        "pair": [1, "y"],
+        "flag": True,
+        "anything": [None, {"k": 1}],
+    }
+    expected = ("b", Unit.FEET, 2, None, [1, 2], {"x": [1]}, [1, "y"], True, [None, {"k": 1}])
+    assert ask(Toolbox([typed]), ("typed", given))[0].content == repr(expected)
+
+
+def test_a_whole_number_written_as_a_fraction_is_an_integer():
+    assert ask(Toolbox([add]), ("add", {"a": 2.0, "b": 3}))[0].content == "5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "c"}, "argument 'mode' must be one of ['a', 'b'], not 'c'"),
+        ({"unit": "miles"}, "argument 'unit' must be one of ['m', 'ft'], not 'miles'"),
+        ({"number": "3"}, "argument 'number' must be of type number, not '3'"),
+        ({"number": True}, "argument 'number' must be of type number, not True"),
+        ({"number": math.inf}, "argument 'number' must be of type number, not inf"),
+        ({"maybe": 1.5}, "argument 'maybe' must be of type integer, not 1.5"),
+        ({"either": ["x"]}, "argument 'either' must be of type integer, not ['x']; or argument 'either'[0] must be"),
+        ({"table": {"x": 1}}, "argument 'table'.x must be of type array, not 1"),
+        ({"pair": [1]}, "argument 'pair' must have 2 items, not 1"),
+        ({"pair": [1, 2]}, "argument 'pair'[1] must be of type string, not 2"),
+        ({"flag": 1}, "argument 'flag' must be of type boolean, not 1"),
+        ({"colour": 1}, "there is no argument 'colour'; there are: mode, unit"),
+        ({"flag": "y" * 5000}, "not 'yyyy"),
+    ],
+)
+def test_a_wrong_argument_is_answered_with_what_is_allowed(arguments, message):
+    (result,) = ask(Toolbox([typed]), ("typed", arguments))
+    assert result.failure is Failure.WRONG_ARGUMENT
+    assert message in result.content
+    assert len(result.content) < 600
+
+
+def test_a_missing_argument_is_named():
+    (result,) = ask(Toolbox([add]), ("add", {}))
+    assert (result.failure, result.content) == (Failure.WRONG_ARGUMENT, "Error: add needs the arguments: a")
+
+
+def test_a_tool_cannot_change_the_call_that_is_logged():
+    call = ToolCall("t", {"items": [1]})
+    box = Toolbox([tool(lambda items: items.append(2), items={"type": "array"})])
+    asyncio.run(box.answer(AssistantTurn("", [call])))
+    assert call.arguments == {"items": [1]}
+
+
+# --- answers -----------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_a_turn_run_side_by_side_and_are_answered_in_order():
+    """Each thread waits for the other, so that one after the other they would not finish."""
+    barrier = threading.Barrier(2, timeout=10)
+    box = Toolbox([tool(lambda x: (barrier.wait(), x)[1], x={"type": "integer"}), wait])
+    results = ask(box, ("t", {"x": 1}), ("wait", {"seconds": 0.0}), ("t", {"x": 2}))
+    assert [result.content for result in results] == ["1", "awake", "2"]
+    assert [result.failure for result in results] == [None] * 3
+    assert [result.call_id for result in results] == ["call00000", "call00001", "call00002"]
+
+
+def test_the_message_is_what_chat_templates_read():
+    (result,) = asyncio.run(Toolbox([add]).answer(AssistantTurn("", [ToolCall("add", {"a": 1})]), first_id=7))
+    assert result.message() == {"role": "tool", "name": "add", "tool_call_id": "call00007", "content": "2"}
+
+
+def test_an_unknown_tool_and_a_malformed_call_are_answered():
+    turn = AssistantTurn("", [ToolCall("ad", {})], [MalformedCall("{", "it is not closed")])
+    unknown, malformed = asyncio.run(Toolbox([add]).answer(turn))
+    assert unknown.content == "Error: there is no tool 'ad'; did you mean add? The tools are: add"
+    assert unknown.failure is Failure.UNKNOWN_TOOL
+    assert malformed.content == "Error: the call could not be read: it is not closed"
+    assert malformed.failure is Failure.MALFORMED
+
+
+def test_more_calls_than_are_executed_are_answered_with_one_error():
+    ran = []
+    box = Toolbox([tool(lambda: ran.append(1))], max_parallel_calls=2)
+    results = ask(box, *[("t", {})] * 5)
+    assert len(ran) == 2
+    assert [result.failure for result in results] == [None, None, Failure.TOO_MANY]
+    assert "only 2 calls of a turn are executed; 3 more were left out" in results[-1].content
+
+
+def test_a_tool_may_return_something_to_await():
+    assert answer(lambda: wait(0.0)).content == "awake"
+
+
+def test_context_variables_reach_threads():
+    import contextvars
+
+    number = contextvars.ContextVar("number", default=0)
+    number.set(5)
+    assert answer(number.get).content == "5"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ("as it is", "as it is"),
+        (None, "null"),
+        (True, "true"),
+        (1.5, "1.5"),
+        (math.nan, "NaN"),
+        ({"ä": [1, None]}, '{"ä": [1, null]}'),
+        ((1, 2), "[1, 2]"),
+        (Point(1, 2), '{"x": 1, "y": 2}'),
+        ({3}, "{3}"),
+        (b"caf\xc3\xa9\xff", "café�"),
+        (Unit.FEET, "Unit.FEET"),
+        ("half \ud83d", "half ?"),
+        ("x" * 30, "x" * 20 + "\n[10 more characters left out]"),
+        (["y" * 30], '["yyyyyyyyyyyyyyyyyy\n[14 more characters left out]'),
+    ],
+)
+def test_results_of_any_type_become_text(result, text):
+    assert answer(lambda: result, max_result_chars=20).content == text
+
+
+def test_images_stay_images():
+    picture = Image.new("RGB", (2, 2))
+    assert answer(lambda: picture).content == [{"type": "image", "image": picture}]
+    assert answer(lambda: ["see:", picture, 3]).content == [
+        {"type": "text", "text": "see:"},
+        {"type": "image", "image": picture},
+        {"type": "text", "text": "3"},
+    ]
+    part = {"type": "image", "image": picture}
+    assert answer(lambda: [{"type": "text", "text": "a"}, part]).content == [{"type": "text", "text": "a"}, part]
+
+
+# --- hostile tools -----------------------------------------------------------------------------------------------
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+class Unshowable:
+    def __str__(self):
+        raise ValueError("not shown")
+
+
+def raising(error):
+    def function():
+        raise error
+
+    return function
+
+
+def recursive():
+    return recursive()
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (raising(ValueError("not today")), "Error: ValueError: not today"),
+        (raising(SystemExit(3)), "Error: SystemExit: 3"),
+        (raising(KeyboardInterrupt()), "Error: KeyboardInterrupt"),
+        (raising(StopIteration()), "StopIteration"),
+        (raising(GeneratorExit()), "Error: GeneratorExit"),
+        (raising(asyncio.CancelledError()), "Error: CancelledError"),
+        (raising(TimeoutError("mine")), "Error: TimeoutError: mine"),
+        (raising(Unprintable()), "Error: Unprintable"),
+        (lambda: sys.exit("out"), "Error: SystemExit: out"),
+        (Unshowable, "Error: ValueError: not shown"),
+        (lambda missing: 1, "Error: TypeError"),
+        (recursive, "Error: RecursionError"),
+        (raising(ValueError("z" * 10_000)), "zzz..."),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_tool_that_raises_is_answered_with_the_exception(function, text, asynchronous):
+    async def asynchronously():
+        return function()
+
+    box = Toolbox([tool(asynchronously if asynchronous else function), add], timeout=10)
+    bad, good = ask(box, ("t", {}), ("add", {"a": 1}))
+    assert bad.failure is Failure.EXCEPTION
+    assert text in bad.content
+    assert len(bad.content) < 600
+    assert good.content == "2"
+    assert ask(box, ("add", {"a": 2}))[0].content == "3"
+
+
+def spin():
+    while True:
+        pass
+
+
+def spin_stubbornly():
+    while True:
+        with contextlib.suppress(Exception):
+            spin()
+
+
+class SlowToShow:
+    def __str__(self):
+        spin()
+
+
+@pytest.mark.parametrize(
+    "function", [lambda: time.sleep(30), spin, spin_stubbornly, threading.Event().wait, SlowToShow]
+)
+def test_a_tool_that_hangs_is_given_up_and_costs_only_itself(function):
+    box = Toolbox([tool(function), add, wait], timeout=1.0)
+    started = time.monotonic()
+    hung, added, waited = ask(box, ("t", {}), ("add", {"a": 1}), ("wait", {"seconds": 0.01}))
+    assert time.monotonic() - started < 15
+    assert (hung.failure, hung.content) == (Failure.TIMEOUT, "Error: t took longer than 1 s and was given up")
+    assert (added.content, waited.content) == ("2", "awake")
+
+
+def test_a_late_thread_that_runs_python_is_stopped():
+    running = threading.Event()
+    stopped = threading.Event()
+
+    def function():
+        running.set()
+        try:
+            spin()
+        finally:
+            stopped.set()
+
+    assert answer(function, timeout=1.0).failure is Failure.TIMEOUT
+    assert running.is_set()
+    assert stopped.wait(10)
+
+
+def test_a_late_coroutine_is_cancelled():
+    cancelled = threading.Event()
+
+    async def function():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    assert answer(function, timeout=0.3).failure is Failure.TIMEOUT
+    assert cancelled.wait(10)
+
+
+@pytest.mark.parametrize("block", [lambda: time.sleep(5), spin])
+def test_a_coroutine_that_blocks_its_loop_leaves_the_next_call_a_new_one(block):
+    async def function():
+        block()
+
+    box = Toolbox([tool(function), wait], timeout=1.0)
+    assert ask(box, ("t", {}))[0].failure is Failure.TIMEOUT
+    assert ask(box, ("wait", {"seconds": 0.01}))[0].content == "awake"
+
+
+def test_async_tools_share_one_loop_over_a_run():
+    loops = []
+
+    async def function():
+        loops.append(asyncio.get_running_loop())
+
+    box = Toolbox([tool(function)])
+    for _ in range(2):
+        ask(box, ("t", {}), ("t", {}))
+    assert len(set(loops)) == 1
+
+
+def test_many_rollouts_with_slow_tools_wait_at_the_same_time():
+    box = Toolbox([tool(lambda: time.sleep(0.3))], timeout=20)
+
+    async def rollouts():
+        await asyncio.gather(*(box.answer(AssistantTurn("", [ToolCall("t", {})])) for _ in range(64)))
+
+    started = time.monotonic()
+    asyncio.run(rollouts())
+    assert time.monotonic() - started < 0.3 * 64 / 2  # a half of one after the other; about 0.4 s when idle
+
+
+# --- metrics -----------------------------------------------------------------------------------------------------
+
+
+def test_frequencies_are_calls_per_rollout_and_failures_per_call():
+    box = Toolbox([add])
+    tally = ToolTally()
+    tally.add(ask(box, ("add", {"a": 1}), ("add", {}), ("sub", {})))
+    tally.add(asyncio.run(box.answer(AssistantTurn("", [], [MalformedCall("{", "broken")]))))
+    metrics = {name: mean.value() for name, mean in tally.metrics(rollouts=2).items()}
+    assert metrics["tools/call_frequency"] == 2.0
+    assert metrics["tools/failure_frequency"] == 0.75
+    assert metrics["tools/failures/unknown_tool"] == metrics["tools/failures/malformed"] == 0.25
+    assert metrics["tools/failures/timeout"] == 0
+
+
+def test_without_calls_there_is_no_share_of_failures():
+    metrics = ToolTally().metrics(rollouts=4)
+    assert metrics["tools/call_frequency"].value() == 0
+    assert math.isnan(metrics["tools/failure_frequency"].value())
