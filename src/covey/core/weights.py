@@ -40,12 +40,14 @@ class WeightUpdate:
             or not. May be called again, which is what a retry does.
         adapter: None where the tensors are the whole model's. Otherwise they are a PEFT adapter's, under the names of
             its checkpoint, and this is its configuration (`adapter_config.json`).
+        base: the model that an adapter lies on, for an engine that does not have it; None where it cannot be sent.
     """
 
     version: int
     specs: tuple[TensorSpec, ...]
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
     adapter: dict[str, Any] | None = None
+    base: "WeightUpdate | None" = None
 
     @property
     def nbytes(self) -> int:

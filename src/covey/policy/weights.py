@@ -7,6 +7,7 @@ a time into copies; the policy's own parameters are never written to. Not here: 
 """
 
 import copy
+import dataclasses
 import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,28 +24,31 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def weight_update(
-    model: Any, version: int, *, adapter_only: bool = False, merge: bool = True, dtype: torch.dtype | None = None
+    model: Any, version: int, *, adapter_only: bool = False, dtype: torch.dtype | None = None
 ) -> WeightUpdate:
     """The policy's weights as one version; nothing is gathered or copied before a pass over it begins.
 
     Args:
         model: a transformers or PEFT model, or a wrapper of one.
         version: optimizer steps they have taken.
-        adapter_only: the active adapter's tensors alone, under the names of its `adapter_model.safetensors`.
-        merge: add active adapters to the weights they change. False sends the base model as it is under the adapter.
-        dtype: floating-point tensors travel in this; None leaves each in its own.
+        adapter_only: the active adapter's tensors alone, under the names of its `adapter_model.safetensors`, with the
+            model under it as `base`. Otherwise active adapters are added to the weights they change.
+        dtype: of whoever takes them: matrices that are wider travel in it. Vectors (norms, biases) stay as they are:
+            they weigh little, and some are kept in float32.
 
     Raises:
         ValueError: the base is quantised, so that it has no weights a checkpoint could hold, and was to be sent; or
             there is no adapter, or several are active, and one was to be sent.
     """
     model = unwrapped(model)
-    if adapter_only:
-        name = active_adapter(model)
-        return _update(version, _adapter_parts(model, name), dtype, adapter_config(model, name))
     base = base_model(model)
-    _check_not_quantised(base, is_adapted=base is not model)
-    return _update(version, _as_in_checkpoint(base, _model_parts(base, merge)), dtype, None)
+    if not adapter_only:
+        _check_not_quantised(base, is_adapted=base is not model)
+        return _update(version, _as_in_checkpoint(base, _model_parts(base, merge=True)), dtype)
+    name = active_adapter(model)
+    alone = _update(version, _adapter_parts(model, name), dtype)
+    under = None if _is_quantised(base) else _update(version, _as_in_checkpoint(base, _model_parts(base, False)), dtype)
+    return dataclasses.replace(alone, adapter=adapter_config(model, name), base=under)
 
 
 def unwrapped(model: Any) -> Any:
@@ -130,11 +134,12 @@ class _Part:
     make: Callable[[], dict[str, Tensor]]
 
 
-def _update(
-    version: int, parts: list[_Part], dtype: torch.dtype | None, adapter: dict[str, Any] | None
-) -> WeightUpdate:
+def _update(version: int, parts: list[_Part], dtype: torch.dtype | None) -> WeightUpdate:
     def travels_in(tensor: Tensor) -> torch.dtype:
-        return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        narrows = dtype is not None and dtype.itemsize < tensor.dtype.itemsize
+        return (
+            dtype if dtype is not None and narrows and tensor.dim() > 1 and tensor.is_floating_point() else tensor.dtype
+        )
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for part in parts:
@@ -148,7 +153,7 @@ def _update(
         for part in parts
         for name, tensor in part.like.items()
     )
-    return WeightUpdate(version, specs, tensors, adapter)
+    return WeightUpdate(version, specs, tensors)
 
 
 # ---- the whole model ------------------------------------------------------------------------------------------------
@@ -328,8 +333,12 @@ def _is_peft(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def _is_quantised(base: Any) -> bool:
+    return bool(getattr(base, "is_quantized", False)) or getattr(base, "hf_quantizer", None) is not None
+
+
 def _check_not_quantised(base: Any, is_adapted: bool) -> None:
-    if not (getattr(base, "is_quantized", False) or getattr(base, "hf_quantizer", None) is not None):
+    if not _is_quantised(base):
         return
     advice = (
         "Send the adapter alone (vllm_lora_sync='adapter') to a server that was started with the same quantised model"

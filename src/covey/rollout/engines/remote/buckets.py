@@ -1,0 +1,211 @@
+"""Tensors on their way: packed into flat buffers, announced by a manifest that both sides check.
+
+A manifest names every tensor of a bucket with its shape, number format, place and checksum. It travels as JSON beside
+the bytes, and whoever receives the bytes refuses them where they are not what it says. Pure torch; used in the trainer
+and in the server.
+"""
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.weights import TensorSpec, WeightUpdate
+
+ALIGNED = 16
+"""Bytes: every tensor begins at a multiple, so that any number format can be read in place."""
+
+ROW = 8192
+"""Bytes summed into one number of a checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a bucket: what it is, where in the buffer it begins, and its checksum."""
+
+    spec: TensorSpec
+    offset: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors in one flat buffer of bytes."""
+
+    entries: tuple[Entry, ...]
+    data: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, as views of the buffer."""
+        return {entry.spec.name: _place(self.data, entry.offset, entry.spec) for entry in self.entries}
+
+    def __str__(self) -> str:
+        first, last = self.entries[0].spec.name, self.entries[-1].spec.name
+        return first if first == last else f"{first} ... {last}"
+
+    def manifest(self) -> dict[str, Any]:
+        """What JSON says of it."""
+        return {
+            "nbytes": self.data.numel(),
+            "tensors": [
+                {
+                    "name": entry.spec.name,
+                    "shape": list(entry.spec.shape),
+                    "dtype": str(entry.spec.dtype).removeprefix("torch."),
+                    "offset": entry.offset,
+                    "checksum": entry.checksum,
+                }
+                for entry in self.entries
+            ],
+        }
+
+
+def entries_of(manifest: dict[str, Any]) -> tuple[Entry, ...]:
+    """The entries that a manifest lists.
+
+    Raises:
+        ValueError: it is none, or a tensor lies outside of the buffer.
+    """
+    try:
+        entries = tuple(
+            Entry(
+                TensorSpec(str(one["name"]), tuple(int(n) for n in one["shape"]), _dtype(one["dtype"])),
+                int(one["offset"]),
+                int(one["checksum"]),
+            )
+            for one in manifest["tensors"]
+        )
+        size = int(manifest["nbytes"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"this is no manifest of tensors: {error!r} in {manifest!s:.200}") from error
+    for entry in entries:
+        if entry.offset < 0 or entry.offset % ALIGNED or entry.offset + entry.spec.nbytes > size:
+            raise ValueError(f"{entry.spec.name!r} does not lie within the {size} bytes that its manifest announces")
+    return entries
+
+
+def unpack(manifest: dict[str, Any], data: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensors in a buffer, as views of it.
+
+    Raises:
+        ValueError: the bytes are not what the manifest says; the message names the tensor.
+    """
+    entries = entries_of(manifest)
+    if data.numel() != manifest["nbytes"]:
+        raise ValueError(f"{data.numel()} bytes came where the manifest announces {manifest['nbytes']}")
+    tensors = []
+    for entry in entries:
+        tensor = _place(data, entry.offset, entry.spec)
+        check(entry.spec.name, tensor, entry.checksum)
+        tensors.append((entry.spec.name, tensor))
+    return tensors
+
+
+def check(name: str, tensor: Tensor, expected: int) -> None:
+    """Refuse a tensor that changed on its way.
+
+    Raises:
+        ValueError: it did.
+    """
+    found = checksum(tensor)
+    if found != expected:
+        raise ValueError(f"{name!r} changed on its way: its checksum is {found:08x}, its manifest says {expected:08x}")
+
+
+def checksum(tensor: Tensor) -> int:
+    """32 bits that tell whether the bytes are the same; on a GPU only sums leave the device.
+
+    The bytes are rows of 64-bit integers; the CRC is that of the sums of rows and of columns, in which any change of a
+    number shows twice. What does not fill a row goes into the CRC itself.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    rows = len(flat) // ROW
+    words = flat[: rows * ROW].view(torch.int64).view(rows, ROW // 8)
+    sums = torch.cat([words.sum(0), words.sum(1)]).view(torch.uint8) if rows else flat[:0]
+    return zlib.crc32(torch.cat([sums, flat[rows * ROW :]]).cpu().numpy().tobytes())
+
+
+class Packer:
+    """Cuts an update into buckets, one after the other.
+
+    Two buffers take turns: while one is being sent, the next is filled. A bucket is therefore good until the one after
+    the next is asked for.
+
+    Args:
+        update: what to send.
+        bucket_bytes: most bytes of a bucket; a tensor that is larger is a bucket by itself.
+        device: where the buffers are; None: where the tensors are.
+    """
+
+    def __init__(self, update: WeightUpdate, bucket_bytes: int, device: torch.device | None = None):
+        self.plan = planned(update.specs, bucket_bytes)
+        self._pass: Any = update.checked()
+        self._device = device
+        self._buffers: list[Tensor | None] = [None, None]
+        self._size = max((_size(specs) for specs in self.plan), default=0)
+        self._packed = 0
+
+    def next(self) -> Bucket | None:
+        """The next bucket, or None after the last: then the pass was whole."""
+        if self._packed == len(self.plan):
+            for _ in self._pass:  # ends the pass, and would tell of a tensor too many
+                pass
+            return None
+        specs = self.plan[self._packed]
+        slot = self._packed % 2
+        self._packed += 1
+        entries, data, offset = [], None, 0
+        for spec, (_, tensor) in zip(specs, self._pass, strict=False):
+            if data is None:
+                data = self._buffer(slot, tensor.device if self._device is None else self._device)[: _size(specs)]
+            placed = _place(data, offset, spec)
+            placed.copy_(tensor)
+            entries.append(Entry(spec, offset, checksum(placed)))
+            offset += _aligned(spec.nbytes)
+        assert data is not None and len(entries) == len(specs), "`checked` raises where tensors are missing"
+        return Bucket(tuple(entries), data)
+
+    def close(self) -> None:
+        """End the pass where it is."""
+        self._pass.close()
+
+    def _buffer(self, slot: int, device: torch.device) -> Tensor:
+        buffer = self._buffers[slot]
+        if buffer is None:
+            buffer = self._buffers[slot] = torch.zeros(self._size, dtype=torch.uint8, device=device)
+        return buffer
+
+
+def planned(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
+    """Consecutive tensors that travel together."""
+    plan: list[list[TensorSpec]] = []
+    used = 0
+    for spec in specs:
+        if not plan or used + _aligned(spec.nbytes) > bucket_bytes:
+            plan.append([])
+            used = 0
+        plan[-1].append(spec)
+        used += _aligned(spec.nbytes)
+    return plan
+
+
+def _place(data: Tensor, offset: int, spec: TensorSpec) -> Tensor:
+    return data[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+
+
+def _size(specs: Sequence[TensorSpec]) -> int:
+    return sum(_aligned(spec.nbytes) for spec in specs)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no number format of torch")
+    return dtype

@@ -1,0 +1,218 @@
+"""Ways for a flat buffer of bytes to get from a trainer into the processes of a server.
+
+Both ends are here, because they must agree; the server's end is used by `vllm_worker`. A channel knows no names or
+shapes (`buckets`) and no requests (`vllm_transports`). Groups are made without torch's global process group, so that
+they disturb neither the trainer's nor the server's own, and every operation on them has a deadline.
+"""
+
+import base64
+import os
+import socket
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHANNELS = ("gloo", "nccl", "ipc")
+
+
+class Channel(Protocol):
+    """One end of a connection between a trainer, which is rank 0, and all processes of one server."""
+
+    def note(self, data: Tensor) -> dict[str, Any]:
+        """What the other end must be told before `data` is sent, as JSON can hold it."""
+        ...
+
+    def send(self, data: Tensor, seconds: float) -> None:
+        """Give the bytes to every process of the server; raises RuntimeError after `seconds`."""
+        ...
+
+    def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
+        """Take the bytes, on `device`."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class Group:
+    """A process group of one trainer and one server: gloo between CPUs, NCCL between GPUs.
+
+    Args:
+        backend: "gloo" or "nccl".
+        store: where its members find one another.
+        name: of this group; no other group on the same store may have it.
+        rank: 0 for the trainer.
+        world_size: members.
+        address: of this machine, as the other one reaches it.
+        seconds: until all members must be there.
+    """
+
+    def __init__(self, backend: str, store: Any, name: str, rank: int, world_size: int, address: str, seconds: float):
+        self._backend = backend
+        own = dist.PrefixStore(name, store)
+        make = _gloo if backend == "gloo" else _nccl
+        self._group: Any = make(own, rank, world_size, address, timedelta(seconds=seconds))
+
+    def note(self, data: Tensor) -> dict[str, Any]:
+        """Nothing: the bytes come by themselves."""
+        return {}
+
+    def send(self, data: Tensor, seconds: float) -> None:
+        """Broadcast from rank 0."""
+        self._broadcast(data.cpu() if self._backend == "gloo" else data, seconds)
+
+    def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
+        """Take part in rank 0's broadcast. The buffer is new each time: loading may keep views of it for a while."""
+        where = torch.device("cpu") if self._backend == "gloo" else device
+        data = torch.empty(nbytes, dtype=torch.uint8, device=where)
+        self._broadcast(data, seconds)
+        return data.to(device)
+
+    def close(self) -> None:
+        """Leave; members that still wait get an error."""
+        group, self._group = self._group, None
+        if group is not None and self._backend == "nccl":
+            group.abort()
+
+    def _broadcast(self, data: Tensor, seconds: float) -> None:
+        if self._group is None:
+            raise RuntimeError("the connection was closed")
+        timeout = timedelta(seconds=max(seconds, 0.001))
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timeout
+        work = self._group.broadcast([data], options)
+        work.wait(timeout)
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()
+
+
+def _gloo(store: Any, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return gloo(store, rank, world_size, options)
+
+
+def _nccl(store: Any, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
+    # A wait that expires must raise here, not end the process from NCCL's watchdog, which is torch's default.
+    wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class Ipc:
+    """CUDA memory that the processes of one machine open where it lies: nothing is sent but a handle.
+
+    The handle is plain bytes and numbers in JSON. The buffer may be written to again only after the server has
+    answered that it is done with it.
+    """
+
+    def note(self, data: Tensor) -> dict[str, Any]:
+        """The handle of the buffer."""
+        if not data.is_cuda:
+            raise RuntimeError(f"only memory of a GPU can be shared with a server, and this is on {data.device}")
+        torch.cuda.current_stream(data.device).synchronize()
+        parts = data.untyped_storage()._share_cuda_()
+        return {
+            "gpu": str(torch.cuda.get_device_properties(data.device).uuid),
+            "begins": data.storage_offset(),
+            "parts": [base64.b64encode(p).decode() if isinstance(p, bytes) else p for p in parts],
+            "bytes": [isinstance(part, bytes) for part in parts],
+        }
+
+    def send(self, data: Tensor, seconds: float) -> None:
+        """Nothing is left to be done."""
+
+    def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
+        """Open the buffer and copy it: the trainer will write to it again."""
+        here = str(torch.cuda.get_device_properties(device).uuid)
+        if note["gpu"] != here:
+            raise ValueError(f"the weights are on GPU {note['gpu']}, this process uses {here}: IPC needs the same one")
+        parts = [base64.b64decode(p) if raw else p for p, raw in zip(note["parts"], note["bytes"], strict=True)]
+        storage = torch.UntypedStorage._new_shared_cuda(device.index, *parts[1:])
+        shared = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, note["begins"], (nbytes,), (1,))
+        data = shared.clone()
+        torch.cuda.current_stream(device).synchronize()
+        return data
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def join(channel: str, address: str, port: int, name: str, rank: int, world_size: int, seconds: float) -> Channel:
+    """The server's end of a channel: meets the trainer at `address` and `port`.
+
+    Raises:
+        ValueError: there is no such channel.
+        RuntimeError: nobody was there within `seconds`.
+    """
+    if channel not in CHANNELS:
+        raise ValueError(f"channel {channel!r} is not known; choose one of: {', '.join(CHANNELS)}")
+    if channel == "ipc":
+        return Ipc()
+    store = dist.TCPStore(address, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+    return Group(channel, store, name, rank, world_size, own_address(address, port), seconds)
+
+
+def open_store(address: str, port: int, seconds: float) -> Any:
+    """A store for others to meet at, listening on `address` alone.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+    """
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(128)
+        port = listening.getsockname()[1]
+        return dist.TCPStore(
+            address,
+            port,
+            None,
+            True,
+            timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    except BaseException:
+        listening.close()
+        raise
+
+
+def own_address(host: str, port: int) -> str:
+    """This machine's address as `host` sees it; no packet is sent.
+
+    Raises:
+        OSError: there is no way to `host`.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def boot_id() -> str | None:
+    """What two processes share that run under the same kernel; None where the system does not say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return None

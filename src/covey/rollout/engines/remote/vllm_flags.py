@@ -1,0 +1,27 @@
+"""What a vLLM server must be started with to take weights. Imports nothing: the command line prints it."""
+
+WORKER = "covey.rollout.engines.remote.vllm_worker.CoveyWorker"
+"""Added to vLLM's worker; importing it registers the way `BACKEND`."""
+
+BACKEND = "covey"
+"""Our way into vLLM's weight transfer, over gloo, NCCL or CUDA IPC, as the trainer asks for."""
+
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Opens the routes that take weights."""
+
+LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+"""Opens the routes that take adapters."""
+
+ADAPTERS = 3
+"""Versions of an adapter that a server keeps at hand: the current one, and those of requests still in flight."""
+
+
+def weight_flags() -> list[str]:
+    """Options of `vllm serve` for weights."""
+    return ["--worker-extension-cls", WORKER, "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
+
+
+def lora_flags(max_rank: int) -> list[str]:
+    """Options of `vllm serve` for adapters up to a rank."""
+    count = str(ADAPTERS)
+    return ["--enable-lora", "--max-lora-rank", str(max_rank), "--max-loras", count, "--max-cpu-loras", count]
