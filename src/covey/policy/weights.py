@@ -67,6 +67,16 @@ def base_model(model: Any) -> Any:
     return unwrapped(model.get_base_model()) if _is_peft(model) else model
 
 
+def has_adapter(model: Any) -> bool:
+    """Whether the policy is a PEFT model."""
+    return _is_peft(unwrapped(model))
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether a pass over the weights takes all processes."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
 def active_adapter(model: Any) -> str:
     """The name of the one adapter that is in use.
 
@@ -102,6 +112,7 @@ def why_not_alone(model: Any) -> str | None:
     They know low-rank matrices beside linear layers, of one rank and scale for a layer, and nothing else that an
     adapter may hold.
     """
+    model = unwrapped(model)
     config = model.peft_config[active_adapter(model)]
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":

@@ -90,12 +90,15 @@ class EngineTraits:
         updates_in_flight: `load_weights` may be called while requests are under way; their later tokens are sampled
             with the new weights, or not, and `Completion.versions` says which. Otherwise an update waits until nothing
             is under way.
+        takes_adapters: it can sample from an adapter that is sent without the model it lies on; otherwise weights come
+            merged.
     """
 
     shares_policy: bool = False
     reports_after_cut: bool = False
     dtype: torch.dtype | None = None
     updates_in_flight: bool = False
+    takes_adapters: bool = False
 
 
 def traits_of(engine: Any) -> EngineTraits:

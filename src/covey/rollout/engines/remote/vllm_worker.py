@@ -28,6 +28,7 @@ from covey.rollout.engines.remote.buckets import unpack
 from covey.rollout.engines.remote.channels import Channel, boot_id, join
 from covey.rollout.engines.remote.folders import read_folder
 from covey.rollout.engines.remote.vllm_flags import BACKEND
+from covey.rollout.engines.vllm_heads import repack_heads
 
 BORN = uuid.uuid4().hex
 """Of this process: a server that was started again has another."""
@@ -118,6 +119,7 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
             return
         (version, number), self.expected = self.expected, None
         finalize_layerwise_reload(self.model, self.model_config)
+        repack_heads(self.model)
         if number != -1:
             raise RuntimeError(f"weights of version {version} are incomplete: bucket {number} never came")
 
