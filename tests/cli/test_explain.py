@@ -53,6 +53,12 @@ def test_refills_and_prompts_by_difficulty_are_told_where_they_are_on():
     assert "dynamic_sample" not in explain(GRPOConfig())
 
 
+def test_rewards_beside_sampling_are_told_where_they_are_on():
+    text = words(explain(GRPOConfig(stream_rewards=True, reward_timeout=20)))
+    assert "reward functions see one group at a time and have 20 seconds (reward_timeout) for each" in text
+    assert "stream_rewards" not in explain(GRPOConfig())
+
+
 def test_what_becomes_of_earlier_completions_is_told_where_they_are_reused():
     exact = words(explain(GRPOConfig(speculative_reuse="exact")))
     assert "its last completions are drafts (speculative_reuse=exact): they are checked in one pass" in exact

@@ -394,6 +394,14 @@ REWARDS = [
         "has the columns answer, prompt",
         kind=RewardWarning,
     ),
+    Mistake(
+        "Asked for stream_rewards with reward models alone",
+        lambda b: b.build(
+            {"stream_rewards": True}, reward_funcs=LlamaForSequenceClassification(tiny.config(num_labels=1))
+        ),
+        ("every reward is a model", "score a generation as a whole"),
+        kind=UserWarning,
+    ),
     *(
         reward(
             "Wrote a reward function that hangs",

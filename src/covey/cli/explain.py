@@ -136,7 +136,7 @@ def batches(run: Run) -> list[str]:
             "For several smaller updates per generation, make steps_per_generation a multiple of "
             f"gradient_accumulation_steps: {2 * a.gradient_accumulation_steps} would give 2."
         )
-    return [*lines, *sentences.choice_of_prompts(run.args, run.algebra)]
+    return [*lines, *sentences.choice_of_prompts(run.args, run.algebra), *sentences.streaming(run.args)]
 
 
 def policy(run: Run) -> list[str]:

@@ -75,6 +75,17 @@ def choice_of_prompts(args: Any, a: BatchAlgebra) -> list[str]:
     return lines
 
 
+def streaming(args: Any) -> list[str]:
+    """How rewards and sampling overlap."""
+    if not args.stream_rewards:
+        return []
+    return [
+        "Each group is scored as soon as it is sampled (stream_rewards): reward functions see one group at a time and "
+        f"have {args.reward_timeout:g} seconds (reward_timeout) for each; phase/reward is only what they still take "
+        "when everything is sampled."
+    ]
+
+
 def reuse(args: Any) -> list[str]:
     """What becomes of a prompt's earlier completions when it comes again."""
     if args.speculative_reuse is None:

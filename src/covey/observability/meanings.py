@@ -21,7 +21,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "rewards/{name}/failures": "Samples for which that function raised an error or returned nonsense. They get "
     "no reward from it.",
     "rewards/{name}/timeouts": "Samples that function had not scored when its time was up.",
-    "rewards/{name}/seconds": "Seconds per call of that function.",
+    "rewards/{name}/seconds": "Seconds per call of that function; with stream_rewards, of its calls for a whole "
+    "generation added up.",
     "dynamic_sampling/first_signal": "Share of groups with a signal (an advantage other than 0) as first drawn, before "
     "any refilling, with dynamic_sample.",
     "dynamic_sampling/trained_signal": "Share of the groups trained on that have a signal; 1 when every group without "
@@ -51,9 +52,9 @@ METRIC_MEANINGS: dict[str, str] = {
     "num_tokens": "Tokens processed since the run began: prompts and completions of all processes, those "
     "that dynamic_sample did not keep included.",
     "step_time": "Seconds per optimizer step, sampling and scoring included.",
-    "phase/{name}": "Seconds between two logs spent on one phase: generate (sampling), reward (reward "
-    "functions), score (log-probabilities under the old and the reference policy), train (forward, backward and "
-    "optimizer).",
+    "phase/{name}": "Seconds between two logs spent on one phase: generate (sampling), reward (reward functions; with "
+    "stream_rewards, only what is left of them when everything is sampled), score (log-probabilities under the old and "
+    "the reference policy), train (forward, backward and optimizer).",
     "passes/count": "Forward and backward passes per optimizer step in one process. Unlike gradient_accumulation_steps "
     "it follows from the tokens there are to train on.",
     "passes/tokens": "Mean number of tokens in such a pass, prompts included; max_tokens_per_micro_batch bounds it.",

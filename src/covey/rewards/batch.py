@@ -125,7 +125,11 @@ class Log:
 
     @classmethod
     def joined(cls, logs: "list[Log | None]") -> "Log":
-        """One log of calls of one sample each; None, and None in every column, where a call failed."""
-        columns = dict.fromkeys(column for log in logs if log for column in log.extras)
-        extras = {column: [log.extras.get(column, [None])[0] if log else None for log in logs] for column in columns}
-        return cls(len(logs), extras, [metric for log in logs if log for metric in log.metrics])
+        """One log of several calls; None stands for a failed call of one sample. A column has None where it lacks."""
+        whole = [Log(1) if log is None else log for log in logs]
+        columns = dict.fromkeys(column for log in whole for column in log.extras)
+        extras = {
+            column: [value for log in whole for value in log.extras.get(column, [None] * log.size)]
+            for column in columns
+        }
+        return cls(sum(log.size for log in whole), extras, [metric for log in whole for metric in log.metrics])

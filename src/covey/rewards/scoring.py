@@ -77,16 +77,32 @@ class Outcome:
         return cls([math.nan] * size, 0, size, 0, DeadlineExceeded(), Log(size), seconds)
 
     @classmethod
+    def joined(cls, parts: "list[Outcome]") -> "Outcome":
+        """Of a batch that was scored in parts, which follow one another; their seconds add up."""
+        failed = next((number for number, part in enumerate(parts) if part.failures), None)
+        before = sum(len(part.values) for part in parts[:failed]) if failed is not None else 0
+        late = next((part.error for part in parts if part.timeouts), None)
+        return cls(
+            values=[value for part in parts for value in part.values],
+            failures=sum(part.failures for part in parts),
+            timeouts=sum(part.timeouts for part in parts),
+            culprit=0 if failed is None else before + parts[failed].culprit,
+            error=late if failed is None else parts[failed].error,
+            log=Log.joined([part.log for part in parts]),
+            seconds=sum(part.seconds for part in parts),
+        )
+
+    @classmethod
     def empty(cls) -> "Outcome":
         """Of no samples."""
         return cls([], 0, 0, 0, None, Log(0), 0.0)
 
-    def describe_error(self) -> str:
+    def describe_error(self, timeout: float) -> str:
         """Why samples failed."""
         if self.error is None:
             return "it returned NaN; None is how to abstain"
         if isinstance(self.error, DeadlineExceeded):
-            return f"no answer within {self.seconds:g} s"
+            return f"no answer within {timeout:g} s"
         return f"{type(self.error).__name__}: {self.error}"
 
 

@@ -23,13 +23,11 @@ from covey.rewards.errors import RewardError, RewardWarning
 from covey.rewards.functions import FunctionReward, function_name
 from covey.rewards.models import ModelReward, is_reward_model, load_reward_model, model_name
 from covey.rewards.scoring import Outcome, score, score_async
-from covey.rewards.workers import BackgroundLoop, DeadlineExceeded
+from covey.rewards.streaming import RewardStream
+from covey.rewards.workers import LOOP_GRACE, BackgroundLoop, DeadlineExceeded
 
 FAILED_BATCHES = 3
 """After this many batches in a row on which a function failed entirely, the run stops."""
-
-LOOP_GRACE = 2.0
-"""Seconds after the deadline at which an event loop that does not answer is given up."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +107,31 @@ class RewardSuite:
         self._failed_batches = [0] * len(given)
         self._warned: set[tuple[str, str]] = set()
 
-    def __call__(self, rows: list[dict[str, Any]], rollouts: list[Rollout], context: RewardContext) -> RewardResult:
+    def stream(self, trainer_state: Any) -> RewardStream:
+        """Takes groups as they are sampled and scores them with the functions; reward models wait for the whole.
+
+        Args:
+            trainer_state: what the functions see of the trainer.
+        """
+        functions = {
+            index: function for index, function in enumerate(self.functions) if isinstance(function, FunctionReward)
+        }
+        return RewardStream(functions, self._loop, trainer_state, self.timeout)
+
+    def __call__(
+        self,
+        rows: list[dict[str, Any]],
+        rollouts: list[Rollout],
+        context: RewardContext,
+        streamed: RewardStream | None = None,
+    ) -> RewardResult:
         """Score rollouts.
 
         Args:
             rows: the dataset row of every rollout, `row["prompt"]` as the user wrote it.
             rollouts: N of them, all groups of this process.
             context: what the functions may see of the trainer.
+            streamed: what has been given these very rollouts, group by group.
 
         Raises:
             RewardError: a function returned something that is no list of N rewards, asks for a column that does not
@@ -125,7 +141,7 @@ class RewardSuite:
         batch = RewardBatch(rows, rollouts)
         if not len(batch):
             return RewardResult(torch.empty(0, len(self.names)), self._stats([Outcome.empty()] * len(self.names)))
-        outcomes = self._score_all(batch, context.trainer_state)
+        outcomes = self._score_all(batch, context.trainer_state, streamed)
         for index, outcome in enumerate(outcomes):
             self._judge(index, outcome, batch)
             outcome.log.replay(context)
@@ -147,16 +163,17 @@ class RewardSuite:
             if isinstance(function, FunctionReward):
                 function.require(available)
 
-    def _score_all(self, batch: RewardBatch, trainer_state: Any) -> list[Outcome]:
+    def _score_all(self, batch: RewardBatch, trainer_state: Any, streamed: RewardStream | None) -> list[Outcome]:
         """Start the async functions, run the others one after another meanwhile, then collect."""
+        begun = streamed or ()
         pending: dict[int, Future[Outcome]] = {}
         outcomes: dict[int, Outcome] = {}
         try:
             for index, function in enumerate(self.functions):
-                if isinstance(function, FunctionReward) and function.is_async:
+                if isinstance(function, FunctionReward) and function.is_async and index not in begun:
                     pending[index] = self._loop.start(score_async(function, batch, trainer_state, self.timeout))
             for index, function in enumerate(self.functions):
-                if index not in pending:
+                if index not in pending and index not in begun:
                     outcomes[index] = score(function, batch, trainer_state, self.timeout)
             for index, future in pending.items():
                 try:
@@ -166,6 +183,9 @@ class RewardSuite:
         finally:
             for future in pending.values():
                 future.cancel()
+        if streamed is not None:
+            outcomes |= {index: streamed.outcome(index) for index in range(len(self.functions)) if index in streamed}
+        assert all(len(outcome.values) == len(batch) for outcome in outcomes.values()), "every group was streamed"
         return [outcomes[index] for index in range(len(self.functions))]
 
     def _judge(self, index: int, outcome: Outcome, batch: RewardBatch) -> None:
@@ -181,14 +201,14 @@ class RewardSuite:
                 raise RewardError(
                     f"reward function {name!r} failed on all {size} samples"
                     + (f", {FAILED_BATCHES} batches in a row" if not broken else "")
-                    + f": {outcome.describe_error()}. First sample:\n{batch.describe(0)}"
+                    + f": {outcome.describe_error(self.timeout)}. First sample:\n{batch.describe(0)}"
                 ) from outcome.error
         if outcome.failures:
             self._warn_once(
                 name,
                 "failures",
                 f"reward function {name!r} failed on {outcome.failures} of {size} samples "
-                f"({outcome.describe_error()}); they get no reward from it and are counted in "
+                f"({outcome.describe_error(self.timeout)}); they get no reward from it and are counted in "
                 f"rewards/{name}/failures. The first of them:\n{batch.describe(outcome.culprit)}",
             )
         if outcome.timeouts:

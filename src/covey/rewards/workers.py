@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -29,6 +29,9 @@ from typing import Any, TypeVar
 from covey.core.children import Child
 
 T = TypeVar("T")
+
+LOOP_GRACE = 2.0
+"""Seconds after the deadline at which an event loop that does not answer is given up."""
 
 CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")
 
@@ -98,16 +101,13 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
 
 
 def _call_on_thread(function: Callable[[], T], seconds: float) -> T:
-    """Run `function` on a daemon thread that has the caller's gradient mode and CUDA device; leave it if it is late."""
-    import torch
-
-    grad_enabled = torch.is_grad_enabled()
-    on_device = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
+    """Run `function` on a daemon thread that has the caller's settings; leave it if it is late."""
+    settings = settings_of_this_thread()
     future: Future[T] = Future()
 
     def run() -> None:
         try:
-            with torch.set_grad_enabled(grad_enabled), on_device:
+            with settings():
                 future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
@@ -116,6 +116,21 @@ def _call_on_thread(function: Callable[[], T], seconds: float) -> T:
     if not _finished(future, seconds):
         raise DeadlineExceeded
     return future.result()
+
+
+def settings_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
+    """Torch's gradient mode and CUDA device, which belong to a thread, to be entered on another."""
+    import torch
+
+    grad_enabled = torch.is_grad_enabled()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    @contextmanager
+    def settings() -> Iterator[None]:
+        with torch.set_grad_enabled(grad_enabled), nullcontext() if device is None else torch.cuda.device(device):
+            yield
+
+    return settings
 
 
 def _finished(future: "Future[Any]", seconds: float) -> bool:

@@ -19,6 +19,8 @@ from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 
 T = TypeVar("T")
+OnGroup = Callable[[int, list[dict[str, Any]], list[Rollout]], None]
+"""(place of the group among those sampled, the dataset row of each of its rollouts, its rollouts)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Collector:
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[Rollout]:
         """Sample every draw; the result is in the draws' order.
 
@@ -72,8 +75,9 @@ class Collector:
             params: how to sample.
             key: names this generation (mode and step): another key gives other samples, unless `reuse` is exact.
             reuse: earlier completions to begin with; these take their place.
+            on_group: called with each group of siblings once it is sampled, on the thread that samples.
         """
-        rollouts = self.run(self.sample(draws, params, key, reuse))
+        rollouts = self.run(self.sample(draws, params, key, reuse, on_group=on_group))
         if reuse is not None:
             reuse.remember([draw.prompt for draw in draws], [draw.sample for draw in draws], rollouts)
         return rollouts
@@ -85,16 +89,17 @@ class Collector:
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
         submitted: Callable[[], None] = lambda: None,
+        on_group: OnGroup | None = None,
     ) -> list[Rollout]:
         """The same as a coroutine, which only reads `reuse`.
 
         Args:
-            draws, params, key, reuse: as for `collect`.
+            draws, params, key, reuse, on_group: as for `collect`.
             submitted: called when every request has been handed to the engine.
         """
         with self.engine.awake():  # here, since gradient mode and autocast belong to the thread that runs this
             groups = [
-                asyncio.ensure_future(self._group(number, siblings, params, key, reuse))
+                asyncio.ensure_future(self._group(number, siblings, params, key, reuse, on_group))
                 for number, siblings in enumerate(_siblings(draws))
             ]
             try:
@@ -113,6 +118,7 @@ class Collector:
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None,
+        on_group: OnGroup | None,
     ) -> list[Rollout]:
         row, prompt = siblings[0].row, siblings[0].prompt
         prompt_ids = self.codec.encode(row["prompt"], row.get("chat_template_kwargs"))
@@ -122,7 +128,10 @@ class Collector:
         if reuse is not None:
             request = reuse.with_drafts(request, prompt, [draw.sample for draw in siblings])
         completions = await self.engine.generate(request)
-        return [self._rollout(row, prompt_ids, completion, number) for completion in completions]
+        rollouts = [self._rollout(row, prompt_ids, completion, number) for completion in completions]
+        if on_group is not None:
+            on_group(number, [draw.row for draw in siblings], rollouts)
+        return rollouts
 
     def _rollout(self, row: dict[str, Any], prompt_ids: list[int], completion: Completion, group: int) -> Rollout:
         return Rollout(

@@ -18,6 +18,7 @@ from covey.policy.loading import disable_dropout, load_policy, load_tokenizer, m
 from covey.policy.reference import Reference
 from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
+from covey.rewards.functions import FunctionReward
 from covey.rollout.collector import Collector
 from covey.rollout.engine import SamplingParams
 from covey.rollout.prompts import PromptCodec
@@ -229,7 +230,7 @@ def build_rewards(args: Any, reward_funcs: Any, processing_classes: Any, acceler
     """
     if reward_funcs is None:
         raise ValueError("`reward_funcs` is missing: give at least one reward function, reward model or list of them.")
-    return RewardSuite(
+    suite = RewardSuite(
         reward_funcs,
         weights=args.reward_weights,
         processing_classes=processing_classes,
@@ -238,6 +239,13 @@ def build_rewards(args: Any, reward_funcs: Any, processing_classes: Any, acceler
         batch_size=args.per_device_train_batch_size,
         device=accelerator.device,
     )
+    if args.stream_rewards and not any(isinstance(function, FunctionReward) for function in suite.functions):
+        warnings.warn(
+            "`stream_rewards=True` has no effect: every reward is a model, and models score a generation as a whole"
+            " once it is sampled.",
+            stacklevel=2,
+        )
+    return suite
 
 
 def entropy_controller(args: Any) -> EntropyController:

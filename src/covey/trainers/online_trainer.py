@@ -5,6 +5,7 @@ This is the one place where engines, rewards, the policy and the algorithm meet.
 `GRPOTrainer` and `RLOOTrainer` differ by the `Algorithm` they hand in.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -153,14 +154,17 @@ class OnlineTrainer(PolicyUpdates):
         self._record(generation, advantages, chosen)
         return batch
 
-    def _sample(self, key: tuple[str, int], draws: list[Draw], number: int) -> Sampled:
+    def _sample(self, key: tuple[str | int, ...], draws: list[Draw], number: int) -> Sampled:
         """Sample and score one round of a generation; rounds after round 0 are refills."""
-        with self.phases("generate"):
-            reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
-            rollouts = self.collector.collect(draws, self.sampling, (*key, number) if number else key, reuse)
-        with self.phases("reward"):
-            notes = Notes()
-            scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state))
+        key = (*key, number) if number else key
+        reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
+        notes = Notes()
+        with self.rewards.stream(self.state) if self.args.stream_rewards else nullcontext() as stream:
+            with self.phases("generate"):
+                on_group = None if stream is None else stream.add
+                rollouts = self.collector.collect(draws, self.sampling, key, reuse, on_group)
+            with self.phases("reward"):
+                scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state), stream)
         drafts = reuse_stats(rollouts) if reuse is not None else {}
         self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
         return Sampled(draws, rollouts, scored.rewards, notes.columns)

@@ -16,6 +16,11 @@ class RewardFields:
     reward_timeout: float = described(
         300.0, "Seconds after which a reward function that has not answered counts as failed."
     )
+    stream_rewards: bool = described(
+        False,
+        "Score each group of completions as soon as it is sampled, while others still are: functions are called group "
+        "by group, on threads of their own. Off: each is called once per generation, with all completions.",
+    )
     multi_objective_aggregation: str = described(
         "sum_then_normalize",
         "`sum_then_normalize`: weighted sum of rewards, then advantages; `normalize_then_sum`: each reward becomes "

@@ -1,0 +1,228 @@
+"""Groups that are scored as they are sampled: the rewards are those of one call, failures stay in their group."""
+
+import asyncio
+import math
+import threading
+import time
+
+import pytest
+
+from covey.rewards import RewardError, RewardSuite, RewardWarning
+
+GROUPS = 4
+SIZE = 3
+TEXTS = [f"group {number} sample {sample}" for number in range(GROUPS) for sample in range(SIZE)]
+ORDER = [2, 0, 3, 1]
+"""In which groups are sampled."""
+
+
+def place(text):
+    """ "group 2 sample 1" -> 2 * 3 + 1."""
+    _, number, _, sample = text.split()
+    return int(number) * SIZE + int(sample)
+
+
+def number_of(completions):
+    return place(completions[0]) // SIZE
+
+
+@pytest.fixture
+def streamed(context, rollout):
+    """`streamed(suite)` -> rewards, stats; groups come one after another in ORDER."""
+
+    def run(suite, order=ORDER):
+        rollouts = [rollout(text) for text in TEXTS]
+        rows = [{"prompt": "question", "place": place(text)} for text in TEXTS]
+        with suite.stream("state") as stream:
+            for number in order:
+                part = slice(number * SIZE, (number + 1) * SIZE)
+                stream.add(number, rows[part], rollouts[part])
+            result = suite(rows, rollouts, context, stream)
+        return result.rewards[:, 0].tolist(), {name: stat.value() for name, stat in result.stats.items()}
+
+    return run
+
+
+def by_place(completions, place, log_extra, log_metric, **kwargs):
+    log_extra("place", place)
+    log_metric("mean_place", sum(place) / len(place))
+    return [float(p) for p in place]
+
+
+async def abstains(place, **kwargs):
+    await asyncio.sleep(0)
+    return [None if p % 2 else float(p) for p in place]
+
+
+def nan_at_five(place, **kwargs):
+    return [math.nan if p == 5 else 1.0 for p in place]
+
+
+def raises_at_seven(place, log_extra, **kwargs):
+    if 7 in place:
+        raise ValueError("seven")
+    log_extra("seen", [True] * len(place))
+    return [2.0] * len(place)
+
+
+@pytest.mark.filterwarnings("ignore::covey.rewards.RewardWarning")
+def test_rewards_counts_and_logs_are_those_of_one_call(streamed, context, rollout):
+    functions = [by_place, abstains, nan_at_five, raises_at_seven]
+    rows = [{"prompt": "question", "place": place(text)} for text in TEXTS]
+    rollouts = [rollout(text) for text in TEXTS]
+    whole = RewardSuite(functions)(rows, rollouts, context)
+    extras = dict(context.extras)
+    context.extras.clear()
+    suite = RewardSuite(functions)
+    with suite.stream(None) as stream:
+        for number in ORDER:
+            part = slice(number * SIZE, (number + 1) * SIZE)
+            stream.add(number, rows[part], rollouts[part])
+        parts = suite(rows, rollouts, context, stream)
+    assert parts.rewards.nan_to_num(-1.0).equal(whole.rewards.nan_to_num(-1.0))
+    for name, stat in whole.stats.items():
+        if not name.endswith("/seconds"):
+            assert parts.stats[name].value() == stat.value(), name
+    assert list(parts.stats) == list(whole.stats)
+    # The whole batch is tried again sample by sample, and so is group 2 alone: only sample 7 logs nothing.
+    assert context.extras == extras
+    assert extras["seen"] == [None if p == 7 else True for p in range(12)]
+    # once for the whole, 5.5, then group by group in their order: (0 + 1 + 2) / 3, ...
+    assert [value for name, value in context.metrics if name == "mean_place"] == [5.5, 1.0, 4.0, 7.0, 10.0]
+
+
+def test_an_ordinary_function_scores_a_group_at_a_time_and_an_async_one_all_there_are(context, rollout):
+    lock, everybody_came = threading.Lock(), asyncio.Event()
+    here, most = [], []
+
+    def alone(completions, **kwargs):
+        assert lock.acquire(blocking=False)
+        time.sleep(0.01)
+        lock.release()
+        most.append(number_of(completions))
+        return [0.0] * len(completions)
+
+    async def together(completions, **kwargs):
+        here.append(number_of(completions))
+        if len(here) == GROUPS:
+            everybody_came.set()
+        await everybody_came.wait()
+        return [1.0] * len(completions)
+
+    rollouts, rows = [rollout(text) for text in TEXTS], [{"prompt": "question"}] * len(TEXTS)
+    suite = RewardSuite([alone, together], timeout=20.0)
+    with suite.stream(None) as stream:
+        for number in ORDER:
+            part = slice(number * SIZE, (number + 1) * SIZE)
+            stream.add(number, rows[part], rollouts[part])
+        rewards = suite(rows, rollouts, context, stream).rewards
+    assert most == ORDER
+    assert rewards.tolist() == [[0.0, 1.0]] * len(TEXTS)
+
+
+def test_a_group_is_scored_before_the_next_is_there(context, rollout):
+    scored = threading.Event()
+
+    def tells(completions, **kwargs):
+        scored.set()
+        return [1.0] * len(completions)
+
+    rollouts, rows = [rollout(text) for text in TEXTS[: 2 * SIZE]], [{"prompt": "question"}] * 2 * SIZE
+    suite = RewardSuite(tells)
+    with suite.stream(None) as stream:
+        stream.add(0, rows[:SIZE], rollouts[:SIZE])
+        assert scored.wait(20)  # the second group is not sampled yet
+        stream.add(1, rows[SIZE:], rollouts[SIZE:])
+        assert suite(rows, rollouts, context, stream).rewards.tolist() == [[1.0]] * 2 * SIZE
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_group_on_which_a_function_hangs_costs_that_group_alone(streamed, kind):
+    def hangs(completions, **kwargs):
+        if number_of(completions) == 1:
+            time.sleep(30)
+        return [1.0] * len(completions)
+
+    async def hangs_async(completions, **kwargs):
+        if number_of(completions) == 1:
+            await asyncio.sleep(30)
+        return [1.0] * len(completions)
+
+    suite = RewardSuite([hangs if kind == "sync" else hangs_async], timeout=0.5)
+    with pytest.warns(RewardWarning, match="did not score 3 of 12 samples within 0.5 s"):
+        rewards, stats = streamed(suite, order=[1, 0, 2, 3])
+    assert [math.isnan(value) for value in rewards] == [3 <= p < 6 for p in range(12)]
+    assert stats[f"rewards/{suite.names[0]}/timeouts"] == 3
+
+
+def test_a_function_that_is_always_late_is_given_up(streamed):
+    called = []
+
+    def hangs(completions, **kwargs):
+        called.append(number_of(completions))
+        time.sleep(30)
+
+    suite = RewardSuite(hangs, timeout=0.1)
+    with pytest.warns(RewardWarning, match="did not score 12 of 12 samples"):
+        rewards, _ = streamed(suite)
+    assert all(map(math.isnan, rewards))
+    assert called == ORDER[:3]  # three groups late, and the fourth is not tried
+
+
+def test_a_coroutine_that_blocks_the_loop_ends_too(streamed):
+    async def blocks(completions, **kwargs):
+        time.sleep(8)
+
+    with pytest.warns(RewardWarning, match="did not score 12 of 12 samples"):
+        start = time.monotonic()
+        streamed(RewardSuite(blocks, timeout=0.2))
+    assert time.monotonic() - start < 6.0  # 0.2 s and a grace of 2 s, not once for each group
+
+
+def test_a_function_that_raises_on_every_group_stops_the_run(streamed):
+    def broken(completions, **kwargs):
+        raise KeyError("nothing works")
+
+    with pytest.raises(RewardError, match="'broken' failed on all 12 samples"):
+        streamed(RewardSuite(broken))
+
+
+def test_a_function_that_breaks_its_contract_for_one_group_stops_the_run(streamed):
+    def short(completions, **kwargs):
+        return [1.0] * (2 if number_of(completions) == 2 else 3)
+
+    with pytest.raises(RewardError, match="'short' returned 2 rewards for 3 completions"):
+        streamed(RewardSuite(short))
+
+
+def test_the_first_failure_that_is_shown_is_the_first_in_order(streamed):
+    def some(completions, **kwargs):
+        if number_of(completions) in (1, 2):
+            raise ValueError(completions[0])
+        return [1.0] * len(completions)
+
+    with pytest.warns(RewardWarning, match=r"failed on 6 of 12 samples \(ValueError: group 1 sample 0\)"):
+        streamed(RewardSuite(some))
+
+
+def test_leaving_gives_up_what_is_not_scored(context, rollout):
+    begun, go_on, called = threading.Event(), threading.Event(), []
+
+    def waits(completions, **kwargs):
+        called.append(number_of(completions))
+        begun.set()
+        go_on.wait(20)
+        return [1.0] * len(completions)
+
+    suite = RewardSuite(waits)
+    rollouts, rows = [rollout(text) for text in TEXTS], [{"prompt": "question"}] * len(TEXTS)
+    with pytest.raises(ZeroDivisionError), suite.stream(None) as stream:
+        for number in range(GROUPS):
+            stream.add(number, rows[:SIZE], rollouts[number * SIZE : (number + 1) * SIZE])
+        begun.wait(20)
+        raise ZeroDivisionError  # sampling failed
+    go_on.set()
+    workers = [thread for thread in threading.enumerate() if thread.name == "covey-rewards"]
+    for thread in workers:
+        thread.join(20)
+    assert called == [0]

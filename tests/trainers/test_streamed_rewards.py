@@ -1,0 +1,74 @@
+"""Rewards that are scored while other groups are still sampled."""
+
+import asyncio
+import threading
+
+import pytest
+import runs
+import torch
+
+
+def once(output, **settings):
+    trained = runs.trainer(
+        output, **settings, num_generations=2, max_steps=3, parts={"reward_funcs": [runs.longer, agrees]}
+    )
+    trained.train()
+    return trained
+
+
+async def agrees(completion_ids, log_extra, **kwargs):
+    await asyncio.sleep(0)
+    log_extra("length", [len(ids) for ids in completion_ids])
+    return [None if len(ids) % 2 else 1.0 for ids in completion_ids]
+
+
+def test_a_run_is_the_same_with_and_without_streaming(tmp_path):
+    whole, parts = once(tmp_path / "whole"), once(tmp_path / "parts", stream_rewards=True)
+    assert all(torch.equal(a, b) for a, b in zip(runs.weights(whole), runs.weights(parts), strict=True))
+    for name in ("reward", "rewards/longer/mean", "rewards/agrees/mean", "rewards/agrees/failures", "loss"):
+        assert runs.history(parts, name) == pytest.approx(runs.history(whole, name), nan_ok=True), name
+    assert len(runs.history(parts, "phase/reward")) == 3
+
+
+class Patient:
+    """An engine that samples its second group only when the first has been scored."""
+
+    def __init__(self, engine, scored):
+        self.engine, self.scored, self.events = engine, scored, []
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    async def generate(self, request):
+        number = len(self.events)
+        self.events.append("asked")
+        if number:
+            for _ in range(2000):
+                if self.scored.is_set():
+                    break
+                await asyncio.sleep(0.01)
+            assert self.scored.is_set(), "the first group is not scored while the second is sampled"
+        return await self.engine.generate(request)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_first_group_is_scored_while_the_second_is_sampled(tmp_path, kind):
+    scored = threading.Event()
+    calls = []
+
+    def slow(completions, **kwargs):
+        calls.append(len(completions))
+        scored.set()
+        return [float(len(text)) for text in completions]
+
+    async def slow_async(completions, **kwargs):
+        return slow(completions)
+
+    function = slow if kind == "sync" else slow_async
+    trained = runs.trainer(
+        tmp_path, stream_rewards=True, max_steps=1, num_generations=4, parts={"reward_funcs": function}
+    )
+    trained.collector.engine = Patient(trained.collector.engine, scored)
+    trained.train()
+    assert trained.collector.engine.events == ["asked", "asked"]
+    assert calls == [4, 4]
