@@ -48,6 +48,7 @@ def test_it_listens_on_this_machine_alone_with_the_routes_for_training():
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert words[words.index("--port") + 1] == "8000"
     assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert words[words.index("--worker-extension-cls") + 1].endswith("CoveyWorker")
     assert "--enable-sleep-mode" in words
     assert added("--model", "m") == {"VLLM_SERVER_DEV_MODE": "1"}
 
@@ -108,6 +109,9 @@ def test_a_key_travels_in_the_environment_and_guards_every_route():
 def test_adapters_may_be_loaded_while_it_runs_if_lora_is_on():
     assert added("m", "--enable-lora")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in added("m", "--enable_lora", "false")
+    words = command("m", "--enable-lora")
+    assert words[words.index("--max-loras") + 1] == words[words.index("--max-cpu-loras") + 1] == "3"
+    assert "--max-cpu-loras" not in command("m", "--enable-lora", "--max-loras=8")
     # several front ends would each know adapters of their own
     assert "--api-server-count" in command("m", "--enable-lora", "--data_parallel_size=2")
     assert "--api-server-count" in command("m", "--enable-lora", "-dp", "2")
@@ -154,6 +158,7 @@ def test_the_build_of_vllm_decides_where_it_computes():
         (["m", "--port", "http"], "--port http is no port"),
         (["m", "--host"], "--host needs a value"),
         (["--model", "--port", "1"], "--model needs a value"),
+        (["m", "--grpc"], "--grpc opens a server that asks for no key"),
         (["m", "--enable-lora=yes"], "neither true nor false; write --enable-lora or --no-enable-lora"),
     ],
 )

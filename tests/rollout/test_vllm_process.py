@@ -24,14 +24,14 @@ def test_a_missing_vllm_is_named_with_how_to_install_it(monkeypatch):
         start_vllm({"model": "any"})
 
 
-@pytest.mark.parametrize("old", ["0.8.5", "0.19.1"])
+@pytest.mark.parametrize("old", ["0.8.5", "0.27.1"])
 def test_an_old_vllm_is_refused(monkeypatch, old):
     monkeypatch.setattr(vllm_process.importlib.metadata, "version", lambda name: old)
-    with pytest.raises(ImportError, match=f"vLLM {old} is too old: 0.20 or newer"):
+    with pytest.raises(ImportError, match=f"vLLM {old} is too old: 0.28 or newer"):
         require_vllm()
 
 
-@pytest.mark.parametrize("new", ["0.20.0", "0.32.0+cpu", "1.0.0rc1", "a-build-of-mine"])
+@pytest.mark.parametrize("new", ["0.28.0", "0.32.0+cpu", "1.0.0rc1", "a-build-of-mine"])
 def test_newer_versions_and_own_builds_are_taken(monkeypatch, new):
     monkeypatch.setattr(vllm_process.importlib.metadata, "version", lambda name: new)
     assert require_vllm() == new

@@ -19,9 +19,7 @@ from pathlib import Path
 
 from covey.cli.env import memory_bytes, usable_cores
 from covey.rollout.engines.remote import vllm_auth
-
-OLDEST = (0, 28)
-"""The first vLLM release with every route that training uses."""
+from covey.rollout.engines.remote.vllm_flags import ENVIRONMENT, LORA_ENVIRONMENT, OLDEST, lora_flags, weight_flags
 
 RENAMED = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 """Flags of TRL's command that vLLM calls something else."""
@@ -32,8 +30,8 @@ SWITCHES = ("enforce-eager", "enable-prefix-caching", "trust-remote-code", "enab
 HELP = """\
 usage: covey vllm-serve --model M [--flag value ...]
 
-Start vLLM's server with what training needs: its routes for training, sleep, prefix-cache reset, token ids in and out
-with the log-probs of the distribution that was sampled. It listens on this machine alone unless told
+Start vLLM's server with what training needs: weight transfer, pause and resume, sleep, prefix-cache reset, token ids
+in and out with the log-probs of the distribution that was sampled. It listens on this machine alone unless told
 otherwise.
 
   --model M        hub id or folder; may also stand first, without --model
@@ -52,7 +50,9 @@ Every other flag goes to vLLM as it is, in either spelling (--max-model-len, --m
 What is added, unless you give the flag yourself:
   --logprobs-mode processed_logprobs   log-probs as sampled, after temperature and cuts
   --generation-config vllm             no sampling defaults of the model's own
+  --worker-extension-cls, --weight-transfer-config   Covey's way for weights
   --enable-sleep-mode                  memory can be released between generations (not on a CPU)
+  --max-loras 3 --max-cpu-loras 3      with --enable-lora: an adapter's current version and those still sampled from
 On a CPU also --enforce-eager, --dtype float32 where bfloat16 is emulated, and variables that vLLM wants there;
 each is said when it is set.
 
@@ -148,6 +148,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
             request.flags.append(flag if on == "true" else f"--no-{flag[2:]}")
         else:
             request.flags.append(flag + equals + value)
+    if closed := next((flag for flag in request.flags if flag.startswith("--grpc")), None):
+        raise ValueError(
+            f"{closed} opens a server that asks for no key and that training does not speak to: leave it out."
+        )
     if not request.model:
         raise ValueError("which model? Give --model with a hub id or a folder.")
     if not request.api_key and not is_local(request.host):
@@ -216,10 +220,11 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> tuple[li
     assert request.model is not None, "checked when it was parsed"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model]
     command += ["--host", request.host, "--port", str(request.port)]
-    added = {"VLLM_SERVER_DEV_MODE": "1"}
+    added = dict(ENVIRONMENT)
     defaults: dict[str, str | None] = {
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
+        **_by_name(weight_flags()),
     }
     url = f"http://{request.host if is_local(request.host) else socket.gethostname()}:{request.port}"
     notes = [f"serving {request.model} at {url}"]
@@ -227,7 +232,9 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> tuple[li
         added["VLLM_API_KEY"] = request.api_key
         command += ["--middleware", vllm_auth.PATH]
     if request.has("enable-lora") and "--no-enable-lora" not in request.flags:
-        added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        added |= LORA_ENVIRONMENT
+        if not request.has("max-loras") and not request.has("max-cpu-loras"):  # one must not be below the other
+            defaults |= _by_name(lora_flags())
         if request.number("data-parallel-size", "dp", 1) > 1:
             defaults["api-server-count"] = "1"  # several would each know other adapters
     if not on_cpu:
@@ -243,6 +250,10 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> tuple[li
         if not request.has(name):
             command += [f"--{name}"] if value is None else [f"--{name}", value]
     return command + request.flags, added, notes
+
+
+def _by_name(flags: list[str]) -> dict[str, str | None]:
+    return {name.removeprefix("--"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
 
 
 def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str | None]]:

@@ -74,7 +74,7 @@ def test_a_server_without_the_routes_for_training_is_refused_naming_the_variable
 
 
 def test_an_old_server_is_refused_naming_the_oldest(servers):
-    with pytest.raises(ServerRefused, match=r"vLLM 0\.8\.5, and 0\.20 is the oldest.*pip install -U vllm"):
+    with pytest.raises(ServerRefused, match=r"vLLM 0\.8\.5, and 0\.28 is the oldest.*pip install -U vllm"):
         look(servers(release="0.8.5"))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from packaging.version import InvalidVersion, Version
 
-OLDEST = "0.20"
+OLDEST = "0.28"
 """The first vLLM whose in-process engine has all that is used here."""
 
 INSTALL = "pip install 'covey[vllm]'"

@@ -15,9 +15,7 @@ from covey.rollout.engine import SampleRequest
 from covey.rollout.engines.remote.dialect import Sampled, ServerFacts
 from covey.rollout.engines.remote.errors import BadAnswer, ServerBusy, ServerError, ServerRefused
 from covey.rollout.engines.remote.server import Server
-
-OLDEST = (0, 20)
-"""Release from which on it has everything that is used here."""
+from covey.rollout.engines.remote.vllm_flags import OLDEST
 
 DEV_MODE = (
     "Start it with the environment variable VLLM_SERVER_DEV_MODE=1, which adds the routes that training needs, or with"

@@ -1,5 +1,8 @@
 """What a vLLM server must be started with to take weights. Imports nothing: the command line prints it."""
 
+OLDEST = (0, 28)
+"""Release from which on it has every route that is used, /weight_info being the last to come."""
+
 WORKER = "covey.rollout.engines.remote.vllm_worker.CoveyWorker"
 """Added to vLLM's worker; importing it registers the way `BACKEND`."""
 
@@ -21,7 +24,6 @@ def weight_flags() -> list[str]:
     return ["--worker-extension-cls", WORKER, "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
 
 
-def lora_flags(max_rank: int) -> list[str]:
-    """Options of `vllm serve` for adapters up to a rank."""
-    count = str(ADAPTERS)
-    return ["--enable-lora", "--max-lora-rank", str(max_rank), "--max-loras", count, "--max-cpu-loras", count]
+def lora_flags() -> list[str]:
+    """Options of `vllm serve` that go with its --enable-lora."""
+    return ["--max-loras", str(ADAPTERS), "--max-cpu-loras", str(ADAPTERS)]
