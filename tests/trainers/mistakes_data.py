@@ -397,7 +397,9 @@ REWARDS = [
     Mistake(
         "Asked for stream_rewards with reward models alone",
         lambda b: b.build(
-            {"stream_rewards": True}, reward_funcs=LlamaForSequenceClassification(tiny.config(num_labels=1))
+            {"stream_rewards": True},
+            reward_funcs=LlamaForSequenceClassification(tiny.config(num_labels=1)),
+            reward_processing_classes=tiny.tokenizer(),
         ),
         ("every reward is a model", "score a generation as a whole"),
         kind=UserWarning,

@@ -6,12 +6,19 @@ import threading
 import pytest
 import runs
 import torch
+from transformers import LlamaForSequenceClassification
+
+import tiny
 
 
 def once(output, **settings):
-    trained = runs.trainer(
-        output, **settings, num_generations=2, max_steps=3, parts={"reward_funcs": [runs.longer, agrees]}
-    )
+    torch.manual_seed(0)
+    judge = LlamaForSequenceClassification(tiny.config(num_labels=1))
+    parts = {
+        "reward_funcs": [runs.longer, agrees, judge],
+        "reward_processing_classes": [None, None, tiny.tokenizer()],
+    }
+    trained = runs.trainer(output, **settings, num_generations=2, max_steps=3, parts=parts)
     trained.train()
     return trained
 
@@ -25,7 +32,14 @@ async def agrees(completion_ids, log_extra, **kwargs):
 def test_a_run_is_the_same_with_and_without_streaming(tmp_path):
     whole, parts = once(tmp_path / "whole"), once(tmp_path / "parts", stream_rewards=True)
     assert all(torch.equal(a, b) for a, b in zip(runs.weights(whole), runs.weights(parts), strict=True))
-    for name in ("reward", "rewards/longer/mean", "rewards/agrees/mean", "rewards/agrees/failures", "loss"):
+    for name in (
+        "reward",
+        "rewards/longer/mean",
+        "rewards/agrees/mean",
+        "reward_std",
+        "rewards/agrees/failures",
+        "loss",
+    ):
         assert runs.history(parts, name) == pytest.approx(runs.history(whole, name), nan_ok=True), name
     assert len(runs.history(parts, "phase/reward")) == 3
 
