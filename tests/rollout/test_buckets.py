@@ -122,3 +122,23 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
 def test_a_folder_on_another_disk_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="must see the same disk"):
         read_folder(tmp_path / "v3", list)
+
+
+def test_dense_buckets_have_no_gaps():
+    """12 bytes end at no multiple of 16, so the third tensor would not follow the second at once."""
+    specs = update(torch.zeros(4), torch.zeros(3), torch.zeros(8)).specs
+    assert [len(bucket) for bucket in planned(specs, 1000)] == [3]
+    assert [[spec.name for spec in bucket] for bucket in planned(specs, 1000, dense=True)] == [["t0", "t1"], ["t2"]]
+
+
+def test_buffers_can_be_of_a_special_kind():
+    made = []
+
+    def allocate(size):
+        made.append(torch.empty(size, dtype=torch.uint8))
+        return made[-1]
+
+    packer = Packer(update(torch.arange(8.0), torch.ones(8), torch.ones(2)), 32, dense=True, allocate=allocate)
+    while (bucket := packer.next()) is not None:
+        assert bucket.data.data_ptr() in {one.data_ptr() for one in made}
+    assert [len(one) for one in made] == [32, 32]  # two that take turns, of the largest bucket's size

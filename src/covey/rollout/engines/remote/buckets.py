@@ -6,7 +6,7 @@ and in the server.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from covey.core.weights import TensorSpec, WeightUpdate
+
+BUCKET_BYTES = 128 * 2**20
+"""Large enough that requests cost nothing beside them, small enough that two fit beside any model."""
 
 ALIGNED = 16
 """Bytes: every tensor begins at a multiple, so that any number format can be read in place."""
@@ -138,10 +141,22 @@ class Packer:
         update: what to send.
         bucket_bytes: most bytes of a bucket; a tensor that is larger is a bucket by itself.
         device: where the buffers are; None: where the tensors are.
+        dense: no gaps between tensors, for receivers that reckon without: one that would not begin at a multiple of
+            `ALIGNED` begins the next bucket.
+        allocate: bytes to a flat uint8 buffer of that size, for buffers of a special kind.
     """
 
-    def __init__(self, update: WeightUpdate, bucket_bytes: int, device: torch.device | None = None):
-        self.plan = planned(update.specs, bucket_bytes)
+    def __init__(
+        self,
+        update: WeightUpdate,
+        bucket_bytes: int,
+        device: torch.device | None = None,
+        *,
+        dense: bool = False,
+        allocate: Callable[[int], Tensor] | None = None,
+    ):
+        self.plan = planned(update.specs, bucket_bytes, dense=dense)
+        self._allocate = allocate
         self._pass: Any = update.checked()
         self._device = device
         self._buffers: list[Tensor | None] = [None, None]
@@ -175,16 +190,18 @@ class Packer:
     def _buffer(self, slot: int, device: torch.device) -> Tensor:
         buffer = self._buffers[slot]
         if buffer is None:
-            buffer = self._buffers[slot] = torch.zeros(self._size, dtype=torch.uint8, device=device)
+            empty = self._allocate or (lambda size: torch.zeros(size, dtype=torch.uint8, device=device))
+            buffer = self._buffers[slot] = empty(self._size)
         return buffer
 
 
-def planned(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
+def planned(specs: Iterable[TensorSpec], bucket_bytes: int, *, dense: bool = False) -> list[list[TensorSpec]]:
     """Consecutive tensors that travel together."""
     plan: list[list[TensorSpec]] = []
     used = 0
     for spec in specs:
-        if not plan or used + _aligned(spec.nbytes) > bucket_bytes:
+        gap = dense and bool(plan) and used != sum(one.nbytes for one in plan[-1])
+        if not plan or gap or used + _aligned(spec.nbytes) > bucket_bytes:
             plan.append([])
             used = 0
         plan[-1].append(spec)

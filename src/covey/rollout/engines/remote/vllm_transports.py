@@ -18,11 +18,9 @@ import json
 import logging
 import shutil
 import tempfile
-import threading
-import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +29,7 @@ from urllib.parse import urlsplit
 import torch
 
 from covey.core.weights import WeightUpdate
-from covey.rollout.engines.remote.buckets import Bucket, Packer
+from covey.rollout.engines.remote.buckets import BUCKET_BYTES, Bucket, Packer
 from covey.rollout.engines.remote.channels import Channel, Group, Ipc, boot_id, open_store, own_address
 from covey.rollout.engines.remote.dialect import ServerFacts
 from covey.rollout.engines.remote.errors import (
@@ -42,20 +40,14 @@ from covey.rollout.engines.remote.errors import (
     ServerUnreachable,
 )
 from covey.rollout.engines.remote.folders import write_folder
+from covey.rollout.engines.remote.sending import Until, all_of, in_thread, together
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.vllm_flags import ADAPTERS, BACKEND
 
 WAYS = ("auto", "group", "ipc", "disk")
 
-BUCKET_BYTES = 128 * 2**20
-"""Large enough that requests cost nothing beside them, small enough that two fit beside any model."""
-
-LAST_WORDS_SECONDS = 5.0
-"""How long a server may take to say why it stopped taking part in a transfer."""
-
 START_WITH = "Start it with `covey vllm-serve`, or with the options that docs/engines.md lists for `vllm serve`."
 
-T = TypeVar("T")
 R = TypeVar("R")
 log = logging.getLogger(__name__)
 
@@ -85,29 +77,6 @@ class Peer:
     def takes_buckets(self) -> bool:
         """Whether it was started with our way into its weight transfer."""
         return self.facts is not None and self.facts["backend"] == BACKEND
-
-
-@dataclass
-class _Until:
-    """A moment in time, and what must be done by then."""
-
-    doing: str
-    seconds: float
-    at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.at = time.monotonic() + self.seconds
-
-    def left(self, server: Server) -> float:
-        """Seconds that are left.
-
-        Raises:
-            DeadlineExceeded: none are.
-        """
-        left = self.at - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceeded(server.url, self.doing, f"not done within {self.seconds:g} seconds")
-        return left
 
 
 class VllmWeights:
@@ -141,7 +110,7 @@ class VllmWeights:
 
     async def send(self, servers: Sequence[Server], update: WeightUpdate, deadline: float) -> None:
         """Bring all servers to `update`; see `WeightTransport`."""
-        until = _Until(f"take weights of version {update.version}", deadline)
+        until = Until(f"take weights of version {update.version}", deadline)
         peers = [await look(server, until.left(server)) for server in servers]
         if update.adapter is None:
             await self._send_model(peers, update, until)
@@ -165,20 +134,20 @@ class VllmWeights:
 
     # ---- a whole model ---------------------------------------------------------------------------------------------
 
-    async def _send_model(self, peers: list[Peer], update: WeightUpdate, until: _Until) -> None:
+    async def _send_model(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
         way = choose_way(self._way, peers, shared_folder=self._folder is not None)
         if way == "disk":
             await self._by_disk(peers, update, until)
         else:
             await self._by_buckets(peers, update, until, ipc=way == "ipc")
         stamp = str(update.version)
-        await _all(_confirm(peer, stamp, until) for peer in peers)
+        await all_of(_confirm(peer, stamp, until) for peer in peers)
 
-    async def _by_disk(self, peers: list[Peer], update: WeightUpdate, until: _Until) -> None:
+    async def _by_disk(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
         folder = self._files() / f"v{update.version}-{uuid.uuid4().hex[:6]}"
         try:
             await in_thread(lambda: write_folder(update, folder, self._bucket_bytes))
-            await _all(_load_folder(peer, folder, until) for peer in peers)
+            await all_of(_load_folder(peer, folder, until) for peer in peers)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         stamp = str(update.version)
@@ -191,13 +160,13 @@ class VllmWeights:
                 body={"new_version": stamp},
             )
 
-    async def _by_buckets(self, peers: list[Peer], update: WeightUpdate, until: _Until, *, ipc: bool) -> None:
+    async def _by_buckets(self, peers: list[Peer], update: WeightUpdate, until: Until, *, ipc: bool) -> None:
         packer = Packer(update, self._bucket_bytes)
         gathering = asyncio.ensure_future(in_thread(packer.next))
         try:
             first = await asyncio.shield(gathering)  # its device tells how it can be sent
             on_gpu = first is not None and first.data.is_cuda
-            await _all(self._start(peer, update.version, until, ipc, on_gpu) for peer in peers)
+            await all_of(self._start(peer, update.version, until, ipc, on_gpu) for peer in peers)
             left, failures, number, bucket = list(peers), [], 0, first
             while bucket is not None and left:
                 gathering = asyncio.ensure_future(in_thread(packer.next))
@@ -208,14 +177,14 @@ class VllmWeights:
                 failures += [error for error in sent if isinstance(error, BaseException)]
                 left = [peer for peer, error in zip(left, sent, strict=True) if error is None]
                 bucket, number = await asyncio.shield(gathering), number + 1
-            await _all(self._finish(peer, update.version, until) for peer in left)
+            await all_of(self._finish(peer, update.version, until) for peer in left)
             if failures:
                 raise failures[0]
         finally:
             await asyncio.wait([gathering])
             packer.close()
 
-    async def _start(self, peer: Peer, version: int, until: _Until, ipc: bool, on_gpu: bool) -> None:
+    async def _start(self, peer: Peer, version: int, until: Until, ipc: bool, on_gpu: bool) -> None:
         """Connect where that is missing, and get the server ready."""
         server = peer.server
         await self._connect(peer, until, ipc, on_gpu)
@@ -232,7 +201,7 @@ class VllmWeights:
         await server.call("POST", "/start_weight_update", doing=until.doing, deadline=until.left(server))
 
     async def _push(
-        self, peer: Peer, update: WeightUpdate, bucket: Bucket, number: int, count: int, until: _Until
+        self, peer: Peer, update: WeightUpdate, bucket: Bucket, number: int, count: int, until: Until
     ) -> None:
         """Send one bucket: tell the server what comes, and send it at the same time."""
         server = peer.server
@@ -254,7 +223,7 @@ class VllmWeights:
             self._disconnect(peer)
             raise
 
-    async def _finish(self, peer: Peer, version: int, until: _Until) -> None:
+    async def _finish(self, peer: Peer, version: int, until: Until) -> None:
         body = {"weight_version": str(version)}
         server = peer.server
         await server.call("POST", "/finish_weight_update", doing=until.doing, deadline=until.left(server), body=body)
@@ -262,7 +231,7 @@ class VllmWeights:
 
     # ---- connections -----------------------------------------------------------------------------------------------
 
-    async def _connect(self, peer: Peer, until: _Until, ipc: bool, on_gpu: bool) -> None:
+    async def _connect(self, peer: Peer, until: Until, ipc: bool, on_gpu: bool) -> None:
         assert peer.facts is not None, "`choose_way` looked"
         kind = "ipc" if ipc else _group_backend(peer, on_gpu)
         known = self._channels.get(peer.server.url)
@@ -315,7 +284,7 @@ class VllmWeights:
 
     # ---- an adapter ------------------------------------------------------------------------------------------------
 
-    async def _send_adapter(self, peers: list[Peer], update: WeightUpdate, until: _Until) -> None:
+    async def _send_adapter(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
         for peer in peers:
             if peer.facts is not None and peer.facts["max_lora_rank"] is None:
                 raise ServerRefused(
@@ -334,13 +303,13 @@ class VllmWeights:
         far = [peer for peer in peers if peer not in near]
         if far:
             places |= await self._carry_adapter(far, update, name, until)
-        await _all(self._load_adapter(peer, name, places[peer.server.url], until) for peer in peers)
+        await all_of(self._load_adapter(peer, name, places[peer.server.url], until) for peer in peers)
         self._adapters[update.version] = name
         stamp = str(update.version)
-        await _all(_stamp(peer, stamp, until) for peer in peers)
+        await all_of(_stamp(peer, stamp, until) for peer in peers)
         self._forget_files(peers)
 
-    async def _send_bases(self, peers: list[Peer], update: WeightUpdate, until: _Until) -> None:
+    async def _send_bases(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
         """Servers that were started with another model than the adapter lies on get that model first, once."""
         assert update.adapter is not None, "the caller looked"
         if update.base is None:
@@ -354,7 +323,7 @@ class VllmWeights:
         if lacking:
             await self._send_model(lacking, update.base, until)
 
-    async def _carry_adapter(self, peers: list[Peer], update: WeightUpdate, name: str, until: _Until) -> dict[str, str]:
+    async def _carry_adapter(self, peers: list[Peer], update: WeightUpdate, name: str, until: Until) -> dict[str, str]:
         """Send an adapter's bytes to servers on other machines; returns the folder each of them wrote."""
         choose_way("group", peers, shared_folder=False)
         packer = Packer(update, max(2 * update.nbytes, 1))
@@ -382,7 +351,7 @@ class VllmWeights:
             places[server.url] = answers[0]["folder"]
         return places
 
-    async def _load_adapter(self, peer: Peer, name: str, folder: str, until: _Until) -> None:
+    async def _load_adapter(self, peer: Peer, name: str, folder: str, until: Until) -> None:
         server = peer.server
         loaded = self._loaded.setdefault((server.url, "" if peer.facts is None else peer.facts["born"]), [])
         if name in loaded:
@@ -510,7 +479,7 @@ async def rpc(server: Server, method: str, doing: str, deadline: float, **kwargs
     return results
 
 
-async def _load_folder(peer: Peer, folder: Path, until: _Until) -> None:
+async def _load_folder(peer: Peer, folder: Path, until: Until) -> None:
     server, doing = peer.server, f"{until.doing} from {folder}"
     if peer.facts is not None:
         await rpc(server, "covey_load_folder", doing, until.left(server), folder=str(folder))
@@ -519,7 +488,7 @@ async def _load_folder(peer: Peer, folder: Path, until: _Until) -> None:
         await server.call("POST", "/collective_rpc", doing=doing, deadline=until.left(server), body=body)
 
 
-async def _stamp(peer: Peer, stamp: str, until: _Until) -> None:
+async def _stamp(peer: Peer, stamp: str, until: Until) -> None:
     server = peer.server
     await server.call(
         "POST",
@@ -531,7 +500,7 @@ async def _stamp(peer: Peer, stamp: str, until: _Until) -> None:
     await _confirm(peer, stamp, until)
 
 
-async def _confirm(peer: Peer, stamp: str, until: _Until) -> None:
+async def _confirm(peer: Peer, stamp: str, until: Until) -> None:
     """The server must say that it has what was sent."""
     server = peer.server
     answer = await server.call("GET", "/weight_info", doing=until.doing, deadline=until.left(server))
@@ -545,82 +514,10 @@ async def _confirm(peer: Peer, stamp: str, until: _Until) -> None:
         )
 
 
-async def _has_base(peer: Peer, update: WeightUpdate, until: _Until) -> bool:
+async def _has_base(peer: Peer, update: WeightUpdate, until: Until) -> bool:
     """Whether the server was started with the model that the adapter lies on."""
     assert update.adapter is not None, "the caller looked"
     wanted = update.adapter.get("base_model_name_or_path")
     answer = await peer.server.call("GET", "/v1/models", doing=until.doing, deadline=until.left(peer.server))
     models = answer.get("data", []) if isinstance(answer, dict) else []
     return bool(wanted) and wanted in {name for model in models for name in (model.get("root"), model.get("id"))}
-
-
-# ---- doing two things at once ----------------------------------------------------------------------------------------
-
-
-async def together(server: Server, doing: str, request: Awaitable[R], transfer: Callable[[], T]) -> tuple[R, T]:
-    """Run a request and the transfer it announces; both must succeed.
-
-    When the transfer fails, the server's own words are waited for shortly: they say more than "connection closed".
-
-    Raises:
-        ServerError: either failed.
-    """
-    asked = asyncio.ensure_future(request)
-    moved = asyncio.ensure_future(in_thread(transfer))
-    await asyncio.wait([asked, moved], return_when=asyncio.FIRST_EXCEPTION)
-    if asked.done() and not asked.cancelled() and (error := asked.exception()) is not None:
-        moved.cancel()  # its thread ends at its own deadline, or when the channel is closed
-        raise error
-    if moved.done() and (cause := moved.exception()) is not None:
-        await asyncio.wait([asked], timeout=LAST_WORDS_SECONDS)
-        if asked.done() and (error := asked.exception()) is not None:
-            raise error
-        asked.cancel()
-        if isinstance(cause, (RuntimeError, OSError)):
-            late = "imed out" in str(cause) or "imeout" in str(cause)
-            raise (DeadlineExceeded if late else ServerUnreachable)(server.url, doing, _said(cause)) from cause
-        raise cause
-    return await asked, await moved
-
-
-def _said(error: BaseException) -> str:
-    """The first line of a message, without the source file that torch puts before it."""
-    line = str(error).strip().partition("\n")[0]
-    return line.split("] ", 1)[-1].split(" This is typically", 1)[0]
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread of its own, which does not keep the program from ending.
-
-    The thread uses the GPU that is current here: torch keeps that for every thread by itself.
-    """
-    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-    gpu = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_exception(error) if error is not None else done.set_result(result)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            if gpu is not None:
-                torch.cuda.set_device(gpu)
-            result = work()
-        except BaseException as caught:
-            error = caught
-        try:
-            loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:  # the loop was closed: nobody waits any more
-            log.debug("a transfer ended after its loop: %r", error)
-
-    threading.Thread(target=run, daemon=True, name="covey-weights").start()
-    return await done
-
-
-async def _all(awaitables: Any) -> None:
-    """Wait for all; the first error is raised when every one has ended."""
-    results = await asyncio.gather(*awaitables, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
