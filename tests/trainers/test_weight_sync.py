@@ -1,6 +1,5 @@
 """When weights are sent, what, and that processes agree about it."""
 
-import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +8,7 @@ import torch
 
 import tiny
 from covey.rollout.engine import EngineTraits
+from covey.trainers.collectives import Collectives
 from covey.trainers.weight_sync import WeightSync
 
 peft = pytest.importorskip("peft")
@@ -37,7 +37,7 @@ class Shared(Engine):
     def tell(self):
         return ["http://a"]
 
-    def adopt(self, version, told):
+    def learn(self, version, told):
         self.adopted = version, told
 
 
@@ -47,7 +47,7 @@ def adapted(**changes):
 
 def test_weights_are_sent_first_and_whenever_the_policy_changed():
     engine, model = Engine(), tiny.model()
-    sync = WeightSync(engine, lambda: model)
+    sync = WeightSync(engine, lambda: model, ALONE)
     sent = [bool(sync.ensure_current(version)) for version in (0, 0, 1, 1, 3)]
     assert sent == [True, False, True, False, True]
     assert [update.version for update in engine.updates] == [0, 1, 3]
@@ -55,7 +55,7 @@ def test_weights_are_sent_first_and_whenever_the_policy_changed():
 
 def test_what_was_sent_is_the_policy_of_that_moment():
     engine, model = Engine(), tiny.model()
-    sync = WeightSync(engine, lambda: model)
+    sync = WeightSync(engine, lambda: model, ALONE)
     stats = sync.ensure_current(0)
     assert stats["sync/bytes"].total == sum(p.numel() * 4 for p in model.parameters())
     with torch.no_grad():
@@ -66,13 +66,13 @@ def test_what_was_sent_is_the_policy_of_that_moment():
 
 def test_an_engine_that_shares_the_policy_is_sent_nothing():
     engine = Engine(shares_policy=True)
-    assert WeightSync(engine, tiny.model).ensure_current(0) == {}
+    assert WeightSync(engine, tiny.model, ALONE).ensure_current(0) == {}
     assert not engine.updates
 
 
 def test_weights_that_could_not_be_sent_are_sent_again():
     engine, model = Engine(fails=RuntimeError("disk full")), tiny.model()
-    sync = WeightSync(engine, lambda: model)
+    sync = WeightSync(engine, lambda: model, ALONE)
     with pytest.raises(RuntimeError, match="disk full"):
         sync.ensure_current(0)
     engine.fails = None
@@ -91,7 +91,7 @@ def test_weights_that_could_not_be_sent_are_sent_again():
 )
 def test_an_adapter_travels_alone_where_engine_and_adapter_allow_it(lora_sync, takes_adapters, changes, alone):
     engine, model = Engine(takes_adapters=takes_adapters), adapted(**changes)
-    WeightSync(engine, lambda: model, lora_sync=lora_sync).ensure_current(0)
+    WeightSync(engine, lambda: model, ALONE, lora_sync=lora_sync).ensure_current(0)
     assert (engine.updates[0].adapter is not None) is alone
 
 
@@ -102,17 +102,16 @@ def test_an_adapter_travels_alone_where_engine_and_adapter_allow_it(lora_sync, t
 def test_an_adapter_that_must_travel_alone_and_cannot_is_an_error(traits, changes, why):
     model = adapted(**changes)
     with pytest.raises(ValueError, match=f"vllm_lora_sync='adapter'.*{why}"):
-        WeightSync(Engine(**traits), lambda: model, lora_sync="adapter").ensure_current(0)
+        WeightSync(Engine(**traits), lambda: model, ALONE, lora_sync="adapter").ensure_current(0)
 
 
 # ---- several processes, as threads -----------------------------------------------------------------------------------
 
 
 class Processes:
-    """Two of them, with the collectives that accelerate has; a word nobody takes or sends fails the test."""
+    """Two of them; a word that nobody takes or sends fails the test."""
 
     def __init__(self):
-        self._words = queue.Queue()
         self._barrier = threading.Barrier(2, timeout=20)
         self._slots = [None, None]
 
@@ -127,20 +126,27 @@ class Processes:
             return list(pool.map(one, (0, 1), timeout=60))
 
     def sync(self, rank, engine, model):
-        def from_first(word):
-            if rank == 0:
-                self._words.put(word)
-                return word
-            return self._words.get(timeout=20)
+        return WeightSync(engine, lambda: model, Meeting(rank, self._barrier, self._slots))
 
-        def gather(word):
-            self._slots[rank] = word
-            self._barrier.wait()
-            words = list(self._slots)
-            self._barrier.wait()
-            return words
 
-        return WeightSync(engine, lambda: model, rank=rank, world_size=2, from_first=from_first, gather=gather)
+class Meeting:
+    """What `Collectives` does, for threads."""
+
+    size = 2
+
+    def __init__(self, rank, barrier, slots):
+        self.rank, self._barrier, self._slots = rank, barrier, slots
+
+    def gather(self, mine, what):
+        self._slots[self.rank] = mine, what
+        self._barrier.wait()
+        words = list(self._slots)
+        self._barrier.wait()
+        assert len({what for _, what in words}) == 1, words
+        return [mine for mine, _ in words]
+
+
+ALONE = Collectives(rank=0, size=1, seconds=60.0, step=lambda: 0)
 
 
 def test_one_process_sends_for_all_and_the_others_learn_of_it():

@@ -52,9 +52,11 @@ METRIC_MEANINGS: dict[str, str] = {
     "num_tokens": "Tokens processed since the run began: prompts and completions of all processes, those "
     "that dynamic_sample did not keep included.",
     "step_time": "Seconds per optimizer step, sampling and scoring included.",
-    "phase/{name}": "Seconds between two logs spent on one phase: generate (sampling), reward (reward functions; with "
-    "stream_rewards, only what is left of them when everything is sampled), score (log-probabilities under the old and "
-    "the reference policy), train (forward, backward and optimizer).",
+    "sync/seconds": "Seconds it took to bring an engine of its own to the policy's weights.",
+    "sync/bytes": "Bytes of weights that were sent to it: all of the model's, or an adapter's.",
+    "phase/{name}": "Seconds between two logs spent on one phase: sync (sending weights to an engine), generate "
+    "(sampling), reward (reward functions; with stream_rewards, only what is left of them when everything is sampled), "
+    "score (log-probabilities under the old and the reference policy), train (forward, backward and optimizer).",
     "passes/count": "Forward and backward passes per optimizer step in one process. Unlike gradient_accumulation_steps "
     "it follows from the tokens there are to train on.",
     "passes/tokens": "Mean number of tokens in such a pass, prompts included; max_tokens_per_micro_batch bounds it.",

@@ -33,6 +33,7 @@ from covey.trainers.entropy import EntropyController
 from covey.trainers.passes import Passes
 from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.sampler import check_enough
+from covey.trainers.weight_sync import WeightSync
 
 __all__ = ["load_tokenizer"]
 
@@ -182,6 +183,11 @@ def build_collector(args: Any, model: Any, tokenizer: Any, accelerator: Any, pol
         )
     engine = build_engine(args, model, tokenizer, accelerator, policy, context)
     return Collector(engine, PromptCodec(tokenizer, args.chat_template_kwargs, context), args.seed)
+
+
+def build_weight_sync(args: Any, engine: Any, policy: Callable[[], Any], collectives: Collectives) -> WeightSync:
+    """What keeps an engine with weights of its own at the policy's."""
+    return WeightSync(engine, policy, collectives, lora_sync=args.vllm_lora_sync)
 
 
 def build_speculation(args: Any, train_dataset: Any) -> Speculation | None:

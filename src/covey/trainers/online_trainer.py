@@ -110,8 +110,10 @@ class OnlineTrainer(PolicyUpdates):
         self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator)
         self.reference = assembly.build_reference(args, self.algorithm, model)
         self.collector = assembly.build_collector(args, model, tokenizer, self.accelerator, lambda: self.policy)
+        engine = self.collector.engine
+        self.weight_sync = assembly.build_weight_sync(args, engine, lambda: self.policy, self.collectives)
         self.sampling = assembly.sampling_params(args)
-        self.algorithm = corrected(self.algorithm, args, traits_of(self.collector.engine), self.sampling)
+        self.algorithm = corrected(self.algorithm, args, traits_of(engine), self.sampling)
         self.speculation = assembly.build_speculation(args, train_dataset)
         self.rewards = assembly.build_rewards(args, reward_funcs, reward_processing_classes, self.accelerator)
         self.entropy = assembly.entropy_controller(args)
@@ -135,6 +137,8 @@ class OnlineTrainer(PolicyUpdates):
     @torch.no_grad()
     def gather_experience(self, draws: list[Draw]) -> TrainBatch:
         """Sample, score, assign credit: dataset rows in, training tokens out."""
+        with self.phases("sync"):
+            self.metrics.add(self.weight_sync.ensure_current(self.state.global_step), self.mode)
         sample = partial(self._sample, self._generation_key())
         chosen = self.chooser.choose(draws, sample) if self.chooser is not None and self.model.training else None
         sampled = sample(draws, 0) if chosen is None else chosen.kept

@@ -17,6 +17,7 @@ from covey.core.stats import Mean, Stat
 from covey.core.weights import WeightUpdate
 from covey.policy.weights import has_adapter, is_sharded, weight_update, why_not_alone
 from covey.rollout.engine import RolloutEngine, traits_of
+from covey.trainers.collectives import Collectives
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class SharedServers(Protocol):
         """On the process that sent: what the others must know about it; picklable."""
         ...
 
-    def adopt(self, version: int, told: Any) -> None:
+    def learn(self, version: int, told: Any) -> None:
         """On the others: the servers hold `version`."""
         ...
 
@@ -42,28 +43,20 @@ class WeightSync:
         policy: gives the model that is trained.
         lora_sync: "adapter" sends an adapter alone, "merged" sends the weights it amounts to, and "auto" sends it alone
             where both the adapter and the engine allow that.
-        rank: of this process.
-        world_size: processes.
-        from_first: gives every process what the first one passes; collective.
-        gather: gives every process what all of them pass, in order; collective.
+        collectives: how processes meet.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
         policy: Callable[[], Any],
-        *,
+        collectives: Collectives,
         lora_sync: str = "auto",
-        rank: int = 0,
-        world_size: int = 1,
-        from_first: Callable[[Any], Any] = lambda word: word,
-        gather: Callable[[Any], list[Any]] = lambda word: [word],
     ):
         self._engine = engine
         self._policy = policy
+        self._collectives = collectives
         self._lora_sync = lora_sync
-        self._rank, self._world_size = rank, world_size
-        self._from_first, self._gather = from_first, gather
         self._sent: int | None = None
         self._said: str | None = None
 
@@ -81,7 +74,7 @@ class WeightSync:
             return {}
         started = time.perf_counter()
         update = self._update(version)
-        if self._world_size > 1 and isinstance(self._engine, SharedServers):
+        if self._collectives.size > 1 and isinstance(self._engine, SharedServers):
             self._send_for_all(self._engine, update)
         else:
             self._load_each(update)
@@ -122,18 +115,17 @@ class WeightSync:
             self._engine.load_weights(update)
         except Exception as caught:
             error = caught
-        if self._world_size > 1:
-            words = self._gather(None if error is None else str(error))
-            failed = [(rank, said) for rank, said in enumerate(words) if said is not None]
-            if failed and error is None:
-                raise RuntimeError(f"process {failed[0][0]} could not load weights: {failed[0][1]}")
+        words = self._collectives.gather(None if error is None else str(error), f"load weights of {update.version}")
+        failed = [(rank, said) for rank, said in enumerate(words) if said is not None]
+        if failed and error is None:
+            raise RuntimeError(f"process {failed[0][0]} could not load weights: {failed[0][1]}")
         if error is not None:
             raise error
 
     def _send_for_all(self, engine: Any, update: WeightUpdate) -> None:
         """The first process sends. Where a pass over the weights is collective, it calls the others to each."""
         together = is_sharded(self._policy())
-        if self._rank > 0:
+        if self._collectives.rank > 0:
             self._follow(engine, update)
             return
         error: BaseException | None = None
@@ -141,13 +133,14 @@ class WeightSync:
             engine.load_weights(self._announcing(update) if together else update)
         except BaseException as caught:
             error = caught
-        self._from_first(("done", None if error is None else _words(error), None if error else engine.tell()))
+        word = ("done", None if error is None else _words(error), None if error else engine.tell())
+        self._from_first(word, update.version)
         if error is not None:
             raise error
 
     def _follow(self, engine: Any, update: WeightUpdate) -> None:
         while True:
-            word, said, told = self._from_first(None)
+            word, said, told = self._from_first(None, update.version)
             if word == "pass":
                 of = update if said == "update" else update.base
                 assert of is not None, "both processes made the same update"
@@ -156,15 +149,19 @@ class WeightSync:
                 continue
             if said is not None:
                 raise RuntimeError(f"process 0 could not send the weights: {said}")
-            engine.adopt(update.version, told)
+            engine.learn(update.version, told)
             return
+
+    def _from_first(self, word: Any, version: int) -> Any:
+        """What the first process has to say about sending, in every process."""
+        return self._collectives.gather(word, f"send weights of version {version}")[0]
 
     def _announcing(self, update: WeightUpdate) -> WeightUpdate:
         """The same, but every pass is begun by all processes, and ended by all even where the sender gives it up."""
 
         def passes(of: WeightUpdate, name: str) -> WeightUpdate:
             def tensors() -> Iterator[tuple[str, Tensor]]:
-                self._from_first(("pass", name, None))
+                self._from_first(("pass", name, None), of.version)
                 one = of.tensors()
                 try:
                     for pair in one:  # noqa: UP028 - `yield from` would close it where this is given up

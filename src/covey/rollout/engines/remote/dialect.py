@@ -5,7 +5,7 @@ A dialect knows paths and bodies. It knows no load, retries, versions or threads
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,7 @@ class ServerFacts:
         reports_after_cut: its log-probs are those of the distribution after top-k, top-p, min-p and penalties.
         reports_temperature: its log-probs are those at the sampling temperature; False: always at temperature 1.
         sleeps: it was started so that it can release its memory.
+        takes_adapters: it was started so that adapters can be loaded while it runs.
         path: where its model was loaded from, if that is not its name.
     """
 
@@ -43,6 +44,7 @@ class ServerFacts:
     reports_after_cut: bool = False
     reports_temperature: bool = True
     sleeps: bool = False
+    takes_adapters: bool = False
     path: str | None = None
 
 
@@ -148,6 +150,14 @@ class WeightTransport(Protocol):
 
     def model_name(self, facts: ServerFacts, version: int) -> str:
         """What to ask for in `generate` once `version` has been sent: the server's model, or a versioned adapter."""
+        ...
+
+    def tell(self) -> Any:
+        """After `send`: what `model_name` must know in processes that did not send; JSON."""
+        ...
+
+    def learn(self, told: Any) -> None:
+        """In those processes: what `tell` said in the one that sent."""
         ...
 
     async def close(self) -> None:

@@ -127,6 +127,7 @@ class RemoteEngine:
             )
         self.traits = EngineTraits(
             reports_after_cut=any(fact.reports_after_cut for fact in facts),
+            takes_adapters=all(fact.takes_adapters for fact in facts),
             dtype=min((fact.dtype for fact in facts if fact.dtype), key=lambda dtype: dtype.itemsize, default=None),
         )
 
@@ -396,6 +397,15 @@ class RemoteEngine:
                 "Give every run servers of its own.",
             )
         return version == str(member.version)
+
+    def tell(self) -> Any:
+        """After `load_weights`: what the `adopt` of other processes must know; JSON."""
+        return {"urls": self.holders, "transport": self.transport.tell()}
+
+    def learn(self, version: int, told: Any) -> None:
+        """`adopt` what another process has sent, with all that its `tell` said."""
+        self.transport.learn(told["transport"])
+        self.adopt(version, told["urls"])
 
     def adopt(self, version: int, urls: Sequence[str] | None = None) -> None:
         """Learn that the servers hold `version`, which another process has sent.

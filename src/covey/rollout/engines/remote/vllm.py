@@ -90,6 +90,7 @@ class VllmDialect:
             reports_after_cut=after_cut,
             reports_temperature=after_cut,
             sleeps=bool(_within(config, "model_config", "enable_sleep_mode")),
+            takes_adapters=_within(config, "lora_config") is not None,
             path=str(model.get("root") or model["id"]),
         )
 

@@ -28,6 +28,22 @@ class VllmFields:
     vllm_server_port: int = described(8000, "Port of the vLLM server.")
     vllm_server_timeout: float = described(240.0, "Seconds to wait for the vLLM server to be up.")
     vllm_group_port: int = described(51216, "Port over which weights are sent to the vLLM server.")
+    vllm_weight_transfer: str = described(
+        "auto",
+        "How weights reach vLLM servers: over a `group` of processes (gloo, NCCL), by `ipc` (memory of a GPU that both "
+        "use), as files on `disk`. `auto`: the group if the servers can, else files.",
+    )
+    vllm_weight_folder: str | None = described(
+        None,
+        "Folder for weights that travel as files; trainer and servers see it under this name. Unset: a temporary one, "
+        "for servers on this machine.",
+    )
+    vllm_weight_bucket: int = described(128, "MiB of weights sent at once over a group or by ipc.")
+    vllm_lora_sync: str = described(
+        "auto",
+        "What of a LoRA model reaches vLLM: `adapter` alone (small), or `merged` weights. `auto`: the adapter where it "
+        "and vLLM allow that.",
+    )
     vllm_gpu_memory_utilization: float = described(
         0.3, "Share of a GPU's memory that vLLM may take, between 0 and 1 (colocate mode)."
     )

@@ -18,6 +18,7 @@ COUNTS = (
     "ref_model_sync_steps",
     "num_completions_to_print",
     "vllm_tensor_parallel_size",
+    "vllm_weight_bucket",
 )
 """Fields that are whole numbers from 1 (or unset)."""
 

@@ -28,6 +28,8 @@ WORDS = {
     "attn_layout": ("auto", "shared_prefix", "packed", "padded"),
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_weight_transfer": ("auto", "group", "ipc", "disk"),
+    "vllm_lora_sync": ("auto", "adapter", "merged"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "engine_parity": ("raise", "warn", "off"),
 }
