@@ -1,0 +1,223 @@
+"""Running code that a model wrote: `run_python(code, timeout, memory)`.
+
+It is a guard against accidents, not against attackers: endless loops, fork bombs, gigabytes of output, deleted files
+and calls home are what generated code does by mistake. Code that means harm needs a virtual machine or a service made
+for it; write a `Sandbox` around that and install it with `use_sandbox`, and every caller of `run_python` goes there.
+
+Code runs in a child process with a temporary directory as its home and without the environment's variables (where keys
+are). On Linux a process in between (`child.py`) holds the limits. Where the kernel allows namespaces there is no
+network, files outside the temporary directory can be read and not written, and no process survives;
+`SandboxResult.guards` says which of these held.
+"""
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+MIB = 1 << 20
+
+__all__ = ["MIB", "LocalSandbox", "Sandbox", "SandboxResult", "run_python", "use_sandbox"]
+
+
+@dataclass(frozen=True)
+class SandboxResult:
+    """What became of the code.
+
+    Attributes:
+        stdout: what it printed, to a limit.
+        stderr: likewise; an uncaught exception's traceback is here.
+        exit_code: 0 if it ran through, 1 after an uncaught exception, -n if signal n ended it.
+        stopped: why it was ended before its own end: "time", "memory" (of all its processes) or "processes" (too many
+            of them); None if it was not.
+        truncated: whether stdout or stderr was longer than the limit.
+        duration: seconds.
+        guards: those of "network", "files" and "processes" that the kernel allowed.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    stopped: str | None
+    truncated: bool
+    duration: float
+    guards: frozenset[str] = frozenset()
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether it was ended because it took too long."""
+        return self.stopped == "time"
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ran through without an uncaught exception."""
+        return self.exit_code == 0 and self.stopped is None
+
+
+class Sandbox(Protocol):
+    """Somewhere to run code: implement it for a container, a virtual machine or a remote service."""
+
+    def run(self, code: str, *, timeout: float, memory: int, stdin: str) -> SandboxResult:
+        """Run `code` to its end or to a limit; failures of the code are results, not exceptions."""
+        ...
+
+
+def run_python(code: str, timeout: float = 10.0, memory: int = 512 * MIB, stdin: str = "") -> SandboxResult:
+    """Run Python code in a child process and return what it printed and how it ended.
+
+    Args:
+        code: a program.
+        timeout: seconds until it is ended.
+        memory: bytes of address space of each of its processes, and of memory of all of them.
+        stdin: what it can read.
+
+    Raises:
+        ValueError: a limit that is not positive.
+        RuntimeError: no child process could be started.
+
+    Example:
+        >>> run_python("print(6 * 7)").stdout
+        '42\\n'
+    """
+    for name, limit in {"timeout": timeout, "memory": memory}.items():
+        if not limit > 0:
+            raise ValueError(f"{name}={limit!r} of run_python must be greater than 0.")
+    return _sandbox.run(code, timeout=timeout, memory=memory, stdin=stdin)
+
+
+def use_sandbox(sandbox: Sandbox | None) -> None:
+    """Have `run_python` use another sandbox from now on, in this process; None takes the local one again."""
+    global _sandbox
+    _sandbox = sandbox if sandbox is not None else LocalSandbox()
+
+
+_CHILD = Path(__file__).with_name("child.py")
+_GRACE = 10.0  # seconds in which the child starts and ends, on a busy machine
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class LocalSandbox:
+    """Child processes of this one.
+
+    Attributes:
+        max_output: bytes of stdout and of stderr that are kept; the rest is read and dropped.
+        max_file: bytes that a file it writes may have.
+        max_processes: processes at the same time, its own included.
+        namespaces: whether to enter namespaces where the kernel allows it; without them none of the `guards` holds.
+        python: the interpreter, with its packages.
+    """
+
+    max_output: int = 100_000
+    max_file: int = 64 * MIB
+    max_processes: int = 16
+    namespaces: bool = True
+    python: str = sys.executable
+
+    def run(self, code: str, *, timeout: float, memory: int, stdin: str) -> SandboxResult:
+        """See `run_python`."""
+        folder = tempfile.mkdtemp(prefix="covey-sandbox-")
+        try:
+            with tempfile.TemporaryFile() as given:
+                given.write(stdin.encode("utf-8", "surrogatepass"))
+                given.seek(0)
+                Path(folder, "main.py").write_bytes(code.encode("utf-8", "surrogatepass"))
+                return self._run(folder, timeout, memory, given.fileno())
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self, folder: str, timeout: float, memory: int, stdin: int) -> SandboxResult:
+        report, reports = os.pipe()
+        limits = {
+            "folder": folder,
+            "timeout": timeout,
+            "memory": int(memory),
+            "max_file": self.max_file,
+            "max_processes": self.max_processes,
+            "namespaces": self.namespaces,
+            "report": reports,
+        }
+        started = time.monotonic()
+        try:
+            process = subprocess.Popen(
+                [self.python, "-I", "-S", "-B", str(_CHILD), json.dumps(limits)],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,
+                env=_environment(folder),
+                pass_fds=(reports,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(report)
+            raise RuntimeError(f"the sandbox could not start {self.python}: {error}") from error
+        finally:
+            os.close(reports)
+        try:
+            with process:
+                try:
+                    assert process.stdout is not None and process.stderr is not None
+                    streams = [process.stdout.fileno(), process.stderr.fileno(), report]
+                    (out, err, said), late = self._read(streams, started + timeout + _GRACE)
+                finally:
+                    _end(process)
+        finally:
+            os.close(report)
+        lines = [json.loads(line) for line in said.splitlines()]
+        told: dict[str, Any] = {key: value for line in lines for key, value in line.items()}
+        if not told and not late:
+            raise RuntimeError(f"the sandbox did not start: {err.decode(errors='replace')[-500:]}")
+        return SandboxResult(
+            stdout=out[: self.max_output].decode("utf-8", "replace"),
+            stderr=err[: self.max_output].decode("utf-8", "replace"),
+            exit_code=told.get("exit_code", -signal.SIGKILL),
+            stopped="time" if late else told.get("stopped"),
+            truncated=max(len(out), len(err)) > self.max_output,
+            duration=told.get("duration", time.monotonic() - started),
+            guards=frozenset(told.get("guards", ())),
+        )
+
+    def _read(self, streams: list[int], deadline: float) -> tuple[list[bytearray], bool]:
+        """Everything up to one byte more than is kept, until all streams are closed; whether it took too long."""
+        kept = {stream: bytearray() for stream in streams}
+        with selectors.DefaultSelector() as selector:
+            for stream in streams:
+                selector.register(stream, selectors.EVENT_READ)
+            while selector.get_map():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return list(kept.values()), True
+                for key, _ in selector.select(left):
+                    data = os.read(key.fd, _CHUNK)
+                    if not data:
+                        selector.unregister(key.fd)
+                    kept[key.fd] += data[: max(0, self.max_output + 1 - len(kept[key.fd]))]
+        return list(kept.values()), False
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """Enough to run Python; no keys, and no more threads than one, each of which would reserve address space."""
+    threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
+    own = {"HOME": folder, "TMPDIR": folder, "PYTHONIOENCODING": "utf-8", "MALLOC_ARENA_MAX": "1", **threads}
+    inherited = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
+    return {**{name: os.environ[name] for name in inherited if name in os.environ}, **own}
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End the child and its process group. Processes that left the group ended with the one that watched them."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()
+
+
+_sandbox: Sandbox = LocalSandbox()

@@ -1,0 +1,230 @@
+"""The process that starts sandboxed code and watches it. Run by path with one JSON argument; nothing imports it.
+
+Three processes: this one takes leave of the network and the like and waits; the watcher it forks, the first process of
+its own namespace where there is one, counts time, memory and processes; and the code itself. Each ends with the one
+above it. What happened is written to the pipe `report` as JSON lines.
+"""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x8000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1  # the numbers of every Linux port
+POLL_SECONDS = 0.02
+LIMITS_OF_FILES_AND_CORES = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_CORE: 0}
+
+libc = ctypes.CDLL(None, use_errno=True)
+linux = sys.platform == "linux"
+
+
+def main() -> None:
+    limits = json.loads(sys.argv[1])
+    guards = isolate(limits["folder"]) if linux and limits["namespaces"] else []
+    say(limits, guards=guards)
+    watcher = os.fork()
+    if watcher == 0:
+        die_with_parent()
+        watch(limits)
+        os._exit(0)
+    os.waitpid(watcher, 0)
+
+
+def say(limits: dict, **facts: object) -> None:
+    os.write(limits["report"], (json.dumps(facts) + "\n").encode())
+
+
+# --- leaving what could be harmed --------------------------------------------------------------------------------
+
+
+def isolate(folder: str) -> list:
+    """Enter as many namespaces as the kernel allows; the guards that hold."""
+    uid, gid = os.getuid(), os.getgid()
+    apart = CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID
+    full = apart | CLONE_NEWNS
+    for flags in (CLONE_NEWUSER | full, full, CLONE_NEWUSER | apart, CLONE_NEWUSER | CLONE_NEWNET):
+        if libc.unshare(flags) == 0:
+            break
+    else:
+        return []
+    if flags & CLONE_NEWUSER:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            # Where this fails the code runs as a user without rights.
+            with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    guards = ["network"]
+    if flags & CLONE_NEWPID:
+        guards.append("processes")
+    if flags & CLONE_NEWNS and protect_files(folder):
+        guards.append("files")
+    return guards
+
+
+def protect_files(folder: str) -> bool:
+    """Make everything but `folder` read-only for this process and its children."""
+    path = folder.encode()
+    libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+    if libc.mount(path, path, None, MS_BIND, None) != 0:
+        return False
+    if set_read_only(b"/", AT_RECURSIVE, True) != 0:
+        return False
+    writable = set_read_only(path, 0, False) == 0
+    if not writable:  # better no guard than a program that cannot write at all
+        set_read_only(b"/", AT_RECURSIVE, False)
+    os.chdir(folder)
+    return writable
+
+
+def set_read_only(path: bytes, flags: int, on: bool) -> int:
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY if on else 0, 0 if on else MOUNT_ATTR_RDONLY, 0, 0)
+    return libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, ctypes.sizeof(attributes))
+
+
+def die_with_parent() -> None:
+    if linux:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+# --- watching ----------------------------------------------------------------------------------------------------
+
+
+def watch(limits: dict) -> None:
+    """Run the code, end it at a limit, and end whatever it leaves behind."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    if linux:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here instead of getting away
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        execute(limits)
+    stopped, status = None, None
+    while status is None and stopped is None:
+        wait_for_a_child()
+        status = reap(child)
+        stopped = None if status is not None else reached(limits, time.monotonic() - started)
+    with contextlib.suppress(OSError):
+        os.killpg(child, signal.SIGKILL)  # at once, so that nothing is forked in between
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    duration = time.monotonic() - started
+    if os.getpid() != 1:  # as the first process of a namespace, ending is enough
+        end_all()
+    code = os.waitstatus_to_exitcode(status)
+    stopped = "time" if stopped is None and code == -signal.SIGXCPU else stopped
+    say(limits, exit_code=code, stopped=stopped, duration=duration)
+
+
+def wait_for_a_child() -> None:
+    if hasattr(signal, "sigtimedwait"):
+        signal.sigtimedwait({signal.SIGCHLD}, POLL_SECONDS)
+    else:
+        time.sleep(POLL_SECONDS)
+
+
+def reap(child: int):
+    """Collect the dead; the status of the code's own process if it is among them."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if pid in (0, child):
+            return status if pid == child else None
+
+
+def reached(limits: dict, elapsed: float):
+    """The limit that was reached, or None."""
+    if elapsed > limits["timeout"]:
+        return "time"
+    running = descendants(limits["max_processes"])
+    if len(running) > limits["max_processes"]:
+        return "processes"
+    return "memory" if sum(map(resident, running)) > limits["memory"] else None
+
+
+def descendants(limit: int) -> list:
+    """Process ids of what came from this process, as /proc numbers them; empty where there is no such file.
+
+    Looking ends once there are more than `limit`: a fork bomb makes them faster than they can be counted.
+    """
+    found: list = []
+    todo = ["self"]
+    while todo and len(found) <= limit:
+        tasks = f"/proc/{todo.pop()}/task"
+        try:
+            for thread in os.listdir(tasks):
+                with open(f"{tasks}/{thread}/children") as file:
+                    children = file.read().split()
+                found += children
+                todo += children
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+def resident(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def end_all() -> None:
+    """Kill what is left until nothing is: each round also finds what was started during the last."""
+    for _ in range(100):
+        running = descendants(1000)
+        if not running:
+            return
+        for pid in running:
+            with contextlib.suppress(OSError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.01)
+        reap(-2)
+
+
+# --- the code ----------------------------------------------------------------------------------------------------
+
+
+def execute(limits: dict) -> None:
+    try:
+        die_with_parent()
+        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        os.close(limits["report"])
+        seconds = math.ceil(limits["timeout"])
+        set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)
+        set_limit(resource.RLIMIT_FSIZE, limits["max_file"])
+        set_limit(resource.RLIMIT_AS, limits["memory"])
+        for kind, value in LIMITS_OF_FILES_AND_CORES.items():
+            set_limit(kind, value)
+        if os.getppid() == 1 and linux:  # a namespace of its own, where processes are counted from 0
+            set_limit(resource.RLIMIT_NPROC, limits["max_processes"] + 2)
+        os.execv(sys.executable, [sys.executable, "-I", "-B", "main.py"])
+    except BaseException as error:
+        os.write(2, f"the sandbox could not start the code: {error}\n".encode())
+        os._exit(126)
+
+
+def set_limit(kind: int, soft: int, hard: int = -1) -> None:
+    """Lower a limit; one that is lower already stays."""
+    ceiling = resource.getrlimit(kind)[1]
+    hard = soft if hard < 0 else hard
+    if ceiling != resource.RLIM_INFINITY:
+        soft, hard = min(soft, ceiling), min(hard, ceiling)
+    with contextlib.suppress(ValueError, OSError):  # some systems know a limit and do not let it be set
+        resource.setrlimit(kind, (soft, hard))
+
+
+if __name__ == "__main__":
+    main()

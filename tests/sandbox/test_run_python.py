@@ -1,0 +1,253 @@
+"""Sandboxed code: what it prints comes back, and what it does by accident stops at a limit."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from covey import sandbox
+from covey.sandbox import MIB, LocalSandbox, SandboxResult, run_python
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX system")
+
+GUARDS = run_python("").guards if sys.platform == "linux" else frozenset()
+
+
+def guarded(name):
+    return pytest.mark.skipif(name not in GUARDS, reason=f"this kernel does not allow the guard {name!r}")
+
+
+def alive(mark):
+    """Processes whose command line or environment mentions `mark`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+# --- ordinary programs -------------------------------------------------------------------------------------------
+
+
+def test_output_and_exit_code_come_back():
+    result = run_python("import sys; print('out é'); print('err', file=sys.stderr)")
+    assert (result.stdout, result.stderr, result.exit_code) == ("out é\n", "err\n", 0)
+    assert result.ok
+    assert not result.timed_out
+    assert not result.truncated
+    assert 0 < result.duration < 60
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "error"),
+    [
+        ("raise ValueError('no')", 1, "ValueError: no"),
+        ("print(", 1, "SyntaxError"),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import os; os._exit(3)", 3, ""),
+        ("import ctypes; ctypes.string_at(0)", -11, ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+        ("x = '\ud800'", 1, "SyntaxError"),
+        ("\0", 1, "SyntaxError"),
+    ],
+)
+def test_a_program_that_fails_says_how(code, exit_code, error):
+    result = run_python(code)
+    assert result.exit_code == exit_code
+    assert error in result.stderr
+    assert not result.ok
+    assert result.stopped is None
+
+
+def test_stdin_is_what_was_given_and_empty_otherwise():
+    assert run_python("print(input())", stdin="hello\n").stdout == "hello\n"
+    assert "EOFError" in run_python("input()").stderr
+    assert run_python("import sys; print(len(sys.stdin.read()))", stdin="x" * 1_000_000).stdout == "1000000\n"
+
+
+def test_it_has_a_directory_of_its_own_that_is_gone_afterwards():
+    result = run_python("import os; open('note', 'w').write('x'); print(os.getcwd(), os.environ['HOME'])")
+    folder, home = result.stdout.split()
+    assert folder == home
+    assert not Path(folder).exists()
+
+
+def test_installed_packages_can_be_imported_and_the_environment_cannot_be_seen(monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "hunter2")
+    result = run_python("import os, numpy; print(numpy.arange(3).sum(), 'SECRET_KEY' in os.environ)", memory=2048 * MIB)
+    assert result.stdout == "3 False\n"
+
+
+@pytest.mark.parametrize("limit", [{"timeout": 0}, {"timeout": float("nan")}, {"memory": -1}])
+def test_limits_are_positive(limit):
+    with pytest.raises(ValueError, match="of run_python must be greater than 0"):
+        run_python("", **limit)
+
+
+def test_an_interpreter_that_is_not_there_is_an_error():
+    with pytest.raises(RuntimeError, match="could not start /no/python"):
+        LocalSandbox(python="/no/python").run("", timeout=1, memory=MIB, stdin="")
+
+
+@pytest.fixture(params=[True, False], ids=["namespaces", "no namespaces"])
+def either_way(request):
+    """With whatever namespaces the kernel allows, and without any, as on a kernel that allows none."""
+    sandbox.use_sandbox(LocalSandbox(namespaces=request.param))
+    yield
+    sandbox.use_sandbox(None)
+
+
+either = pytest.mark.usefixtures("either_way")
+
+
+# --- accidents ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nwhile True: time.sleep(1)",
+        "import os\nos.close(0); os.close(1); os.close(2)\nwhile True: pass",
+        "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
+    ],
+)
+@either
+def test_an_endless_program_is_ended_at_the_deadline(code):
+    started = time.monotonic()
+    result = run_python(code, timeout=1.0)
+    assert result.timed_out
+    assert result.exit_code < 0
+    assert not result.ok
+    assert 0.9 < result.duration < 8
+    assert time.monotonic() - started < 15
+
+
+def test_what_was_printed_before_the_deadline_is_kept():
+    assert run_python("print('begun', flush=True)\nwhile True: pass", timeout=1.0).stdout == "begun\n"
+
+
+def test_a_gigabyte_of_output_is_cut_and_the_program_runs_on():
+    code = "import sys\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))\nprint('end', file=sys.stderr)"
+    result = run_python(code, timeout=60.0)
+    assert result.truncated
+    assert len(result.stdout) == LocalSandbox().max_output
+    assert (result.stderr, result.exit_code) == ("end\n", 0)
+
+
+@either
+def test_a_memory_hog_gets_a_memory_error():
+    result = run_python("x = bytearray(1 << 30)", memory=256 * MIB)
+    assert (result.exit_code, "MemoryError" in result.stderr) == (1, True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counted through /proc")
+@either
+def test_several_processes_share_the_memory():
+    code = (
+        "import os, time\n"
+        "for _ in range(4):\n"
+        "    if os.fork() == 0:\n"
+        "        kept = bytearray(b'x') * (60 << 20)\n"
+        "        time.sleep(30)\n"
+        "time.sleep(30)"
+    )
+    result = run_python(code, timeout=20.0, memory=128 * MIB)
+    assert result.stopped == "memory"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counted through /proc")
+@either
+def test_a_fork_bomb_is_ended():
+    mark = f"covey-bomb-{os.getpid()}"
+    code = (
+        f"import os, sys, time\nmark = {mark!r}\nwhile True:\n    try: os.fork()\n    except OSError: time.sleep(0.1)"
+    )
+    result = run_python(code, timeout=5.0)
+    assert result.stopped in ("processes", "time")  # where the kernel counts processes itself, it lives to its deadline
+    assert result.exit_code < 0
+
+
+def test_a_file_that_is_too_large_cannot_be_written():
+    result = run_python("open('big', 'wb').write(b'x' * (100 << 20))")
+    assert not result.ok
+    assert "OSError" in result.stderr or result.exit_code == -25  # SIGXFSZ
+
+
+BACKGROUND = """
+import subprocess, sys
+subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}], start_new_session={away},
+                 stdout=None if {noisy} else subprocess.DEVNULL)
+print('left it')
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("noisy", [False, True])
+@either
+def test_no_process_survives_not_even_in_another_session(away, noisy):
+    mark = f"covey-left-{os.getpid()}-{away}-{noisy}"
+    started = time.monotonic()
+    result = run_python(BACKGROUND.format(mark=mark, away=away, noisy=noisy), timeout=30.0)
+    assert (result.stdout, result.exit_code) == ("left it\n", 0)
+    assert time.monotonic() - started < 20  # its open stdout is not waited for
+    assert alive(mark) == []
+
+
+@guarded("network")
+def test_there_is_no_network():
+    code = "import socket\nwith socket.socket() as s:\n    s.settimeout(5)\n    s.connect(('127.0.0.1', {port}))"
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        result = run_python(code.format(port=server.getsockname()[1]))
+    assert "Network is unreachable" in result.stderr or "OSError" in result.stderr
+    assert result.exit_code == 1
+
+
+@guarded("files")
+def test_files_outside_of_its_directory_cannot_be_changed(tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_text("safe")
+    for change in (f"open({str(kept)!r}, 'w')", f"os.remove({str(kept)!r})", f"shutil.rmtree({str(tmp_path)!r})"):
+        assert run_python(f"import os, shutil\n{change}").exit_code == 1
+    assert kept.read_text() == "safe"
+    assert run_python(f"print(open({str(kept)!r}).read())").stdout == "safe\n"
+
+
+@either
+def test_nothing_is_left_open_or_running(tmp_path):
+    def open_files():
+        return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+
+    run_python("")
+    before = open_files()
+    for code in ("", "raise SystemExit(1)", "while True: pass"):
+        run_python(code, timeout=0.5)
+    assert open_files() == before
+
+
+# --- elsewhere ---------------------------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """A sandbox that echoes, as a remote one would answer."""
+
+    def run(self, code, *, timeout, memory, stdin):
+        return SandboxResult(f"{code}|{stdin}|{timeout}|{memory}", "", 0, None, False, 0.0)
+
+
+def test_another_sandbox_can_take_its_place():
+    sandbox.use_sandbox(Elsewhere())
+    try:
+        assert run_python("code", timeout=3, memory=5, stdin="in").stdout == "code|in|3|5"
+    finally:
+        sandbox.use_sandbox(None)
+    assert run_python("print(1)").stdout == "1\n"
