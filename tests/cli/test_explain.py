@@ -210,3 +210,16 @@ def test_what_the_correction_of_the_engine_does_and_costs_is_told_where_it_is_on
     assert f"Each token {weighed} (token_truncate); below 0.5 or above 3.0 it counts as the bound." in text
     assert "reads the log-probabilities of the pass just mentioned" in text
     assert weighed not in words(explain(GRPOConfig()))
+
+
+def test_what_is_sampled_ahead_is_told_with_its_age():
+    text = words(explain(GRPOConfig(max_staleness=1)))
+    assert "up to 1 optimizer step older than those a generation's training begins with" in text
+    assert "While one generation is trained on, the next one is sampled." in text
+    assert "token_truncate keeps more" in text
+    assert "every gradient is computed with the weights that sampled" not in text
+    text = words(explain(GRPOConfig(max_staleness=3, vllm_importance_sampling_mode="token_mask")))
+    assert "up to 3 more are sampled" in text and "token_truncate keeps more" not in text
+    text = words(explain(GRPOConfig(max_staleness=1, num_iterations=4)))
+    assert "the next is sampled during the last 1 update of them alone; max_staleness=4 would overlap them all" in text
+    assert "Sampling runs ahead" not in words(explain(GRPOConfig()))

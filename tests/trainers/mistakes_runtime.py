@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from engines import CopyEngine, scripted
 from foreign import sample_from
 from mistakes import SIZES, TRAINING, Mistake
 from transformers import AttentionInterface, AttentionMaskInterface, StableLmConfig, StableLmForCausalLM
@@ -41,6 +42,24 @@ def short_of_memory(bench, fits):
 
     trainer.compute_loss = compute_loss
     return trainer.train()
+
+
+class KeepsItsWeights(CopyEngine):
+    """An engine that takes the first weights it is sent and no others."""
+
+    def __init__(self):
+        super().__init__(tiny.model())
+
+    def load_weights(self, update):
+        if self.version is None:
+            super().load_weights(update)
+
+
+def two_engines(bench):
+    """Names an engine in the config and gives the trainer another."""
+    args = bench.config()
+    args.use_vllm = True
+    return bench.build(args=args, engine=scripted())
 
 
 def without_cuda_graphs(bench):
@@ -119,6 +138,23 @@ RUNTIME = [
         ("a single rollout of [0-9]+ tokens", "Set gradient_checkpointing=True, a smaller max_completion_length"),
         TRAINING,
         torch.OutOfMemoryError,
+    ),
+    Mistake(
+        "Sampled ahead of training with the built-in engine",
+        lambda b: b.build({"max_staleness": 1}),
+        ("max_staleness=1 with the built-in engine", "Sample with a server"),
+    ),
+    Mistake(
+        "Gave the trainer an engine and named another in the config",
+        two_engines,
+        (r"an `engine` \(ScriptedEngine\) and use_vllm=True", "Leave the other out"),
+    ),
+    Mistake(
+        "Sampled ahead with an engine that kept older weights than it was sent",
+        lambda b: b.train({"max_staleness": 1, "max_steps": 4, "engine_parity": "off"}, engine=KeepsItsWeights()),
+        ("2 optimizer steps older", "max_staleness=1 allows 1", "Look at the engine's log"),
+        TRAINING,
+        RuntimeError,
     ),
     Mistake(
         OTHER_LOG_PROBS,

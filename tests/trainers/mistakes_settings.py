@@ -163,6 +163,37 @@ SETTINGS = [
         "Leave one of the two out",
     ),
     setting(
+        "Asked for fewer than no steps of staleness",
+        {"max_staleness": -1},
+        "max_staleness=-1 is out of range: it must be 0 or more",
+        "1 samples one step ahead",
+    ),
+    setting(
+        "Sampled ahead of training with vLLM in the trainer's process",
+        {"max_staleness": 1, "use_vllm": True},
+        "max_staleness=1 with vllm_mode='colocate'",
+        "Set vllm_mode='server', or max_staleness=0",
+    ),
+    setting(
+        "Sampled ahead of training with transformers' continuous batching",
+        {"max_staleness": 1, "use_transformers_continuous_batching": True},
+        "use_transformers_continuous_batching=True: it samples with the very weights",
+        "Sample with a server, or set max_staleness=0",
+    ),
+    setting(
+        "Sampled ahead of training with speculative_reuse",
+        {"max_staleness": 1, "speculative_reuse": "exact"},
+        "max_staleness=1 with speculative_reuse='exact'",
+        "Leave one of the two out",
+    ),
+    setting(
+        "Sampled ahead of training without a correction",
+        {"max_staleness": 1, "vllm_importance_sampling_correction": False},
+        "as if they were fresh",
+        "Leave the correction on",
+        kind=UserWarning,
+    ),
+    setting(
         "Switched on a feature of a later release",
         {"use_vllm": True},
         "use_vllm=True is not yet supported",

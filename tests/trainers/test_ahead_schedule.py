@@ -58,6 +58,7 @@ class Run:
             max_staleness,
             next_key=lambda: ("train", next(self.keys)),
             send_weights=self._send,
+            stream=lambda: None,
             waiting=nullcontext,
         )
         self.loader = train_loader(rows, self.a, 0, shuffle=True, seed=1, starts=True)
@@ -89,7 +90,7 @@ class Run:
     def go(self):
         taken = []
         for step, micro in self.steps():
-            self.ahead.launch(step)
+            self.ahead.launch(step, micro[0][0].sample if micro[0] else None)
             for marks in micro:
                 if marks:
                     flight = self.ahead.take(marks[0].sample, step)
@@ -199,7 +200,7 @@ def test_what_was_sampled_ahead_survives_a_checkpoint_and_what_failed_is_sampled
     found = []
     for _ in range(3):
         step, micro = next(at)
-        run.ahead.launch(step)
+        run.ahead.launch(step, micro[0][0].sample)
         for marks in filter(None, micro):
             found.append(run.ahead.take(marks[0].sample, step))
     state = run.ahead.state_dict()
@@ -213,7 +214,7 @@ def test_what_was_sampled_ahead_survives_a_checkpoint_and_what_failed_is_sampled
     for step, micro in resumed.steps():
         if step < 3:
             continue
-        resumed.ahead.launch(step)
+        resumed.ahead.launch(step, micro[0][0].sample)
         for marks in filter(None, micro):
             found.append(resumed.ahead.take(marks[0].sample, step))
     resumed.ahead.close()
@@ -222,10 +223,10 @@ def test_what_was_sampled_ahead_survives_a_checkpoint_and_what_failed_is_sampled
 
 def test_data_that_begin_anew_are_followed():
     run = Run(2)
-    run.ahead.launch(3)
+    run.ahead.launch(3, 7)
     flight = run.ahead.take(7, 3)
     assert (flight.generation, flight.version) == (7, 3)
-    run.ahead.launch(4)
+    run.ahead.launch(4, 8)
     assert run.ahead.take(8, 4).version == 3  # as far ahead as ever
     run.ahead.close()
 
@@ -240,7 +241,7 @@ def test_a_failure_in_the_background_surfaces_when_its_generation_is_needed():
         return 0.0
 
     run.engine._seconds = fails_from_there
-    run.ahead.launch(0)
+    run.ahead.launch(0, 0)
     run.ahead.settle()
     assert run.ahead.take(0, 0).generation == 0
     assert run.ahead.state_dict()["flights"][0]["rollouts"] is None

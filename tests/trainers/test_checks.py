@@ -15,6 +15,7 @@ from covey.trainers.config.rules import (
     prompts,
     sampling,
     speculation,
+    staleness,
     training,
     unused,
 )
@@ -37,10 +38,21 @@ REFUSED = [
     (training.something_is_trained, GRPOConfig, {"num_train_epochs": 0}, "nothing would be trained"),
     (batches.batch_size_is_fixed, GRPOConfig, {"auto_find_batch_size": True}, "auto_find_batch_size=True"),
     (batches.batch_size_is_fixed, GRPOConfig, {"accelerator_config": {"split_batches": True}}, "split_batches=True"),
+    (staleness.staleness_is_counted, GRPOConfig, {"max_staleness": -1}, "max_staleness=-1 .* 0 or more"),
+    (
+        staleness.sampling_ahead_has_an_engine,
+        GRPOConfig,
+        {"max_staleness": 1, "use_vllm": True},
+        "vllm_mode='colocate'.*take turns",
+    ),
+    (
+        staleness.sampling_ahead_has_an_engine,
+        GRPOConfig,
+        {"max_staleness": 2, "speculative_reuse": "exact"},
+        "max_staleness=2 with speculative_reuse='exact'",
+    ),
     (features.later_features_are_off, GRPOConfig, {"use_vllm": True}, "use_vllm=True is not yet supported"),
     (features.later_features_are_off, GRPOConfig, {"use_sglang": True}, "use_sglang=True is not yet"),
-    (features.later_features_are_off, GRPOConfig, {"async_generate": True}, "async_generate=True is not yet"),
-    (features.later_features_are_off, GRPOConfig, {"max_staleness": 2}, "max_staleness=2 is not yet"),
     (features.later_features_are_off, GRPOConfig, {"max_tool_calling_iterations": 2}, "max_tool_calling.* is not yet"),
     (features.later_features_are_off, GRPOConfig, {"use_transformers_continuous_batching": True}, "is not yet"),
     (features.later_features_are_off, GRPOConfig, {"vllm_structured_outputs_regex": "a"}, "structured outputs"),
@@ -144,6 +156,18 @@ REFUSED = [
 
 # rule, config class, settings, what the warning must say
 POINTED_OUT = [
+    (
+        staleness.stale_samples_are_corrected,
+        GRPOConfig,
+        {"max_staleness": 1, "vllm_importance_sampling_correction": False},
+        "as if they were fresh",
+    ),
+    (
+        prompts.workers_know_what_to_read,
+        GRPOConfig,
+        {"max_staleness": 2, "dataloader_num_workers": 2},
+        "`dataloader_num_workers=2` has no effect: with max_staleness=2",
+    ),
     (loss.cispo_has_its_cap, GRPOConfig, {"loss_type": "cispo"}, "5 is used"),
     (loss.cispo_has_its_cap, GRPOConfig, {"loss_type": "cispo", "epsilon_high": 0.2}, "shrinks every gradient"),
     (loss.options_suit_the_loss, GRPOConfig, {"vespo_k_pos": 1.0}, "`vespo_k_pos=1.0` has no effect.*'dapo'"),

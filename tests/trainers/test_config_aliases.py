@@ -27,6 +27,9 @@ RENAMED = [
     ("sleep_level", 0, "vllm_enable_sleep_mode", False),
     ("sleep_level", 2, "vllm_enable_sleep_mode", True),
     ("dataset_shuffle", False, "shuffle_dataset", False),
+    ("async_generate", True, "max_staleness", 1),
+    ("async_generate", "true", "max_staleness", 1),
+    ("async_generate", False, "max_staleness", 0),
 ]
 DROPPED = [name for name, alias in ALIASES.items() if alias.new is None]
 

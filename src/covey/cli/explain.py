@@ -149,13 +149,17 @@ def policy(run: Run) -> list[str]:
     if a.on_policy:
         metric = "clip_ratio/* stays 0" if args.loss_type in CLIPPED | {"rloo"} else "no bound on them acts"
         return [
-            f"On-policy ({numbers}): every gradient is computed with the weights that sampled the completions.",
+            f"On-policy ({numbers}): every gradient is computed with the weights that sampled the completions."
+            if not args.max_staleness
+            else f"One update per generation at most ({numbers}): its gradient is computed with the weights that the "
+            "generation's training begins with.",
             f"So all importance ratios are exactly 1 and nothing can clip: {metric}. That is how it should be. To make "
             "use of clipping, set num_iterations above 1 or steps_per_generation above gradient_accumulation_steps.",
             "One forward pass more per generation computes the log-probabilities that the KL penalty needs."
             if args.method == "rloo" and args.beta
             else "Old log-probabilities are those of the current forward pass; no extra pass is spent on them.",
             *sentences.mismatch(args, a.on_policy),
+            *sentences.ahead(args, a),
         ]
     return [
         f"Off-policy ({numbers}): after the first update on a generation, the policy is no longer the one that "
@@ -165,6 +169,7 @@ def policy(run: Run) -> list[str]:
         sentences.clipping(args),
         "One forward pass more per generation computes the old log-probabilities.",
         *sentences.mismatch(args, a.on_policy),
+        *sentences.ahead(args, a),
     ]
 
 

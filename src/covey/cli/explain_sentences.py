@@ -129,6 +129,37 @@ def mismatch(args: Any, on_policy: bool) -> list[str]:
     ]
 
 
+def ahead(args: Any, a: BatchAlgebra) -> list[str]:
+    """What is sampled while something else is trained on, and how old it is then."""
+    if not args.max_staleness:
+        return []
+    steps, per_generation = args.max_staleness, a.updates_per_generation
+    if per_generation > steps:
+        overlap = (
+            f"A generation feeds {per_generation} updates, so the next is sampled during the last "
+            f"{count(steps, 'update')} of them alone; max_staleness={math.ceil(per_generation)} would overlap them all."
+        )
+    else:
+        most = int(steps / per_generation)
+        more = "the next one is" if most == 1 else f"up to {most} more are"
+        overlap = f"While one generation is trained on, {more} sampled."
+    correction = (
+        "The ratio of trainer to engine probability corrects for that."
+        if args.corrects_mismatch
+        else "Nothing corrects for that (vllm_importance_sampling_correction=False)."
+    )
+    advice = ""
+    if args.corrects_mismatch and args.resolved_mismatch_mode.startswith("sequence"):
+        advice = (
+            " Ratios of whole sequences leave their bounds soon; vllm_importance_sampling_mode=token_truncate keeps "
+            "more. sampling/importance_sampling_ratio/outside says how much is lost."
+        )
+    return [
+        f"Sampling runs ahead (max_staleness={steps}): weights that sample are up to {count(steps, 'optimizer step')} "
+        f"older than those a generation's training begins with. {overlap} {correction}{advice}"
+    ]
+
+
 def clipping(args: Any) -> str:
     """What becomes of ratios that drift away from 1."""
     low, high = args.epsilon, args.resolved_epsilon_high

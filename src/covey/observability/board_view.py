@@ -9,7 +9,14 @@ from rich.text import Text
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
-PHASE_COLOURS = {"generate": "cyan", "reward": "magenta", "score": "yellow", "train": "green", "sync": "blue"}
+PHASE_COLOURS = {
+    "generate": "cyan",
+    "reward": "magenta",
+    "score": "yellow",
+    "train": "green",
+    "sync": "blue",
+    "wait": "red",
+}
 PHASE_BAR = 30
 
 

@@ -56,7 +56,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "sync/bytes": "Bytes of weights that were sent to it: all of the model's, or an adapter's.",
     "phase/{name}": "Seconds between two logs spent on one phase: sync (sending weights to an engine), generate "
     "(sampling), reward (reward functions; with stream_rewards, only what is left of them when everything is sampled), "
-    "score (log-probabilities under the old and the reference policy), train (forward, backward and optimizer).",
+    "score (log-probabilities under the old and the reference policy), train (forward, backward and optimizer), wait "
+    "(with max_staleness: for samples that are not there yet; near 0 when training is what takes the time).",
     "passes/count": "Forward and backward passes per optimizer step in one process. Unlike gradient_accumulation_steps "
     "it follows from the tokens there are to train on.",
     "passes/tokens": "Mean number of tokens in such a pass, prompts included; max_tokens_per_micro_batch bounds it.",
@@ -86,8 +87,11 @@ METRIC_MEANINGS: dict[str, str] = {
     "vespo/phi_seq_mean": "Mean weight that loss_type vespo gives to a sequence.",
     "sampling/sampling_logp_difference/mean": "Mean absolute difference (nats) of a token's log-probability between "
     "the engine that sampled it and the trainer. Around 0.01 is usual in half precision; when it grows, the engine "
-    "runs other weights or settings.",
+    "runs other weights or settings. With max_staleness above 0 it holds what the policy has learned since, too.",
     "sampling/sampling_logp_difference/max": "Largest such difference of a token.",
+    "sampling/staleness/mean": "Optimizer steps by which the weights that sampled a token were older than those that "
+    "its generation's training begins with, mean over sampled tokens, with max_staleness above 0.",
+    "sampling/staleness/max": "Largest staleness of a token; at most max_staleness.",
     "sampling/reused_token_fraction": "Share of sampled tokens that were taken from a prompt's completions of an "
     "earlier epoch instead of being decoded one by one, with speculative_reuse. 0 while prompts are new.",
     "sampling/importance_sampling_ratio/min": "Smallest importance weight, trainer over engine probability, of a token "

@@ -7,7 +7,8 @@ batches what it is given. Siblings are asked for together, so that their prompt 
 import asyncio
 import hashlib
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -59,6 +60,8 @@ class Collector:
         self.codec = codec
         self.seed = seed
         self.run: Callable[[Coroutine[Any, Any, list[Rollout]]], list[Rollout]] = run_async
+        self._sampling = 0
+        self._waking = ExitStack()
 
     def collect(
         self,
@@ -97,7 +100,7 @@ class Collector:
             draws, params, key, reuse, on_group: as for `collect`.
             submitted: called when every request has been handed to the engine.
         """
-        with self.engine.awake():  # here, since gradient mode and autocast belong to the thread that runs this
+        with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
             groups = [
                 asyncio.ensure_future(self._group(number, siblings, params, key, reuse, on_group))
                 for number, siblings in enumerate(_siblings(draws))
@@ -110,6 +113,19 @@ class Collector:
                 for group in groups:
                     group.cancel()  # siblings of one that failed
         return [rollout for rollouts in answered for rollout in rollouts]
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """The engine is awake from the first of several batches that are sampled at once to the last."""
+        if not self._sampling:
+            self._waking.enter_context(self.engine.awake())
+        self._sampling += 1
+        try:
+            yield
+        finally:
+            self._sampling -= 1
+            if not self._sampling:
+                self._waking.close()
 
     async def _group(
         self,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.core.rollout import FinishReason, Rollout
+from covey.rewards.streaming import RewardStream
 from covey.rollout.background import SamplingThread
 from covey.rollout.collector import Collector, Draw
 from covey.rollout.engine import SamplingParams, traits_of
@@ -81,6 +82,7 @@ class Flight:
         version: of the weights that it was launched with.
         draws: of this process.
         work: the rollouts, in the draws' order.
+        stream: scores each group when it is sampled; None where rewards wait for the generation's turn.
     """
 
     generation: int
@@ -88,6 +90,7 @@ class Flight:
     version: int
     draws: list[Draw]
     work: "Future[list[Rollout]]"
+    stream: RewardStream | None = None
 
     def rollouts(self) -> list[Rollout]:
         """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
@@ -121,6 +124,7 @@ class SamplingAhead:
             more.
         next_key: names the samples of one more generation.
         send_weights: (version) brings the engine's weights up to date. Collective where several processes train.
+        stream: begins to score a generation's groups as they come, if that is wanted.
         waiting: a context that counts the time in which nothing but sampling goes on.
     """
 
@@ -134,6 +138,7 @@ class SamplingAhead:
         *,
         next_key: Callable[[], tuple[str, int]],
         send_weights: Callable[[int], None],
+        stream: Callable[[], RewardStream | None],
         waiting: Callable[[], AbstractContextManager[None]],
     ):
         self.max_staleness = max_staleness
@@ -143,26 +148,28 @@ class SamplingAhead:
         self._schedule = schedule
         self._next_key = next_key
         self._send_weights = send_weights
+        self._stream = stream
         self._waiting = waiting
         self._thread = SamplingThread()
         self._in_front = collector.run
         collector.run = self._thread.run
         self._flights: deque[Flight] = deque()
-        self._next = 0
+        self._next: int | None = None
         self._late = 0
         """Optimizer steps by which the run is behind its schedule, as when data were not skipped on resuming."""
         self._sent: int | None = None
 
-    def launch(self, version: int) -> None:
-        """Begin to sample every generation that may be sampled with weights of `version`. Collective."""
-        due: list[int] = []
-        while self._may_begin(self._next + len(due), version):
-            due.append(self._next + len(due))
-        if due:
-            self.bring_weights(version)
-        for generation in due:
-            self._fly(generation, self._next_key(), version, self._prompts.draws(generation))
-            self._next += 1
+    def launch(self, version: int, begins: int | None) -> None:
+        """Begin to sample every generation that may be sampled with weights of `version`. Collective.
+
+        Args:
+            version: optimizer steps taken.
+            begins: the generation that the dataloader has come to, if its training begins now.
+        """
+        if begins is not None and not (self._flights and self._flights[0].generation == begins):
+            self._restart(begins, version)
+        while self._next is not None and self._may_begin(self._next, version):
+            self._fly_next(version)
 
     def bring_weights(self, version: int) -> None:
         """Send the weights of `version` unless the engine has them. Collective."""
@@ -179,7 +186,7 @@ class SamplingAhead:
         Raises:
             Exception: what its sampling has failed with.
         """
-        if not self._flights or self._flights[0].generation != generation:
+        if not (self._flights and self._flights[0].generation == generation):
             self._restart(generation, version)
         flight = self._flights.popleft()
         with self._waiting():
@@ -213,29 +220,41 @@ class SamplingAhead:
     def close(self, seconds: float = 5.0) -> None:
         """Give up what is under way, and the thread. Comes back within `seconds`, whatever the engine does."""
         self._collector.run = self._in_front
-        self._flights.clear()
+        self._give_up()
         self._thread.close(seconds)
 
     def _may_begin(self, generation: int, version: int) -> bool:
         begins = self._schedule.begins(generation) + self._late
         return begins < self._schedule.max_steps and begins - version <= self.max_staleness
 
+    def _fly_next(self, version: int) -> None:
+        assert self._next is not None, "the dataloader has said where it is"
+        self.bring_weights(version)
+        self._fly(self._next, self._next_key(), version, self._prompts.draws(self._next))
+        self._next += 1
+
     def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[Draw]) -> None:
         """Launch a generation, and wait until the engine has its requests: what comes next comes after them."""
-        submitted = threading.Event()
-        work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set))
+        submitted, stream = threading.Event(), self._stream()
+        on_group = None if stream is None else stream.add
+        work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, on_group))
         work.add_done_callback(lambda _: submitted.set())
+        self._flights.append(Flight(generation, key, version, draws, work, stream))
         submitted.wait(SUBMITTED)
-        self._flights.append(Flight(generation, key, version, draws, work))
 
-    def _restart(self, generation: int, version: int) -> None:
-        """Go on from another place in the data than was expected, with nothing sampled ahead."""
+    def _give_up(self) -> None:
         for flight in self._flights:
             flight.work.cancel()
+            if flight.stream is not None:
+                flight.stream.__exit__()
         self._flights.clear()
+
+    def _restart(self, generation: int, version: int) -> None:
+        """Go on from a place in the data that was not expected, such as the first, with nothing sampled ahead."""
+        self._give_up()
         self._next = generation
         self._late = version - self._schedule.begins(generation)
-        self.launch(version)
+        self._fly_next(version)
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward
 from covey.rollout.collector import Collector
-from covey.rollout.engine import SamplingParams
+from covey.rollout.engine import SamplingParams, traits_of
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
+from covey.trainers.ahead import SamplingAhead, Schedule
 from covey.trainers.collectives import Collectives
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.dataset import check_prompts
@@ -32,7 +33,9 @@ from covey.trainers.engines import build_engine
 from covey.trainers.entropy import EntropyController
 from covey.trainers.passes import Passes
 from covey.trainers.prompt_stream import PromptStream
+from covey.trainers.read_ahead import prompt_source
 from covey.trainers.sampler import check_enough
+from covey.trainers.staleness import refuse_shared_weights
 from covey.trainers.weight_sync import WeightSync
 
 __all__ = ["load_tokenizer"]
@@ -166,8 +169,55 @@ def build_reference(args: Any, algorithm: Algorithm, model: Any) -> Reference | 
     return reference
 
 
-def build_collector(args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any]) -> Collector:
-    """The engine, and what feeds it prompts."""
+def check_engine_choice(args: Any, engine: Any) -> None:
+    """One engine samples, and it can do what the config asks for.
+
+    Raises:
+        ValueError: the config names another engine than the one that was given, or completions are to be sampled ahead
+            of training by an engine that works with the very weights that are trained.
+    """
+    named = [name for name in ("use_vllm", "use_sglang", "use_transformers_continuous_batching") if getattr(args, name)]
+    if engine is not None and named:
+        raise ValueError(
+            f"the trainer was given an `engine` ({type(engine).__name__}) and {named[0]}=True: one of the two samples."
+            " Leave the other out."
+        )
+    if engine is not None:
+        refuse_shared_weights(args, f"{type(engine).__name__}, which", traits_of(engine).shares_policy)
+    elif not named:
+        refuse_shared_weights(args, "the built-in engine, which", True)
+
+
+def build_ahead(
+    trainer: Any, next_key: Callable[[], tuple[str, int]], send_weights: Callable[[int], None]
+) -> SamplingAhead:
+    """What samples the coming generations while one is trained on.
+
+    Args:
+        trainer: whose training is about to begin.
+        next_key: names the samples of one more generation.
+        send_weights: (version) brings the engine's weights up to date.
+    """
+    args, dataset, algebra = trainer.args, trainer.train_dataset, trainer.algebra
+    per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
+    rank = trainer.accelerator.process_index
+    return SamplingAhead(
+        trainer.collector,
+        trainer.sampling,
+        prompt_source(dataset, trainer.chooser, algebra, rank, shuffle=bool(args.shuffle_dataset), seed=args.seed),
+        Schedule(algebra, per_epoch, trainer.state.max_steps),
+        args.max_staleness,
+        next_key=next_key,
+        send_weights=send_weights,
+        stream=lambda: trainer.rewards.stream(trainer.state) if args.stream_rewards else None,
+        waiting=lambda: trainer.phases("wait"),
+    )
+
+
+def build_collector(
+    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], engine: Any = None
+) -> Collector:
+    """The engine (the one that is given, or the one that the config names), and what feeds it prompts."""
     context = max_context(model)
     if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
         warnings.warn(
@@ -181,7 +231,8 @@ def build_collector(args: Any, model: Any, tokenizer: Any, accelerator: Any, pol
             "max_completion_length=None lets completions grow until the model's context is full, but this model names"
             " no context length (max_position_embeddings). Set max_completion_length."
         )
-    engine = build_engine(args, model, tokenizer, accelerator, policy, context)
+    if engine is None:
+        engine = build_engine(args, model, tokenizer, accelerator, policy, context)
     return Collector(engine, PromptCodec(tokenizer, args.chat_template_kwargs, context), args.seed)
 
 

@@ -18,6 +18,7 @@ from covey.trainers.config.rules import (
     prompts,
     sampling,
     speculation,
+    staleness,
     training,
     unused,
 )
@@ -39,6 +40,9 @@ RULES: tuple[Rule, ...] = (
     speculation.reuse_is_exact_or_lenient,
     speculation.lenience_is_positive,
     speculation.reuse_can_happen,
+    staleness.staleness_is_counted,
+    staleness.sampling_ahead_has_an_engine,
+    staleness.stale_samples_are_corrected,
     features.later_features_are_off,
     features.words_are_known,
     features.loss_type_is_known,

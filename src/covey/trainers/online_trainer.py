@@ -5,7 +5,7 @@ This is the one place where engines, rewards, the policy and the algorithm meet.
 `GRPOTrainer` and `RLOOTrainer` differ by the `Algorithm` they hand in.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,10 +21,12 @@ from covey.core.stats import Max, Mean
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
 from covey.policy.loading import has_dropout
+from covey.rewards.streaming import RewardStream
 from covey.rollout.collector import Draw
 from covey.rollout.engine import traits_of
 from covey.rollout.speculation import reuse_stats
 from covey.trainers import assembly
+from covey.trainers.ahead import Flight, SamplingAhead
 from covey.trainers.allocator import keep_freed_memory
 from covey.trainers.arguments import accepts_old_names
 from covey.trainers.config.base import OnlineConfig
@@ -33,7 +35,8 @@ from covey.trainers.dynamic import Chosen, Sampled
 from covey.trainers.experience import Experience, weigh
 from covey.trainers.mismatch import build_engine_check, corrected
 from covey.trainers.record import Generation, Notes, Share, describe, sampling_entropy
-from covey.trainers.sampler import train_loader
+from covey.trainers.sampler import started, train_loader
+from covey.trainers.staleness import check_fresh_enough, fresh_rows, oldest, staleness_stats
 from covey.trainers.updates import PolicyUpdates
 
 
@@ -53,6 +56,7 @@ class OnlineTrainer(PolicyUpdates):
         quantization_config: loads the policy in fewer bits; needs `peft_config`.
         peft_config: trains an adapter instead of the whole model.
         tools, rollout_func, environment_factory: agent training; not available in this version.
+        engine: samples in the place of the one that the config names (`covey.rollout.engine.RolloutEngine`).
 
     Raises:
         ValueError: arguments that cannot work, each with what to do about it.
@@ -65,6 +69,10 @@ class OnlineTrainer(PolicyUpdates):
     args: Any
     model: Any
     eval_dataset: Any
+    ahead: SamplingAhead | None = None
+    """What is sampled while a generation is trained on, with `max_staleness` above 0."""
+    _ahead_state: dict[str, Any] | None = None
+    """The same, as a checkpoint holds it, until training goes on."""
 
     @accepts_old_names
     def __init__(
@@ -83,9 +91,11 @@ class OnlineTrainer(PolicyUpdates):
         tools: Any = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
+        engine: Any = None,
     ):
         args = assembly.resolve_args(args, model, self.config_class)
         assembly.refuse_agents(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
+        assembly.check_engine_choice(args, engine)
         self._check_data(args, train_dataset, eval_dataset)
         set_seed(args.seed)  # before an adapter is initialised
         model = assembly.build_policy(args, model, quantization_config, peft_config)
@@ -109,7 +119,7 @@ class OnlineTrainer(PolicyUpdates):
         self.algebra = args.algebra(args.world_size)
         self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator)
         self.reference = assembly.build_reference(args, self.algorithm, model)
-        self.collector = assembly.build_collector(args, model, tokenizer, self.accelerator, lambda: self.policy)
+        self.collector = assembly.build_collector(args, model, tokenizer, self.accelerator, lambda: self.policy, engine)
         engine = self.collector.engine
         self.weight_sync = assembly.build_weight_sync(args, engine, lambda: self.policy, self.collectives)
         self.sampling = assembly.sampling_params(args)
@@ -137,18 +147,19 @@ class OnlineTrainer(PolicyUpdates):
     @torch.no_grad()
     def gather_experience(self, draws: list[Draw]) -> TrainBatch:
         """Sample, score, assign credit: dataset rows in, training tokens out."""
-        with self.phases("sync"):
-            self.metrics.add(self.weight_sync.ensure_current(self.state.global_step), self.mode)
-        sample = partial(self._sample, self._generation_key())
+        flight = self._sampled_ahead(draws)
+        draws, key = (flight.draws, flight.key) if flight is not None else (draws, self._generation_key())
+        sample = partial(self._sample, key, flight=flight)
         chosen = self.chooser.choose(draws, sample) if self.chooser is not None and self.model.training else None
         sampled = sample(draws, 0) if chosen is None else chosen.kept
         masked = self.args.mask_truncated_completions
         batch = collate(sampled.rollouts, mask_truncated=masked).to(self.accelerator.device)
         with self.phases("score"):
             self._settle_layout(batch)
-            self._check_engine(batch)
+            self._check_engine(batch, sampled)
             kl = self.score_behaviour(batch)
         generation = self._share(sampled, batch, kl)
+        check_fresh_enough(generation.oldest, self.args.max_staleness)
         advantages = self._advantages(generation)
         batch.advantages = expand(advantages[generation.mine].to(batch.lengths.device), batch.lengths)
         self._weigh(batch, generation)
@@ -158,20 +169,34 @@ class OnlineTrainer(PolicyUpdates):
         self._record(generation, advantages, chosen)
         return batch
 
-    def _sample(self, key: tuple[str | int, ...], draws: list[Draw], number: int) -> Sampled:
-        """Sample and score one round of a generation; rounds after round 0 are refills."""
+    def _sample(
+        self, key: tuple[str | int, ...], draws: list[Draw], number: int, flight: Flight | None = None
+    ) -> Sampled:
+        """Sample and score one round of a generation; rounds after round 0 are refills, never sampled ahead."""
         key = (*key, number) if number else key
         reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
+        ahead = flight if number == 0 else None
         notes = Notes()
-        with self.rewards.stream(self.state) if self.args.stream_rewards else nullcontext() as stream:
-            with self.phases("generate"):
-                on_group = None if stream is None else stream.add
-                rollouts = self.collector.collect(draws, self.sampling, key, reuse, on_group)
+        with self._reward_stream(ahead) as stream:
+            if ahead is not None:
+                rollouts = ahead.rollouts()
+                self.metrics.add(staleness_stats(rollouts, self.state.global_step), "train")
+            else:
+                self._bring_weights()
+                with self.phases("generate"):
+                    on_group = None if stream is None else stream.add
+                    rollouts = self.collector.collect(draws, self.sampling, key, reuse, on_group)
             with self.phases("reward"):
                 scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state), stream)
         drafts = reuse_stats(rollouts) if reuse is not None else {}
         self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
         return Sampled(draws, rollouts, scored.rewards, notes.columns)
+
+    def _reward_stream(self, ahead: Flight | None) -> AbstractContextManager[RewardStream | None]:
+        """What has scored the groups of this round as they came, or will; None where they are scored together."""
+        if ahead is not None:
+            return ahead.stream or nullcontext()
+        return self.rewards.stream(self.state) if self.args.stream_rewards else nullcontext()
 
     # ---- parts of a step -------------------------------------------------------------------------------------------
 
@@ -205,9 +230,9 @@ class OnlineTrainer(PolicyUpdates):
             batch.mismatch_weights, stats = correction(old, batch.engine_logprobs, batch.sampled, batch.lengths)
             self.metrics.add(stats, self.mode)
 
-    def _check_engine(self, batch: TrainBatch) -> None:
+    def _check_engine(self, batch: TrainBatch, sampled: Sampled) -> None:
         """On the first samples: the engine and the scorer must agree on how probable they are."""
-        self.engine_check(batch)
+        self.engine_check(batch, fresh_rows(sampled.rollouts, self.state.global_step).to(batch.lengths.device))
         if not self.engine_check.comparable:
             batch.engine_logprobs = None  # of another distribution than the trainer scores: nothing may compare them
 
@@ -225,6 +250,7 @@ class OnlineTrainer(PolicyUpdates):
             lengths=[rollout.num_sampled for rollout in sampled.rollouts],
             truncated=[rollout.truncated for rollout in sampled.rollouts],
             prompt_lengths=[len(rollout.prompt_ids) for rollout in sampled.rollouts],
+            oldest=oldest(sampled.rollouts, self.state.global_step),
             table=describe(sampled.draws, sampled.rollouts, sampled.columns),
         )
         what = f"gather the rewards of {self.mode} generation {self._generations[self.mode] - 1}"
@@ -274,6 +300,44 @@ class OnlineTrainer(PolicyUpdates):
         self._generations[self.mode] += 1
         return self.mode, number
 
+    # ---- sampling ahead of training, and the weights to sample with ------------------------------------------------
+
+    def _sample_ahead(self, draws: list[Draw]) -> None:
+        if self.args.max_staleness == 0 or self._micro_step:
+            return
+        if self.ahead is None:
+            self.ahead = assembly.build_ahead(self, lambda: self._generation_key(), self._send_weights)
+            if self._ahead_state is not None:
+                self.ahead.load_state_dict(self._ahead_state)
+        self.ahead.launch(self.state.global_step, started(draws))
+
+    def _sampled_ahead(self, draws: list[Draw]) -> Flight | None:
+        """The generation that begins, where it was sampled ahead."""
+        generation = started(draws) if self.ahead is not None and self.model.training else None
+        if self.ahead is None or generation is None:
+            return None
+        return self.ahead.take(generation, self.state.global_step)
+
+    def _forget_ahead(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
+        self.ahead, self._ahead_state = None, None
+        self.weight_sync.forget()
+
+    def _bring_weights(self) -> None:
+        """Let the engine have the current weights before it samples; what is sampled ahead stays as it was begun."""
+        if self.ahead is None:
+            self._send_weights(self.state.global_step)
+            return
+        if not self.model.training:
+            self.ahead.settle()
+        self.ahead.bring_weights(self.state.global_step)
+
+    def _send_weights(self, version: int) -> None:
+        """Bring an engine that has weights of its own to `version`, the current one. Collective."""
+        with self.phases("sync"):
+            self.metrics.add(self.weight_sync.ensure_current(version), self.mode)
+
     # ---- data, logs, checkpoints -----------------------------------------------------------------------------------
 
     @staticmethod
@@ -297,7 +361,7 @@ class OnlineTrainer(PolicyUpdates):
             shuffle=bool(self.args.shuffle_dataset),
             seed=self.args.seed,
             workers=self.args.dataloader_num_workers,
-            starts=self.chooser is not None and self.chooser.history is not None,
+            starts=self.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None),
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -317,6 +381,7 @@ class OnlineTrainer(PolicyUpdates):
         follows = self.reference is not None and self.args.sync_ref_model
         return {
             "experience": self.experience.state_dict(),
+            "ahead": None if self.ahead is None else self.ahead.state_dict(),
             "metrics": self.metrics.state_dict(),
             "entropy": self.entropy.state_dict(),
             "reference": self.reference.state_dict() if follows and self.reference else None,
@@ -339,6 +404,9 @@ class OnlineTrainer(PolicyUpdates):
             self.chooser.load_state_dict(state["prompts"])
         self.num_tokens = state["num_tokens"]
         self._generations = dict(state["generations"])
+        self._ahead_state = state.get("ahead")
+        if self._ahead_state is not None and self.args.max_staleness == 0:  # what was sampled ahead is sampled again
+            self._generations["train"] -= len(self._ahead_state["flights"])
         self._entropy_known = state["entropy_known"]
         self.passes.limit = state["pass_limit"]
         if self.speculation is not None and state.get("speculation") is not None:

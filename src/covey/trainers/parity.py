@@ -280,8 +280,12 @@ class EngineCheck:
         self._agreed = False
         self._warned = False
 
-    def __call__(self, batch: TrainBatch) -> None:
-        """Look at a generation that the current weights have sampled. Collective while checks are left.
+    def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
+        """Look at a generation. Collective while checks are left.
+
+        Args:
+            batch: what was sampled.
+            fresh: [R] int64, the rollouts that the current weights have sampled: no other can be compared. None: all.
 
         Raises:
             ValueError: engine and trainer disagree, on this process or another, and `action` is "raise".
@@ -289,7 +293,8 @@ class EngineCheck:
         self._warn_of_gaps(batch)
         if not self._left:
             return
-        findings = [finding for finding in self._gather(self._compare(batch)) if finding is not None]
+        comparable = batch if fresh is None else batch.select(fresh)
+        findings = [finding for finding in self._gather(self._compare(comparable)) if finding is not None]
         problem = next((finding for finding in findings if finding), None)
         if problem is not None and self._action == "raise":
             raise ValueError(problem)

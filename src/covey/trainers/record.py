@@ -49,6 +49,7 @@ class Share:
         tokens: trained tokens of each rollout.
         parts: nominal micro-batches.
         lengths, truncated, prompt_lengths: of each rollout: sampled tokens, whether it was cut off, prompt tokens.
+        oldest: optimizer steps by which the weights that sampled a token are older than the current ones, at most.
         table: columns of the completions table.
     """
 
@@ -59,6 +60,7 @@ class Share:
     lengths: list[int]
     truncated: list[bool]
     prompt_lengths: list[int]
+    oldest: int
     table: dict[str, list[Any]]
 
 
@@ -99,6 +101,7 @@ class Generation:
         self.truncated = self._joined(lambda s: s.truncated)
         self.total_tokens = sum(sum(share.tokens) for share in shares)
         self.total_parts = sum(share.parts for share in shares)
+        self.oldest = max(share.oldest for share in shares)
         self.processed_tokens = sum(self.lengths) + sum(self._joined(lambda s: s.prompt_lengths))
         sizes = [len(share.lengths) for share in shares]
         self.mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))

@@ -17,9 +17,9 @@ from covey.core.stats import Max, Mean, Stat
 
 
 def staleness(rollout: Rollout, version: int) -> list[int]:
-    """Of every sampled token: how many optimizer steps its weights are older than `version`; unknown: 0."""
+    """Of every sampled token: how many optimizer steps its weights are older than `version`; empty if unknown."""
     if rollout.versions is None:
-        return [0] * rollout.num_sampled
+        return []
     pairs = zip(rollout.versions, rollout.sampled, strict=True)
     return [version - sampled_with for sampled_with, sampled in pairs if sampled]
 
@@ -64,16 +64,16 @@ def check_fresh_enough(oldest: int, max_staleness: int) -> None:
         )
 
 
-def refuse_shared_weights(args: Any, shares_policy: bool) -> None:
-    """Sampling ahead needs an engine with weights, and a device, of its own.
+def refuse_shared_weights(args: Any, engine: str, shares_policy: bool) -> None:
+    """Sampling ahead needs an engine with weights of its own.
 
     Raises:
-        ValueError: the engine samples with the very weights that are trained.
+        ValueError: it samples with the very weights that are trained.
     """
     if args.max_staleness and shares_policy:
         raise ValueError(
-            f"max_staleness={args.max_staleness} with the built-in engine: it samples with the very weights that are"
-            " trained, so the two cannot go on at the same time. Sample with a server (use_vllm=True with"
+            f"max_staleness={args.max_staleness} with {engine} samples with the very weights that are trained: they"
+            " cannot be trained at the same time. Sample with a server (use_vllm=True with"
             " vllm_mode='server', or use_sglang=True), give the trainer an `engine` of your own, or set"
             " max_staleness=0."
         )

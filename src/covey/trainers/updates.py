@@ -43,6 +43,14 @@ class PolicyUpdates(SampledEvaluation):
     _layouts_agree = False
     """All processes score in the same layout."""
 
+    def _sample_ahead(self, draws: Any) -> None:
+        """At the beginning of an optimizer step: launch the generations that may be sampled with these weights."""
+        raise NotImplementedError
+
+    def _forget_ahead(self) -> None:
+        """Give up what is sampled ahead."""
+        raise NotImplementedError
+
     def _forget_step(self) -> None:
         """Start an optimizer step's books."""
         self._unbooked: dict[str, Stat] = {}
@@ -53,8 +61,12 @@ class PolicyUpdates(SampledEvaluation):
         """Train from the start or from a checkpoint; nothing is left over from an earlier, interrupted call."""
         self.experience = Experience()
         self._forget_step()
+        self._forget_ahead()
         with self.collectives.ending_all():
-            return super().train(*args, **kwargs)
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                self._forget_ahead()
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One micro-step of Hugging Face's loop: draws (or nothing) in, gradients out.
@@ -65,6 +77,7 @@ class PolicyUpdates(SampledEvaluation):
         start = time.perf_counter()
         model.train()
         with self.phases("train"):
+            self._sample_ahead(inputs)
             if inputs:
                 self._refill(self.gather_experience(inputs))
             if inputs or self._micro_step == 0:

@@ -60,6 +60,10 @@ class WeightSync:
         self._sent: int | None = None
         self._said: str | None = None
 
+    def forget(self) -> None:
+        """Send the weights when they are next asked for, whatever their version: they have changed without a step."""
+        self._sent = None
+
     def ensure_current(self, version: int) -> dict[str, Stat]:
         """Send the weights if they changed since the last time; metrics of it, if so.
 

@@ -96,7 +96,11 @@ class BatchAlgebra:
 
     @property
     def on_policy(self) -> bool:
-        """Whether every gradient is computed with the weights that sampled: then all importance ratios are 1."""
+        """Whether every gradient is computed with the weights that its generation's training begins with.
+
+        Then all importance ratios are 1. Those are the weights that sampled, too, unless sampling runs ahead
+        (`max_staleness`), which is the mismatch correction's business.
+        """
         return self.gradient_accumulation_steps % self.micro_batches == 0
 
     @property

@@ -34,6 +34,10 @@ def _updates_of_episodes(episodes: Any, keywords: Mapping[str, Any]) -> int:
     return max(1, int(episodes) // int(keywords.get("gradient_accumulation_steps", 1)))
 
 
+def _one_if_on(flag: Any, keywords: Mapping[str, Any]) -> int:
+    return int(str(flag).lower() in ("true", "1", "yes"))
+
+
 def _is_on(level: Any, keywords: Mapping[str, Any]) -> bool:
     return bool(int(level))
 
@@ -81,6 +85,7 @@ ALIASES: dict[str, Alias] = {
     "warmup_ratio": Alias("warmup_steps", "a number below 1 is a share of all updates"),
     "logging_dir": _removed("TensorBoard's folder is the environment variable TENSORBOARD_LOGGING_DIR"),
     # ms-swift
+    "async_generate": Alias("max_staleness", "True means 1, False means 0", _one_if_on),
     "overlong_filter": Alias("mask_truncated_completions"),
     "epsilon_low": Alias("epsilon"),
     "log_entropy": _removed("entropy is always logged"),

@@ -126,6 +126,7 @@ class RemoteEngine:
                 stacklevel=2,
             )
         self.traits = EngineTraits(
+            updates_in_flight=True,
             reports_after_cut=any(fact.reports_after_cut for fact in facts),
             takes_adapters=all(fact.takes_adapters for fact in facts),
             dtype=min((fact.dtype for fact in facts if fact.dtype), key=lambda dtype: dtype.itemsize, default=None),

@@ -66,5 +66,9 @@ class AgentFields:
     max_tool_calling_iterations: int | None = described(
         None, "Most rounds of tool calls in one rollout; unset: until the model stops calling."
     )
-    async_generate: bool = described(False, "Sample the next generation while the current one is trained on.")
-    max_staleness: int = described(1, "Most weight updates between sampling and training with `async_generate`.")
+    max_staleness: int = described(
+        0,
+        "Optimizer steps by which the weights that sample may be older than those that are trained, so that coming "
+        "generations are sampled while one is trained on: 1 is one step ahead. 0 samples and trains by turns. Needs an "
+        "engine with weights of its own, such as a server.",
+    )

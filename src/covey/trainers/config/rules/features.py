@@ -12,8 +12,6 @@ LATER = {
     "use_transformers_continuous_batching": "transformers' continuous batching (the built-in engine has its own)",
     "vllm_structured_outputs_regex": "structured outputs",
     "max_tool_calling_iterations": "tool calling",
-    "async_generate": "asynchronous generation",
-    "max_staleness": "asynchronous generation",
     "log_completions_hub_repo": "pushing completions to the hub",
     "router_aux_loss_coef": "the load-balancing loss of mixtures of experts",
 }

@@ -81,7 +81,7 @@ def clipping_can_happen(args: Any) -> None:
 def off_policy_mask_can_happen(args: Any) -> None:
     """The off-policy mask has a sensible threshold and something to mask."""
     within(args, "off_policy_mask_threshold", "0 or more", lambda t: t >= 0, "0.1 to 1 are usual.")
-    if args.algebra().on_policy:
+    if args.algebra().on_policy and not args.max_staleness:
         ignored(args, ["off_policy_mask_threshold"], "this run is on-policy, so no completion is stale")
 
 

@@ -33,3 +33,8 @@ def workers_know_what_to_read(args: Any) -> None:
     if args.prompt_sampler == "difficulty":
         because = "with prompt_sampler='difficulty' a generation's prompts are chosen, and read, when it begins"
         ignored(args, ["dataloader_num_workers"], because)
+    elif args.max_staleness:
+        because = (
+            f"with max_staleness={args.max_staleness} prompts are read, a generation at a time, when it is sampled"
+        )
+        ignored(args, ["dataloader_num_workers"], because)
