@@ -22,10 +22,12 @@ from mistakes_models import ARGUMENTS, MODELS, TOKENIZERS
 from mistakes_runtime import RUNTIME
 from mistakes_servers import SERVERS
 from mistakes_settings import RESUMING, RUN_FILES, SETTINGS
+from mistakes_weights import WEIGHTS
 
 import tiny
 
 MISTAKES = [*MODELS, *ARGUMENTS, *TOKENIZERS, *DATASETS, *REWARDS, *SETTINGS, *RUNTIME, *RESUMING, *RUN_FILES, *SERVERS]
+MISTAKES += WEIGHTS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 
