@@ -202,6 +202,7 @@ class FakeSglang:
         self.model_path = options.model_path
         self.version = "default"
         self.session = False
+        self.born = time.time()
         self.released: set[str] = set()
         self.running = 0
         self.aborting = False
@@ -281,6 +282,7 @@ class FakeSglang:
         return web.json_response(
             {
                 "version": RECORD["release"],
+                "startup_time": self.born,
                 "dtype": "float32",
                 "tp_size": o.tp_size,
                 "pp_size": 1,

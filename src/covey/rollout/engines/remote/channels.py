@@ -8,6 +8,8 @@ they disturb neither the trainer's nor the server's own, and every operation on 
 import base64
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -100,14 +102,20 @@ def _gloo(store: Any, rank: int, world_size: int, address: str, timeout: timedel
 
 
 def _nccl(store: Any, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
-    # A wait that expires must raise here, not end the process from NCCL's watchdog, which is torch's default.
+    with nccl_that_raises():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@contextmanager
+def nccl_that_raises() -> Iterator[None]:
+    """NCCL groups made within this context raise when a wait expires; torch's default is to end the process."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+        yield
     finally:
         for name, value in before.items():
             if value is None:

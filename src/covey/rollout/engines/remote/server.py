@@ -135,7 +135,7 @@ def message_of(text: str) -> str:
         body = json.loads(text)
     except json.JSONDecodeError:
         return text[:SHOWN].strip() or "(no message)"
-    for key in ("error", "message", "detail"):
+    for key in ("error", "message", "error_message", "detail"):
         if isinstance(body, dict) and body.get(key):
             inner = body[key]
             return message_of(json.dumps(inner)) if isinstance(inner, dict) else str(inner)[:SHOWN]

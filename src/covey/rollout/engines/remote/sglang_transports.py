@@ -1,0 +1,455 @@
+"""How weights reach SGLang servers: over a process group, as tensors over HTTP, or as files.
+
+`SglangWeights` is the one transport that an engine holds. For every update it asks the servers what they are and takes
+the best way that all of them have:
+
+- `group`: buckets broadcast over NCCL or gloo; the next bucket is gathered while one is sent;
+- `tensor`: buckets in shared memory that a server on this machine opens; to another machine, the numbers inside of
+  HTTP requests, which is slow;
+- `disk`: safetensors in a folder that trainer and server both see, and the only way to data-parallel replicas.
+
+An adapter goes over HTTP and is loaded under a name of its own for every version, so that no cache mixes two.
+"""
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import tempfile
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from covey.core.weights import WeightUpdate
+from covey.rollout.engines.remote import sglang_payload as payload
+from covey.rollout.engines.remote.buckets import BUCKET_BYTES, Bucket, Packer
+from covey.rollout.engines.remote.channels import own_address
+from covey.rollout.engines.remote.dialect import ServerFacts
+from covey.rollout.engines.remote.errors import BadAnswer, ServerError, ServerRefused
+from covey.rollout.engines.remote.folders import write_folder
+from covey.rollout.engines.remote.sending import Until, all_of, in_thread, together
+from covey.rollout.engines.remote.server import Server
+from covey.rollout.engines.remote.sglang import ADAPTER, model_info, server_info, ways_of
+from covey.rollout.engines.remote.sglang_group import SglangGroup
+
+WAYS = ("auto", "group", "tensor", "disk")
+
+INLINE_BYTES = 32 * 2**20
+"""Of numbers in one HTTP request; as text they are a third more."""
+
+KEPT_ADAPTERS = 2
+"""Versions of an adapter that a server keeps: the current one, and the one of requests that are asked again."""
+
+CLEANUP_SECONDS = 5.0
+"""For a server to close what a failed update left open."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A server as far as weights are concerned.
+
+    Attributes:
+        server: where.
+        ways: names of the ways it takes weights.
+        copies: processes that each want a payload of their own.
+        born: tells one start of the server from another.
+        model: the path of the model it holds.
+    """
+
+    server: Server
+    ways: tuple[str, ...]
+    copies: int
+    born: str
+    model: str
+
+    @property
+    def same_machine(self) -> bool:
+        """Whether it surely runs on this machine."""
+        return urlsplit(self.server.url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
+class SglangWeights:
+    """Brings SGLang servers to a version of the policy; a `WeightTransport`.
+
+    Args:
+        way: one of `WAYS`; "auto" takes the fastest that every server has.
+        device: of the policy: tensors on a GPU are broadcast with NCCL, others with gloo.
+        port: of this machine, where servers meet the trainer, the next ones for further servers; 0 takes free ones.
+        folder: for weights that travel as files; servers on other machines must see it under the same name. None: a
+            temporary folder, for servers on this machine.
+        bucket_bytes: most bytes sent at once.
+    """
+
+    name = "sglang"
+
+    def __init__(
+        self,
+        way: str = "auto",
+        device: torch.device | None = None,
+        port: int = 0,
+        folder: str | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        if way not in WAYS:
+            raise ValueError(f"weights cannot travel by {way!r}; choose one of: {', '.join(WAYS)}.")
+        self._way, self._port, self._folder, self._bucket_bytes = way, port, folder, bucket_bytes
+        self._device = device or torch.device("cpu")
+        self._run = uuid.uuid4().hex[:8]
+        self._root: Path | None = None
+        self._groups: dict[str, tuple[str, SglangGroup]] = {}  # by URL: the start of the server it belongs to
+        self._bases: set[tuple[str, str]] = set()
+        self._adapters: dict[int, str] = {}
+        self._loaded: dict[tuple[str, str], list[str]] = {}
+
+    # ---- what engines call -----------------------------------------------------------------------------------------
+
+    async def send(self, servers: Sequence[Server], update: WeightUpdate, deadline: float) -> None:
+        """Bring all servers to `update`; see `WeightTransport`."""
+        until = Until(f"take weights of version {update.version}", deadline)
+        peers = [await look(server, until) for server in servers]
+        if update.adapter is None:
+            await self._send_model(peers, update, until)
+            self._adapters.pop(update.version, None)
+        else:
+            await self._send_adapter(peers, update, until)
+
+    def model_name(self, facts: ServerFacts, version: int) -> str:
+        """The name to sample `version` from."""
+        return self._adapters.get(version, facts.model)
+
+    async def close(self) -> None:
+        """Leave groups, remove files."""
+        for _, group in self._groups.values():
+            group.close()
+        self._groups.clear()
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+            self._root = None
+
+    # ---- a whole model ---------------------------------------------------------------------------------------------
+
+    async def _send_model(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+        way = choose_way(self._way, peers, shared_folder=self._folder is not None)
+        log.debug("weights of version %d travel by %s", update.version, way)
+        if way == "disk":
+            await self._by_disk(peers, update, until)
+        elif way == "group":
+            packer = Packer(update, self._bucket_bytes, self._device, dense=True)
+            await self._by_buckets(peers, update, until, packer, self._broadcast, self._connect)
+        else:
+            await self._by_buckets(peers, update, until, *self._payloads(peers, update))
+        await all_of(_confirm(peer, update, until) for peer in peers)
+
+    async def _by_disk(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+        folder = self._files() / f"v{update.version}-{uuid.uuid4().hex[:6]}"
+        older = [path for path in self._files().iterdir() if path.is_dir()]
+        await in_thread(lambda: write_folder(update, folder, self._bucket_bytes))
+        body = {
+            "model_path": str(folder),
+            "load_format": "safetensors",
+            "weight_version": str(update.version),
+            "flush_cache": False,
+        }
+        doing = f"{until.doing} from {folder}"
+        hint = "It must see this folder under the same name: set checkpoint_path to one that it shares."
+
+        async def load(server: Server) -> None:
+            try:
+                await server.ask("/update_weights_from_disk", doing=doing, deadline=until.left(server), body=body)
+            except ServerRefused as error:
+                raise ServerRefused(server.url, doing, error.said, hint) from error
+
+        try:
+            await all_of(load(peer.server) for peer in peers)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        for path in older:
+            shutil.rmtree(path, ignore_errors=True)
+
+    async def _by_buckets(
+        self,
+        peers: list[Peer],
+        update: WeightUpdate,
+        until: Until,
+        packer: Packer,
+        push: Callable[[Peer, dict[str, Any], Bucket, str, Until], Awaitable[None]],
+        connect: Callable[[Peer, Until], Awaitable[None]] | None = None,
+    ) -> None:
+        """Every bucket to every server. One that fails is left behind, and its error raised in the end."""
+        gathering = asyncio.ensure_future(in_thread(packer.next))
+        left = list(peers)
+        failures: list[BaseException] = []
+
+        async def each(do: Callable[[Peer], Awaitable[None]]) -> None:
+            results = await asyncio.gather(*(do(peer) for peer in left), return_exceptions=True)
+            failures.extend(result for result in results if isinstance(result, BaseException))
+            left[:] = [peer for peer, result in zip(left, results, strict=True) if result is None]
+
+        async def begin(peer: Peer) -> None:
+            if connect is not None:
+                await connect(peer, until)
+            await _begin(peer, until)
+
+        try:
+            await each(begin)
+            bucket, number = await asyncio.shield(gathering), 0
+            while bucket is not None and left:
+                gathering = asyncio.ensure_future(in_thread(packer.next))
+                number += 1
+                doing = f"{until.doing} (bucket {number} of {len(packer.plan)}: {bucket})"
+                body: dict[str, Any] = {"flush_cache": False}
+                if number == len(packer.plan):
+                    body["weight_version"] = str(update.version)
+                full = bucket
+                await each(lambda peer: push(peer, body, full, doing, until))  # noqa: B023 - awaited within the turn
+                bucket = await asyncio.shield(gathering)
+            await each(lambda peer: _end(peer, until))
+        finally:
+            await asyncio.wait([gathering])
+            packer.close()
+            await asyncio.gather(*(self._abandon(peer) for peer in peers if peer not in left))
+        if failures:
+            raise failures[0]
+
+    async def _abandon(self, peer: Peer) -> None:
+        """Close what a failed update left open at a server, if it still answers."""
+        known = self._groups.pop(peer.server.url, None)
+        if known is not None:
+            known[1].close()
+            await _quietly(peer, "/destroy_weights_update_group", {"group_name": known[1].name})
+        await _quietly(peer, "/end_weight_update", {})
+
+    # ---- the group -------------------------------------------------------------------------------------------------
+
+    async def _connect(self, peer: Peer, until: Until) -> None:
+        known = self._groups.get(peer.server.url)
+        if known is not None and known[0] == peer.born:
+            return
+        if known is not None:
+            known[1].close()
+            del self._groups[peer.server.url]
+        server, doing = peer.server, "join a group for weights"
+        seconds = until.left(server)
+        group = self._open_group(peer)
+        self._groups[server.url] = (peer.born, group)
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        request = server.ask("/init_weights_update_group", doing=doing, deadline=seconds, body=body)
+        await together(server, doing, request, lambda: group.join(seconds))
+
+    def _open_group(self, peer: Peer) -> SglangGroup:
+        target = urlsplit(peer.server.url)
+        assert target.hostname is not None, "checked by `Server`"
+        port = self._port and self._port + len(self._groups)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        try:
+            address = own_address(target.hostname, target.port or 80)
+            return SglangGroup(address, 1 + peer.copies, backend, port)
+        except OSError as error:
+            raise ServerRefused(
+                peer.server.url,
+                "join a group for weights",
+                f"this machine cannot listen on port {port} for it ({error})",
+                "Choose a free port with vllm_group_port; runs on one machine need one for each server.",
+            ) from error
+
+    async def _broadcast(self, peer: Peer, common: dict[str, Any], bucket: Bucket, doing: str, until: Until) -> None:
+        server = peer.server
+        group, seconds = self._groups[server.url][1], until.left(server)
+        specs = [entry.spec for entry in bucket.entries]
+        data = bucket.data[: sum(spec.nbytes for spec in specs)]
+        body = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            **common,
+        }
+        request = server.ask("/update_weights_from_distributed", doing=doing, deadline=seconds, body=body)
+        await together(server, doing, request, lambda: group.broadcast(data, seconds))
+
+    # ---- tensors over HTTP -----------------------------------------------------------------------------------------
+
+    def _payloads(
+        self, peers: list[Peer], update: WeightUpdate
+    ) -> tuple[Packer, Callable[[Peer, dict[str, Any], Bucket, str, Until], Awaitable[None]]]:
+        """Buckets for `/update_weights_from_tensor`, and how one is sent."""
+        cpu = torch.device("cpu")
+        largest = max(self._bucket_bytes, *(spec.nbytes for spec in update.specs))
+        room = payload.shared_memory_left() > 3 * min(largest, update.nbytes)  # two buckets, and others need some
+        shared = room and all(peer.same_machine for peer in peers)
+        if shared:
+            packer = Packer(update, self._bucket_bytes, cpu, allocate=payload.shared_buffer)
+        else:
+            packer = Packer(update, min(self._bucket_bytes, INLINE_BYTES), cpu)
+
+        def written(bucket: Bucket, copies: int) -> list[str]:
+            named = list(bucket.tensors().items())
+            if shared:  # every process opens the memory once
+                return [payload.by_name(named) for _ in range(copies)]
+            return [payload.inline(payload.own_copies(named))] * copies
+
+        async def push(peer: Peer, common: dict[str, Any], bucket: Bucket, doing: str, until: Until) -> None:
+            server = peer.server
+            body = {"serialized_named_tensors": await in_thread(lambda: written(bucket, peer.copies)), **common}
+            await server.ask("/update_weights_from_tensor", doing=doing, deadline=until.left(server), body=body)
+
+        return packer, push
+
+    # ---- an adapter ------------------------------------------------------------------------------------------------
+
+    async def _send_adapter(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+        assert update.adapter is not None, "the caller looked"
+        await self._send_bases(peers, update, until)
+        packer = Packer(update, max(2 * update.nbytes, 1), torch.device("cpu"))
+        bucket = await in_thread(packer.next)
+        await in_thread(packer.next)  # the pass ends
+        assert bucket is not None, "an adapter has tensors"
+        tensors = dict(payload.own_copies(bucket.tensors().items()))
+        name = f"{ADAPTER}{self._run}-v{update.version}"
+        text = await in_thread(lambda: payload.inline(tensors))
+        body = {
+            "lora_name": name,
+            "config_dict": update.adapter,
+            "expected_checksums": {key: _sha256(tensor) for key, tensor in tensors.items()},
+        }
+        await all_of(self._load_adapter(peer, body, text, until) for peer in peers)
+        self._adapters[update.version] = name
+        stamp = {"new_version": str(update.version), "abort_all_requests": False}
+        for peer in peers:
+            left = until.left(peer.server)
+            await peer.server.ask("/update_weight_version", doing=until.doing, deadline=left, body=stamp)
+
+    async def _send_bases(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+        """Servers that were started with another model than the adapter lies on get that model first, once."""
+        assert update.adapter is not None, "the caller looked"
+        if update.base is None:
+            return
+        wanted = update.adapter.get("base_model_name_or_path")
+        fresh = [peer for peer in peers if (peer.server.url, peer.born) not in self._bases]
+        lacking = [peer for peer in fresh if not wanted or peer.model != wanted]
+        if lacking:
+            await self._send_model(lacking, update.base, until)
+        self._bases |= {(peer.server.url, peer.born) for peer in fresh}
+
+    async def _load_adapter(self, peer: Peer, body: dict[str, Any], text: str, until: Until) -> None:
+        server, name = peer.server, body["lora_name"]
+        loaded = self._loaded.setdefault((server.url, peer.born), [])
+        if name in loaded:
+            return
+        await _quietly(peer, "/unload_lora_adapter", {"lora_name": name})  # an earlier try may have got through
+        doing = f"load the adapter {name}"
+        hint = (
+            "Start it with --enable-lora --max-lora-rank R --lora-target-modules all, or set vllm_lora_sync='merged'."
+        )
+        try:
+            full = {**body, "serialized_named_tensors": [text] * peer.copies}
+            await server.ask("/load_lora_adapter_from_tensors", doing=doing, deadline=until.left(server), body=full)
+        except ServerRefused as error:
+            raise ServerRefused(server.url, doing, error.said, hint) from error
+        loaded.append(name)
+        while len(loaded) > KEPT_ADAPTERS:
+            old = {"lora_name": loaded.pop(0)}
+            await server.ask("/unload_lora_adapter", doing=f"unload {old}", deadline=until.left(server), body=old)
+
+    def _files(self) -> Path:
+        if self._root is None:
+            if self._folder is not None:
+                self._root = Path(self._folder).absolute() / f"covey-weights-{self._run}"
+                self._root.mkdir(parents=True)
+            else:
+                self._root = Path(tempfile.mkdtemp(prefix="covey-weights-"))
+        return self._root
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+async def look(server: Server, until: Until) -> Peer:
+    """What an SGLang server can do about weights."""
+    model = await model_info(server, until.left(server))
+    info = await server_info(server, until.left(server))
+    return Peer(
+        server,
+        ways_of(info),
+        int(info.get("tp_size") or 1),
+        str(info.get("startup_time")),
+        str(model["model_path"]),
+    )
+
+
+def choose_way(wanted: str, peers: Sequence[Peer], *, shared_folder: bool) -> str:
+    """The fastest way that all servers have.
+
+    Raises:
+        ServerRefused: there is none, or one of them does not have the wanted one.
+    """
+    for way in WAYS[1:] if wanted == "auto" else (wanted,):
+        obstacles = [(peer, why) for peer in peers if (why := _why_not(way, peer, shared_folder)) is not None]
+        if not obstacles:
+            return way
+    peer, why = obstacles[0]
+    raise ServerRefused(peer.server.url, f"take weights by {way}", why, "Set checkpoint_path to a folder that it sees.")
+
+
+def _why_not(way: str, peer: Peer, shared_folder: bool) -> str | None:
+    if way not in peer.ways:
+        return "replicas (--dp-size) take weights from files, and pipelines (--pp-size) in no group"
+    if way == "disk" and not shared_folder and not peer.same_machine:
+        return "it is on another machine, and no folder is known that both see"
+    return None
+
+
+async def _begin(peer: Peer, until: Until) -> None:
+    """Open a server for weights; one that a killed run left open is closed first."""
+    server = peer.server
+    try:
+        await server.ask("/begin_weight_update", doing=until.doing, deadline=until.left(server), body={})
+    except ServerRefused as error:
+        if "already open" not in error.said:
+            raise
+        await _end(peer, until)
+        await server.ask("/begin_weight_update", doing=until.doing, deadline=until.left(server), body={})
+
+
+async def _end(peer: Peer, until: Until) -> None:
+    await peer.server.ask("/end_weight_update", doing=until.doing, deadline=until.left(peer.server), body={})
+
+
+async def _confirm(peer: Peer, update: WeightUpdate, until: Until) -> None:
+    """The server must say that it has what was sent."""
+    found = (await model_info(peer.server, until.left(peer.server))).get("weight_version")
+    if found != str(update.version):
+        raise BadAnswer(
+            peer.server.url,
+            until.doing,
+            f"afterwards it says that its weights are of version {found!r}, not '{update.version}'",
+            "Does another trainer send weights to it?",
+        )
+
+
+async def _quietly(peer: Peer, path: str, body: dict[str, Any]) -> None:
+    """Ask, and do not mind a no."""
+    with suppress(ServerError):
+        await peer.server.ask(path, doing="clean up", deadline=CLEANUP_SECONDS, body=body)
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
