@@ -27,7 +27,11 @@ from benchmarks.records import Records
 from benchmarks.workloads import TRIED_IN_CONTINUOUS_BATCHES, WORKLOADS, Workload
 
 WORKERS = Path(__file__).with_name("decode_workers.py")
-CONTENDERS = ("native", "generate", "continuous_batching", "vllm")
+USUAL = ("native", "generate", "continuous_batching", "vllm")
+VLLM = ("vllm", "vllm_processes", "vllm_server")
+"""Contenders that run under vLLM's interpreter; a server also needs Covey there."""
+CONTENDERS = (*USUAL, "vllm_processes", "vllm_server")
+
 VOCABULARY = range(3, 49152)
 """Prompts are drawn from SmolLM2's tokens without its control tokens; what they say does not change the work."""
 
@@ -120,8 +124,8 @@ def _environment(threads: int) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
-def _vllm_environment(threads: int, python: str) -> dict[str, str]:
-    """vLLM's allocator and OpenMP, where they are installed, and all of it in one process.
+def _vllm_environment(threads: int, python: str, one_process: bool) -> dict[str, str]:
+    """vLLM's allocator and OpenMP, where they are installed, and perhaps all of it in one process.
 
     As several processes its scheduler spins on one of two cores while its worker computes on both.
     """
@@ -132,7 +136,7 @@ def _vllm_environment(threads: int, python: str) -> dict[str, str]:
     return _environment(threads) | {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
         "VLLM_NO_USAGE_STATS": "1",
         "LD_PRELOAD": ":".join(libraries),
     }
@@ -143,9 +147,10 @@ def _workers(names: Sequence[str], folder: str, threads: int, vllm_python: str |
     with contextlib.ExitStack() as stack:
         workers = []
         for name in names:
-            if name == "vllm":
+            if name in VLLM:
                 assert vllm_python is not None
-                worker = Worker(name, vllm_python, folder, _vllm_environment(threads, vllm_python))
+                environment = _vllm_environment(threads, vllm_python, one_process=name == "vllm")
+                worker = Worker(name, vllm_python, folder, environment)
             else:
                 worker = Worker(name, sys.executable, folder, _environment(threads))
             stack.callback(worker.close)
@@ -157,7 +162,7 @@ def run(
     rounds: int = 5,
     vllm_python: str | None = None,
     workloads: Sequence[Workload] = tuple(WORKLOADS.values()),
-    contenders: Sequence[str] = CONTENDERS,
+    contenders: Sequence[str] = USUAL,
     folder: str | None = None,
     threads: int = 2,
 ) -> dict[str, Any]:
@@ -168,16 +173,20 @@ def run(
         vllm_python: the interpreter of an environment with vLLM; `$COVEY_BENCH_VLLM_PYTHON` when None. Without either
             vLLM is left out.
         workloads: what to sample; their rewards play no part.
-        contenders: names out of `CONTENDERS`; `native`, which the others are compared with, runs in any case.
+        contenders: names out of `CONTENDERS`; the first is what the others are compared with, which is `native` unless
+            only vLLM's are given.
         folder: the model; SmolLM2-135M-Instruct when None.
         threads: of each contender.
     """
     folder = folder or model_path(None)
     vllm_python = vllm_python or os.environ.get("COVEY_BENCH_VLLM_PYTHON")
     left_out = {}
-    if "vllm" in contenders and not vllm_python:
-        left_out["vllm"] = "no interpreter with vLLM was given (--vllm-python or COVEY_BENCH_VLLM_PYTHON)"
-    names = ["native", *(name for name in contenders if name != "native" and name not in left_out)]
+    for name in () if vllm_python else VLLM:
+        if name in contenders:
+            left_out[name] = "no interpreter with vLLM was given (--vllm-python or COVEY_BENCH_VLLM_PYTHON)"
+    names = [name for name in contenders if name not in left_out]
+    if not set(names) <= set(VLLM):
+        names = ["native", *(name for name in names if name != "native")]
     with _workers(names, folder, threads, vllm_python) as workers:
         return {
             "threads": threads,
@@ -229,8 +238,10 @@ def _figures(
             name: statistics.median(count / taken for count, taken in zip(tokens, times, strict=True))
             for name, times in seconds.items()
         },
-        "over_native": {
-            name: statistics.median(theirs / ours for theirs, ours in zip(times, seconds["native"], strict=True))
+        "over_first": {
+            name: statistics.median(
+                theirs / first for theirs, first in zip(times, next(iter(seconds.values())), strict=True)
+            )
             for name, times in seconds.items()
         },
     }
@@ -256,12 +267,12 @@ def _table(name: str, workload: dict[str, Any]) -> str:
         f" on average and {max(workload['longest'])} at most; decoding in lock-step computes"
         f" {workload['lock_step_over_needed']:.1f} times the tokens that are needed.",
         "",
-        "| engine | seconds | core-seconds | tokens/s | its time / native's |",
+        f"| engine | seconds | core-seconds | tokens/s | its time / {next(iter(workload['seconds']))}'s |",
         "|---|---:|---:|---:|---:|",
     ]
     for engine, seconds in workload["median_seconds"].items():
         cores = statistics.median(workload["cpu_seconds"][engine])
-        rate, ratio = workload["tokens_per_second"][engine], workload["over_native"][engine]
+        rate, ratio = workload["tokens_per_second"][engine], workload["over_first"][engine]
         lines.append(f"| {engine} | {seconds:.2f} | {cores:.2f} | {rate:.0f} | {ratio:.2f} |")
     return "\n".join(lines)
 
@@ -272,7 +283,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each workload")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(USUAL))
     parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct unless given")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the results here")

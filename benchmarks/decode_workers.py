@@ -3,17 +3,19 @@
 Run as a script by `benchmarks.decode`, under the contender's interpreter: `python -P decode_workers.py NAME FOLDER`.
 Work comes in and results go out as JSON, a line each. A contender is a class with a `sample` method. All draw from the
 whole softmax at temperature 1, in float32, and take the end-of-sequence token for a token like any other.
-Nothing is imported before it is used: vLLM's environment has no Covey, and Covey's no vLLM.
+Nothing is imported before it is used: vLLM's environment may have no Covey, and Covey's no vLLM.
 """
 
 import asyncio
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Protocol
 
 Tokens = list[int]
@@ -181,11 +183,51 @@ class Vllm:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+class VllmServer:
+    """A server started by `covey vllm-serve`, asked as the trainer asks; needs vLLM and Covey in one environment."""
+
+    def __init__(self, folder: str):
+        from covey.rollout.engines.remote.engine import RemoteEngine
+        from covey.rollout.engines.remote.launch import ServerProcess, free_port
+        from covey.rollout.engines.remote.server import Server
+        from covey.rollout.engines.remote.vllm import VllmDialect
+        from covey.rollout.engines.remote.vllm_transports import VllmWeights
+
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        command = [sys.executable, "-m", "covey.cli.main", "vllm-serve", "--model", folder, "--port", str(port)]
+        command += ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "256", "--block-size", "32"]
+        log = Path(tempfile.mkdtemp()) / "server.log"
+        self.process = ServerProcess(command, f"{url}/health", log_path=log, deadline=600, name="vLLM").start()
+        self.engine = RemoteEngine([Server(url)], VllmDialect(), VllmWeights(), ends=frozenset())
+
+    def sample(self, work: Work) -> list[Tokens]:
+        """A request for every length in a group; all of a group's where they are equal, as the trainer makes them."""
+        from covey.rollout.engine import SampleRequest, SamplingParams
+
+        rows: dict[tuple[int, int], list[int]] = {}
+        for number, length in enumerate(work.lengths):
+            rows.setdefault((number // work.group, length), []).append(number)
+        requests = [
+            SampleRequest(work.prompts[group], len(mine), SamplingParams(max_tokens=length), mine)
+            for (group, length), mine in rows.items()
+        ]
+
+        async def all_groups() -> list[Any]:
+            return await asyncio.gather(*(self.engine.generate(request) for request in requests))
+
+        done: dict[int, Tokens] = {}
+        for mine, answers in zip(rows.values(), asyncio.run(all_groups()), strict=True):
+            done.update(zip(mine, (answer.token_ids for answer in answers), strict=True))
+        return [done[number] for number in range(len(work.lengths))]
+
+
 CONTENDERS: dict[str, Callable[[str], Contender]] = {
     "native": Native,
     "generate": Generate,
     "continuous_batching": ContinuousBatching,
     "vllm": Vllm,
+    "vllm_processes": Vllm,
+    "vllm_server": VllmServer,
 }
 
 

@@ -87,8 +87,8 @@ def run(output_dir: Path, *, seed: int, max_steps: int, minutes: float) -> dict[
     return summary
 
 
-def settings(output_dir: Path, seed: int, max_steps: int) -> Any:
-    """The demo's config: small enough for two CPU cores, the same everywhere."""
+def settings(output_dir: Path, seed: int, max_steps: int, **further: Any) -> Any:
+    """The demo's config: small enough for two CPU cores, the same everywhere; `further` fields are for benchmarks."""
     from covey import GRPOConfig
 
     return GRPOConfig(
@@ -106,6 +106,7 @@ def settings(output_dir: Path, seed: int, max_steps: int) -> Any:
         save_strategy="no",
         report_to="none",
         seed=seed,
+        **further,
     )
 
 
