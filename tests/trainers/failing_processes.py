@@ -17,6 +17,7 @@ WAYS = {
     "Trained on several processes, of which one was killed": "is killed",
     "Trained on several processes, of which one took too long": "hangs",
     "Let processes go different ways, with callbacks of one process only for instance": "strays",
+    "Trained on several processes, of which one failed while others were at work": "fails while the other is at work",
 }
 """The rows of docs/troubleshooting.md, and the way to each."""
 
@@ -24,6 +25,8 @@ WAYS = {
 def goes_wrong(completions, **kwargs):
     """Scores the first generation; then, on the last process, goes wrong."""
     CALLS.append(len(completions))
+    if len(CALLS) > 1 and way == "fails while the other is at work" and os.environ["RANK"] == "0":
+        time.sleep(600)
     if len(CALLS) > 1 and os.environ["RANK"] == "1":
         if way == "returns nonsense":
             return ["nonsense"] * len(completions)
@@ -31,6 +34,8 @@ def goes_wrong(completions, **kwargs):
             os.kill(os.getpid(), signal.SIGKILL)
         if way == "hangs":
             time.sleep(600)
+        if way == "fails while the other is at work":
+            raise KeyboardInterrupt
         if way == "strays":
             trainer.collectives.meet("do something of its own")
     return runs.digits(completions)

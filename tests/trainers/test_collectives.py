@@ -52,6 +52,7 @@ TOLD = {
     "returns nonsense": ["another process failed", "Rank 1 ended at step 1 with RewardError", "'nonsense'"],
     "is killed": ["the connection broke", "rank 1: step 1: reward"],
     "hangs": ["not every process came within 20 s", "rank 1: step 1: reward"],
+    "fails while the other is at work": ["Rank 1 ended at step 1 with KeyboardInterrupt", "rank 0: step 1: reward"],
     "strays": ["rank 0: compare engine and trainer; rank 1: do something of its own"],
 }
 
@@ -66,8 +67,7 @@ def test_a_process_that_goes_wrong_ends_the_others_which_say_why(tmp_path, what)
         assert quoted(rows()[what]).search(error), "the page says otherwise"
         for part in TOLD[WAYS[what]]:
             assert error.count(part) == 1
-        if WAYS[what] != "hangs":
-            ends(second)
+        ends(second)  # also the one that hangs: it is interrupted
     finally:
         for process in (first, second):
             process.kill()

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from covey.trainers.interruption import Interruption, interrupted_when
+
 T = TypeVar("T")
 
 LOOK_EVERY = 1.0
@@ -55,6 +57,7 @@ class Collectives:
     def __init__(self, rank: int, size: int, seconds: float, step: Callable[[], int]):
         self.rank, self.size, self.seconds = rank, size, seconds
         self._step = step
+        self._watched = False
         if size > 1:
             # Every process makes its trainers in the same order, so this number is the same on all of them.
             self._store = dist.PrefixStore(f"covey/{next(_numbers)}", _get_default_store())
@@ -107,19 +110,33 @@ class Collectives:
         except RuntimeError as error:
             if self.size == 1 or not is_of_torch_distributed(error):
                 raise
-            raise self._error(what, f"the connection broke ({_first_line(error)})") from error
+            raise self._broken(what, error) from error
 
     @contextmanager
     def ending_all(self) -> Iterator[None]:
-        """An exception that leaves this context ends the other processes too, at their next exchange at the latest."""
-        try:
+        """An exception that leaves this context ends the other processes too.
+
+        They find out where they wait for one another; one that is at work elsewhere is interrupted.
+
+        Raises:
+            CollectiveError: another process failed while this one was at work.
+        """
+        if self.size == 1 or self._watched:
             yield
+            return
+        self._watched = True
+        try:
+            with interrupted_when(self._others_failure):
+                yield
+        except Interruption as interruption:
+            raise CollectiveError(str(interruption)) from None
         except BaseException as error:
-            if self.size > 1:
-                if is_of_torch_distributed(error):
-                    error.add_note(self._report(self._failure()))
-                self._publish(error)
+            if is_of_torch_distributed(error):
+                error.add_note(self._report(self._failure()))
+            self._publish(error)
             raise
+        finally:
+            self._watched = False
 
     def note(self, doing: str) -> None:
         """Leave word of what this process turns to."""
@@ -145,8 +162,23 @@ class Collectives:
         except CollectiveError:
             raise
         except RuntimeError as error:
-            raise self._error(what, f"the connection broke ({_first_line(error)})") from error
+            raise self._broken(what, error) from error
         self.note(f"at work since it could {what}")
+
+    def _others_failure(self) -> str | None:
+        """What to say to whoever is at work while another process has failed; None while none has."""
+        failure = self._failure()
+        if failure is None:
+            return None
+        return (
+            f"step {self._step()}: rank {self.rank} of {self.size} was at work when another process failed.\n"
+            f"{self._report(failure)}"
+        )
+
+    def _broken(self, what: str, error: BaseException) -> CollectiveError:
+        """A process is gone; most have said why."""
+        said = str(error).split("\n")[0][:300]
+        return self._error(what, "another process failed" if self._failure() else f"the connection broke ({said})")
 
     def _error(self, what: str, problem: str) -> CollectiveError:
         return CollectiveError(
@@ -194,10 +226,6 @@ def is_of_torch_distributed(error: BaseException) -> bool:
     if isinstance(error, CollectiveError):
         return False  # it has a name already
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n")[0][:300]
 
 
 def _done(work: Any, seconds: float) -> bool:
