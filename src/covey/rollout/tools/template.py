@@ -1,0 +1,226 @@
+"""What a chat template writes between a turn of the policy and the next one, as tokens.
+
+A conversation with tools grows by appending: the tokens that the policy sampled stay what they are, never decoded and
+encoded again, and `TurnTemplate.continuation` gives the tokens that follow them, from the end of the turn through the
+results of tools to the next generation prompt. They are found by rendering a stand-in for the turn with marks in it, so
+what the policy really wrote plays no part.
+
+That is the same conversation as the template would render only if the template is *prefix-stable*: a longer
+conversation begins with the tokens of the shorter one. Templates that drop earlier thinking, for instance, are not.
+This is checked when a `TurnTemplate` is made.
+
+Not here: reading calls (`parsers`) and executing them (`toolbox`); images among the results.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from covey.core.rollout import Message
+
+_ASK, _SAID, _NAME, _RESULT, _THOUGHT = "coveyASK", "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"
+_CALLS = ("object", "string", "none")
+"""How the stand-in's calls are written: arguments as an object, as a JSON string, or no calls at all."""
+
+
+class TurnTemplate:
+    """The tokenizer's chat template, as far as it concerns conversations with tools.
+
+    Args:
+        tokenizer: of the policy.
+        tools: schemas that the template is given.
+        end_ids: tokens that end a turn, besides the tokenizer's end of sequence (`<end_of_turn>`, `<|eom_id|>`).
+        chat_template_kwargs: further arguments of the template.
+        unstable: "raise" refuses templates that are not prefix-stable; "keep" accepts them: earlier turns then stay as
+            they were sampled, also where the template would have rendered them differently.
+
+    Attributes:
+        result_role: the role under which results are rendered: "tool", or "user" where the template has no such role.
+        shows_tools: whether the template tells the policy about the tools. If not, the prompt must.
+        reasons: why the template is not prefix-stable; empty if it is.
+
+    Raises:
+        ValueError: there is no chat template, it renders no results, or it is not prefix-stable.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[dict[str, Any]] = (),
+        end_ids: Iterable[int] = (),
+        chat_template_kwargs: dict[str, Any] | None = None,
+        unstable: str = "raise",
+    ):
+        if unstable not in ("raise", "keep"):
+            raise ValueError(f"unstable={unstable!r} is not known; choose 'raise' or 'keep'.")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "tools need a chat template and the tokenizer has none. Set `tokenizer.chat_template` or use an"
+                " instruction-tuned model."
+            )
+        self.tokenizer = tokenizer
+        self.tools = list(tools)
+        self.kwargs = chat_template_kwargs or {}
+        ends = {tokenizer.eos_token_id, *end_ids} - {None}
+        self._ends = {str(tokenizer.convert_ids_to_tokens(end)): end for end in sorted(ends)}
+        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = sorted(special, key=len, reverse=True)
+        self.result_role, self._calls = self._find_shape()
+        self.shows_tools = self._shows_tools()
+        self.reasons = self._find_reasons()
+        if self.reasons and unstable == "raise":
+            raise ValueError(
+                f"the chat template is not prefix-stable: {'; '.join(self.reasons)}. A conversation trained on would"
+                " not be the one that the template renders. Change `tokenizer.chat_template` so that earlier turns stay"
+                " as they were, or pass unstable='keep' and keep them yourself wherever the model is used."
+            )
+
+    def continuation(self, results: Sequence[Message]) -> list[int]:
+        """Tokens that follow a sampled turn, whose last token ended it, up to where the policy goes on.
+
+        Args:
+            results: messages that answer the turn: of tools, or of a user. Their texts cannot hold control tokens:
+                one is broken up by a zero-width space, so that a result cannot end its own turn.
+
+        Raises:
+            ValueError: the template cannot render them.
+        """
+        return self._encode_after_end(self._after_turn([_USER], self._rendered_as(results)))
+
+    # --- rendering -----------------------------------------------------------------------------------------------
+
+    def _render(self, messages: Sequence[Message], answer: bool = True) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=self.tools or None, tokenize=False, add_generation_prompt=answer, **self.kwargs
+            )
+        except Exception as error:  # templates are programs of their authors: they raise whatever they like
+            raise ValueError(
+                f"the chat template cannot render roles {[message['role'] for message in messages]}:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+
+    def _after_turn(self, before: Sequence[Message], results: Sequence[Message]) -> str:
+        """The text that follows the end of an assistant's turn between `before` and `results`."""
+        turn = self._turn(results)
+        alone, whole = self._render([*before, turn], answer=False), self._render([*before, turn, *results])
+        begin, mark = max((alone.rfind(mark), mark) for mark in (_SAID, _NAME))
+        marked = begin + len(mark)
+        cut = max((alone.rfind(end, marked) + len(end) for end in self._ends if end in alone[marked:]), default=None)
+        if cut is None:  # the template does not end turns with a token: all that it writes after the turn follows
+            cut = marked if mark == _SAID else len(alone)
+        ended = alone[begin:cut]
+        at = whole.find(ended)  # the first one: what is before it holds no marks, whatever the results hold
+        if begin < 0 or at < 0:
+            raise ValueError(f"the chat template changes a turn when results follow: {_difference(alone, whole)}")
+        return whole[at + len(ended) :]
+
+    def _turn(self, results: Sequence[Message], thought: str = "", number: str = "") -> Message:
+        """A stand-in for the policy's turn, with a call for each result."""
+        message: Message = {"role": "assistant", "content": thought + _SAID + number}
+        if self._calls != "none" and self.result_role == "tool":
+            arguments: Any = {} if self._calls == "object" else "{}"
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": result.get("tool_call_id", _call_id(i)),
+                    "function": {"name": _NAME, "arguments": arguments},
+                }
+                for i, result in enumerate(results)
+                if result["role"] == "tool"
+            ]
+        return message
+
+    def _rendered_as(self, results: Sequence[Message]) -> list[Message]:
+        """Results in the role that the template knows, without control tokens."""
+        clean = [{**result, "content": self._without_control(result.get("content"))} for result in results]
+        if self.result_role == "tool":
+            return clean
+        texts = [f"```tool_output\n{r['content']}\n```" if r["role"] == "tool" else r["content"] for r in clean]
+        return [{"role": "user", "content": "\n".join(texts)}]
+
+    def _without_control(self, content: Any) -> str:
+        if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+            content = "\n".join(part["text"] for part in content)
+        if not isinstance(content, str):
+            raise ValueError(
+                f"the content of a result must be text, got {type(content).__name__}: images among the results of tools"
+                " are not yet supported."
+            )
+        for token in self._special:
+            content = content.replace(token, f"{token[:1]}\u200b{token[1:]}")
+        return content
+
+    def _encode_after_end(self, text: str) -> list[int]:
+        """Tokens of `text` as they are behind a token that ends a turn: some tokenizers treat a text's start apart."""
+        if not self._ends:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        end, end_id = next(iter(self._ends.items()))
+        ids = list(self.tokenizer(end + text, add_special_tokens=False)["input_ids"])
+        if not ids or ids[0] != end_id:
+            raise ValueError(f"the tokenizer does not encode {end!r} as one token, so turns have no end of their own.")
+        return ids[1:]
+
+    # --- what the template can do --------------------------------------------------------------------------------
+
+    def _find_shape(self) -> tuple[str, str]:
+        """The role and the kind of calls with which the template renders results."""
+        reason = "it leaves them out"
+        for shape in [*(("tool", calls) for calls in _CALLS), ("user", "none")]:
+            self.result_role, self._calls = shape
+            try:
+                if _RESULT in self._after_turn([_USER], self._rendered_as([_result()])):
+                    return shape
+            except ValueError as error:
+                reason = str(error)
+        raise ValueError(f"the chat template does not render the results of tools: {reason}")
+
+    def _shows_tools(self) -> bool:
+        schema = {"name": _NAME, "description": "", "parameters": {"type": "object", "properties": {}}}
+        real, self.tools = self.tools, [{"type": "function", "function": schema}]
+        try:
+            return _NAME in self._render([_USER])
+        except ValueError:
+            return False
+        finally:
+            self.tools = real
+
+    def _find_reasons(self) -> list[str]:
+        """Render a conversation of two rounds and see whether each part of it begins with the shorter one."""
+        opening = self._render([_USER])
+        thinks = "</think>" in json.dumps(self.tokenizer.chat_template) and not opening.rstrip().endswith("</think>")
+        results = [self._rendered_as([_result(str(i))]) for i in (1, 2)]
+        turns = [
+            self._turn(result, f"<think>\n{_THOUGHT}{i}\n</think>\n\n" if thinks else "", str(i))
+            for i, result in enumerate(results, 1)
+        ]
+        first = self._render([_USER, turns[0], *results[0]])
+        second = self._render([_USER, turns[0], *results[0], turns[1], *results[1]])
+        if thinks and (f"{_THOUGHT}1" not in first or f"{_THOUGHT}1" not in second):
+            return ["it drops the thinking of earlier turns"]
+        reasons = []
+        if not first.startswith(opening):
+            reasons.append(f"a turn does not begin with the generation prompt: {_difference(opening, first)}")
+        if not second.startswith(first):
+            reasons.append(f"a later turn changes earlier ones: {_difference(first, second)}")
+        alone = self._after_turn([_USER], results[1])
+        if not reasons and not second.endswith(alone):
+            reasons.append(f"results are rendered differently later on: {_difference(alone, second[-len(alone) :])}")
+        return reasons
+
+
+_USER: Message = {"role": "user", "content": _ASK}
+
+
+def _result(number: str = "") -> Message:
+    return {"role": "tool", "name": "lookup", "tool_call_id": _call_id(0), "content": _RESULT + number}
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"
+
+
+def _difference(one: str, other: str) -> str:
+    """Where two texts part, in words."""
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return f"{one[at : at + 40]!r} becomes {other[at : at + 40]!r} after {one[max(0, at - 20) : at]!r}"
