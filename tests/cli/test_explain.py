@@ -1,8 +1,11 @@
 """`covey explain`: what it says about runs whose answers are known."""
 
+import re
+
 import pytest
 from transformers import LlamaConfig
 
+import tiny
 from covey.cli.explain import explain, main
 from covey.trainers.grpo_config import GRPOConfig
 from covey.trainers.rloo_config import RLOOConfig
@@ -223,3 +226,40 @@ def test_what_is_sampled_ahead_is_told_with_its_age():
     text = words(explain(GRPOConfig(max_staleness=1, num_iterations=4)))
     assert "the next is sampled during the last 1 update of them alone; max_staleness=4 would overlap them all" in text
     assert "Sampling runs ahead" not in words(explain(GRPOConfig()))
+
+
+def colocated(**changes):
+    """A run with vLLM in the trainer's process on a GPU of 24 GiB, explained."""
+    args = GRPOConfig(report_to="none", bf16=False)
+    for name, value in {"use_vllm": True, "vllm_gpu_memory_utilization": "auto", **changes}.items():
+        setattr(args, name, value)
+    return words(explain(args, model_config=tiny.config(), gpu=24 * 1024**3))
+
+
+def test_the_share_of_vllm_is_told_with_how_it_came_about():
+    text = colocated()
+    assert re.search(r"vllm_gpu_memory_utilization=auto is 0\.0\d of 24\.0 GiB: .* are taken by training", text)
+    assert "for the keys and values of all completions at once), all of it." in text
+    assert "vLLM stays awake" in text
+    assert "KV cache" not in text, "that of the built-in engine is not there"
+
+
+def test_a_share_that_was_given_is_compared_with_what_there_is_use_for():
+    text = colocated(vllm_gpu_memory_utilization=0.3)
+    assert "vLLM takes 7.2 GiB (vllm_gpu_memory_utilization=0.3 of 24.0 GiB); it has use for" in text
+    assert "'auto' would be 0.0" in text
+
+
+def test_sleep_and_what_makes_room_for_it_are_told():
+    text = colocated(vllm_enable_sleep_mode=True, offload_model=True, offload_optimizer=True, vllm_sleep_level=2)
+    assert "taken by weights, reference and optimizer, which stay while vLLM is awake, the policy and optimizer" in text
+    assert "(vllm_sleep_level=2): its weights are forgotten" in text
+    assert "While vLLM samples, the model and the optimizer wait in host memory" in text
+
+
+def test_without_a_gpu_the_cache_is_told():
+    args = GRPOConfig(report_to="none", bf16=False, use_cpu=True)
+    args.use_vllm = True
+    text = words(explain(args, model_config=tiny.config()))
+    assert "on this CPU, a cache of 64.0 MiB" in text
+    assert "VLLM_CPU_KVCACHE_SPACE" in text

@@ -1,5 +1,6 @@
 """vLLM in the test's process, over tiny models that vLLM can run."""
 
+import asyncio
 from typing import Any
 
 import torch
@@ -64,3 +65,13 @@ def scored(policy: Any, prompt_ids: list[int], completion: Completion, temperatu
     with torch.no_grad():
         logits = policy(ids).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0]
+
+
+def sample(engine: Any, *requests: SampleRequest) -> Any:
+    """Completions of requests that are in flight together."""
+
+    async def go():
+        with engine.awake():
+            return await asyncio.gather(*(engine.generate(each) for each in requests))
+
+    return asyncio.run(go())

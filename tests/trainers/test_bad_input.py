@@ -17,6 +17,7 @@ import torch
 import transformers
 from failing_processes import WAYS
 from mistakes import Bench
+from mistakes_colocate import COLOCATION, SHOWN_BY_VLLM
 from mistakes_data import DATASETS, REWARDS
 from mistakes_models import ARGUMENTS, MODELS, TOKENIZERS
 from mistakes_runtime import RUNTIME
@@ -28,6 +29,7 @@ import tiny
 
 MISTAKES = [*MODELS, *ARGUMENTS, *TOKENIZERS, *DATASETS, *REWARDS, *SETTINGS, *RUNTIME, *RESUMING, *RUN_FILES, *SERVERS]
 MISTAKES += WEIGHTS
+MISTAKES += COLOCATION
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 
@@ -141,7 +143,7 @@ def messages() -> list[str]:
 
 def test_the_page_has_a_row_for_every_mistake_and_no_other():
     assert len(rows()) >= 40
-    assert set(rows()) == {mistake.what for mistake in MISTAKES} | set(WAYS)
+    assert set(rows()) == {mistake.what for mistake in MISTAKES} | set(WAYS) | SHOWN_BY_VLLM
 
 
 @pytest.mark.parametrize("what", rows() if PAGE.exists() else [], ids=lambda what: what.replace(" ", "-"))

@@ -8,6 +8,7 @@ import pytest
 from covey.trainers import checks
 from covey.trainers.config.rules import (
     batches,
+    colocate,
     features,
     loss,
     mismatch,
@@ -66,6 +67,16 @@ REFUSED = [
     (features.words_are_known, GRPOConfig, {"importance_sampling_level": "word"}, "token, sequence, sequence_token"),
     (features.words_are_known, GRPOConfig, {"multi_objective_aggregation": "sum"}, "sum_then_normalize"),
     (features.words_are_known, GRPOConfig, {"vllm_mode": "remote"}, "choose one of: colocate, server"),
+    (colocate.memory_share_is_a_share, GRPOConfig, {"vllm_gpu_memory_utilization": 1.2}, "=1.2 is out of range"),
+    (colocate.memory_share_is_a_share, GRPOConfig, {"vllm_gpu_memory_utilization": "most"}, "='most' is out of range"),
+    (colocate.sleep_is_light_or_deep, GRPOConfig, {"vllm_sleep_level": 3}, "vllm_sleep_level=3 is not known: 1 keeps"),
+    (
+        colocate.engine_arguments_repeat_no_field,
+        GRPOConfig,
+        {"vllm_engine_kwargs": {"max_model_len": 9}},
+        "may not hold 'max_model_len': set the field `vllm_max_model_length`",
+    ),
+    (batches.counts_are_whole_and_positive, GRPOConfig, {"move_model_batches": 0}, "move_model_batches=0 must be"),
     (features.words_are_known, GRPOConfig, {"vllm_importance_sampling_mode": "mask"}, "token_truncate, token_mask"),
     (features.loss_type_is_known, GRPOConfig, {"loss_type": "ppo"}, "loss_type='ppo' is not known.*dapo"),
     (features.rloo_loss_has_its_config, GRPOConfig, {"loss_type": "rloo"}, "use RLOOConfig"),
@@ -256,6 +267,8 @@ POINTED_OUT = [
         },
         "multiplies the ratios of a sequence's tokens itself, so 'token_truncate' is used",
     ),
+    (colocate.colocation_options_are_read, GRPOConfig, {"offload_model": True}, "use_vllm is False"),
+    (colocate.colocation_options_are_read, GRPOConfig, {"move_model_batches": 4}, "use_vllm is False"),
     (unused.printing_needs_log_completions, GRPOConfig, {"num_completions_to_print": 3}, "log_completions is False"),
     (unused.padding_is_a_number, GRPOConfig, {"pad_to_multiple_of": 8}, "to the longest of them"),
     (unused.supervised_options_are_off, GRPOConfig, {"label_smoothing_factor": 0.1}, "supervised training"),

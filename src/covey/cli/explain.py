@@ -14,14 +14,17 @@ from typing import Any
 
 from covey.cli import explain_sentences as sentences
 from covey.cli.config_file import load_run
+from covey.cli.explain_colocation import colocation, gpu_bytes
 from covey.cli.explain_sentences import count
 from covey.cli.explain_start import Start, check_start
 from covey.cli.train import take_config
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.config.rules.loss import CLIPPED
 from covey.trainers.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, estimate, readable
+from covey.trainers.vllm_memory import GIB, EngineMemory, engine_memory
 
-USAGE = """usage: covey explain [--config] CONFIG [--world_size N] [--prompt_tokens N] [--field value ...]
+USAGE = """usage: covey explain [--config] CONFIG [--world_size N] [--prompt_tokens N]
+                     [--gpu_memory N] [--field value ...]
 
 Say in words what a run will do: batches, updates, loss, tokens, memory; and whether its data and
 rewards are there. Its exit status is 2 where the run would not start.
@@ -29,6 +32,7 @@ rewards are there. Its exit status is 2 where the run would not start.
   CONFIG            YAML or JSON file of the run
   --world_size N    explain it for N processes
   --prompt_tokens N length of a prompt, for tokens and memory (256 if not given)
+  --gpu_memory N    GiB of a GPU, where the run has another than this machine
   --field value     any setting of the run, in place of the file's
 """
 
@@ -44,6 +48,8 @@ class Run:
     memory: MemoryEstimate | None
     no_memory_because: str
     start: Start | None = None
+    engine: EngineMemory | None = None
+    gpu: int | None = None
 
 
 def explain(
@@ -56,6 +62,7 @@ def explain(
     has_eval: bool = False,
     no_model_because: str = "no model config was given",
     start: Start | None = None,
+    gpu: int | None = None,
 ) -> str:
     """Explain a config in words.
 
@@ -68,13 +75,18 @@ def explain(
         has_eval: the run has an evaluation dataset.
         no_model_because: what to say where there is no `model_config`.
         start: what is known of its data and rewards.
+        gpu: bytes of a GPU; this machine's if None.
 
     Raises:
         ValueError: the batch sizes do not divide for `world_size` processes.
     """
     length = prompt_tokens or ASSUMED_PROMPT_TOKENS
     memory = estimate(model_config, args, prompt_tokens=length, peft=peft) if model_config is not None else None
-    run = Run(args, args.algebra(world_size), length, has_eval, memory, no_model_because, start)
+    engine = None
+    if memory is not None and args.use_vllm and args.vllm_mode == "colocate":
+        engine = engine_memory(memory, model_config, args, length)
+    gpu = gpu or gpu_bytes()
+    run = Run(args, args.algebra(world_size), length, has_eval, memory, no_model_because, start, engine, gpu)
     sections = {title: lines(run) for title, lines in SECTIONS.items()}
     return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
 
@@ -88,6 +100,7 @@ def main(argv: list[str]) -> int:
         path, flags = take_config(argv)
         world_size, flags = _take_number("--world_size", flags)
         prompt_tokens, flags = _take_number("--prompt_tokens", flags)
+        gpu_gib, flags = _take_number("--gpu_memory", flags)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run = load_run(path, flags, world_size=world_size)
@@ -102,6 +115,7 @@ def main(argv: list[str]) -> int:
             has_eval=run.eval_dataset is not None,
             no_model_because=reason,
             start=start,
+            gpu=gpu_gib * GIB if gpu_gib else None,
         )
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"covey explain: {error}", file=sys.stderr)
@@ -225,9 +239,9 @@ def memory(run: Run) -> list[str]:
         "optimizer": m.optimizer,
         "activations": m.activations,
         "logits": m.logits,
-        "KV cache": m.kv_cache,
-        "packed weights": m.packed,
     }
+    if not args.samples_elsewhere:
+        parts |= {"KV cache": m.kv_cache, "packed weights": m.packed}
     table = [f"{name:<16}{readable(size):>12}" for name, size in parts.items()]
     return [
         f"{m.parameters:,} parameters{share}; computing in {precision}. Per process, nothing sharded, completions of "
@@ -236,6 +250,7 @@ def memory(run: Run) -> list[str]:
         f"Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak "
         f"is about {readable(m.peak)}.",
         sentences.largest_part(m, args),
+        *(colocation(m, run.engine, args, run.gpu) if run.engine is not None else []),
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from covey.trainers.config.rules import (
     batches,
+    colocate,
     features,
     loss,
     mismatch,
@@ -76,6 +77,10 @@ RULES: tuple[Rule, ...] = (
     penalties.reward_clip_is_ordered,
     penalties.scaling_is_read,
     unused.engine_options_need_their_engine,
+    colocate.memory_share_is_a_share,
+    colocate.sleep_is_light_or_deep,
+    colocate.colocation_options_are_read,
+    colocate.engine_arguments_repeat_no_field,
     mismatch.correction_has_an_engine,
     mismatch.correction_options_are_read,
     mismatch.bounds_enclose_agreement,

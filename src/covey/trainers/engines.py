@@ -1,4 +1,7 @@
-"""Which engine samples, built from the config: the only place that knows which field decides what about engines."""
+"""Which engine samples, built from the config: the only place that knows which field decides what about engines.
+
+To add one, write a function like those in `ENGINES` and put it there under a name that `engine_of` gives.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +18,21 @@ def build_engine(
     """What samples from the policy.
 
     Raises:
-        ValueError: drafts are to be reused by a model that cannot take a token back.
+        ValueError: settings that do not suit the model or the number of processes.
+        ImportError: the engine's package is missing.
+        RuntimeError: the engine does not start.
     """
+    return ENGINES[engine_of(args)](args, model, tokenizer, accelerator, policy, context)
+
+
+def engine_of(args: Any) -> str:
+    """The name of the engine that a config asks for: a key of `ENGINES`."""
+    return f"vllm_{args.vllm_mode}" if args.use_vllm else "built_in"
+
+
+def _built_in(
+    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
+) -> RolloutEngine:
     common: dict[str, Any] = {
         "eos_token_ids": end_token_ids(model, tokenizer),
         "max_rows": args.max_concurrent_completions,
@@ -32,3 +48,15 @@ def build_engine(
             " speculative_reuse unset."
         )
     return StatefulEngine(policy, **common)
+
+
+def _vllm_colocate(
+    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
+) -> RolloutEngine:
+    from covey.trainers.colocation import build_colocated
+
+    return build_colocated(args, model, tokenizer, accelerator, policy)
+
+
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {"built_in": _built_in, "vllm_colocate": _vllm_colocate}
+"""Every engine there is."""

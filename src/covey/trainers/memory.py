@@ -39,9 +39,9 @@ class MemoryEstimate:
         logits: `LOGIT_COPIES` tiles of min(T, logprob_chunk_size) * vocabulary float32 numbers, or smaller ones of
             `TILE_BYTES` on a plain linear head.
         kv_cache: (rows decoded at once * completion tokens + their prompts, one for each group) * L * 2K * bytes;
-            sampling only.
+            sampling only, and with the built-in engine.
         packed: the weights of linear layers once more, in the order in which MKL multiplies a few rows; only while
-            sampling, in float32 and on a CPU.
+            the built-in engine samples, in float32 and on a CPU.
         parameters: all parameters.
         trainable: those that are updated.
     """
@@ -60,12 +60,12 @@ class MemoryEstimate:
     @property
     def training(self) -> int:
         """Bytes at the height of a training step."""
-        return self._resident + self.gradients + self.activations + self.logits
+        return self.resident + self.gradients + self.activations + self.logits
 
     @property
     def sampling(self) -> int:
         """Bytes at the height of a generation."""
-        return self._resident + self.kv_cache + self.packed
+        return self.resident + self.kv_cache + self.packed
 
     @property
     def peak(self) -> int:
@@ -73,12 +73,18 @@ class MemoryEstimate:
         return max(self.training, self.sampling)
 
     @property
-    def _resident(self) -> int:
+    def resident(self) -> int:
+        """Bytes that are there all the time."""
         return self.weights + self.reference + self.optimizer
 
 
 def estimate(
-    config: Any, args: Any, *, prompt_tokens: int = ASSUMED_PROMPT_TOKENS, peft: dict[str, Any] | None = None
+    config: Any,
+    args: Any,
+    *,
+    prompt_tokens: int = ASSUMED_PROMPT_TOKENS,
+    peft: dict[str, Any] | None = None,
+    counts: "Counts | None" = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a run.
 
@@ -87,12 +93,13 @@ def estimate(
         args: a `GRPOConfig` or `RLOOConfig`.
         prompt_tokens: length of a prompt.
         peft: arguments of `peft.LoraConfig`, when adapters are trained.
+        counts: the model's parameters, where they are known; otherwise it is built to count them.
 
     Raises:
         ValueError: the config belongs to no causal language model.
     """
     text = config.get_text_config()
-    parameters, trainable, linear = count_parameters(config, peft)
+    parameters, trainable, linear = counts or count_parameters(config, peft)
     stored = _stored_bytes(config, args)
     computed = 2 if args.bf16 or args.fp16 else stored
     completion_tokens = args.max_completion_length or (text.max_position_embeddings - prompt_tokens)
@@ -103,6 +110,7 @@ def estimate(
     tokens = max(args.max_tokens_per_micro_batch or derived, sequence)
     rows = min(args.max_concurrent_completions, args.per_device_train_batch_size * args.steps_per_generation)
     cached = rows * completion_tokens + -(-rows // args.num_generations) * prompt_tokens
+    packs = device == "cpu" and computed == 4 and torch.backends.mkl.is_available() and not args.samples_elsewhere
     tile = min(min(tokens, args.logprob_chunk_size) * text.vocab_size * 4, TILE_BYTES.get(device, TILE_BYTES["cuda"]))
     return MemoryEstimate(
         weights=parameters * stored,
@@ -111,11 +119,16 @@ def estimate(
         optimizer=int(trainable * stored * optimizer_states(str(args.optim))),
         activations=tokens * activation_width(text, bool(args.gradient_checkpointing)) * computed,
         logits=LOGIT_COPIES * tile,
-        kv_cache=cached * text.num_hidden_layers * 2 * _key_width(text) * computed,
-        packed=linear * 4 if device == "cpu" and computed == 4 and torch.backends.mkl.is_available() else 0,
+        kv_cache=0 if args.samples_elsewhere else cached * cache_bytes_per_token(text, computed),
+        packed=linear * 4 if packs else 0,
         parameters=parameters,
         trainable=trainable,
     )
+
+
+def cache_bytes_per_token(text: Any, number: int) -> int:
+    """Bytes of a token's keys and values in all layers, `number` bytes each."""
+    return text.num_hidden_layers * 2 * _key_width(text) * number
 
 
 class Counts(NamedTuple):

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from covey.core.rollout import Completion, FinishReason
-from covey.core.weights import WeightUpdate
+from covey.core.weights import TensorSpec, WeightUpdate
 from covey.rollout.engine import EngineTraits, SampleRequest
 from covey.rollout.engines.requests import budget_of
 from covey.rollout.engines.vllm_heads import repack_heads
+from covey.rollout.engines.vllm_process import is_running
 
 OWN = frozenset(
     {
@@ -104,6 +105,7 @@ class VllmColocateEngine:
         regex: what every completion must match, if anything.
         sleep_level: None never sleeps. 1 keeps the weights in host memory while the policy trains, 2 forgets them, so
             that every waking takes them from the last update again.
+        batches: None takes weights one by one; otherwise they are gathered in this many batches before each is loaded.
         make_room: entered before the engine wakes, left after it is asleep again: moves other things out of the way.
         peers: the processes that share the model, this one among them.
     """
@@ -115,6 +117,7 @@ class VllmColocateEngine:
         eos_token_ids: set[int],
         regex: str | None = None,
         sleep_level: int | None = None,
+        batches: int | None = None,
         make_room: Callable[[], AbstractContextManager[Any]] = nullcontext,
         peers: Peers | None = None,
     ):
@@ -122,12 +125,14 @@ class VllmColocateEngine:
         self._ends = sorted(eos_token_ids)
         self._regex = regex
         self._sleep_level = sleep_level
+        self._batches = batches
         self._make_room = make_room
         self._peers = peers or Peers()
         self._asleep: set[str] = set()
         self._update: WeightUpdate | None = None
         self._arrived = False
         self._forgotten = False
+        self._has_base = False
         self._adapter: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._adapters = itertools.count(1)
@@ -139,7 +144,11 @@ class VllmColocateEngine:
         config = vllm.vllm_config.model_config
         self.max_context: int = config.max_model_len
         processed = str(config.logprobs_mode) == "processed_logprobs"
-        self.traits = EngineTraits(reports_after_cut=processed or regex is not None, dtype=config.dtype)
+        self.traits = EngineTraits(
+            reports_after_cut=processed or regex is not None,
+            dtype=config.dtype,
+            takes_adapters=vllm.vllm_config.lora_config is not None,
+        )
         self._fall_asleep()
 
     # ---- sampling --------------------------------------------------------------------------------------------------
@@ -184,6 +193,11 @@ class VllmColocateEngine:
         params = request.params
         if request.images:
             raise ValueError("vLLM in the trainer's process samples text only in this version; leave out the images.")
+        if not is_running(self._vllm):
+            raise RuntimeError(
+                "this engine's vLLM was stopped: another one was started in this process, where there is one at a time."
+                " Make the trainer that is to sample last."
+            )
         if not self._arrived:
             raise RuntimeError("vLLM has no weights: the policy's must be loaded before anything is sampled.")
         if len(request.prompt_ids) >= self.max_context:
@@ -316,20 +330,21 @@ class VllmColocateEngine:
         self._arrived = self._forgotten = False
         self._wake_up({"weights"})
         self._update = update
-        (self._load_all if update.adapter is None else self._load_adapter)(update)
+        if update.adapter is None:
+            self._load_all(update)
+            self._drop_adapter()
+        else:
+            self._load_adapter(update)
         self._vllm.reset_prefix_cache()
         self._arrived = True
 
-    def load_base(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the weights under an adapter, which updates of the adapter alone build upon."""
-        self._reload(tensors)
-
     def _load_all(self, update: WeightUpdate) -> None:
+        self._has_base = False
         at = "its first tensor"
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal at
-            for spec, tensor in update.checked():
+            for spec, tensor in update.checked() if self._batches is None else in_batches(update, self._batches):
                 at = repr(spec.name)
                 yield spec.name, tensor
 
@@ -347,19 +362,28 @@ class VllmColocateEngine:
             self._vllm.apply_model(repack_heads)
 
     def _load_adapter(self, update: WeightUpdate) -> None:
-        """An adapter travels as the small files that vLLM reads, under a name of its own for each version."""
+        """An adapter travels as the small files that vLLM reads, under a name of its own for each version.
+
+        The weights under it come before the first one, and again where vLLM has forgotten them.
+        """
         from safetensors.torch import save_file
         from vllm.lora.request import LoRARequest
 
+        if not self._has_base:
+            if update.base is None:
+                raise RuntimeError(
+                    "the adapter's base is quantised and cannot be handed to vLLM in this process. Run vLLM as a server"
+                    " that loads the same quantised model (vllm_mode='server')."
+                )
+            self._load_all(update.base)
+            self._has_base = True
         number = next(self._adapters)
         folder = tempfile.TemporaryDirectory(prefix="covey-adapter-")
         try:
             tensors = {spec.name: tensor.detach().cpu().contiguous().clone() for spec, tensor in update.checked()}
             save_file(tensors, Path(folder.name) / "adapter_model.safetensors")
             (Path(folder.name) / "adapter_config.json").write_text(json.dumps(update.adapter))
-            if self._adapter is not None:
-                self._vllm.remove_lora(self._adapter.lora_int_id)
-                self._adapter = None
+            self._drop_adapter()
             request = LoRARequest(f"policy-{update.version}-{number}", number, folder.name)
             if not self._vllm.add_lora(request):
                 raise RuntimeError("it answered that it did not load it.")
@@ -370,6 +394,11 @@ class VllmColocateEngine:
             ) from error
         self._adapter, self._folder = request, folder  # vLLM may read it again; the last one is removed by now
 
+    def _drop_adapter(self) -> None:
+        if self._adapter is not None:
+            self._vllm.remove_lora(self._adapter.lora_int_id)
+            self._adapter = None
+
     # ---- sleep -----------------------------------------------------------------------------------------------------
 
     def _fall_asleep(self) -> None:
@@ -377,6 +406,7 @@ class VllmColocateEngine:
             return
         self._vllm.sleep(level=self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
+        self._has_base = self._has_base and self._sleep_level != 2
         self._forgotten = self._sleep_level == 2 and self._arrived
         self._arrived = self._arrived and not self._forgotten
 
@@ -388,6 +418,18 @@ class VllmColocateEngine:
             self._asleep -= parts
         if "kv_cache" in parts and self._forgotten and self._update is not None:
             self.load_weights(self._update)
+
+
+def in_batches(update: WeightUpdate, batches: int) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """A checked pass over an update that gathers one part of about equal size after the other before handing it on."""
+    limit = -(-update.nbytes // batches)
+    held: list[tuple[TensorSpec, Tensor]] = []
+    for spec, tensor in update.checked():
+        held.append((spec, tensor.clone()))  # it is ours only until the next is asked for
+        if sum(spec.nbytes for spec, _ in held) >= limit:
+            yield from held
+            held.clear()
+    yield from held
 
 
 def _end_reload(worker: Any) -> None:

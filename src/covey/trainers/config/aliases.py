@@ -46,7 +46,6 @@ _REWARD_FACTORIES = "it belongs to a reward function: put {} into reward_funcs"
 _OVERLONG = _REWARD_FACTORIES.format("covey.rewards.get_soft_overlong_punishment(soft_max_length, soft_cache_length)")
 _COSINE = _REWARD_FACTORIES.format("covey.rewards.get_cosine_scaled_reward(max_len=...)")
 _REPETITION = _REWARD_FACTORIES.format("covey.rewards.get_repetition_penalty_reward(ngram_size=..., max_penalty=...)")
-_OFFLOAD = "the built-in engine samples from the weights being trained, so there is no second copy to make room for"
 
 ALIASES: dict[str, Alias] = {
     # TRL, earlier releases
@@ -89,10 +88,9 @@ ALIASES: dict[str, Alias] = {
     "overlong_filter": Alias("mask_truncated_completions"),
     "epsilon_low": Alias("epsilon"),
     "log_entropy": _removed("entropy is always logged"),
-    "sleep_level": Alias("vllm_enable_sleep_mode", "0 means False, 1 and 2 mean True", _is_on),
-    "offload_model": _removed(_OFFLOAD),
-    "offload_optimizer": _removed(_OFFLOAD),
-    "move_model_batches": _removed("weights are always handed to the engine one tensor at a time"),
+    "sleep_level": Alias(
+        "vllm_enable_sleep_mode", "0 means False, 1 and 2 mean True; level 2 is vllm_sleep_level=2 beside it", _is_on
+    ),
     "soft_max_length": _removed(_OVERLONG),
     "soft_cache_length": _removed(_OVERLONG),
     "cosine_min_len_value_wrong": _removed(_COSINE),

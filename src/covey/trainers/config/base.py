@@ -23,6 +23,7 @@ DICT_FIELDS = (
     "generation_kwargs",
     "chat_template_kwargs",
     "transformers_continuous_batching_config",
+    "vllm_engine_kwargs",
 )
 CISPO_CAP = 5.0
 """Largest ratio of cispo when `epsilon_high` is not given: high enough to let gradients through, as in MiniMax-M1."""
@@ -129,6 +130,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         for name in DICT_FIELDS:
             setattr(self, name, as_dict(name, getattr(self, name)))
         self.scale_rewards = as_scale(self.scale_rewards)
+        self.vllm_gpu_memory_utilization = as_share(self.vllm_gpu_memory_utilization)
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of.isdigit():
             self.pad_to_multiple_of = int(self.pad_to_multiple_of)
         # transformers >= 5.20 renames these and warns about the old names, which scripts written for it still use.
@@ -179,3 +181,11 @@ def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | N
 def as_scale(value: str | bool) -> str:
     """`scale_rewards` as a word: True, "True" and "true" mean "group", their opposites "none"."""
     return {"true": "group", "false": "none"}.get(str(value).lower(), value)  # type: ignore[arg-type]
+
+
+def as_share(value: float | str | None) -> float | str:
+    """`vllm_gpu_memory_utilization` as a number, or "auto"; text is what a command line gives."""
+    try:
+        return "auto" if value is None else float(value)
+    except ValueError:
+        return value  # type: ignore[return-value]  # a rule judges it

@@ -20,6 +20,11 @@ class VllmFields:
     vllm_enable_sleep_mode: bool = described(
         False, "Release vLLM's memory while the policy is trained (colocate mode); waking up takes time."
     )
+    vllm_sleep_level: int = described(
+        1,
+        "What sleeping vLLM does with its weights: 1 keeps them in host memory, 2 forgets them, so that the policy's "
+        "are handed over at every waking.",
+    )
     vllm_structured_outputs_regex: str | None = described(None, "Regular expression that every completion must match.")
     vllm_server_base_url: str | None = described(
         None, "URL of the vLLM server, as in http://localhost:8000; replaces host and port."
@@ -44,13 +49,29 @@ class VllmFields:
         "What of a LoRA model reaches vLLM: `adapter` alone (small), or `merged` weights. `auto`: the adapter where it "
         "and vLLM allow that.",
     )
-    vllm_gpu_memory_utilization: float = described(
-        0.3, "Share of a GPU's memory that vLLM may take, between 0 and 1 (colocate mode)."
+    vllm_gpu_memory_utilization: float | str | None = described(
+        0.3,
+        "Share of a GPU's memory that vLLM may take, between 0 and 1 (colocate mode). `auto` and unset: worked out "
+        "from the model, the batch sizes and the GPU, as `covey explain` shows.",
     )
     vllm_max_model_length: int | None = described(
-        None, "Context length of vLLM, in tokens. Unset: the model's own (colocate mode)."
+        None, "Context length of vLLM, in tokens. Unset: the model's own, or what memory allows (colocate mode)."
     )
     vllm_tensor_parallel_size: int = described(1, "GPUs over which vLLM splits the model (colocate mode).")
+    vllm_engine_kwargs: dict | str | None = described(
+        None, "Further arguments of vLLM's engine, those of `vllm.EngineArgs` (a dict or JSON; colocate mode)."
+    )
+    offload_model: bool = described(
+        False, "Move the policy to host memory while vLLM samples (colocate mode, with vllm_enable_sleep_mode)."
+    )
+    offload_optimizer: bool = described(
+        False, "Move the optimizer's state to host memory while vLLM samples (colocate mode, with the same)."
+    )
+    move_model_batches: int | None = described(
+        None,
+        "Batches of layers in which the policy's weights are gathered for vLLM (colocate mode). Fewer are faster and "
+        "hold more in memory at once; unset: one tensor at a time.",
+    )
 
 
 @dataclass

@@ -19,6 +19,8 @@ COUNTS = (
     "num_completions_to_print",
     "vllm_tensor_parallel_size",
     "vllm_weight_bucket",
+    "vllm_max_model_length",
+    "move_model_batches",
 )
 """Fields that are whole numbers from 1 (or unset)."""
 
