@@ -6,8 +6,13 @@ BIN := .venv/bin
 
 # vLLM brings a torch and a transformers of its own choice, so it lives apart from the rest.
 VLLM_BIN := .venv-vllm/bin
+SGLANG_BIN := .venv-sglang/bin
+# SGLang's package with the plain Python packages that its request classes import. Its kernels need a GPU and stay out.
+SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sentencepiece==0.2.1 openai==2.8.0 loguru sniffio
+SGLANG_LIGHT := orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
+	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-slow test-gpu test-vllm lint bench clean
+.PHONY: demo test test-slow test-gpu test-vllm test-sglang lint bench clean
 
 .venv/torch.done:
 	@echo "Setting up .venv; the first time takes a few minutes."
@@ -58,6 +63,19 @@ test-gpu: .venv/dev.done
 test-vllm: .venv-vllm/covey.done
 	$(VLLM_BIN)/python -m pytest -m vllm
 
+.venv-sglang/covey.done: pyproject.toml
+	$(PYTHON) -m venv .venv-sglang
+	@echo "Installing SGLang's package into .venv-sglang; the first time takes a few minutes."
+	$(SGLANG_BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(SGLANG_BIN)/pip install --quiet --disable-pip-version-check -e '.[peft]' 'transformers>=5.19,<5.20' 'pytest>=8' \
+		'hypothesis>=6.100' $(SGLANG_LIGHT)
+	$(SGLANG_BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SGLANG)
+	touch $@
+
+# What is sent to SGLang servers, read by SGLang's own classes; no server runs, and no GPU is needed.
+test-sglang: .venv-sglang/covey.done
+	$(SGLANG_BIN)/python -m pytest -m sglang tests/rollout/remote
+
 .venv/bench.done: .venv/dev.done
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
 	touch $@
@@ -67,4 +85,4 @@ bench: .venv/bench.done
 	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-sglang .pytest_cache .mypy_cache .ruff_cache
