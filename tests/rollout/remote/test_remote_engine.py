@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import math
 import threading
 import time
@@ -395,6 +396,18 @@ def test_processes_that_do_not_send_adopt_the_version(servers, engines):
     other.adopt(3, sender.holders)
     with other.awake():
         assert set(greedy(other).versions) == {3}
+
+
+def test_processes_that_do_not_send_sample_from_the_adapter_that_was_sent(servers, engines):
+    server = servers()
+    sender, other = engines(server), engines(server)
+    sender.transport.tell = lambda: {"3": "covey-v3"}
+    told = []
+    other.transport.learn = told.append
+    sender.load_weights(update(tiny.model(seed=7), 3))
+    other.learn(3, json.loads(json.dumps(sender.tell())))
+    assert told == [{"3": "covey-v3"}]
+    assert other.version == 3 and other.holders == [server.url]
 
 
 def test_what_another_process_breaks_off_waits_for_the_new_version(servers, engines):

@@ -126,6 +126,14 @@ class SglangWeights:
         """The name to sample `version` from."""
         return self._adapters.get(version, facts.model)
 
+    def tell(self) -> dict[str, str]:
+        """The names of adapters, by version."""
+        return {str(version): name for version, name in self._adapters.items()}
+
+    def learn(self, told: dict[str, str]) -> None:
+        """Names that another process gave."""
+        self._adapters = {int(version): name for version, name in told.items()}
+
     async def close(self) -> None:
         """Leave groups, remove files."""
         for _, group in self._groups.values():

@@ -157,6 +157,7 @@ class CoveyWorker:
             read_folder(
                 Path(folder), consume=lambda tensors: self.model_runner.reload_weights(weights_iterator=tensors)
             )
+            repack_heads(self.model_runner.get_model())
         return {"loaded": folder}
 
     def covey_take_adapter(
