@@ -1,6 +1,7 @@
 """Collecting rollouts: order, siblings and seeds."""
 
 import asyncio
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -116,3 +117,26 @@ def test_sampling_takes_no_gradients_in_a_notebook_either(tiny_tokenizer, tiny_m
     assert not any(gradients for gradients, _ in modes)
     proof = [mixed for _, mixed in modes].count(False)  # of shared prompts, made once and in full precision
     assert proof == 3 and modes[proof:] == [(False, True)] * (len(modes) - proof)
+
+
+def test_what_an_interrupted_caller_waited_for_does_not_go_on(monkeypatch):
+    ended = []
+
+    async def rollout():
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append(True)
+
+    def interrupted(thread, future):
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), thread._loop).result(20)  # it is under way
+        raise KeyboardInterrupt
+
+    async def notebook():
+        run_async(rollout())
+
+    monkeypatch.setattr("covey.rollout.background.SamplingThread.wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(notebook())
+    assert ended == [True]
+    assert not [thread for thread in threading.enumerate() if thread.name == "covey-sampling" and thread.is_alive()]

@@ -6,15 +6,13 @@ batches what it is given. Siblings are asked for together, so that their prompt 
 
 import asyncio
 import hashlib
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from covey.core.rollout import Completion, Rollout
+from covey.rollout.background import SamplingThread
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
@@ -181,21 +179,8 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def target() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)
-            outcome.append(asyncio.run(work))
-        except BaseException as error:  # carried to the caller's thread
-            failure.append(error)
-
-    thread = threading.Thread(target=target, name="covey-rollouts")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    thread = SamplingThread()
+    try:
+        return thread.run(work)
+    finally:
+        thread.close()  # also when the wait is interrupted: what it waited for must not go on

@@ -16,8 +16,8 @@ here: the prompts of a generation that the dataloader has not come to (`covey.tr
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,7 +197,8 @@ class SamplingAhead:
         """Wait until nothing is under way. What has failed says so when it is taken."""
         with self._waiting():
             for flight in self._flights:
-                wait([flight.work])
+                with suppress(Exception):
+                    self._thread.wait(flight.work)
 
     def state_dict(self) -> dict[str, Any]:
         """What is sampled and not yet trained on, as plain values. Waits until nothing is under way."""

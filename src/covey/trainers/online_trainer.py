@@ -361,6 +361,7 @@ class OnlineTrainer(PolicyUpdates):
             shuffle=bool(self.args.shuffle_dataset),
             seed=self.args.seed,
             workers=self.args.dataloader_num_workers,
+            timeout=self.args.ddp_timeout,
             starts=self.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None),
         )
 

@@ -277,9 +277,20 @@ class _EpochLoader(DataLoader):
 
 
 def train_loader(
-    dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int, workers: int = 0, starts: bool = False
+    dataset: Any,
+    algebra: BatchAlgebra,
+    rank: int,
+    *,
+    shuffle: bool,
+    seed: int,
+    workers: int = 0,
+    timeout: float = 0,
+    starts: bool = False,
 ) -> DataLoader:
-    """Training steps over a dataset with or without a length; with `starts` they only mark where generations begin."""
+    """Training steps over a dataset with or without a length; with `starts` they only mark where generations begin.
+
+    Worker processes have `timeout` seconds for each batch; 0 waits for ever.
+    """
     if not hasattr(dataset, "__len__"):
         if workers:
             warnings.warn(
@@ -293,7 +304,9 @@ def train_loader(
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)
     if starts:
         return _loader(GenerationStarts(len(dataset)), batch_sampler=StartSampler(sampler), seed=seed)
-    return _loader(DrawDataset(dataset), batch_sampler=sampler, num_workers=workers, seed=seed)
+    return _loader(
+        DrawDataset(dataset), batch_sampler=sampler, num_workers=workers, seed=seed, timeout=timeout if workers else 0
+    )
 
 
 def train_stream(dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int) -> DrawStream:
