@@ -36,6 +36,15 @@ CASES = {
         "engine_parity": "off",
         "vllm_importance_sampling_mode": "sequence_truncate",
     },
+    "sampling ahead": {"method": "grpo", "max_staleness": 2, "max_steps": 5},
+    "sampling ahead, with refills by difficulty": {
+        "method": "grpo",
+        "max_staleness": 1,
+        "max_steps": 5,
+        "dynamic_sample": True,
+        "prompt_sampler": "difficulty",
+        "settled": True,
+    },
     "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
 }
 

@@ -8,6 +8,9 @@ import sys
 
 import runs
 import torch
+from engines import CopyEngine
+
+import tiny
 
 
 def longer_for_odd(prompts, completion_ids, **kwargs):
@@ -57,6 +60,8 @@ if __name__ == "__main__":
     pads_at_the_last = settings.pop("pads_at_the_last", False)
     torch.set_num_threads(1)
     parts = {}
+    if settings.get("max_staleness"):
+        parts["engine"] = CopyEngine(tiny.model())
     if lora:
         from peft import LoraConfig
 
@@ -75,6 +80,7 @@ if __name__ == "__main__":
         names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
         names += ("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance")
         names += ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max")
+        names += ("sampling/staleness/mean", "sampling/staleness/max")
         torch.save(
             {
                 "history": {name: runs.history(trained, name) for name in names},
