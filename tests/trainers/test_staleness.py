@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 import tiny
 from covey import GRPOTrainer
+from covey.rollout.engines.scripted import ScriptedEngine
 
 CYCLE = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2}
 QUIET = pytest.mark.filterwarnings("ignore:the engine reported no log-probs")
@@ -21,6 +22,8 @@ pytestmark = QUIET
 def ahead(folder, max_staleness, engine=None, method="grpo", parts=None, **settings):
     engine = scripted() if engine is None else engine
     settings = {"max_steps": 6, "max_staleness": max_staleness, **settings}
+    if isinstance(engine, ScriptedEngine):
+        settings["engine_parity"] = "off"  # a script has no log-probs
     return runs.trainer(folder, method, parts={"engine": engine, **(parts or {})}, **settings)
 
 
@@ -219,7 +222,29 @@ def test_engine_and_trainer_are_compared_on_fresh_samples_alone(tmp_path):
     trainer = ahead(tmp_path, 1, engine, learning_rate=0.3)  # stale samples differ by far more than rounding
     trainer.train()
     assert max(runs.history(trainer, "sampling/sampling_logp_difference/mean")) > 0.1
-    assert trainer.engine_check._agreed
+    assert trainer.engine_check._left == 0  # both checks were made, the second with samples of its own
+
+
+def test_an_engine_that_pretends_to_take_weights_is_found_out_after_the_first_update(tmp_path):
+    class Pretends(CopyEngine):
+        def load_weights(self, update):
+            if self.version is None:
+                super().load_weights(update)
+            self.version = update.version
+
+    trainer = ahead(tmp_path, 1, Pretends(tiny.model()), learning_rate=0.3)
+    with pytest.raises(ValueError, match="agreed before the last update, so the engine has stale weights"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_the_samples_for_the_check_change_nothing_about_the_run(tmp_path):
+    found = []
+    for parity in ("raise", "off"):
+        trainer = ahead(tmp_path / parity, 2, CopyEngine(tiny.model()), engine_parity=parity)
+        trainer.train()
+        found.append(runs.weights(trainer))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # ---- evaluation, checkpoints -----------------------------------------------------------------------------------------

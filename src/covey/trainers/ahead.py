@@ -180,6 +180,14 @@ class SamplingAhead:
         self._send_weights(version)
         self._sent = version
 
+    def has_sent(self, version: int) -> bool:
+        """Whether the engine was brought to `version`."""
+        return self._sent == version
+
+    def newest_draws(self) -> list[Draw]:
+        """The draws of the generation that was launched last."""
+        return self._flights[-1].draws
+
     def take(self, generation: int, version: int) -> Flight:
         """The generation that the dataloader has come to, once it is sampled.
 

@@ -5,7 +5,6 @@ This is the one place where engines, rewards, the policy and the algorithm meet.
 `GRPOTrainer` and `RLOOTrainer` differ by the `Algorithm` they hand in.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,12 +20,9 @@ from covey.core.stats import Max, Mean
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
 from covey.policy.loading import has_dropout
-from covey.rewards.streaming import RewardStream
 from covey.rollout.collector import Draw
 from covey.rollout.engine import traits_of
-from covey.rollout.speculation import reuse_stats
 from covey.trainers import assembly
-from covey.trainers.ahead import Flight, SamplingAhead
 from covey.trainers.allocator import keep_freed_memory
 from covey.trainers.arguments import accepts_old_names
 from covey.trainers.config.base import OnlineConfig
@@ -34,13 +30,13 @@ from covey.trainers.dataset import check_dataset
 from covey.trainers.dynamic import Chosen, Sampled
 from covey.trainers.experience import Experience, weigh
 from covey.trainers.mismatch import build_engine_check, corrected
-from covey.trainers.record import Generation, Notes, Share, describe, sampling_entropy
-from covey.trainers.sampler import started, train_loader
-from covey.trainers.staleness import check_fresh_enough, fresh_rows, oldest, staleness_stats
-from covey.trainers.updates import PolicyUpdates
+from covey.trainers.record import Generation, Share, describe, sampling_entropy
+from covey.trainers.sampler import train_loader
+from covey.trainers.sampling import SampledGenerations
+from covey.trainers.staleness import check_fresh_enough, fresh_rows, oldest
 
 
-class OnlineTrainer(PolicyUpdates):
+class OnlineTrainer(SampledGenerations):
     """Trains a causal language model on its own completions.
 
     Args:
@@ -69,10 +65,6 @@ class OnlineTrainer(PolicyUpdates):
     args: Any
     model: Any
     eval_dataset: Any
-    ahead: SamplingAhead | None = None
-    """What is sampled while a generation is trained on, with `max_staleness` above 0."""
-    _ahead_state: dict[str, Any] | None = None
-    """The same, as a checkpoint holds it, until training goes on."""
 
     @accepts_old_names
     def __init__(
@@ -169,35 +161,6 @@ class OnlineTrainer(PolicyUpdates):
         self._record(generation, advantages, chosen)
         return batch
 
-    def _sample(
-        self, key: tuple[str | int, ...], draws: list[Draw], number: int, flight: Flight | None = None
-    ) -> Sampled:
-        """Sample and score one round of a generation; rounds after round 0 are refills, never sampled ahead."""
-        key = (*key, number) if number else key
-        reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
-        ahead = flight if number == 0 else None
-        notes = Notes()
-        with self._reward_stream(ahead) as stream:
-            if ahead is not None:
-                rollouts = ahead.rollouts()
-                self.metrics.add(staleness_stats(rollouts, self.state.global_step), "train")
-            else:
-                self._bring_weights()
-                with self.phases("generate"):
-                    on_group = None if stream is None else stream.add
-                    rollouts = self.collector.collect(draws, self.sampling, key, reuse, on_group)
-            with self.phases("reward"):
-                scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state), stream)
-        drafts = reuse_stats(rollouts) if reuse is not None else {}
-        self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
-        return Sampled(draws, rollouts, scored.rewards, notes.columns)
-
-    def _reward_stream(self, ahead: Flight | None) -> AbstractContextManager[RewardStream | None]:
-        """What has scored the groups of this round as they came, or will; None where they are scored together."""
-        if ahead is not None:
-            return ahead.stream or nullcontext()
-        return self.rewards.stream(self.state) if self.args.stream_rewards else nullcontext()
-
     # ---- parts of a step -------------------------------------------------------------------------------------------
 
     def score_behaviour(self, batch: TrainBatch) -> Tensor | None:
@@ -293,50 +256,6 @@ class OnlineTrainer(PolicyUpdates):
         self.metrics.add(stats, self.mode)
         if self.mode == "train":
             self.completions.add(self.state.global_step, **generation.table(self.rewards.names, advantages))
-
-    def _generation_key(self) -> tuple[str, int]:
-        """A name for this generation that no other has: its samples are seeded with it."""
-        number = self._generations[self.mode]
-        self._generations[self.mode] += 1
-        return self.mode, number
-
-    # ---- sampling ahead of training, and the weights to sample with ------------------------------------------------
-
-    def _sample_ahead(self, draws: list[Draw]) -> None:
-        if self.args.max_staleness == 0 or self._micro_step:
-            return
-        if self.ahead is None:
-            self.ahead = assembly.build_ahead(self, lambda: self._generation_key(), self._send_weights)
-            if self._ahead_state is not None:
-                self.ahead.load_state_dict(self._ahead_state)
-        self.ahead.launch(self.state.global_step, started(draws))
-
-    def _sampled_ahead(self, draws: list[Draw]) -> Flight | None:
-        """The generation that begins, where it was sampled ahead."""
-        generation = started(draws) if self.ahead is not None and self.model.training else None
-        if self.ahead is None or generation is None:
-            return None
-        return self.ahead.take(generation, self.state.global_step)
-
-    def _forget_ahead(self) -> None:
-        if self.ahead is not None:
-            self.ahead.close()
-        self.ahead, self._ahead_state = None, None
-        self.weight_sync.forget()
-
-    def _bring_weights(self) -> None:
-        """Let the engine have the current weights before it samples; what is sampled ahead stays as it was begun."""
-        if self.ahead is None:
-            self._send_weights(self.state.global_step)
-            return
-        if not self.model.training:
-            self.ahead.settle()
-        self.ahead.bring_weights(self.state.global_step)
-
-    def _send_weights(self, version: int) -> None:
-        """Bring an engine that has weights of its own to `version`, the current one. Collective."""
-        with self.phases("sync"):
-            self.metrics.add(self.weight_sync.ensure_current(version), self.mode)
 
     # ---- data, logs, checkpoints -----------------------------------------------------------------------------------
 

@@ -277,8 +277,14 @@ class EngineCheck:
         self._corrected = corrected
         self.comparable = comparable
         self._left = CHECKS if action != "off" and comparable else 0
+        self._asked = 0
         self._agreed = False
         self._warned = False
+
+    def wants_samples(self) -> bool:
+        """Whether samples are wanted that are made for the check alone; only a few times, whatever comes of them."""
+        self._asked += bool(self._left)
+        return bool(self._left) and self._asked <= CHECKS
 
     def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
         """Look at a generation. Collective while checks are left.

@@ -1,0 +1,138 @@
+"""How a trainer comes by the completions of a generation: sampled now, or taken from what was sampled ahead.
+
+Not here: what is launched ahead, and when (`covey.trainers.ahead`), and what becomes of the completions
+(`covey.trainers.online_trainer`).
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from covey.core.batch import collate
+from covey.observability.metrics import MetricLog
+from covey.rewards import RewardSuite
+from covey.rewards.streaming import RewardStream
+from covey.rollout.collector import Collector, Draw
+from covey.rollout.engine import SamplingParams
+from covey.rollout.speculation import Speculation, reuse_stats
+from covey.trainers.ahead import Flight, SamplingAhead
+from covey.trainers.assembly import build_ahead
+from covey.trainers.dynamic import Sampled
+from covey.trainers.parity import EngineCheck
+from covey.trainers.record import Notes
+from covey.trainers.sampler import started
+from covey.trainers.staleness import staleness_stats
+from covey.trainers.updates import PolicyUpdates
+from covey.trainers.weight_sync import WeightSync
+
+PROBE_ROWS, PROBE_TOKENS = 4, 32
+"""Completions that are sampled for the check of the engine alone, and their length at most."""
+
+
+class SampledGenerations(PolicyUpdates):
+    """The sampling part of a trainer. `OnlineTrainer` provides the parts declared here."""
+
+    collector: Collector
+    sampling: SamplingParams
+    speculation: Speculation | None
+    rewards: RewardSuite
+    metrics: MetricLog
+    weight_sync: WeightSync
+    engine_check: EngineCheck
+    ahead: SamplingAhead | None = None
+    """What is sampled while a generation is trained on, with `max_staleness` above 0."""
+    _ahead_state: dict[str, Any] | None = None
+    """The same, as a checkpoint holds it, until training goes on."""
+
+    def _sample(
+        self, key: tuple[str | int, ...], draws: list[Draw], number: int, flight: Flight | None = None
+    ) -> Sampled:
+        """Sample and score one round of a generation; rounds after round 0 are refills, never sampled ahead."""
+        key = (*key, number) if number else key
+        reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
+        ahead = flight if number == 0 else None
+        notes = Notes()
+        with self._reward_stream(ahead) as stream:
+            if ahead is not None:
+                rollouts = ahead.rollouts()
+                self.metrics.add(staleness_stats(rollouts, self.state.global_step), "train")
+            else:
+                self._bring_weights()
+                with self.phases("generate"):
+                    on_group = None if stream is None else stream.add
+                    rollouts = self.collector.collect(draws, self.sampling, key, reuse, on_group)
+            with self.phases("reward"):
+                scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state), stream)
+        drafts = reuse_stats(rollouts) if reuse is not None else {}
+        self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
+        return Sampled(draws, rollouts, scored.rewards, notes.columns)
+
+    def _reward_stream(self, ahead: Flight | None) -> AbstractContextManager[RewardStream | None]:
+        """What has scored the groups of this round as they came, or will; None where they are scored together."""
+        if ahead is not None:
+            return ahead.stream or nullcontext()
+        return self.rewards.stream(self.state) if self.args.stream_rewards else nullcontext()
+
+    def _generation_key(self) -> tuple[str, int]:
+        """A name for this generation that no other has: its samples are seeded with it."""
+        number = self._generations[self.mode]
+        self._generations[self.mode] += 1
+        return self.mode, number
+
+    # ---- sampling ahead --------------------------------------------------------------------------------------------
+
+    def _sample_ahead(self, draws: list[Draw]) -> None:
+        if self.args.max_staleness == 0 or self._micro_step:
+            return
+        if self.ahead is None:
+            self.ahead = build_ahead(self, self._generation_key, self._send_weights)
+            if self._ahead_state is not None:
+                self.ahead.load_state_dict(self._ahead_state)
+        self.ahead.launch(self.state.global_step, started(draws))
+        self._probe_engine()
+
+    def _sampled_ahead(self, draws: list[Draw]) -> Flight | None:
+        """The generation that begins, where it was sampled ahead."""
+        generation = started(draws) if self.ahead is not None and self.model.training else None
+        if self.ahead is None or generation is None:
+            return None
+        return self.ahead.take(generation, self.state.global_step)
+
+    def _forget_ahead(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
+        self.ahead, self._ahead_state = None, None
+        self.weight_sync.forget()
+
+    def _bring_weights(self) -> None:
+        """Let the engine have the current weights before it samples; what is sampled ahead stays as it was begun."""
+        if self.ahead is None:
+            self._send_weights(self.state.global_step)
+            return
+        if not self.model.training:
+            self.ahead.settle()
+        self.ahead.bring_weights(self.state.global_step)
+
+    def _send_weights(self, version: int) -> None:
+        """Bring an engine that has weights of its own to `version`, the current one. Collective."""
+        with self.phases("sync"):
+            self.metrics.add(self.weight_sync.ensure_current(version), self.mode)
+
+    def _probe_engine(self) -> None:
+        """Compare engine and trainer on a few samples of current weights, where training sees staler ones alone."""
+        version = self.state.global_step
+        if (
+            version == 0
+            or self.ahead is None
+            or not self.ahead.has_sent(version)
+            or not self.engine_check.wants_samples()
+        ):
+            return
+        params = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, PROBE_TOKENS))
+        draws = self.ahead.newest_draws()[:PROBE_ROWS]
+        with self.phases("generate"):
+            rollouts = self.collector.collect(draws, params, ("probe", version))
+        batch = collate(rollouts).to(self.accelerator.device)
+        with self.phases("score"):
+            self._settle_layout(batch)
+            self.engine_check(batch)
