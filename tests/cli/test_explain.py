@@ -230,9 +230,8 @@ def test_what_is_sampled_ahead_is_told_with_its_age():
 
 def colocated(**changes):
     """A run with vLLM in the trainer's process on a GPU of 24 GiB, explained."""
-    args = GRPOConfig(report_to="none", bf16=False)
-    for name, value in {"use_vllm": True, "vllm_gpu_memory_utilization": "auto", **changes}.items():
-        setattr(args, name, value)
+    settings = {"use_vllm": True, "vllm_gpu_memory_utilization": "auto", **changes}
+    args = GRPOConfig(report_to="none", bf16=False, **settings)
     return words(explain(args, model_config=tiny.config(), gpu=24 * 1024**3))
 
 
@@ -258,8 +257,7 @@ def test_sleep_and_what_makes_room_for_it_are_told():
 
 
 def test_without_a_gpu_the_cache_is_told():
-    args = GRPOConfig(report_to="none", bf16=False, use_cpu=True)
-    args.use_vllm = True
+    args = GRPOConfig(report_to="none", bf16=False, use_cpu=True, use_vllm=True)
     text = words(explain(args, model_config=tiny.config()))
     assert "on this CPU, a cache of 64.0 MiB" in text
     assert "VLLM_CPU_KVCACHE_SPACE" in text

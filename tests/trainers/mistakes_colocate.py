@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 from mistakes import CONFIG, Bench, Mistake
 
+import tiny
 from covey.rollout.engines.vllm_process import start_vllm
 from covey.trainers import colocation, vllm_memory
 from covey.trainers.vllm_memory import GIB, EngineMemory
@@ -21,15 +22,10 @@ def _start(version: str | None) -> Any:
 
 
 def _colocated(bench: Bench, **settings: Any) -> Any:
-    args = bench.config()
-    for name, value in {"use_vllm": True, "vllm_gpu_memory_utilization": "auto", **settings}.items():
-        setattr(args, name, value)
-    return args
+    return bench.config(**{"use_vllm": True, "vllm_gpu_memory_utilization": "auto", **settings})
 
 
 def _too_small(bench: Bench) -> None:
-    import tiny
-
     args = _colocated(bench)
     estimate, _ = colocation.plan(args, tiny.model())
     vllm_memory.utilization(estimate, EngineMemory(GIB, GIB, GIB, GIB), args, 3 * GIB)

@@ -195,10 +195,10 @@ SETTINGS = [
     ),
     setting(
         "Switched on a feature of a later release",
-        {"use_vllm": True},
-        "use_vllm=True is not yet supported",
+        {"use_transformers_continuous_batching": True},
+        "use_transformers_continuous_batching=True is not yet supported",
         "comes with a later release",
-        "Leave use_vllm at its default",
+        "Leave use_transformers_continuous_batching at its default",
     ),
     setting(
         "Gave weights that are no list of numbers, or all 0",

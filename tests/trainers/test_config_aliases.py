@@ -68,11 +68,9 @@ def test_total_episodes_becomes_max_steps_by_the_migration_formula():
     assert "max_steps" in messages[0]
 
 
-@pytest.mark.parametrize(
-    "old", ["use_transformers_paged", "vllm_guided_decoding_regex", "max_turns"], ids=lambda name: name
-)
+@pytest.mark.parametrize("old", ["use_transformers_paged", "max_turns"], ids=lambda name: name)
 def test_old_names_of_later_features_meet_the_refusal_of_the_new_name(old):
-    value = {"use_transformers_paged": True, "vllm_guided_decoding_regex": "a+", "max_turns": 3}[old]
+    value = {"use_transformers_paged": True, "max_turns": 3}[old]
     with (
         pytest.warns(FutureWarning, match=ALIASES[old].new),
         pytest.raises(ValueError, match=f"{ALIASES[old].new}=.* not yet supported"),

@@ -23,10 +23,7 @@ ENGINE = EngineMemory(weights=2 * GIB, working=1 * GIB, cache=7 * GIB, smallest_
 
 
 def settings(tmp_path, **changes):
-    args = runs.config(tmp_path)
-    for name, value in {"use_vllm": True, "vllm_gpu_memory_utilization": "auto", **changes}.items():
-        setattr(args, name, value)
-    return args
+    return runs.config(tmp_path, **{"use_vllm": True, "vllm_gpu_memory_utilization": "auto", **changes})
 
 
 def test_an_engine_that_stays_awake_gets_what_training_leaves(tmp_path):

@@ -263,7 +263,7 @@ def sampling_params(args: Any) -> SamplingParams:
     Raises:
         ValueError: `generation_kwargs` holds something the engine does not know.
     """
-    if args.generation_kwargs:
+    if args.generation_kwargs and not args.samples_elsewhere:
         raise ValueError(
             f"generation_kwargs={args.generation_kwargs!r}: the built-in engine has no setting"
             f" {', '.join(map(repr, args.generation_kwargs))}. It knows the fields temperature, top_k, top_p, min_p,"
@@ -276,6 +276,7 @@ def sampling_params(args: Any) -> SamplingParams:
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
+        extra=dict(args.generation_kwargs or {}),
     )
 
 

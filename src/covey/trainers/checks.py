@@ -46,6 +46,7 @@ RULES: tuple[Rule, ...] = (
     staleness.stale_samples_are_corrected,
     features.later_features_are_off,
     features.words_are_known,
+    features.servers_come_later,
     features.loss_type_is_known,
     features.rloo_loss_has_its_config,
     features.liger_is_off,

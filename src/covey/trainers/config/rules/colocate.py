@@ -7,7 +7,6 @@ from covey.trainers.config.rules.helpers import ignored
 ROOM = ("offload_model", "offload_optimizer")
 
 COLOCATED = (
-    "vllm_enable_sleep_mode",
     "vllm_sleep_level",
     "vllm_gpu_memory_utilization",
     "vllm_max_model_length",

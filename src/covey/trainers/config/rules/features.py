@@ -7,10 +7,8 @@ from covey.core.ratios import RATIO_LEVELS
 from covey.trainers.config.rules.helpers import closest, is_set
 
 LATER = {
-    "use_vllm": "sampling with vLLM",
     "use_sglang": "sampling with SGLang",
     "use_transformers_continuous_batching": "transformers' continuous batching (the built-in engine has its own)",
-    "vllm_structured_outputs_regex": "structured outputs",
     "max_tool_calling_iterations": "tool calling",
     "log_completions_hub_repo": "pushing completions to the hub",
     "router_aux_loss_coef": "the load-balancing loss of mixtures of experts",
@@ -42,6 +40,15 @@ def later_features_are_off(args: Any) -> None:
                 f"{name}={getattr(args, name)!r} is not yet supported: {feature} comes with a later release. Leave "
                 f"{name} at its default."
             )
+
+
+def servers_come_later(args: Any) -> None:
+    """vLLM is sampled from in the trainer's process only."""
+    if args.use_vllm and args.vllm_mode == "server":
+        raise ValueError(
+            "vllm_mode='server' is not yet supported: sampling from vLLM servers comes with a later release. Set"
+            " vllm_mode='colocate', or leave use_vllm off."
+        )
 
 
 def words_are_known(args: Any) -> None:
