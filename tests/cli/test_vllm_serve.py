@@ -13,7 +13,8 @@ import pytest
 
 from covey.cli import vllm_serve
 from covey.cli.main import main
-from covey.cli.vllm_serve import check_port, installed_vllm, is_local, parse, plan, runs_on_cpu
+from covey.cli.serving import check_port, is_local
+from covey.cli.vllm_serve import installed_vllm, parse, plan, runs_on_cpu
 
 
 def command(*argv: str, environ: dict[str, str] | None = None, on_cpu: bool = False) -> list[str]:

@@ -5,19 +5,16 @@ Which routes training uses is in `covey.rollout.engines.remote`; nothing here sp
 """
 
 import importlib.metadata
-import ipaddress
-import itertools
 import os
 import re
-import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
 
+from covey.cli import serving
 from covey.cli.env import memory_bytes, usable_cores
+from covey.cli.serving import Make, Request
 from covey.rollout.engines.remote import vllm_auth
 from covey.rollout.engines.remote.vllm_flags import ENVIRONMENT, LORA_ENVIRONMENT, OLDEST, lora_flags, weight_flags
 
@@ -62,37 +59,7 @@ examples:
 """
 
 
-@dataclass
-class Request:
-    """What the user asked for.
-
-    Attributes:
-        model: hub id or folder.
-        host: to listen on.
-        port: to listen on.
-        api_key: what requests must carry; None asks for nothing.
-        dry_run: print instead of start.
-        flags: for vLLM, with dashes, in the order given.
-    """
-
-    model: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    dry_run: bool = False
-    flags: list[str] = field(default_factory=list)
-
-    def has(self, name: str) -> bool:
-        """Whether the user gave vLLM's flag `--name`, or switched it off."""
-        return any(re.fullmatch(rf"--(no-)?{name}([=.].*)?", flag) for flag in self.flags)
-
-    def number(self, name: str, short: str, default: int) -> int:
-        """The value of vLLM's flag `--name` or `-short`."""
-        words = [word for flag in self.flags for word in flag.split("=", 1)]
-        for word, value in itertools.pairwise(words):
-            if word in (f"--{name}", f"-{short}") and value.isdigit():
-                default = int(value)
-        return default
+VLLM = Make("vllm-serve", "VLLM_API_KEY", 8000, RENAMED, SWITCHES)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -108,83 +75,12 @@ def main(argv: Sequence[str]) -> int:
     request = parse(argv, os.environ)
     on_cpu = runs_on_cpu(installed_vllm(), os.environ)
     command, added, notes = plan(request, os.environ, on_cpu)
-    if request.dry_run:
-        shown = {name: "..." if name == "VLLM_API_KEY" else value for name, value in added.items()}
-        print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in shown.items()), shlex.join(command)]))
-        return 0
-    check_port(request.host, request.port)
-    for note in notes:
-        print(f"covey: {note}", file=sys.stderr)
-    sys.stderr.flush()
-    os.execvpe(command[0], command, {**os.environ, **added})
+    return serving.become(request, command, added, notes, VLLM)
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
-    """Arguments in either spelling, this command's apart from vLLM's.
-
-    Raises:
-        ValueError: no model, a value that is missing or wrong, or an open server without a key.
-    """
-    request = Request(api_key=environ.get("VLLM_API_KEY") or None)
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        request.model = words.pop(0)
-    while words:
-        flag, equals, value = words.pop(0).partition("=")
-        flag = _dashed(flag)
-        if flag == "--dry-run":
-            request.dry_run = True
-        elif flag in ("--model", "--host", "--port", "--api-key"):
-            if not equals:
-                if not words or words[0].startswith("--"):
-                    raise ValueError(f"{flag} needs a value after it; `covey vllm-serve -h` shows how.")
-                value = words.pop(0)
-            name = flag[2:].replace("-", "_")
-            setattr(request, name, _port(value) if name == "port" else value)
-        elif flag[2:] in SWITCHES and (equals or (words and words[0].lower() in ("true", "false"))):
-            on = (value if equals else words.pop(0)).lower()
-            if on not in ("true", "false"):
-                raise ValueError(f"{flag}={value} is neither true nor false; write {flag} or --no-{flag[2:]}.")
-            request.flags.append(flag if on == "true" else f"--no-{flag[2:]}")
-        else:
-            request.flags.append(flag + equals + value)
-    if closed := next((flag for flag in request.flags if flag.startswith("--grpc")), None):
-        raise ValueError(
-            f"{closed} opens a server that asks for no key and that training does not speak to: leave it out."
-        )
-    if not request.model:
-        raise ValueError("which model? Give --model with a hub id or a folder.")
-    if not request.api_key and not is_local(request.host):
-        raise ValueError(
-            f"--host {request.host} lets other machines in, and whoever reaches this server can replace its weights:"
-            " set the environment variable VLLM_API_KEY (or give --api-key), or leave --host at 127.0.0.1."
-        )
-    return request
-
-
-def _dashed(flag: str) -> str:
-    """`--max_model_len` as `--max-model-len`; keys after a dot belong to JSON and stay."""
-    if not flag.startswith("--"):
-        return flag
-    name, dot, key = flag.partition(".")
-    name = name.replace("_", "-")
-    return RENAMED.get(name, name) + dot + key
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise ValueError(f"--port {text} is no port; give a number from 1 to 65535.")
-    return int(text)
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine can connect to a server that listens there."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name, which may stand for any address
-        return False
+    """Arguments in either spelling, this command's apart from vLLM's; see `serving.parse`."""
+    return serving.parse(argv, environ, VLLM)
 
 
 def installed_vllm() -> str:
@@ -226,8 +122,7 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> tuple[li
         "generation-config": "vllm",
         **_by_name(weight_flags()),
     }
-    url = f"http://{request.host if is_local(request.host) else socket.gethostname()}:{request.port}"
-    notes = [f"serving {request.model} at {url}"]
+    notes = [f"serving {request.model} at {serving.url_of(request)}"]
     if request.api_key:
         added["VLLM_API_KEY"] = request.api_key
         command += ["--middleware", vllm_auth.PATH]
@@ -282,18 +177,3 @@ def preloads() -> list[str]:
     )
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     return allocators[:1] + ([str(openmp)] if openmp.exists() else [])
-
-
-def check_port(host: str, port: int) -> None:
-    """Fail now rather than after a minute of loading.
-
-    Raises:
-        ValueError: somebody listens there, or the host is none of this machine's.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind((host.strip("[]"), port))
-        except OSError as error:
-            raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from error

@@ -1,0 +1,178 @@
+"""What the commands that start inference servers have in common: their arguments, and becoming the server.
+
+A `Make` says what differs. Flags of a server that are not listed here go to it as they are.
+"""
+
+import ipaddress
+import itertools
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Make:
+    """One make of server.
+
+    Attributes:
+        command: of `covey`.
+        key: environment variable that holds the key.
+        port: it listens on by default.
+        renamed: flags that the server calls something else.
+        switches: flags that may be followed by True or False; the server has --no-... for False.
+    """
+
+    command: str
+    key: str
+    port: int
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    switches: tuple[str, ...] = ()
+
+
+@dataclass
+class Request:
+    """What the user asked for.
+
+    Attributes:
+        model: hub id or folder.
+        host: to listen on.
+        port: to listen on.
+        api_key: what requests must carry; None asks for nothing.
+        dry_run: print instead of start.
+        flags: for the server, with dashes, in the order given.
+    """
+
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    dry_run: bool = False
+    flags: list[str] = field(default_factory=list)
+
+    def has(self, name: str) -> bool:
+        """Whether the user gave the server's flag `--name`, or switched it off."""
+        return any(re.fullmatch(rf"--(no-)?{name}([=.].*)?", flag) for flag in self.flags)
+
+    def number(self, name: str, short: str, default: int) -> int:
+        """The value of the server's flag `--name` or `-short`."""
+        words = [word for flag in self.flags for word in flag.split("=", 1)]
+        for word, value in itertools.pairwise(words):
+            if word in (f"--{name}", f"-{short}") and value.isdigit():
+                default = int(value)
+        return default
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str], make: Make) -> Request:
+    """Arguments in either spelling, this command's apart from the server's.
+
+    Raises:
+        ValueError: no model, a value that is missing or wrong, or an open server without a key.
+    """
+    request = Request(port=make.port, api_key=environ.get(make.key) or None)
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        request.model = words.pop(0)
+    while words:
+        flag, equals, value = words.pop(0).partition("=")
+        flag = _dashed(flag, make)
+        if flag == "--dry-run":
+            request.dry_run = True
+        elif flag in ("--model", "--host", "--port", "--api-key"):
+            if not equals:
+                if not words or words[0].startswith("--"):
+                    raise ValueError(f"{flag} needs a value after it; `covey {make.command} -h` shows how.")
+                value = words.pop(0)
+            name = flag[2:].replace("-", "_")
+            setattr(request, name, _port(value) if name == "port" else value)
+        elif flag[2:] in make.switches and (equals or (words and words[0].lower() in ("true", "false"))):
+            on = (value if equals else words.pop(0)).lower()
+            if on not in ("true", "false"):
+                raise ValueError(f"{flag}={value} is neither true nor false; write {flag} or --no-{flag[2:]}.")
+            request.flags.append(flag if on == "true" else f"--no-{flag[2:]}")
+        else:
+            request.flags.append(flag + equals + value)
+    if closed := next((flag for flag in request.flags if flag.startswith("--grpc")), None):
+        raise ValueError(
+            f"{closed} opens a server that asks for no key and that training does not speak to: leave it out."
+        )
+    if not request.model:
+        raise ValueError("which model? Give --model with a hub id or a folder.")
+    if not request.api_key and not is_local(request.host):
+        raise ValueError(
+            f"--host {request.host} lets other machines in, and whoever reaches this server can replace its weights:"
+            f" set the environment variable {make.key} (or give --api-key), or leave --host at 127.0.0.1."
+        )
+    return request
+
+
+def _dashed(flag: str, make: Make) -> str:
+    """`--max_model_len` as `--max-model-len`; keys after a dot belong to JSON and stay."""
+    if not flag.startswith("--"):
+        return flag
+    name, dot, key = flag.partition(".")
+    name = name.replace("_", "-")
+    return make.renamed.get(name, name) + dot + key
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ValueError(f"--port {text} is no port; give a number from 1 to 65535.")
+    return int(text)
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can connect to a server that listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name, which may stand for any address
+        return False
+
+
+def become(request: Request, command: list[str], added: dict[str, str], notes: list[str], make: Make) -> int:
+    """Become the server (exec): signals, `kill` and exit status are its own. Returns only for `--dry-run`.
+
+    Args:
+        request: what the user asked for.
+        command: program and arguments, without secrets: any user of the machine can read them.
+        added: to the environment.
+        notes: for the user.
+        make: of server.
+
+    Raises:
+        ValueError: the port is taken.
+    """
+    if request.dry_run:
+        shown = {name: "..." if name == make.key else value for name, value in added.items()}
+        print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in shown.items()), shlex.join(command)]))
+        return 0
+    check_port(request.host, request.port)
+    for note in notes:
+        print(f"covey: {note}", file=sys.stderr)
+    sys.stderr.flush()
+    os.execvpe(command[0], command, {**os.environ, **added})
+
+
+def url_of(request: Request) -> str:
+    """Where it will answer."""
+    return f"http://{request.host if is_local(request.host) else socket.gethostname()}:{request.port}"
+
+
+def check_port(host: str, port: int) -> None:
+    """Fail now rather than after a minute of loading.
+
+    Raises:
+        ValueError: somebody listens there, or the host is none of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from error
