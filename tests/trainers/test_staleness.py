@@ -238,6 +238,17 @@ def test_an_engine_that_pretends_to_take_weights_is_found_out_after_the_first_up
     assert trainer.state.global_step == 1
 
 
+def test_a_run_whose_end_comes_before_the_second_check_ends_all_the_same(tmp_path):
+    # resumed at its last step, whose generation the checkpoint holds: nothing is launched, so nothing is sampled
+    parts = {"eval_dataset": tiny.rows(2)}
+    looks = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 3}
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    ahead(tmp_path, 2, CopyEngine(tiny.model()), parts=parts, **looks, **saving).train()
+    resumed = ahead(tmp_path, 2, CopyEngine(tiny.model()), parts=parts, **looks)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 3
+
+
 def test_the_samples_for_the_check_change_nothing_about_the_run(tmp_path):
     found = []
     for parity in ("raise", "off"):

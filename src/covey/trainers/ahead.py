@@ -180,13 +180,10 @@ class SamplingAhead:
         self._send_weights(version)
         self._sent = version
 
-    def has_sent(self, version: int) -> bool:
-        """Whether the engine was brought to `version`."""
-        return self._sent == version
-
-    def newest_draws(self) -> list[Draw]:
-        """The draws of the generation that was launched last."""
-        return self._flights[-1].draws
+    def newest_draws(self, version: int) -> list[Draw]:
+        """The draws of the generation that was launched last, if that was with weights of `version`; else none."""
+        newest = self._flights[-1] if self._flights else None
+        return newest.draws if newest is not None and newest.version == version else []
 
     def take(self, generation: int, version: int) -> Flight:
         """The generation that the dataloader has come to, once it is sampled.

@@ -121,15 +121,10 @@ class SampledGenerations(PolicyUpdates):
     def _probe_engine(self) -> None:
         """Compare engine and trainer on a few samples of current weights, where training sees staler ones alone."""
         version = self.state.global_step
-        if (
-            version == 0
-            or self.ahead is None
-            or not self.ahead.has_sent(version)
-            or not self.engine_check.wants_samples()
-        ):
+        draws = self.ahead.newest_draws(version)[:PROBE_ROWS] if self.ahead is not None and version else []
+        if not draws or not self.engine_check.wants_samples():
             return
         params = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, PROBE_TOKENS))
-        draws = self.ahead.newest_draws()[:PROBE_ROWS]
         with self.phases("generate"):
             rollouts = self.collector.collect(draws, params, ("probe", version))
         batch = collate(rollouts).to(self.accelerator.device)
