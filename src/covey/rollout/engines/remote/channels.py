@@ -8,6 +8,7 @@ they disturb neither the trainer's nor the server's own, and every operation on 
 import base64
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -56,6 +57,7 @@ class Group:
     def __init__(self, backend: str, store: Any, name: str, rank: int, world_size: int, address: str, seconds: float):
         self._backend = backend
         own = dist.PrefixStore(name, store)
+        _gather_members(own, rank, world_size, seconds)
         make = _gloo if backend == "gloo" else _nccl
         self._group: Any = make(own, rank, world_size, address, timedelta(seconds=seconds))
 
@@ -81,16 +83,33 @@ class Group:
             group.abort()
 
     def _broadcast(self, data: Tensor, seconds: float) -> None:
-        if self._group is None:
+        # Held here: the end of a gloo group waits for what is under way, and holds Python's lock while it does.
+        group = self._group
+        if group is None:
             raise RuntimeError("the connection was closed")
         timeout = timedelta(seconds=max(seconds, 0.001))
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timeout
-        work = self._group.broadcast([data], options)
+        work = group.broadcast([data], options)
         work.wait(timeout)
         if data.is_cuda:
             torch.cuda.current_stream(data.device).synchronize()
+
+
+def _gather_members(store: Any, rank: int, world_size: int, seconds: float) -> None:
+    """Wait until all members are there, so that making the group does not: torch holds Python's lock while it does.
+
+    Raises:
+        RuntimeError: somebody did not come in time.
+    """
+    store.set(f"here/{rank}", "")
+    until = time.monotonic() + seconds
+    for other in range(world_size):
+        while not store.check([f"here/{other}"]):
+            if time.monotonic() >= until:
+                raise RuntimeError(f"timed out: member {other} of {world_size} did not come within {seconds:g} seconds")
+            time.sleep(0.005)
 
 
 def _gloo(store: Any, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
