@@ -115,6 +115,10 @@ def _shut_down(core: Any, shared: bool) -> None:
         torch.distributed.destroy_process_group = destroy_others
     try:
         core.shutdown()
+    except ValueError:
+        if not shared or torch.distributed.is_initialized():
+            raise
+        # the trainer has ended its own process group before, and vLLM's went with it
     finally:
         torch.distributed.destroy_process_group = destroy
 
