@@ -8,8 +8,8 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 SGLANG_BIN := .venv-sglang/bin
 # SGLang's package with the plain Python packages that its request classes import. Its kernels need a GPU and stay out.
-SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sentencepiece==0.2.1 openai==2.8.0 loguru sniffio
-SGLANG_LIGHT := orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
+SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sentencepiece==0.2.1 loguru
+SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
 .PHONY: demo test test-slow test-gpu test-vllm test-sglang lint bench clean
