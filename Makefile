@@ -61,7 +61,7 @@ test-gpu: .venv/dev.done
 
 # Real vLLM servers, on a CPU as well: half a minute for each start, and about 5 GB of memory while one runs.
 test-vllm: .venv-vllm/covey.done
-	$(VLLM_BIN)/python -m pytest -m vllm
+	$(VLLM_BIN)/python -m pytest -m vllm tests/real_vllm
 
 .venv-sglang/covey.done: pyproject.toml
 	$(PYTHON) -m venv .venv-sglang
