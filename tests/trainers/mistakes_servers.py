@@ -8,7 +8,8 @@ from unittest.mock import patch
 
 from mistakes import CONFIG, Bench, Mistake
 
-from covey.cli.vllm_serve import check_port, installed_vllm, parse
+from covey.cli.serving import check_port
+from covey.cli.vllm_serve import installed_vllm, parse
 from covey.rollout.engines.remote.launch import LaunchFailed, ServerProcess
 
 
