@@ -261,3 +261,11 @@ def test_without_a_gpu_the_cache_is_told():
     text = words(explain(args, model_config=tiny.config()))
     assert "on this CPU, a cache of 64.0 MiB" in text
     assert "VLLM_CPU_KVCACHE_SPACE" in text
+
+
+def test_servers_are_named_with_what_each_gets_and_what_is_waited_for():
+    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": ["http://a:1", "http://b:2"]}
+    text = words(explain(GRPOConfig(**settings, temperature=0.8)))
+    assert "2 vLLM servers: http://a:1, http://b:2" in text
+    assert "at most 512 at a time" in text and "waits 240 s" in text
+    assert "processed_logprobs" in text

@@ -20,6 +20,7 @@ from mistakes import Bench
 from mistakes_colocate import COLOCATION, SHOWN_BY_VLLM
 from mistakes_data import DATASETS, REWARDS
 from mistakes_models import ARGUMENTS, MODELS, TOKENIZERS
+from mistakes_remote import REMOTE
 from mistakes_runtime import RUNTIME
 from mistakes_servers import SERVERS
 from mistakes_settings import RESUMING, RUN_FILES, SETTINGS
@@ -30,6 +31,7 @@ import tiny
 MISTAKES = [*MODELS, *ARGUMENTS, *TOKENIZERS, *DATASETS, *REWARDS, *SETTINGS, *RUNTIME, *RESUMING, *RUN_FILES, *SERVERS]
 MISTAKES += WEIGHTS
 MISTAKES += COLOCATION
+MISTAKES += REMOTE
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 

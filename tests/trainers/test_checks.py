@@ -15,6 +15,7 @@ from covey.trainers.config.rules import (
     penalties,
     prompts,
     sampling,
+    servers,
     speculation,
     staleness,
     training,
@@ -22,6 +23,8 @@ from covey.trainers.config.rules import (
 )
 from covey.trainers.grpo_config import GRPOConfig
 from covey.trainers.rloo_config import RLOOConfig
+
+SERVER = {"use_vllm": True, "vllm_mode": "server"}
 
 # rule, config class, settings, what the error must say
 REFUSED = [
@@ -52,7 +55,10 @@ REFUSED = [
         {"max_staleness": 2, "speculative_reuse": "exact"},
         "max_staleness=2 with speculative_reuse='exact'",
     ),
-    (features.servers_come_later, GRPOConfig, {"use_vllm": True, "vllm_mode": "server"}, "'server' is not yet"),
+    (servers.one_engine_samples, GRPOConfig, {**SERVER, "use_sglang": True}, "one engine samples. Leave the other"),
+    (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_timeout": 0}, "above 0, and finite"),
+    (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_concurrency": 0}, "1 or more"),
+    (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_port": 70000}, "1 to 65535"),
     (features.later_features_are_off, GRPOConfig, {"use_sglang": True}, "use_sglang=True is not yet"),
     (features.later_features_are_off, GRPOConfig, {"max_tool_calling_iterations": 2}, "max_tool_calling.* is not yet"),
     (features.later_features_are_off, GRPOConfig, {"use_transformers_continuous_batching": True}, "is not yet"),
@@ -235,6 +241,24 @@ POINTED_OUT = [
         "`speculative_reuse='exact'` has no effect: with num_train_epochs=1 no prompt comes a second time",
     ),
     (unused.engine_options_need_their_engine, GRPOConfig, {"vllm_server_port": 9}, "use_vllm is False"),
+    (
+        servers.server_settings_are_read,
+        GRPOConfig,
+        {"use_vllm": True, "vllm_server_port": 9},
+        "vllm_mode is 'colocate', not 'server'",
+    ),
+    (
+        servers.server_settings_are_read,
+        GRPOConfig,
+        {**SERVER, "vllm_server_base_url": "http://a:1", "vllm_server_port": 9},
+        "vllm_server_base_url replaces it",
+    ),
+    (
+        servers.server_settings_are_read,
+        GRPOConfig,
+        {**SERVER, "max_concurrent_completions": 3},
+        "set vllm_server_concurrency",
+    ),
     (unused.engine_options_need_their_engine, GRPOConfig, {"checkpoint_path": "x"}, "use_sglang is False"),
     (unused.engine_options_need_their_engine, GRPOConfig, {"cache_implementation": "static"}, "its own key-value"),
     (unused.engine_options_need_their_engine, GRPOConfig, {"ds3_gather_for_generation": False}, "DeepSpeed is not"),

@@ -225,6 +225,11 @@ def tokens(run: Run) -> list[str]:
     ]
 
 
+def sampling(run: Run) -> list[str]:
+    """Where completions come from, if not from the trainer's own process."""
+    return sentences.vllm_servers(run.args, run.algebra)
+
+
 def memory(run: Run) -> list[str]:
     """Bytes by part."""
     m, args = run.memory, run.args
@@ -282,6 +287,7 @@ SECTIONS: dict[str, Callable[[Run], list[str]]] = {
     "On- or off-policy": policy,
     "Loss": loss,
     "Tokens": tokens,
+    "Sampling": sampling,
     "Memory": memory,
     "Evaluation": evaluation,
     "Start": start,

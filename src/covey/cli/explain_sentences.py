@@ -109,6 +109,36 @@ def reuse(args: Any) -> list[str]:
     return [what + how + metric]
 
 
+def vllm_servers(args: Any, a: BatchAlgebra) -> list[str]:
+    """Which servers sample, how much each gets at once, and what is waited for."""
+    if not args.use_vllm or args.vllm_mode != "server":
+        return []
+    urls, most = args.vllm_urls, args.vllm_server_concurrency
+    each = min(most, math.ceil(a.generation_batch_size / len(urls)))
+    share = "gets all of them" if len(urls) == 1 else f"gets about {each} of them"
+    lines = [
+        f"Completions come from {count(len(urls), 'vLLM server')}: {', '.join(urls)}. A generation asks for "
+        f"{a.generation_batch_size} at once; each {share}, at most {most} at a time (vllm_server_concurrency).",
+        "Each server is sent the weights before a generation whenever they have changed; completions under way are "
+        "continued with the new ones. That may take "
+        f"{args.vllm_server_sync_timeout:g} s (vllm_server_sync_timeout).",
+        "A server that fails is left out, its prompts are sampled by the others, and it takes part again once it is "
+        f"up and has the weights. When all have failed, the run waits {args.vllm_server_timeout:g} s for one "
+        "(vllm_server_timeout) and then ends; a prompt may take "
+        f"{args.vllm_server_request_timeout:g} s (vllm_server_request_timeout).",
+    ]
+    if each == most and a.generation_batch_size > most * len(urls):
+        lines.append(
+            "More are asked for than the servers are given at once: raise vllm_server_concurrency if they idle."
+        )
+    if args.temperature != 1.0:
+        lines.append(
+            f"At temperature {args.temperature:g} the servers must report log-probabilities of what they sample from: "
+            "--logprobs-mode processed_logprobs, as `covey vllm-serve` has it."
+        )
+    return lines
+
+
 def mismatch(args: Any, on_policy: bool) -> list[str]:
     """What is done about the engine's own idea of how probable its samples are."""
     if not args.corrects_mismatch:

@@ -35,6 +35,7 @@ from covey.trainers.passes import Passes
 from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.read_ahead import prompt_source
 from covey.trainers.sampler import check_enough
+from covey.trainers.servers import generation_extras
 from covey.trainers.staleness import refuse_shared_weights
 from covey.trainers.weight_sync import WeightSync
 
@@ -276,7 +277,7 @@ def sampling_params(args: Any) -> SamplingParams:
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
-        extra=dict(args.generation_kwargs or {}),
+        extra=generation_extras(args),
     )
 
 

@@ -20,7 +20,8 @@ def build_engine(
     Raises:
         ValueError: settings that do not suit the model or the number of processes.
         ImportError: the engine's package is missing.
-        RuntimeError: the engine does not start.
+        RuntimeError: the engine does not start; or the run samples from servers, and one is not there, or not what it
+            needs.
     """
     return ENGINES[engine_of(args)](args, model, tokenizer, accelerator, policy, context)
 
@@ -58,5 +59,17 @@ def _vllm_colocate(
     return build_colocated(args, model, tokenizer, accelerator, policy)
 
 
-ENGINES: dict[str, Callable[..., RolloutEngine]] = {"built_in": _built_in, "vllm_colocate": _vllm_colocate}
+def _vllm_server(
+    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
+) -> RolloutEngine:
+    from covey.trainers.servers import vllm_servers
+
+    return vllm_servers(args, model, tokenizer, accelerator, context)
+
+
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {
+    "built_in": _built_in,
+    "vllm_colocate": _vllm_colocate,
+    "vllm_server": _vllm_server,
+}
 """Every engine there is."""

@@ -393,7 +393,7 @@ def test_processes_that_do_not_send_adopt_the_version(servers, engines):
     server = servers()
     sender, other = engines(server), engines(server)
     sender.load_weights(update(tiny.model(seed=7), 3))
-    other.adopt(3, sender.holders)
+    other.learn(3, sender.tell())
     with other.awake():
         assert set(greedy(other).versions) == {3}
 

@@ -8,6 +8,7 @@ runs the rules. It holds no training logic.
 
 import dataclasses
 import json
+import re
 from typing import Any, ClassVar
 
 from transformers import TrainingArguments
@@ -79,6 +80,14 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return CISPO_CAP if self.loss_type == "cispo" else self.epsilon
 
     @property
+    def vllm_urls(self) -> list[str]:
+        """The vLLM servers of a run in server mode."""
+        if self.vllm_server_base_url:
+            return self.vllm_server_base_url.split(",")
+        host = "127.0.0.1" if self.vllm_server_host in ("0.0.0.0", "::") else self.vllm_server_host
+        return [f"http://{f'[{host}]' if ':' in host else host}:{self.vllm_server_port}"]
+
+    @property
     def samples_elsewhere(self) -> bool:
         """Whether another engine than the built-in one samples, as sampling ahead takes for granted."""
         named = self.use_vllm or self.use_sglang or self.use_transformers_continuous_batching
@@ -126,11 +135,19 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         algebra.check(self._generation_batch_size_given)
         return algebra
 
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as trackers and logs are shown them: without the key of the servers."""
+        shown = super().to_dict()
+        if shown.get("vllm_server_api_key") is not None:
+            shown["vllm_server_api_key"] = "<VLLM_SERVER_API_KEY>"
+        return shown
+
     def _normalise(self) -> None:
         for name in DICT_FIELDS:
             setattr(self, name, as_dict(name, getattr(self, name)))
         self.scale_rewards = as_scale(self.scale_rewards)
         self.vllm_gpu_memory_utilization = as_share(self.vllm_gpu_memory_utilization)
+        self.vllm_server_base_url = as_urls(self.vllm_server_base_url)
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of.isdigit():
             self.pad_to_multiple_of = int(self.pad_to_multiple_of)
         # transformers >= 5.20 renames these and warns about the old names, which scripts written for it still use.
@@ -176,6 +193,27 @@ def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | N
     if value is None or isinstance(value, dict):
         return value
     raise ValueError(f"{name} must be a dict, or JSON text of one, but is a {type(value).__name__}: {value!r}.")
+
+
+def as_urls(value: str | list[str] | None) -> str | None:
+    """One URL, several with commas between them, or a list: with commas between them, without trailing slashes.
+
+    Raises:
+        ValueError: one is no URL, or is there twice.
+    """
+    if not value:
+        return None
+    urls = value.split(",") if isinstance(value, str) else list(value)
+    urls = [str(url).strip().rstrip("/") for url in urls if str(url).strip()]
+    for url in urls:
+        if not re.fullmatch(r"https?://[^/\s]+", url):
+            raise ValueError(
+                f"vllm_server_base_url={value!r}: {url!r} is not the URL of a server. Write http://HOST:PORT, without a"
+                " path, as in http://127.0.0.1:8000."
+            )
+    if twice := next((url for url in urls if urls.count(url) > 1), None):
+        raise ValueError(f"vllm_server_base_url names {twice} twice: every server once.")
+    return ",".join(urls)
 
 
 def as_scale(value: str | bool) -> str:

@@ -288,7 +288,7 @@ class RemoteEngine:
     async def _bring(self, update: WeightUpdate, until: float, doing: str) -> None:
         attempts = 0
         while True:
-            members = await self._fleet.reachable(until, doing, self._sync_timeout)
+            members = await self._fleet.reachable(until, doing)
             try:
                 if await self._update(members, update, until, doing):
                     return

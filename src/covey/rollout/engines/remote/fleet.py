@@ -257,21 +257,22 @@ class Fleet:
             await asyncio.wait(calls, timeout=seconds)
         self.recall(members)
 
-    async def reachable(self, until: float, doing: str, seconds: float) -> list[Member]:
-        """Members that can be sent weights; waits for the first one.
+    async def reachable(self, until: float, doing: str) -> list[Member]:
+        """Members that can be sent weights; waits for the first one, as long as for one to sample from.
 
         Args:
-            until: when to give up, on the monotonic clock.
+            until: when to give up at the latest, on the monotonic clock.
             doing: for errors.
-            seconds: that are waited in all, for errors.
 
         Raises:
             NoServerLeft: there is none by then.
         """
+        began = time.monotonic()
+        until = min(until, began + self._timeout)
         while not any(member.up or member.behind for member in self.members):
             left = until - time.monotonic()
             if left <= 0:
-                raise self.none_left(doing, seconds)
+                raise self.none_left(doing, round(until - began, 1))
             await self._wait(min(left, FIRST_PAUSE))
         return [member for member in self.members if member.up or member.behind]
 

@@ -27,11 +27,23 @@ class VllmFields:
     )
     vllm_structured_outputs_regex: str | None = described(None, "Regular expression that every completion must match.")
     vllm_server_base_url: str | None = described(
-        None, "URL of the vLLM server, as in http://localhost:8000; replaces host and port."
+        None,
+        "URL of the vLLM server, as in http://localhost:8000, or of several: a list, or with commas between them. "
+        "Replaces host and port.",
     )
-    vllm_server_host: str = described("0.0.0.0", "Host of the vLLM server.")
+    vllm_server_host: str = described("0.0.0.0", "Host of the vLLM server; 0.0.0.0 means this machine.")
     vllm_server_port: int = described(8000, "Port of the vLLM server.")
-    vllm_server_timeout: float = described(240.0, "Seconds to wait for the vLLM server to be up.")
+    vllm_server_timeout: float = described(
+        240.0, "Seconds to wait for vLLM servers to be up: at the start, and again when all of them have failed."
+    )
+    vllm_server_request_timeout: float = described(
+        1800.0, "Seconds that one prompt's completions may take at a vLLM server before another one is asked."
+    )
+    vllm_server_sync_timeout: float = described(600.0, "Seconds that bringing vLLM servers the new weights may take.")
+    vllm_server_concurrency: int = described(512, "Most completions in flight at once at one vLLM server.")
+    vllm_server_api_key: str | None = described(
+        None, "Key of the vLLM servers. Unset: the environment variable VLLM_API_KEY, where no log shows it."
+    )
     vllm_group_port: int = described(51216, "Port over which weights are sent to the vLLM server.")
     vllm_weight_transfer: str = described(
         "auto",

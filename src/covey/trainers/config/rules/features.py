@@ -42,15 +42,6 @@ def later_features_are_off(args: Any) -> None:
             )
 
 
-def servers_come_later(args: Any) -> None:
-    """vLLM is sampled from in the trainer's process only."""
-    if args.use_vllm and args.vllm_mode == "server":
-        raise ValueError(
-            "vllm_mode='server' is not yet supported: sampling from vLLM servers comes with a later release. Set"
-            " vllm_mode='colocate', or leave use_vllm off."
-        )
-
-
 def words_are_known(args: Any) -> None:
     """A field that takes one of a few words has one of them."""
     for name, allowed in WORDS.items():
