@@ -10,6 +10,7 @@ import time
 import fake_vllm
 import pytest
 import torch
+from aiohttp import web
 from fake_vllm import FakeVllm
 from folder_transport import FolderTransport
 
@@ -19,7 +20,14 @@ from covey.core.weights import TensorSpec, WeightUpdate
 from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.engines.remote import fleet as fleet_module
 from covey.rollout.engines.remote.engine import RemoteEngine
-from covey.rollout.engines.remote.errors import BadAnswer, NoServerLeft, ServerError, ServerRefused
+from covey.rollout.engines.remote.errors import (
+    BadAnswer,
+    DeadlineExceeded,
+    NoServerLeft,
+    ServerBusy,
+    ServerError,
+    ServerRefused,
+)
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.vllm import VllmDialect
 
@@ -182,6 +190,49 @@ def test_answers_that_stay_unusable_end_in_an_error_that_says_why(servers, engin
     server.misbehave("/v1/completions", PASSING["NaN"], times=3)
     with pytest.raises(BadAnswer, match=r"1 of \d log-probs are none \(nan\).*float16"):
         generate(engine)
+
+
+def test_a_server_that_lives_and_is_too_slow_is_given_up_after_the_second_time(servers, engines):
+    server = servers()
+    engine = engines(server, request_timeout=0.3)
+    server.misbehave("/v1/completions", fake_vllm.hang(), times=9)
+    with pytest.raises(DeadlineExceeded, match=r"no answer within 0.3 seconds. Raise the deadline"):
+        generate(engine)
+    assert len(server.asked("/v1/completions")) == 1 + 2  # the first was the look at what its log-probs mean
+
+
+def test_a_request_that_is_too_slow_at_one_server_is_given_to_another(servers, engines):
+    one, other = servers(), servers()
+    engine = engines(one, other, request_timeout=1.0)
+    one.misbehave("/v1/completions", fake_vllm.hang(), times=9)
+    assert len(generate(engine)) == 2
+    assert len(one.asked("/v1/completions")) == 1 + 1
+
+
+def test_a_server_that_says_that_it_is_well_and_stays_busy_ends_the_wait(servers, engines):
+    server = servers()
+    engine = engines(server, timeout=1.0)
+    server.misbehave("/v1/completions", fake_vllm.status(429, "too many requests"), times=99)
+    with pytest.raises(ServerBusy, match="HTTP 429: too many requests"):
+        generate(engine)
+    assert len(server.asked("/v1/completions")) >= 1 + 3
+
+
+def test_a_server_that_sends_requests_on_is_refused_with_where_to(servers, engines):
+    server = servers()
+
+    async def elsewhere(request, handler):
+        return web.Response(status=307, headers={"Location": "http://node7:8000/health"})
+
+    server.misbehave("/health", elsewhere)
+    with pytest.raises(ServerRefused, match=r"HTTP 307: it sends requests on to 'http://node7:8000/health'"):
+        engines(server)
+
+
+def test_tls_to_a_server_without_it_says_so_at_once(servers):
+    server = servers()
+    with pytest.raises(ServerRefused, match=r"ssl.*Write http:// if it speaks no TLS"):
+        RemoteEngine([Server(server.url.replace("http", "https"))], VllmDialect(), FolderTransport(), ends=ENDS)
 
 
 def test_what_the_server_refuses_is_not_asked_again(servers, engines):

@@ -266,7 +266,13 @@ class RemoteEngine:
             NoServerLeft: no server lives, or comes back in time.
         """
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._thread.run(self._load(update, device), self._sync_timeout + 2 * QUICK_SECONDS)
+        most = self._sync_timeout + 4 * QUICK_SECONDS  # what is begun in time may end a little later
+        try:
+            self._thread.run(self._load(update, device), most)
+        except TimeoutError as error:
+            urls = ", ".join(member.url for member in self._fleet.members)
+            doing = f"send weights of version {update.version}"
+            raise DeadlineExceeded(urls, doing, f"not done within {most:g} seconds") from error
 
     async def _load(self, update: WeightUpdate, device: int | None) -> None:
         if device is not None:
@@ -483,8 +489,10 @@ class RemoteEngine:
     def close(self) -> None:
         """Give connections, groups and the thread back; completions under way are lost."""
         if not self._thread.closed:
-            self._thread.run(self._close(), 2 * QUICK_SECONDS)
-            self._thread.close()
+            try:
+                self._thread.run(self._close(), 2 * QUICK_SECONDS)
+            finally:
+                self._thread.close()
 
     async def _close(self) -> None:
         self._fleet.close()

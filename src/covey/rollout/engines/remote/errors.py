@@ -34,7 +34,7 @@ class ServerBusy(ServerError):
 
 
 class ServerRefused(ServerError):
-    """It understood and said no (400, 401, 404, 422): asking again would not help."""
+    """It said no (400, 401, 404, 422) or cannot be spoken to like this: asking again would not help."""
 
 
 class BadAnswer(ServerError):

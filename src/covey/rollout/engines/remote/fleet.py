@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from covey.rollout.engines.remote.dialect import ServerFacts
-from covey.rollout.engines.remote.errors import RETRIED, NoServerLeft, ServerError, ServerRefused
+from covey.rollout.engines.remote.errors import RETRIED, DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
 from covey.rollout.engines.remote.server import Server
 
 T = TypeVar("T")
 
 ATTEMPTS = 3
 """How often one request may be answered with something that cannot be used."""
+
+LATE = 2
+"""How often one request may take too long: a server that lives and is too slow will be so the next time as well."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Seconds until a server that failed is looked at again, twice as many every time."""
@@ -112,12 +115,14 @@ class Fleet:
 
         Raises:
             ServerRefused: a server said no.
-            ServerError: `ATTEMPTS` answers could not be used.
+            ServerError: `ATTEMPTS` answers could not be used, `LATE` were not there in time, or servers that live
+                have failed for longer than the timeout.
             NoServerLeft: all servers failed, and none came back in time.
         """
         self._watch_over()
         failed: set[Member] = set()
-        strikes = 0
+        strikes = late = lost = 0
+        since: float | None = None
         while True:
             member = await self._seat(load, failed, doing)
             task = asyncio.get_running_loop().create_task(call(member))
@@ -130,6 +135,13 @@ class Fleet:
                     raise
                 # recalled: the server froze, or its weights are about to change
             except RETRIED as error:
+                lost += 1
+                if isinstance(error, DeadlineExceeded):
+                    late += 1
+                    failed.add(member)
+                since = since or time.monotonic()
+                if late == LATE or (lost >= ATTEMPTS and time.monotonic() - since >= self._timeout):
+                    raise
                 self.leave_out(member, error)
             except ServerRefused:
                 raise

@@ -5,7 +5,9 @@ A folder appears under its name when it is complete. Nothing here knows a server
 
 import json
 import shutil
+import tempfile
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,68 @@ from covey.core.weights import WeightUpdate
 from covey.rollout.engines.remote.buckets import Packer, check
 
 MANIFEST = "covey_manifest.json"
+
+
+class Shelf:
+    """Where the folders of one run lie. It is made when it is needed, and removed with this object at the latest.
+
+    Args:
+        folder: in which it is made; None: the system's folder for temporary files.
+        run: the run's own name.
+    """
+
+    def __init__(self, folder: str | None, run: str):
+        self._folder, self._run = folder, run
+        self._path: Path | None = None
+        self._remove: Callable[[], object] = lambda: None
+
+    @property
+    def path(self) -> Path:
+        """The folder of folders.
+
+        Raises:
+            RuntimeError: it cannot be made.
+        """
+        if self._path is None:
+            parent = Path(self._folder or tempfile.gettempdir()).absolute()
+            try:
+                if self._folder is None:
+                    made = Path(tempfile.mkdtemp(prefix="covey-weights-"))
+                else:
+                    made = parent / f"covey-weights-{self._run}"
+                    made.mkdir(parents=True)
+            except OSError as error:
+                raise _cannot_write(parent, error) from error
+            self._path, self._remove = made, weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+        return self._path
+
+    def write(self, update: WeightUpdate, name: str, bucket_bytes: int) -> Path:
+        """`write_folder` into the folder called `name`.
+
+        Raises:
+            RuntimeError: the disk is full, or will not be written to.
+        """
+        from safetensors import SafetensorError
+
+        folder = self.path / name
+        try:
+            write_folder(update, folder, bucket_bytes)
+        except (OSError, SafetensorError) as error:
+            raise _cannot_write(folder, error, update.nbytes) from error
+        return folder
+
+    def clear(self) -> None:
+        """Remove all of it."""
+        self._remove()
+        self._path = None
+
+
+def _cannot_write(folder: Path, error: Exception, nbytes: int = 0) -> RuntimeError:
+    size = f"They are {nbytes / 2**20:.3g} MiB. " if nbytes else ""
+    return RuntimeError(
+        f"weights for servers cannot be written to {folder} ({error}). {size}Make room there, or set vllm_weight_folder"
+        " (SGLang: checkpoint_path) to a folder that can be written to and that the servers see under the same name."
+    )
 
 
 def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:

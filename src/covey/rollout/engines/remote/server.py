@@ -69,24 +69,28 @@ class Server:
         Raises:
             ServerUnreachable, DeadlineExceeded, ServerBusy, ServerRefused, ServerError: see there.
         """
-        timeout = aiohttp.ClientTimeout(total=deadline, connect=min(CONNECT_SECONDS, deadline))
+        patience = min(CONNECT_SECONDS, deadline)
+        timeout = aiohttp.ClientTimeout(total=deadline, connect=patience)
         try:
             async with self._session().request(
                 method, self.url + path, json=body, params=query, timeout=timeout, allow_redirects=False
             ) as answer:
                 text = await answer.text()
-                status = answer.status
+                status, elsewhere = answer.status, answer.headers.get("Location")
         except (TimeoutError, aiohttp.ConnectionTimeoutError) as error:
             if isinstance(error, aiohttp.ConnectionTimeoutError):
-                raise ServerUnreachable(self.url, doing, "no connection within 10 seconds") from error
+                raise ServerUnreachable(self.url, doing, f"no connection within {patience:g} seconds") from error
             raise DeadlineExceeded(self.url, doing, f"no answer within {deadline:g} seconds") from error
+        except aiohttp.ClientSSLError as error:
+            hint = "Write http:// if it speaks no TLS; else make its certificate known to this machine."
+            raise ServerRefused(self.url, doing, str(error), hint) from error
         except aiohttp.ClientConnectorError as error:
             raise ServerUnreachable(self.url, doing, str(error)) from error
         except (aiohttp.ClientError, OSError) as error:
             said = f"the connection broke off ({type(error).__name__}: {error})"
             raise ServerUnreachable(self.url, doing, said) from error
         if status >= 300:
-            raise self._failure(status, text, doing)
+            raise self._failure(status, text, doing, elsewhere)
         try:
             return json.loads(text)
         except json.JSONDecodeError:
@@ -118,8 +122,11 @@ class Server:
             self._sessions[loop] = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
         return self._sessions[loop]
 
-    def _failure(self, status: int, text: str, doing: str) -> ServerError:
+    def _failure(self, status: int, text: str, doing: str, elsewhere: str | None) -> ServerError:
         said = f"HTTP {status}: {message_of(text)}"
+        if status < 400:
+            hint = "Requests are not sent on, and neither is the key: give the address of the server itself."
+            return ServerRefused(self.url, doing, f"HTTP {status}: it sends requests on to {elsewhere!r}", hint)
         if status in (401, 403):
             return ServerRefused(self.url, doing, said, "Give the server's API key, or check the one you gave.")
         if status in (404, 405):

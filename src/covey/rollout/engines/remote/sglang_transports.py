@@ -15,12 +15,10 @@ import asyncio
 import hashlib
 import logging
 import shutil
-import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,7 +31,7 @@ from covey.rollout.engines.remote.buckets import BUCKET_BYTES, Bucket, Packer
 from covey.rollout.engines.remote.channels import own_address
 from covey.rollout.engines.remote.dialect import ServerFacts
 from covey.rollout.engines.remote.errors import BadAnswer, ServerError, ServerRefused
-from covey.rollout.engines.remote.folders import write_folder
+from covey.rollout.engines.remote.folders import Shelf
 from covey.rollout.engines.remote.sending import Until, all_of, in_thread, together
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.sglang import ADAPTER, model_info, server_info, ways_of
@@ -104,7 +102,7 @@ class SglangWeights:
         self._way, self._port, self._folder, self._bucket_bytes = way, port, folder, bucket_bytes
         self._device = device or torch.device("cpu")
         self._run = uuid.uuid4().hex[:8]
-        self._root: Path | None = None
+        self._shelf = Shelf(folder, self._run)
         self._groups: dict[str, tuple[str, SglangGroup]] = {}  # by URL: the start of the server it belongs to
         self._bases: set[tuple[str, str]] = set()
         self._adapters: dict[int, str] = {}
@@ -139,9 +137,7 @@ class SglangWeights:
         for _, group in self._groups.values():
             group.close()
         self._groups.clear()
-        if self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
-            self._root = None
+        self._shelf.clear()
 
     # ---- a whole model ---------------------------------------------------------------------------------------------
 
@@ -158,9 +154,9 @@ class SglangWeights:
         await all_of(_confirm(peer, update, until) for peer in peers)
 
     async def _by_disk(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
-        folder = self._files() / f"v{update.version}-{uuid.uuid4().hex[:6]}"
-        older = [path for path in self._files().iterdir() if path.is_dir()]
-        await in_thread(lambda: write_folder(update, folder, self._bucket_bytes))
+        folder = self._shelf.path / f"v{update.version}-{uuid.uuid4().hex[:6]}"
+        older = [path for path in self._shelf.path.iterdir() if path.is_dir()]
+        await in_thread(lambda: self._shelf.write(update, folder.name, self._bucket_bytes))
         body = {
             "model_path": str(folder),
             "load_format": "safetensors",
@@ -376,15 +372,6 @@ class SglangWeights:
         while len(loaded) > KEPT_ADAPTERS:
             old = {"lora_name": loaded.pop(0)}
             await server.ask("/unload_lora_adapter", doing=f"unload {old}", deadline=until.left(server), body=old)
-
-    def _files(self) -> Path:
-        if self._root is None:
-            if self._folder is not None:
-                self._root = Path(self._folder).absolute() / f"covey-weights-{self._run}"
-                self._root.mkdir(parents=True)
-            else:
-                self._root = Path(tempfile.mkdtemp(prefix="covey-weights-"))
-        return self._root
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------

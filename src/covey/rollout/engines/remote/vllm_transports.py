@@ -17,7 +17,6 @@ import asyncio
 import json
 import logging
 import shutil
-import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from covey.rollout.engines.remote.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from covey.rollout.engines.remote.folders import write_folder
+from covey.rollout.engines.remote.folders import Shelf
 from covey.rollout.engines.remote.sending import Until, all_of, in_thread, together
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.vllm_flags import ADAPTERS, BACKEND
@@ -97,7 +96,7 @@ class VllmWeights:
             raise ValueError(f"weights cannot travel by {way!r}; choose one of: {', '.join(WAYS)}.")
         self._way, self._port, self._folder, self._bucket_bytes = way, port, folder, bucket_bytes
         self._run = uuid.uuid4().hex[:8]
-        self._root: Path | None = None
+        self._shelf = Shelf(folder, self._run)
         self._stores: dict[str, Any] = {}
         self._groups = 0
         self._channels: dict[str, tuple[str, str, Channel]] = {}  # by URL: the process and kind it belongs to
@@ -136,9 +135,7 @@ class VllmWeights:
             channel.close()
         self._channels.clear()
         self._stores.clear()
-        if self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
-            self._root = None
+        self._shelf.clear()
 
     # ---- a whole model ---------------------------------------------------------------------------------------------
 
@@ -152,9 +149,9 @@ class VllmWeights:
         await all_of(_confirm(peer, stamp, until) for peer in peers)
 
     async def _by_disk(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
-        folder = self._files() / f"v{update.version}-{uuid.uuid4().hex[:6]}"
+        folder = self._shelf.path / f"v{update.version}-{uuid.uuid4().hex[:6]}"
         try:
-            await in_thread(lambda: write_folder(update, folder, self._bucket_bytes))
+            await in_thread(lambda: self._shelf.write(update, folder.name, self._bucket_bytes))
             await all_of(_load_folder(peer, folder, until) for peer in peers)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -304,9 +301,9 @@ class VllmWeights:
         await self._send_bases(peers, update, until)
         name = f"covey-{self._run}-v{update.version}"
         near = [peer for peer in peers if self._way != "group" and (peer.same_machine or self._folder is not None)]
-        folder = self._files() / name
+        folder = self._shelf.path / name
         if near and not folder.exists():
-            await in_thread(lambda: write_folder(update, folder, self._bucket_bytes))
+            await in_thread(lambda: self._shelf.write(update, name, self._bucket_bytes))
         places = {peer.server.url: str(folder) for peer in near}
         far = [peer for peer in peers if peer not in near]
         if far:
@@ -389,16 +386,7 @@ class VllmWeights:
         for version, name in list(self._adapters.items()):
             if name not in kept:
                 del self._adapters[version]
-                shutil.rmtree(self._files() / name, ignore_errors=True)
-
-    def _files(self) -> Path:
-        if self._root is None:
-            if self._folder is not None:
-                self._root = Path(self._folder).absolute() / f"covey-weights-{self._run}"
-                self._root.mkdir(parents=True)
-            else:
-                self._root = Path(tempfile.mkdtemp(prefix="covey-weights-"))
-        return self._root
+                shutil.rmtree(self._shelf.path / name, ignore_errors=True)
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
