@@ -36,9 +36,12 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each measured step, and a digest of what was trained on."""
+    """Seconds of a step and a digest of what was trained on.
 
-    steps: list[float]
+    The mean over the measured steps: what is sampled ahead can make up for a step that took long, or the other way.
+    """
+
+    step: float
     digest: str
 
 
@@ -51,10 +54,6 @@ class Workload:
     train: float
 
     even: bool = True
-
-    def typical(self, measured: Measured) -> float:
-        """Seconds of a step: the median, which a busy machine disturbs least, or the mean where steps differ."""
-        return statistics.median(measured.steps) if self.even else statistics.mean(measured.steps)
 
     def mean_generate(self, steps: int) -> float:
         """Seconds a generation takes on average, over those that are measured."""
@@ -131,7 +130,7 @@ def measure(seconds: Callable[[int], float], train: float, max_staleness: int, s
         trainer.extra = train
         trainer.train()
     took = [after - before for before, after in zip(clock.began, clock.began[1:], strict=False)]
-    return Measured(took[WARM_UP:], seen.hexdigest()[:12])
+    return Measured(statistics.mean(took[WARM_UP:]), seen.hexdigest()[:12])
 
 
 def letters(prompt_ids: Any, seed: int) -> list[int]:
@@ -179,19 +178,18 @@ def main() -> int:
     torch.set_num_threads(1)
     rows, kept = [], True
     for workload in workloads(given.unit):
-        train = workload.typical(measure(lambda number: 0.0, workload.train, 0, given.steps))
+        train = measure(lambda number: 0.0, workload.train, 0, given.steps).step
         generate, digests = workload.mean_generate(given.steps), set()
         for staleness in STALENESS:
             found = measure(workload.generate, workload.train, staleness, given.steps)
             again = measure(lambda number: 0.0, 0.0, staleness, given.steps)
             digests |= {found.digest, again.digest}
             expected = max(generate, train) if staleness else generate + train
-            step = workload.typical(found)
-            off = step / expected - 1
+            off = found.step / expected - 1
             kept &= abs(off) <= 0.05 or not workload.even
             rows.append(
                 f"| {workload.name} | {staleness} | {generate:.2f} | {train:.2f} | {expected:.2f} |"
-                f" {step:.2f} | {off:+.1%} | {found.digest} |"
+                f" {found.step:.2f} | {off:+.1%} | {found.digest} |"
             )
             print(rows[-1], flush=True)
         kept &= len(digests) == 1
