@@ -18,7 +18,8 @@ class VllmFields:
         "vllm", "Model code that vLLM runs: `vllm` for its own, `transformers` for transformers'."
     )
     vllm_enable_sleep_mode: bool = described(
-        False, "Release vLLM's memory while the policy is trained (colocate mode); waking up takes time."
+        False,
+        "Release vLLM's memory while the policy is trained; waking up takes time. In server mode only on one process.",
     )
     vllm_sleep_level: int = described(
         1,
