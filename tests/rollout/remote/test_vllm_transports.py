@@ -217,6 +217,17 @@ def test_a_trainer_that_breaks_off_leaves_servers_that_can_be_sent_to_again(serv
     assert_holds(server, model)
 
 
+def test_what_another_trainer_left_open_is_ended_first(servers, weights):
+    server, model = servers(), tiny.model(seed=7)
+    server.misbehave("/finish_weight_update", fake_vllm.status(500, "the trainer was killed here"))
+    with pytest.raises(ServerError):
+        send(weights("group"), [server], update(tiny.model(seed=6), 1))
+    assert server.active
+    server.misbehave("/finish_weight_update", fake_vllm.drop())
+    send(weights("group"), [server], update(model, 2))
+    assert_holds(server, model)
+
+
 def test_what_a_server_claims_to_hold_afterwards_must_be_what_was_sent(servers, weights):
     server = servers()
     server.misbehave("/weight_info", fake_vllm.edited(lambda answer: answer.update(weight_version="77")))

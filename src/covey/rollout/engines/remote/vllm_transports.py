@@ -14,6 +14,7 @@ buckets are what it sends.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import shutil
@@ -100,7 +101,6 @@ class VllmWeights:
         self._stores: dict[str, Any] = {}
         self._groups = 0
         self._channels: dict[str, tuple[str, str, Channel]] = {}  # by URL: the process and kind it belongs to
-        self._half_loaded: set[str] = set()
         self._bases: set[tuple[str, str]] = set()
         self._adapters: dict[int, str] = {}
         self._loaded: dict[tuple[str, str], list[str]] = {}
@@ -193,17 +193,20 @@ class VllmWeights:
         """Connect where that is missing, and get the server ready."""
         server = peer.server
         await self._connect(peer, until, ipc, on_gpu)
-        if server.url in self._half_loaded:  # the last update broke off: end it, so that nothing of it is left over
-            for _ in range(2):  # the first says what is missing, the second is quiet
-                path, seconds = "/finish_weight_update", until.left(server)
-                try:
-                    await server.call("POST", path, doing=until.doing, deadline=seconds, body={})
-                except DeadlineExceeded:
+        for attempt in range(6):
+            try:
+                await server.call("POST", "/start_weight_update", doing=until.doing, deadline=until.left(server))
+                return
+            except ServerError as error:
+                # An update that broke off is still open, ours or another trainer's. After an error vLLM may close the
+                # connection, which the next request then runs into.
+                is_open = "already active" in error.said
+                if attempt == 5 or not (is_open or (attempt and isinstance(error, ServerUnreachable))):
                     raise
-                except ServerError as error:
-                    log.debug("cleaning up after a broken update: %s", error)
-        self._half_loaded.add(server.url)
-        await server.call("POST", "/start_weight_update", doing=until.doing, deadline=until.left(server))
+            if is_open:
+                with contextlib.suppress(ServerError):  # it says what is missing
+                    path, seconds = "/finish_weight_update", until.left(server)
+                    await server.call("POST", path, doing=until.doing, deadline=seconds, body={})
 
     async def _push(
         self, peer: Peer, update: WeightUpdate, bucket: Bucket, number: int, count: int, until: Until
@@ -232,7 +235,6 @@ class VllmWeights:
         body = {"weight_version": str(version)}
         server = peer.server
         await server.call("POST", "/finish_weight_update", doing=until.doing, deadline=until.left(server), body=body)
-        self._half_loaded.discard(server.url)
 
     # ---- connections -----------------------------------------------------------------------------------------------
 
