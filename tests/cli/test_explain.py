@@ -269,3 +269,9 @@ def test_servers_are_named_with_what_each_gets_and_what_is_waited_for():
     assert "2 vLLM servers: http://a:1, http://b:2" in text
     assert "at most 512 at a time" in text and "waits 240 s" in text
     assert "processed_logprobs" in text
+
+
+def test_sglang_servers_are_named_or_said_to_be_started():
+    text = words(explain(GRPOConfig(use_sglang=True, sglang_base_url="http://a:1,http://b:2")))
+    assert "2 SGLang servers: http://a:1, http://b:2" in text and "at most 512 at a time" in text
+    assert "starts on cuda:1" in words(explain(GRPOConfig(use_sglang=True, sglang_device="cuda:1")))

@@ -59,7 +59,13 @@ REFUSED = [
     (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_timeout": 0}, "above 0, and finite"),
     (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_concurrency": 0}, "1 or more"),
     (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_port": 70000}, "1 to 65535"),
-    (features.later_features_are_off, GRPOConfig, {"use_sglang": True}, "use_sglang=True is not yet"),
+    (features.later_features_are_off, GRPOConfig, {"use_transformers_continuous_batching": True}, "=True is not yet"),
+    (
+        servers.sglang_limits_are_positive,
+        GRPOConfig,
+        {"use_sglang": True, "sglang_concurrency": 0},
+        "sglang_concurrency=0",
+    ),
     (features.later_features_are_off, GRPOConfig, {"max_tool_calling_iterations": 2}, "max_tool_calling.* is not yet"),
     (features.later_features_are_off, GRPOConfig, {"use_transformers_continuous_batching": True}, "is not yet"),
     (features.later_features_are_off, GRPOConfig, {"log_completions_hub_repo": "me/x"}, "log_completions_hub_repo"),
@@ -241,6 +247,12 @@ POINTED_OUT = [
         "`speculative_reuse='exact'` has no effect: with num_train_epochs=1 no prompt comes a second time",
     ),
     (unused.engine_options_need_their_engine, GRPOConfig, {"vllm_server_port": 9}, "use_vllm is False"),
+    (
+        servers.sglang_settings_are_read,
+        GRPOConfig,
+        {"use_sglang": True, "sglang_base_url": "http://a:1", "sglang_device": "cuda:1"},
+        "names servers that run already",
+    ),
     (
         servers.server_settings_are_read,
         GRPOConfig,

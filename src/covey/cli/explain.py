@@ -227,7 +227,7 @@ def tokens(run: Run) -> list[str]:
 
 def sampling(run: Run) -> list[str]:
     """Where completions come from, if not from the trainer's own process."""
-    return sentences.vllm_servers(run.args, run.algebra)
+    return sentences.vllm_servers(run.args, run.algebra) + sentences.sglang_servers(run.args, run.algebra)
 
 
 def memory(run: Run) -> list[str]:

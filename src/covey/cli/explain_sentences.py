@@ -139,6 +139,28 @@ def vllm_servers(args: Any, a: BatchAlgebra) -> list[str]:
     return lines
 
 
+def sglang_servers(args: Any, a: BatchAlgebra) -> list[str]:
+    """Which SGLang servers sample, and what is waited for."""
+    if not args.use_sglang:
+        return []
+    urls = args.sglang_urls
+    where = (
+        f"{count(len(urls), 'SGLang server')}: {', '.join(urls)}"
+        if urls
+        else f"an SGLang server that the run starts on {args.sglang_device} and ends with (sglang_device); its log is "
+        "sglang-server.log in output_dir"
+    )
+    return [
+        f"Completions come from {where}. A generation asks for {a.generation_batch_size} at once; a server is given at "
+        f"most {args.sglang_concurrency} at a time (sglang_concurrency).",
+        "Before a generation whose weights have changed, servers get the new ones by "
+        f"sglang_weight_transfer={args.sglang_weight_transfer!r}, within {args.sglang_sync_timeout:g} s "
+        "(sglang_sync_timeout).",
+        "A server that fails is left out until it is up and has the weights. When all have failed, the run waits "
+        f"{args.sglang_server_timeout:g} s for one (sglang_server_timeout) and then ends.",
+    ]
+
+
 def mismatch(args: Any, on_policy: bool) -> list[str]:
     """What is done about the engine's own idea of how probable its samples are."""
     if not args.corrects_mismatch:

@@ -85,6 +85,8 @@ RULES: tuple[Rule, ...] = (
     colocate.engine_arguments_repeat_no_field,
     servers.server_settings_are_read,
     servers.server_limits_are_positive,
+    servers.sglang_settings_are_read,
+    servers.sglang_limits_are_positive,
     mismatch.correction_has_an_engine,
     mismatch.correction_options_are_read,
     mismatch.bounds_enclose_agreement,

@@ -28,6 +28,8 @@ def build_engine(
 
 def engine_of(args: Any) -> str:
     """The name of the engine that a config asks for: a key of `ENGINES`."""
+    if args.use_sglang:
+        return "sglang"
     return f"vllm_{args.vllm_mode}" if args.use_vllm else "built_in"
 
 
@@ -67,9 +69,18 @@ def _vllm_server(
     return vllm_servers(args, model, tokenizer, accelerator, context)
 
 
+def _sglang(
+    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
+) -> RolloutEngine:
+    from covey.trainers.servers import sglang_servers
+
+    return sglang_servers(args, model, tokenizer, accelerator, context)
+
+
 ENGINES: dict[str, Callable[..., RolloutEngine]] = {
     "built_in": _built_in,
     "vllm_colocate": _vllm_colocate,
     "vllm_server": _vllm_server,
+    "sglang": _sglang,
 }
 """Every engine there is."""

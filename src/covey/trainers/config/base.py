@@ -25,6 +25,7 @@ DICT_FIELDS = (
     "chat_template_kwargs",
     "transformers_continuous_batching_config",
     "vllm_engine_kwargs",
+    "sglang_server_args",
 )
 CISPO_CAP = 5.0
 """Largest ratio of cispo when `epsilon_high` is not given: high enough to let gradients through, as in MiniMax-M1."""
@@ -88,6 +89,13 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return [f"http://{f'[{host}]' if ':' in host else host}:{self.vllm_server_port}"]
 
     @property
+    def sglang_urls(self) -> list[str]:
+        """The SGLang servers that run already; none if the run starts one."""
+        if self.sglang_base_url:
+            return self.sglang_base_url.split(",")
+        return [] if self.sglang_device else ["http://127.0.0.1:30000"]
+
+    @property
     def samples_elsewhere(self) -> bool:
         """Whether another engine than the built-in one samples, as sampling ahead takes for granted."""
         named = self.use_vllm or self.use_sglang or self.use_transformers_continuous_batching
@@ -138,8 +146,9 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     def to_dict(self) -> dict[str, Any]:
         """Every field, as trackers and logs are shown them: without the key of the servers."""
         shown = super().to_dict()
-        if shown.get("vllm_server_api_key") is not None:
-            shown["vllm_server_api_key"] = "<VLLM_SERVER_API_KEY>"
+        for name in ("vllm_server_api_key", "sglang_api_key"):
+            if shown.get(name) is not None:
+                shown[name] = f"<{name.upper()}>"
         return shown
 
     def _normalise(self) -> None:
@@ -147,7 +156,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             setattr(self, name, as_dict(name, getattr(self, name)))
         self.scale_rewards = as_scale(self.scale_rewards)
         self.vllm_gpu_memory_utilization = as_share(self.vllm_gpu_memory_utilization)
-        self.vllm_server_base_url = as_urls(self.vllm_server_base_url)
+        for name in ("vllm_server_base_url", "sglang_base_url"):
+            setattr(self, name, as_urls(name, getattr(self, name)))
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of.isdigit():
             self.pad_to_multiple_of = int(self.pad_to_multiple_of)
         # transformers >= 5.20 renames these and warns about the old names, which scripts written for it still use.
@@ -195,7 +205,7 @@ def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | N
     raise ValueError(f"{name} must be a dict, or JSON text of one, but is a {type(value).__name__}: {value!r}.")
 
 
-def as_urls(value: str | list[str] | None) -> str | None:
+def as_urls(name: str, value: str | list[str] | None) -> str | None:
     """One URL, several with commas between them, or a list: with commas between them, without trailing slashes.
 
     Raises:
@@ -208,11 +218,11 @@ def as_urls(value: str | list[str] | None) -> str | None:
     for url in urls:
         if not re.fullmatch(r"https?://[^/\s]+", url):
             raise ValueError(
-                f"vllm_server_base_url={value!r}: {url!r} is not the URL of a server. Write http://HOST:PORT, without a"
+                f"{name}={value!r}: {url!r} is not the URL of a server. Write http://HOST:PORT, without a"
                 " path, as in http://127.0.0.1:8000."
             )
     if twice := next((url for url in urls if urls.count(url) > 1), None):
-        raise ValueError(f"vllm_server_base_url names {twice} twice: every server once.")
+        raise ValueError(f"{name} names {twice} twice: every server once.")
     return ",".join(urls)
 
 

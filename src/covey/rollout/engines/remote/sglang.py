@@ -336,6 +336,7 @@ def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
         dtype=DTYPES.get(str(info.get("dtype"))),
         transports=ways_of(info),
         sleeps=bool(info.get("enable_memory_saver")),
+        takes_adapters=bool(info.get("enable_lora")),
         path=str(model["model_path"]),
     )
 

@@ -135,7 +135,40 @@ class ContinuousBatchingFields:
 class SglangFields:
     """Sampling with an SGLang server."""
 
-    use_sglang: bool = described(False, "Sample with an SGLang server rather than with the built-in engine.")
-    sglang_base_url: str | None = described(None, "URL of the SGLang server, as in http://localhost:30000.")
-    sglang_device: str | None = described(None, "Device on which the SGLang server is launched, as in `cuda:1`.")
-    checkpoint_path: str | None = described(None, "Folder through which weights reach the SGLang server.")
+    use_sglang: bool = described(False, "Sample with SGLang servers rather than with the built-in engine.")
+    sglang_base_url: str | None = described(
+        None,
+        "URL of the SGLang server, or of several: a list, or with commas between them. Unset, and without "
+        "`sglang_device`: http://127.0.0.1:30000.",
+    )
+    sglang_device: str | None = described(
+        None,
+        "Without a URL: start an SGLang server on this device, as in `cuda:1`, which the trainer itself must not use.",
+    )
+    sglang_server_args: dict | str | None = described(
+        None, 'Further flags of the server that is started (a dict or JSON), as in {"mem_fraction_static": 0.8}.'
+    )
+    sglang_api_key: str | None = described(
+        None, "Key of the SGLang servers. Unset: the environment variable SGLANG_API_KEY, where no log shows it."
+    )
+    sglang_server_timeout: float = described(
+        600.0, "Seconds to wait for SGLang servers to be up: at the start, and again when all of them have failed."
+    )
+    sglang_request_timeout: float = described(
+        1800.0, "Seconds that one prompt's completions may take at an SGLang server before another one is asked."
+    )
+    sglang_sync_timeout: float = described(600.0, "Seconds that bringing SGLang servers the new weights may take.")
+    sglang_concurrency: int = described(512, "Most completions in flight at once at one SGLang server.")
+    sglang_weight_transfer: str = described(
+        "auto",
+        "How weights reach SGLang servers: `group` broadcasts them, `tensor` hands them over in shared memory or over "
+        "HTTP, `disk` writes them to `checkpoint_path`; `auto` takes the first of these that every server has.",
+    )
+    sglang_group_port: int = described(
+        0, "Port over which weights are broadcast to SGLang servers, and the first of as many as servers. 0: free ones."
+    )
+    checkpoint_path: str | None = described(
+        None,
+        "Folder through which weights reach SGLang servers, which must see it under the same name. Unset: a temporary "
+        "one, for servers on this machine.",
+    )

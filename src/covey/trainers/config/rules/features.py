@@ -7,7 +7,6 @@ from covey.core.ratios import RATIO_LEVELS
 from covey.trainers.config.rules.helpers import closest, is_set
 
 LATER = {
-    "use_sglang": "sampling with SGLang",
     "use_transformers_continuous_batching": "transformers' continuous batching (the built-in engine has its own)",
     "max_tool_calling_iterations": "tool calling",
     "log_completions_hub_repo": "pushing completions to the hub",
@@ -25,6 +24,7 @@ WORDS = {
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),
     "vllm_weight_transfer": ("auto", "group", "ipc", "disk"),
+    "sglang_weight_transfer": ("auto", "group", "tensor", "disk"),
     "vllm_lora_sync": ("auto", "adapter", "merged"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "engine_parity": ("raise", "warn", "off"),

@@ -47,3 +47,22 @@ def server_limits_are_positive(args: Any) -> None:
         within(args, name, "above 0, and finite", lambda x: 0 < x < math.inf, "It is in seconds.")
     within(args, "vllm_server_concurrency", "1 or more", lambda x: x >= 1, "A few hundred keep a GPU busy.")
     within(args, "vllm_server_port", "1 to 65535", lambda x: 1 <= x <= 65535, "vLLM listens at 8000 by default.")
+
+
+def sglang_settings_are_read(args: Any) -> None:
+    """A server is either named or started."""
+    if not args.use_sglang:
+        return
+    if args.sglang_base_url:
+        ignored(args, ["sglang_device", "sglang_server_args"], "sglang_base_url names servers that run already")
+    elif not args.sglang_device:
+        ignored(args, ["sglang_server_args"], "no server is started: sglang_device is not set")
+    ignored(args, ["max_concurrent_completions"], "it is for the built-in engine; set sglang_concurrency")
+
+
+def sglang_limits_are_positive(args: Any) -> None:
+    """Deadlines lie ahead, and a server is given something to do."""
+    for name in ("sglang_server_timeout", "sglang_request_timeout", "sglang_sync_timeout"):
+        within(args, name, "above 0, and finite", lambda x: 0 < x < math.inf, "It is in seconds.")
+    within(args, "sglang_concurrency", "1 or more", lambda x: x >= 1, "A few hundred keep a GPU busy.")
+    within(args, "sglang_group_port", "0 to 65535", lambda x: 0 <= x <= 65535, "0 takes a free port.")

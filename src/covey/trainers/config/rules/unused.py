@@ -6,12 +6,16 @@ from typing import Any
 from covey.trainers.config.rules.helpers import ignored
 from covey.trainers.config.rules.mismatch import CORRECTION
 
+SERVERS_OF_ANY_MAKE = ("vllm_lora_sync", "vllm_structured_outputs_regex")
+"""Fields of vLLM's name that SGLang's servers are asked for as well."""
+
 
 def engine_options_need_their_engine(args: Any) -> None:
     """Settings of vLLM, SGLang and transformers' generation need those engines."""
     names = [field.name for field in dataclasses.fields(args)]
     if not args.use_vllm:
-        ignored(args, [n for n in names if n.startswith("vllm_") and n not in CORRECTION], "use_vllm is False")
+        read = {*CORRECTION, *(SERVERS_OF_ANY_MAKE if args.use_sglang else ())}
+        ignored(args, [n for n in names if n.startswith("vllm_") and n not in read], "use_vllm is False")
     if not args.use_sglang:
         ignored(args, [n for n in names if n.startswith("sglang_")] + ["checkpoint_path"], "use_sglang is False")
     if not args.use_transformers_continuous_batching:
