@@ -4,7 +4,8 @@ Not here: what is launched ahead, and when (`covey.trainers.ahead`), and what be
 (`covey.trainers.online_trainer`).
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,7 @@ class SampledGenerations(PolicyUpdates):
         reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
         ahead = flight if number == 0 else None
         notes = Notes()
-        with self._reward_stream(ahead) as stream:
+        with self._saying_when(key), self._reward_stream(ahead) as stream:
             if ahead is not None:
                 rollouts = ahead.rollouts()
                 self.metrics.add(staleness_stats(rollouts, self.state.global_step), "train")
@@ -66,6 +67,15 @@ class SampledGenerations(PolicyUpdates):
         drafts = reuse_stats(rollouts) if reuse is not None else {}
         self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
         return Sampled(draws, rollouts, scored.rewards, notes.columns)
+
+    @contextmanager
+    def _saying_when(self, key: tuple[str | int, ...]) -> Iterator[None]:
+        """An error that leaves this context says when it happened: those of servers and rewards know no steps."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"This was at step {self.state.global_step}, in {key[0]} generation {key[1]}.")
+            raise
 
     def _reward_stream(self, ahead: Flight | None) -> AbstractContextManager[RewardStream | None]:
         """What has scored the groups of this round as they came, or will; None where they are scored together."""

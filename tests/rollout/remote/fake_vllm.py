@@ -16,6 +16,7 @@ import contextlib
 import copy
 import json
 import threading
+import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -24,6 +25,11 @@ from typing import Any
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
+
+from covey.rollout.engines.remote.buckets import unpack
+from covey.rollout.engines.remote.channels import boot_id, join
+from covey.rollout.engines.remote.sending import in_thread
+from covey.rollout.engines.remote.vllm_flags import BACKEND
 
 Fault = Callable[[web.Request, Callable[[web.Request], Awaitable[web.StreamResponse]]], Awaitable[web.StreamResponse]]
 
@@ -125,6 +131,31 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> Fault:
     return fault
 
 
+def breaks_in_the_middle() -> Fault:
+    """Half of the right answer, and then the connection breaks."""
+
+    async def fault(request: web.Request, handler: Any) -> web.StreamResponse:
+        whole = (await handler(request)).body
+        answer = web.StreamResponse(headers={"Content-Length": str(len(whole)), "Content-Type": "application/json"})
+        await answer.prepare(request)
+        await answer.write(whole[: len(whole) // 2])
+        request.transport.abort()
+        return answer
+
+    return fault
+
+
+def dies(server: "FakeVllm") -> Fault:
+    """The whole server ends at this request, as by kill -9."""
+
+    async def fault(request: web.Request, handler: Any) -> web.StreamResponse:
+        server.vanish()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    return fault
+
+
 def broken_off(tokens: int) -> Fault:
     """Completions end with `finish_reason="abort"` after so many tokens, as when the server is paused."""
 
@@ -148,6 +179,7 @@ class FakeVllm:
         served: completions that were sampled to their end.
         flying: completions in flight.
         most: largest number of completions in flight at once.
+        spoils: a bit of the weights that reach it is turned over.
 
     Args:
         model: what samples; copied.
@@ -160,6 +192,8 @@ class FakeVllm:
         token_delay: seconds a token takes.
         dtype: that it claims to compute in.
         keeps_stamp: whether it has /weight_info.
+        buckets: whether it takes weights over a group, as one that `covey vllm-serve` started does.
+        host: where it listens.
     """
 
     def __init__(
@@ -175,24 +209,29 @@ class FakeVllm:
         token_delay: float = 0.0,
         dtype: str = "torch.float32",
         keeps_stamp: bool = True,
+        buckets: bool = False,
+        host: str = "127.0.0.1",
     ):
         self._original = copy.deepcopy(model).eval()
         self.name, self.release, self.dev_mode = name, release, dev_mode
         self.logprobs_mode, self.api_key, self.max_model_len = logprobs_mode, api_key, max_model_len
         self.token_delay, self.dtype, self.keeps_stamp = token_delay, dtype, keeps_stamp
+        self.buckets, self.host = buckets, host
         self.port = 0
         self.requests: list[tuple[str, Any]] = []
         self.served = self.most = self.flying = self._pauses = 0
         self._faults: dict[str, deque[Fault]] = {}
         self._thread: threading.Thread | None = None
+        self.spoils = False
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def start(self) -> "FakeVllm":
         """Listen, with the weights it was made with; again at the same port after `kill`."""
         self.model = copy.deepcopy(self._original)
+        self.born, self._channel, self._incoming = uuid.uuid4().hex, None, {}
         self.stamp, self.paused, self.sleeping, self.frozen = "default", False, False, False
         self._loop = asyncio.new_event_loop()
         ready = threading.Event()
@@ -205,7 +244,7 @@ class FakeVllm:
         """Vanish: connections break, nothing is finished."""
         if self._thread is not None:
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._vanish)
+                self._loop.call_soon_threadsafe(self.vanish)
             self._thread.join(30)
             self._thread = None
 
@@ -222,6 +261,14 @@ class FakeVllm:
     def freeze(self) -> None:
         """Accept requests and answer none, as a stopped process does."""
         self.frozen = True
+
+    def misbehaves(self) -> bool:
+        """Whether faults are still to come."""
+        return any(self._faults.values())
+
+    def mend(self) -> None:
+        """Drop all faults that are still to come."""
+        self._faults.clear()
 
     def asked(self, path: str) -> list[Any]:
         """Bodies of the requests to `path`."""
@@ -249,11 +296,13 @@ class FakeVllm:
 
     async def _listen(self) -> None:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
-    def _vanish(self) -> None:
+    def vanish(self) -> None:
+        """`kill` from within; it can be started again after `kill`."""
+        self._channel = None
         for connection in list(self._runner.server.connections):
             if connection.transport is not None:
                 connection.transport.abort()
@@ -293,6 +342,12 @@ class FakeVllm:
             web.post("/wake_up", self._wake_up),
             web.get("/is_sleeping", self._is_sleeping),
             web.post("/collective_rpc", self._collective_rpc),
+        ]
+        training += [
+            web.post("/init_weight_transfer_engine", self._meet),
+            web.post("/start_weight_update", self._start_update),
+            web.post("/update_weights", self._take_bucket),
+            web.post("/finish_weight_update", self._finish_update),
         ]
         notes = [web.get("/weight_info", self._weight_info), web.post("/update_weight_version", self._stamp)]
         return plain + (training + (notes if self.keeps_stamp else []) if self.dev_mode else [])
@@ -436,20 +491,60 @@ class FakeVllm:
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         """`reload_weights` from a folder of safetensors, as vLLM's workers do; every tensor must fit."""
         body = await request.json()
+        if self.buckets and body.get("method") == "covey_facts":
+            facts = {"backend": BACKEND, "device": "cpu", "gpu": None, "boot": boot_id(), "max_lora_rank": None}
+            return web.json_response({"results": [{**facts, "born": self.born}]})
         if body.get("method") != "reload_weights":
             return _refusal(f"no method {body.get('method')!r}")
         found: dict[str, Any] = {}
         for path in sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors")):
             found.update(load_file(path))
+        return self._load(found) or web.json_response({"results": [None]})
+
+    def _load(self, found: dict[str, Any]) -> web.Response | None:
+        """Put a whole model's tensors in place, or say what does not fit."""
         expected = dict(self.model.named_parameters())  # tied weights once
         if found.keys() != expected.keys():
-            return _refusal(f"weights do not fit: {sorted(found.keys() ^ expected.keys())}", 500)
+            return _refusal(f"weights do not fit: {sorted(found.keys() ^ expected.keys())[:3]}", 500)
         with torch.no_grad():
             for name, parameter in expected.items():
                 if parameter.shape != found[name].shape:
                     return _refusal(f"{name} has shape {list(found[name].shape)}", 500)
                 parameter.copy_(found[name])
-        return web.json_response({"results": [None]})
+        return None
+
+    # ---- weights over a group, with the server's end of the real channels ----------------------------------------
+
+    async def _meet(self, request: web.Request) -> web.Response:
+        where = (await request.json())["init_info"]
+        names = ("channel", "address", "port", "name")
+        try:
+            given = [*(where[name] for name in names), 1, where["world_size"], where["seconds"]]
+            self._channel = await in_thread(lambda: join(*given))
+        except RuntimeError as error:
+            return _refusal(str(error).partition("\n")[0], 500)
+        return web.json_response({"message": "ok"})
+
+    async def _start_update(self, request: web.Request) -> web.Response:
+        self._incoming = {}
+        return web.json_response({"message": "ok"})
+
+    async def _take_bucket(self, request: web.Request) -> web.Response:
+        piece, channel = (await request.json())["update_info"], self._channel
+        assert channel is not None, "a trainer connects first"
+        size, seconds = int(piece["manifest"]["nbytes"]), piece["seconds"]
+        try:
+            data = await in_thread(lambda: channel.receive(size, torch.device("cpu"), piece["note"], seconds))
+            if self.spoils:
+                data[0] ^= 1
+            self._incoming |= {name: tensor.clone() for name, tensor in unpack(piece["manifest"], data)}
+        except (ValueError, RuntimeError) as error:
+            return _refusal(str(error), 500)
+        return web.json_response({"message": "ok"})
+
+    async def _finish_update(self, request: web.Request) -> web.Response:
+        self.stamp = (await request.json()).get("weight_version", self.stamp)
+        return (self._incoming and self._load(self._incoming)) or web.json_response({"message": "ok"})
 
 
 def _refusal(message: str, code: int = 400) -> web.Response:

@@ -451,11 +451,16 @@ class RemoteEngine:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Within this context the servers have their memory, and those that lost the current weights are left out."""
+        """Within this context the servers have their memory, and those that lost the current weights are left out.
+
+        Raises:
+            ServerRefused: another run sent weights to a server, so what was sampled meanwhile may come from those.
+        """
         self._thread.run(self._get_up())
         self._awake += 1
         try:
             yield
+            self._thread.run(self._look_back())
         finally:
             self._awake -= 1
             if self._sleeps and not self._awake:
@@ -475,6 +480,12 @@ class RemoteEngine:
                 self._fleet.leave_out(member, "it was started anew and lost the weights it was sent")
         except RETRIED as error:
             self._fleet.leave_out(member, error)
+
+    async def _look_back(self) -> None:
+        """Nobody else may have changed the weights while they were sampled from."""
+        if self._sends:
+            async with self._updating:
+                await asyncio.gather(*(self._recheck(member) for member in self._fleet.up))
 
     async def _wake_up(self) -> None:
         if self._asleep:
