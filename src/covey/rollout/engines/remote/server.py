@@ -119,7 +119,10 @@ class Server:
             del self._sessions[other]
         if loop not in self._sessions:
             headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else None
-            self._sessions[loop] = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+            # A new connection each time: servers close kept ones after an error, or after seconds of silence, and a
+            # request that runs into that looks like a server that died.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._sessions[loop] = aiohttp.ClientSession(headers=headers, connector=connector)
         return self._sessions[loop]
 
     def _failure(self, status: int, text: str, doing: str, elsewhere: str | None) -> ServerError:

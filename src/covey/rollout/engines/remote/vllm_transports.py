@@ -193,20 +193,18 @@ class VllmWeights:
         """Connect where that is missing, and get the server ready."""
         server = peer.server
         await self._connect(peer, until, ipc, on_gpu)
-        for attempt in range(6):
+        for attempt in range(3):
             try:
                 await server.call("POST", "/start_weight_update", doing=until.doing, deadline=until.left(server))
                 return
             except ServerError as error:
-                # An update that broke off is still open, ours or another trainer's. After an error vLLM may close the
-                # connection, which the next request then runs into.
-                is_open = "already active" in error.said
-                if attempt == 5 or not (is_open or (attempt and isinstance(error, ServerUnreachable))):
+                if attempt == 2 or "already active" not in error.said:
                     raise
-            if is_open:
-                with contextlib.suppress(ServerError):  # it says what is missing
-                    path, seconds = "/finish_weight_update", until.left(server)
-                    await server.call("POST", path, doing=until.doing, deadline=seconds, body={})
+            # An update that broke off is still open, ours or another trainer's. Ending it says what is missing, and
+            # vLLM takes note of the end only the second time, when nothing is.
+            with contextlib.suppress(ServerError):
+                path, seconds = "/finish_weight_update", until.left(server)
+                await server.call("POST", path, doing=until.doing, deadline=seconds, body={})
 
     async def _push(
         self, peer: Peer, update: WeightUpdate, bucket: Bucket, number: int, count: int, until: Until
