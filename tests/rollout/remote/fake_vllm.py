@@ -9,12 +9,17 @@ are scripted per path:
     server.misbehave("/pause", hang())                                          # the next one
     server.kill()                                                               # as kill -9 does
     server.start()                                                              # again, with the first weights
+
+As a program it serves until it is ended, prints every path that is asked for, and never answers one of them:
+
+    python fake_vllm.py PORT PATH NUMBER                                        # from the NUMBERth request to PATH on
 """
 
 import asyncio
 import contextlib
 import copy
 import json
+import sys
 import threading
 import uuid
 from collections import deque
@@ -547,6 +552,29 @@ class FakeVllm:
         return (self._incoming and self._load(self._incoming)) or web.json_response({"message": "ok"})
 
 
+def main(port: int, path: str, number: int) -> None:
+    """Serve in a process of its own."""
+    from time import sleep
+
+    import tiny
+
+    server = FakeVllm(tiny.model(), buckets=True)
+
+    async def usual(request: web.Request, handler: Any) -> web.StreamResponse:
+        return await handler(request)
+
+    server.port = port
+    server.misbehave(path, usual, number - 1)
+    server.misbehave(path, hang(), 99)
+    server.start()
+    told = 0
+    while True:
+        sleep(0.05)
+        for asked, _ in server.requests[told:]:
+            told += 1
+            print(asked, flush=True)
+
+
 def _refusal(message: str, code: int = 400) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "BadRequestError", "code": code}}, status=code)
 
@@ -562,3 +590,7 @@ def _cut(logits: torch.Tensor, body: dict[str, Any]) -> torch.Tensor:
         drop = (probs.cumsum(-1) - probs >= top_p).scatter(0, order, probs.cumsum(-1) - probs >= top_p)
         logits = logits.masked_fill(drop, -torch.inf)
     return logits
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import math
 import threading
 import time
+import weakref
 
 import fake_vllm
 import pytest
@@ -28,6 +30,7 @@ from covey.rollout.engines.remote.errors import (
     ServerError,
     ServerRefused,
 )
+from covey.rollout.engines.remote.sending import together
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.vllm import VllmDialect
 
@@ -494,3 +497,45 @@ def test_servers_sleep_outside_awake_and_wake_for_weights(servers, engines):
     assert not server.sleeping
     with engine.awake():
         assert greedy(engine).versions
+
+
+# ---- ending ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_nobody_holds_any_more_ends_also_while_it_looks_after_a_dead_server(servers):
+    server = servers()
+    engine = RemoteEngine([Server(server.url)], VllmDialect(), FolderTransport(), ends=ENDS, timeout=0.5)
+    thread = engine._thread._thread
+    server.kill()
+    with pytest.raises(NoServerLeft):
+        generate(engine)
+    assert engine._fleet._revivals
+    gone = weakref.ref(engine)
+    del engine
+    until = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < until:  # it may just be looking at the server
+        gc.collect()
+        time.sleep(0.05)
+    assert gone() is None
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_transfer_that_is_given_up_leaves_no_exception_behind_that_nobody_looked_at(caplog):
+    async def give_up():
+        let_go = threading.Event()
+
+        async def asked():
+            await asyncio.Event().wait()
+
+        both = asyncio.ensure_future(together(Server("http://a:1"), "send", asked(), lambda: let_go.wait() and 1 / 0))
+        await asyncio.sleep(0.05)
+        both.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await both
+        let_go.set()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(give_up())
+    gc.collect()
+    assert "never retrieved" not in caplog.text

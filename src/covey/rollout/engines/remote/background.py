@@ -52,10 +52,18 @@ class BackgroundLoop:
         """Cancel what still runs and end the thread; nothing happens the second time."""
         if self._loop.is_closed():
             return
+        if self.inside:  # garbage is collected in any thread
+            self._ending = self._loop.create_task(_cancel_others())
+            return
         self._submit(_cancel_others())
         self._thread.join(2 * PATIENCE)
         if not self._thread.is_alive():
             self._loop.close()
+
+    @property
+    def inside(self) -> bool:
+        """Whether the caller runs in this very thread, and so must not wait for it."""
+        return threading.current_thread() is self._thread
 
     @property
     def closed(self) -> bool:

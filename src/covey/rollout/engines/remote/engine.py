@@ -109,7 +109,7 @@ class RemoteEngine:
         self._sends = False
         self._latest: WeightUpdate | None = None
         self._thread = BackgroundLoop("covey-servers")
-        weakref.finalize(self, self._thread.close)
+        weakref.finalize(self, _give_back, self._thread, list(servers), transport)  # when the program ends, as well
         try:
             self._fleet = self._thread.run(self._start(servers, timeout, concurrency, model_name))
         except BaseException:
@@ -152,10 +152,16 @@ class RemoteEngine:
         for server, fact in zip(servers, facts, strict=True):
             self._compare(server, fact, model_name)
             await self.dialect.resume(server, QUICK_SECONDS)  # a run that was killed may have left it paused
+        dialect, me = self.dialect, weakref.ref(self)  # what looks after servers does not keep this engine
+
+        async def readmit(member: Member) -> bool:
+            engine = me()
+            return engine is not None and await engine._readmit(member)
+
         return Fleet(
             [Member(server, fact) for server, fact in zip(servers, facts, strict=True)],
-            alive=lambda member: self.dialect.alive(member.server, QUICK_SECONDS),
-            readmit=self._readmit,
+            alive=lambda member: dialect.alive(member.server, QUICK_SECONDS),
+            readmit=readmit,
             concurrency=concurrency,
             timeout=timeout,
         )
@@ -507,8 +513,20 @@ class RemoteEngine:
 
     async def _close(self) -> None:
         self._fleet.close()
-        await self.transport.close()
-        await _close_all([member.server for member in self._fleet.members])
+        await _let_go([member.server for member in self._fleet.members], self.transport)
+
+
+def _give_back(thread: BackgroundLoop, servers: Sequence[Server], transport: WeightTransport) -> None:
+    """`close` for an engine that nobody closed."""
+    if not thread.closed and not thread.inside:
+        with contextlib.suppress(Exception):
+            thread.run(_let_go(servers, transport), QUICK_SECONDS)
+    thread.close()
+
+
+async def _let_go(servers: Sequence[Server], transport: WeightTransport) -> None:
+    await transport.close()
+    await _close_all(servers)
 
 
 async def _close_all(servers: Sequence[Server]) -> None:

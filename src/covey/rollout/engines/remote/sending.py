@@ -54,20 +54,22 @@ async def together(server: Server, doing: str, request: Awaitable[R], transfer: 
     """
     asked = asyncio.ensure_future(request)
     moved = asyncio.ensure_future(in_thread(transfer))
-    await asyncio.wait([asked, moved], return_when=asyncio.FIRST_EXCEPTION)
-    if asked.done() and not asked.cancelled() and (error := asked.exception()) is not None:
-        moved.cancel()  # its thread ends at its own deadline, or when the channel is closed
-        raise error
-    if moved.done() and (cause := moved.exception()) is not None:
-        await asyncio.wait([asked], timeout=LAST_WORDS_SECONDS)
+    try:
+        await asyncio.wait([asked, moved], return_when=asyncio.FIRST_EXCEPTION)
+        if moved.done() and moved.exception() is not None:
+            await asyncio.wait([asked], timeout=LAST_WORDS_SECONDS)
         if asked.done() and (error := asked.exception()) is not None:
             raise error
+        if moved.done() and (cause := moved.exception()) is not None:
+            if isinstance(cause, (RuntimeError, OSError)):
+                late = "imed out" in str(cause) or "imeout" in str(cause)
+                raise (DeadlineExceeded if late else ServerUnreachable)(server.url, doing, _said(cause)) from cause
+            raise cause
+        return asked.result(), moved.result()
+    finally:  # given up, or one of them failed; the thread ends at its own deadline, or when the channel is closed
         asked.cancel()
-        if isinstance(cause, (RuntimeError, OSError)):
-            late = "imed out" in str(cause) or "imeout" in str(cause)
-            raise (DeadlineExceeded if late else ServerUnreachable)(server.url, doing, _said(cause)) from cause
-        raise cause
-    return await asked, await moved
+        moved.cancel()
+        await asyncio.gather(asked, moved, return_exceptions=True)
 
 
 def _said(error: BaseException) -> str:
