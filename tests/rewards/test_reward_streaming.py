@@ -120,6 +120,29 @@ def test_an_ordinary_function_scores_a_group_at_a_time_and_an_async_one_all_ther
     assert rewards.tolist() == [[0.0, 1.0]] * len(TEXTS)
 
 
+def test_a_function_that_two_generations_want_at_once_is_called_by_one_at_a_time(context, rollout):
+    inside, most, began = 0, 0, threading.Event()
+
+    def counts_those_inside(completions, **kwargs):
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        began.set()
+        time.sleep(0.05)
+        inside -= 1
+        return [1.0] * len(completions)
+
+    suite = RewardSuite(counts_those_inside)
+    rows, rollouts = [{"prompt": "question"}], [rollout("a")]
+    with suite.stream("state") as early, suite.stream("state") as late:
+        early.add(0, rows, rollouts)
+        assert began.wait(10)
+        late.add(0, rows, rollouts)
+        assert suite(rows, rollouts, context).rewards.tolist() == [[1.0]]  # nor by one that is not streamed
+        assert late.outcome(0).values == early.outcome(0).values == [1.0]
+    assert most == 1
+
+
 def test_a_group_is_scored_before_the_next_is_there(context, rollout):
     scored = threading.Event()
 

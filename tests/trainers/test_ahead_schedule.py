@@ -193,8 +193,11 @@ def test_an_engine_that_takes_no_weights_in_flight_is_left_alone_until_it_has_an
     assert len(open_when_sent) > 1 and not any(any(flags) for flags in open_when_sent)
 
 
-def test_what_was_sampled_ahead_survives_a_checkpoint_and_what_failed_is_sampled_anew():
-    straight = [(f.generation, f.version, f.key, [r.completion_ids for r in f.rollouts()]) for _, f in Run(2).go()]
+def test_what_was_sampled_ahead_survives_a_checkpoint_and_what_failed_is_sampled_with_current_weights():
+    def facts(flights):
+        return [(f.generation, f.version, f.key, [r.completion_ids for r in f.rollouts()]) for f in flights]
+
+    straight = facts(flight for _, flight in Run(2).go())
     run = Run(2)
     at = run.steps()
     found = []
@@ -209,8 +212,8 @@ def test_what_was_sampled_ahead_survives_a_checkpoint_and_what_failed_is_sampled
     state["flights"][1]["rollouts"] = None
     resumed = Run(2)
     resumed.keys = iter(range(5, 100))
-    resumed.ahead.load_state_dict(state)
-    resumed.engine.version = 2
+    assert resumed.ahead.load_state_dict(state, 3) == 0
+    assert resumed.events == [("weights", 3)]  # before anything is sampled: the server may hold none of this run
     for step, micro in resumed.steps():
         if step < 3:
             continue
@@ -218,7 +221,10 @@ def test_what_was_sampled_ahead_survives_a_checkpoint_and_what_failed_is_sampled
         for marks in filter(None, micro):
             found.append(resumed.ahead.take(marks[0].sample, step))
     resumed.ahead.close()
-    assert straight == [(f.generation, f.version, f.key, [r.completion_ids for r in f.rollouts()]) for f in found]
+    assert straight[4][1] == 2
+    straight[4] = (4, 3, *straight[4][2:])  # launched with version 2 before, and now with 3
+    assert straight == facts(found)
+    assert {version for rollout in found[4].rollouts() for version in rollout.versions} == {3}
 
 
 def test_data_that_begin_anew_are_followed():

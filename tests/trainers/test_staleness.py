@@ -173,6 +173,26 @@ def test_rewards_can_be_worked_out_ahead_too(tmp_path):
     assert lanes[:6] == ["MainThread"] * 6 and len(lanes) == 18 and "MainThread" not in lanes[6:]
 
 
+def test_gradients_are_off_for_engine_and_rewards_as_they_are_by_turns(tmp_path):
+    modes = {}
+    for staleness in (0, 1):
+        engine, seen = scripted(), set()
+        answer = engine.generate
+
+        async def generate(request, answer=answer, seen=seen):
+            seen.add(("engine", torch.is_grad_enabled()))
+            return await answer(request)
+
+        def reward(completion_ids, seen=seen, **kwargs):
+            seen.add(("reward", torch.is_grad_enabled()))
+            return runs.longer(completion_ids)
+
+        engine.generate, modes[staleness] = generate, seen
+        parts = {"reward_funcs": reward}
+        ahead(tmp_path / str(staleness), staleness, engine, parts=parts, stream_rewards=True, max_steps=3).train()
+    assert modes[0] == modes[1] == {("engine", False), ("reward", False)}
+
+
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +354,19 @@ def test_a_checkpoint_of_a_run_ahead_can_go_on_by_turns(tmp_path):
     expected = noted(straight)
     straight.train()
     assert [each[:3] for each in found] == [each[:3] for each in expected[3:]]
+
+
+def test_a_checkpoint_of_a_run_ahead_can_go_on_less_far_ahead(tmp_path):
+    ahead(tmp_path, 4, save_strategy="steps", save_steps=3, max_steps=8).train()
+    resumed = ahead(tmp_path, 1, max_steps=8)
+    found = noted(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    straight = ahead(tmp_path / "straight", 0, max_steps=8)
+    expected = noted(straight)
+    straight.train()
+    assert [each[:3] for each in found] == [each[:3] for each in expected[3:]]
+    # generations 3 to 7 were sampled with weights 0, 0, 1, 2 and 3: too old for this run, or launched too early
+    assert [(step, versions) for step, _, _, versions in found] == [(3, [3]), (4, [3]), (5, [4]), (6, [5]), (7, [6])]
 
 
 def test_a_run_that_goes_on_from_weights_alone_begins_its_schedule_there(tmp_path):

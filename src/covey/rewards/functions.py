@@ -3,6 +3,7 @@
 import functools
 import inspect
 import numbers
+import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -40,12 +41,17 @@ class FunctionReward:
     """A callable, sync or async, with its signature read once.
 
     A function without `**kwargs` receives only the arguments it names. Keywords bound by `functools.partial` stay so.
+
+    Attributes:
+        turn: held while an ordinary function runs. Several generations may be scored at a time, on threads of their
+            own, and a function need not be made for that.
     """
 
     def __init__(self, function: Callable[..., Any], name: str):
         self.function = function
         self.name = name
         self.is_async = is_async(function)
+        self.turn = threading.Lock()
         self._takes_all, self._names, self._required = _read_signature(function, name)
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:

@@ -7,6 +7,7 @@ The deadline covers both. Breaking the contract (`RewardError`) is no failure of
 import asyncio
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,12 @@ class Outcome:
 
 
 def score(function: FunctionReward | ModelReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> Outcome:
-    """Score with a sync function or a model."""
+    """Score with a sync function or a model. A function scores one batch at a time, whichever threads ask."""
+    with function.turn if isinstance(function, FunctionReward) else nullcontext():
+        return _score(function, batch, trainer_state, timeout)
+
+
+def _score(function: FunctionReward | ModelReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> Outcome:
     start = time.monotonic()
 
     def attempt(some: RewardBatch) -> Attempt:

@@ -22,7 +22,8 @@ LOOK = 1.0
 class SamplingThread:
     """An event loop on a daemon thread.
 
-    An engine meets one loop as long as the thread lives, so that its connections serve every generation.
+    An engine meets one loop as long as the thread lives, so that its connections serve every generation. Gradients are
+    off there.
 
     Example:
         >>> async def answer():
@@ -84,7 +85,8 @@ class SamplingThread:
             torch.cuda.set_device(device)
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            with torch.no_grad():  # as where the main thread samples; the mode belongs to a thread
+                self._loop.run_forever()
         finally:
             with suppress(RuntimeError):  # a task that would not end is still there
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from covey.core.rollout import FinishReason, Rollout
@@ -210,18 +211,32 @@ class SamplingAhead:
         self.settle()
         return {"next": self._next, "late": self._late, "flights": [flight.state() for flight in self._flights]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+    def load_state_dict(self, state: dict[str, Any], version: int) -> int:
+        """Continue where `state_dict` was taken, with weights of `version`. Collective.
+
+        What had failed is sampled anew, with these weights. Generations that this run would not have launched so early,
+        because it allows less staleness or ends sooner, are given up, to be launched when their time comes.
+
+        Returns:
+            How many generations are given up.
+        """
         self._next, self._late = state["next"], state["late"]
-        for one in state["flights"]:
+        saved = state["flights"]
+        kept = list(takewhile(lambda one: self._may_begin(one["generation"], one["version"]), saved))
+        if len(kept) < len(saved):
+            self._next = saved[len(kept)]["generation"]
+        if kept:
+            self.bring_weights(version)  # on every process, whether or not sampling failed there
+        for one in kept:
             draws = self._prompts.again(one["generation"], [(prompt, sample) for prompt, sample in one["slots"]])
             key = one["key"][0], one["key"][1]
             if one["rollouts"] is None:
-                self._fly(one["generation"], key, one["version"], draws)
+                self._fly(one["generation"], key, version, draws)
                 continue
             done: Future[list[Rollout]] = Future()
             done.set_result([_rollout(fields) for fields in one["rollouts"]])
             self._flights.append(Flight(one["generation"], key, one["version"], draws, done))
+        return len(saved) - len(kept)
 
     def close(self, seconds: float = 5.0) -> None:
         """Give up what is under way, and the thread. Comes back within `seconds`, whatever the engine does."""

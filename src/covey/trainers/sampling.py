@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from covey.core.batch import collate
 from covey.observability.metrics import MetricLog
 from covey.rewards import RewardSuite
@@ -91,13 +93,15 @@ class SampledGenerations(PolicyUpdates):
 
     # ---- sampling ahead --------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _sample_ahead(self, draws: list[Draw]) -> None:
         if self.args.max_staleness == 0 or self._micro_step:
             return
         if self.ahead is None:
             self.ahead = build_ahead(self, self._generation_key, self._send_weights)
             if self._ahead_state is not None:
-                self.ahead.load_state_dict(self._ahead_state)
+                given_up = self.ahead.load_state_dict(self._ahead_state, self.state.global_step)
+                self._generations["train"] -= given_up  # they are launched again, with the same seeds
         self.ahead.launch(self.state.global_step, started(draws))
         self._probe_engine()
 
