@@ -17,6 +17,7 @@ import fake_vllm
 import runs
 from aiohttp import web
 from fake_vllm import FakeVllm
+from sglang_servers import InThread
 from transformers import TrainerCallback
 
 import tiny
@@ -36,6 +37,7 @@ GOES_ON = "The run goes on"
 WARNS = "A warning"
 
 ANSWER, WEIGHTS = "/v1/completions", "/update_weights"
+TENSORS = "/update_weights_from_tensor"
 
 SHORT: dict[str, Any] = {
     "use_vllm": True,
@@ -52,6 +54,16 @@ SHORT: dict[str, Any] = {
 }
 """Settings of these runs: two steps of one group each."""
 
+SGLANG: dict[str, Any] = {
+    **{name: value for name, value in SHORT.items() if "vllm" not in name},
+    "use_sglang": True,
+    "sglang_server_timeout": 2.0,
+    "sglang_request_timeout": 30.0,
+    "sglang_sync_timeout": 30.0,
+    "sglang_weight_transfer": "tensor",
+}
+"""The same with SGLang."""
+
 
 class Scene:
     """Servers and trainers of one test, all of which end with it.
@@ -59,21 +71,30 @@ class Scene:
     Attributes:
         path: an empty folder.
         servers: in the order in which they were started.
+
+    Args:
+        sglang: servers are SGLang's, rather than vLLM's.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.servers: list[FakeVllm] = []
+    def __init__(self, path: Path, sglang: bool = False):
+        self.path, self.sglang = path, sglang
+        self.servers: list[Any] = []
         self.ending = ExitStack()
 
-    def serve(self, **options: Any) -> FakeVllm:
+    def serve(self, **options: Any) -> Any:
+        if self.sglang:
+            folder = tiny.folder(self.path / f"model{len(self.servers)}", **options.pop("changes", {}))
+            self.servers.append(InThread(str(folder), *options.get("flags", ())))
+            self.ending.callback(self.servers[-1].stop)
+            return self.servers[-1]
         made = FakeVllm(options.pop("model", None) or tiny.model(), **options).start()
         self.ending.callback(made.kill)
         self.servers.append(made)
         return made
 
     def trainer(self, urls: Any, *, parts: dict[str, Any] | None = None, **settings: Any) -> Any:
-        made = runs.trainer(self.path / "run", parts=parts, **{**SHORT, "vllm_server_base_url": urls, **settings})
+        given = {**SGLANG, "sglang_base_url": urls} if self.sglang else {**SHORT, "vllm_server_base_url": urls}
+        made = runs.trainer(self.path / "run", parts=parts, **{**given, **settings})
         self.ending.callback(made.collector.engine.close)
         return made
 
@@ -103,6 +124,7 @@ class Fault:
         before: goes wrong before the trainer is made; may return the address that the run is given.
         during: goes wrong between the first step and the second.
         servers: how many there are.
+        sglang: it happens to SGLang's servers, not to vLLM's.
         model: what is trained; None: the model that the server was started with.
     """
 
@@ -116,6 +138,7 @@ class Fault:
     during: Callable[[Scene], None] | None = None
     servers: int = 1
     model: Callable[[], Any] | None = None
+    sglang: bool = False
 
     def meet(self, scene: Scene) -> Any:
         """Let it happen; returns the trainer."""
@@ -149,8 +172,15 @@ def logprobs(change: Callable[[list[float]], Any]) -> fake_vllm.Fault:
 NAN = logprobs(lambda numbers: numbers.__setitem__(0, math.nan))
 
 
-def nobody(scene: Scene) -> None:
-    scene.servers[0].kill()
+def failing(path: str, **how: Any) -> Callable[[Scene], None]:
+    """Requests to the first of SGLang's servers go wrong."""
+    return lambda scene: scene.servers[0].fail(path, **how)
+
+
+def nobody(scene: Scene) -> Any:
+    if scene.sglang:
+        return f"http://127.0.0.1:{free_port()}"
+    return scene.servers[0].kill()
 
 
 def silent(scene: Scene) -> str:
@@ -361,4 +391,30 @@ FAULTS = [
     Fault("the folder for weights cannot be written to, or the disk is full", START,
           (r"cannot be written to .*in the way", r"Make room there"), RuntimeError,
           settings={"vllm_weight_folder": "in the way"}, before=no_folder),
+    # SGLang
+    Fault("SGLang: nobody listens at the address", START, (r"within 2 seconds", r"Connect call failed"), NoServerLeft,
+          sglang=True, before=nobody),
+    Fault("SGLang: another program answers there", START, (r"HTTP 404",), sglang=True, before=web_server),
+    Fault("SGLang: the key is missing, or wrong", START, (r"HTTP 401", r"Give the server's API key"), sglang=True,
+          server={"flags": ("--api-key", "k")}),
+    Fault("SGLang: the server's model has another vocabulary", START, (r"lacks token 103", r"model that is trained"),
+          sglang=True, server={"changes": {"vocab_size": 80}}),
+    Fault("SGLang: it is busy for a while", GOES_ON, sglang=True,
+          during=failing("/generate", status=503, text="loading", times=2)),
+    Fault("SGLang: its answer is not JSON", GOES_ON, sglang=True,
+          during=failing("/generate", status=200, text="<html>", times=1)),
+    Fault("SGLang: one request hangs", GOES_ON, sglang=True, settings={"sglang_request_timeout": 1.5},
+          during=failing("/generate", status=200, text="", hang=60, times=1)),
+    Fault("SGLang: it fails once at taking weights", GOES_ON, sglang=True,
+          during=failing(TENSORS, status=500, text="cannot allocate memory", times=1)),
+    Fault("SGLang: it is out of memory at every request", ENDS, (r"HTTP 500: CUDA out of memory",), ServerError,
+          sglang=True, during=failing("/generate", status=500, text="CUDA out of memory", times=9)),
+    Fault("SGLang: it is slower than the deadline", ENDS, (r"no answer within 0\.7 seconds",), DeadlineExceeded,
+          sglang=True, settings={"sglang_request_timeout": 0.7},
+          during=failing("/generate", status=200, text="", hang=60, times=9)),
+    Fault("SGLang: it refuses the weights", ENDS, (r"version 1", r"HTTP 400: bad shard"), sglang=True,
+          during=failing(TENSORS, status=400, text='{"success": false, "message": "bad shard"}', times=9)),
+    Fault("SGLang: taking weights hangs", ENDS, (r"version 1", r"(within|longer than) \d+(\.\d+)? seconds"),
+          DeadlineExceeded, sglang=True, settings={"sglang_sync_timeout": 2.0},
+          during=failing(TENSORS, status=200, text="", hang=60, times=9)),
 ]  # fmt: skip

@@ -24,22 +24,31 @@ MOST_SECONDS = 30.0
 
 
 @pytest.fixture
-def scene(tmp_path, monkeypatch):
+def scene(tmp_path, monkeypatch, fault):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    made = Scene(tmp_path)
+    for name in ("VLLM_API_KEY", "SGLANG_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    made = Scene(tmp_path, fault.sglang)
     with made.ending:
         yield made
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The weights after a run in which nothing goes wrong."""
-    scene = Scene(tmp_path_factory.mktemp("undisturbed"))
-    with scene.ending:
-        made = scene.trainer(scene.serve().url)
-        made.train()
-        return runs.weights(made)
+def all_undisturbed(tmp_path_factory):
+    """The weights after a run in which nothing goes wrong, with vLLM's servers and with SGLang's."""
+    found = []
+    for sglang in (False, True):
+        scene = Scene(tmp_path_factory.mktemp("undisturbed"), sglang)
+        with scene.ending:
+            made = scene.trainer(scene.serve().url)
+            made.train()
+            found.append(runs.weights(made))
+    return found
+
+
+@pytest.fixture
+def undisturbed(all_undisturbed, fault):
+    return all_undisturbed[fault.sglang]
 
 
 def same(trained, expected):

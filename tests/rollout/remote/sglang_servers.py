@@ -78,6 +78,10 @@ class InThread(Fake):
         await web.TCPSite(runner, chosen.host, chosen.port).start()
         return runner
 
+    def misbehaves(self) -> bool:
+        """Whether requests that are to fail are still to come."""
+        return any(failure["times"] for failure in self.server.failures.values())
+
     def stop(self) -> None:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
