@@ -1,11 +1,15 @@
 """Parameters and optimizer states that make room come back as they were, to whoever holds them."""
 
 import copy
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tiny
+from covey import GRPOConfig
+from covey.trainers import colocation
 from covey.trainers.offload import make_room, optimizer_tensors, parked
 
 
@@ -83,3 +87,44 @@ def test_single_numbers_stay():
     _, optimizer = trained(1)
     assert all(t.numel() > 1 for t in optimizer_tensors(optimizer))
     assert any(state["step"].numel() == 1 for state in optimizer.state.values())
+
+
+def test_vllm_finds_the_room_that_is_made_for_it_when_it_starts_too_and_until_it_sleeps(tmp_path, monkeypatch):
+    events = []
+
+    class Engine:
+        def __init__(self, vllm, *, sleep_level, make_room, **settings):
+            events.append(f"{vllm} asleep at level {sleep_level}")
+            self.make_room = make_room
+
+    @contextmanager
+    def room():
+        events.append("the policy leaves")
+        yield
+        events.append("the policy is back")
+
+    def make_room(device, *, model, optimizers):
+        assert model() == "policy" and optimizers is None
+        return room
+
+    def start_vllm(arguments):
+        events.append(f"vLLM starts with {arguments['gpu_memory_utilization']}")
+        return "vLLM"
+
+    monkeypatch.setattr(colocation.offload, "make_room", make_room)
+    monkeypatch.setattr(colocation, "start_vllm", start_vllm)
+    monkeypatch.setattr(colocation, "VllmColocateEngine", Engine)
+    args = GRPOConfig(
+        output_dir=str(tmp_path),
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_enable_sleep_mode=True,
+        offload_model=True,
+        vllm_gpu_memory_utilization=0.9,
+        use_cpu=True,
+        bf16=False,
+    )
+    accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1, mixed_precision="no")
+    engine = colocation.build_colocated(args, tiny.model(), tiny.tokenizer(), accelerator, lambda: "policy")
+    assert events == ["the policy leaves", "vLLM starts with 0.9", "vLLM asleep at level 1", "the policy is back"]
+    assert engine.make_room is room

@@ -51,20 +51,21 @@ def build_colocated(
         **(args.vllm_engine_kwargs or {}),
         "enable_sleep_mode": sleeping,
     }
-    vllm = start_vllm(arguments)
-    engine = VllmColocateEngine(
-        vllm,
-        eos_token_ids=end_token_ids(model, tokenizer),
-        regex=args.vllm_structured_outputs_regex,
-        sleep_level=args.vllm_sleep_level if sleeping else None,
-        batches=args.move_model_batches,
-        make_room=offload.make_room(
-            accelerator.device,
-            model=policy if args.offload_model and sleeping else None,
-            optimizers=(lambda: accelerator._optimizers) if args.offload_optimizer and sleeping else None,
-        ),
-        peers=_peers() if args.vllm_tensor_parallel_size > 1 else None,
+    make_room = offload.make_room(
+        accelerator.device,
+        model=policy if args.offload_model and sleeping else None,
+        optimizers=(lambda: accelerator._optimizers) if args.offload_optimizer and sleeping else None,
     )
+    with make_room():  # until it sleeps: vLLM takes its whole share when it starts, and refuses if that is not free
+        engine = VllmColocateEngine(
+            start_vllm(arguments),
+            eos_token_ids=end_token_ids(model, tokenizer),
+            regex=args.vllm_structured_outputs_regex,
+            sleep_level=args.vllm_sleep_level if sleeping else None,
+            batches=args.move_model_batches,
+            make_room=make_room,
+            peers=_peers() if args.vllm_tensor_parallel_size > 1 else None,
+        )
     weakref.finalize(engine, folder.cleanup)
     return engine
 
