@@ -1,12 +1,14 @@
 """Bytes between a trainer and the processes of a server, over gloo, without either."""
 
+import gc
 import multiprocessing
+import socket
 import time
 
 import pytest
 import torch
 
-from covey.rollout.engines.remote.channels import Group, join, open_store, own_address
+from covey.rollout.engines.remote.channels import Group, join, open_store, own_address, shared_store
 
 HERE = "127.0.0.1"
 
@@ -104,3 +106,16 @@ def test_unknown_channels_are_refused():
 
 def test_a_neighbour_on_this_machine_sees_it_under_the_loopback_address():
     assert own_address("localhost", 80) in (HERE, "::1")
+
+
+def test_trainers_of_one_process_meet_their_servers_at_the_same_port_until_the_last_is_gone():
+    with socket.socket() as one:
+        one.bind((HERE, 0))
+        port = one.getsockname()[1]
+    store = shared_store(HERE, port, 30.0)
+    assert shared_store(HERE, port, 30.0) is store
+    with pytest.raises(OSError, match="in use"):
+        open_store(HERE, port, 30.0)
+    del store
+    gc.collect()
+    assert open_store(HERE, port, 30.0).port == port

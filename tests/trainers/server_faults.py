@@ -375,7 +375,8 @@ FAULTS = [
           during=other_run),
     # weights
     Fault("it refuses the weights", ENDS, (r"weights of version 1 \(bucket 1 of 1: .*\)", r"HTTP 500: bad shard"),
-          ServerError, server={"buckets": True}, during=wrong(WEIGHTS, fake_vllm.status(500, "bad shard"), 9)),
+          ServerError, server={"buckets": True}, settings={"vllm_group_port": GROUP_PORT},
+          during=wrong(WEIGHTS, fake_vllm.status(500, "bad shard"), 9)),
     Fault("weights are changed on their way", ENDS, (r"version 1", r"changed on its way: its checksum is"), ServerError,
           server={"buckets": True}, during=spoil),
     Fault("taking weights hangs", ENDS, (r"version 1", r"(within|longer than) \d+(\.\d+)? seconds"),

@@ -102,7 +102,8 @@ def test_what_stays_ends_the_run_with_the_reason_and_the_run_can_be_resumed(scen
     with pytest.raises(fault.kind) as caught:
         meet(fault, scene)
     check_message(fault, scene, caught.value)
-    resumed = scene.trainer(scene.serve().url)
+    port = {name: value for name, value in fault.settings.items() if name == "vllm_group_port"}
+    resumed = scene.trainer(scene.serve(**fault.server).url, **port)  # beside the one that failed
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2
     assert same(resumed, undisturbed)

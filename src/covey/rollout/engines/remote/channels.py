@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -222,6 +223,22 @@ def open_store(address: str, port: int, seconds: float) -> Any:
     except BaseException:
         listening.close()
         raise
+
+
+def shared_store(address: str, port: int, seconds: float) -> Any:
+    """`open_store`, or the one that is open there already: trainers of one process share it, under names of their own.
+
+    A trainer whose run has failed keeps its port until it is dropped, and the next one must not stumble over that.
+    """
+    if not port:
+        return open_store(address, port, seconds)
+    store = _shared.get((address, port))
+    if store is None:
+        store = _shared[address, port] = open_store(address, port, seconds)
+    return store
+
+
+_shared: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
 
 
 def own_address(host: str, port: int) -> str:

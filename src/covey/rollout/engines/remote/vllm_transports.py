@@ -30,7 +30,7 @@ import torch
 
 from covey.core.weights import WeightUpdate
 from covey.rollout.engines.remote.buckets import BUCKET_BYTES, Bucket, Packer
-from covey.rollout.engines.remote.channels import Channel, Group, Ipc, boot_id, open_store, own_address
+from covey.rollout.engines.remote.channels import Channel, Group, Ipc, boot_id, own_address, shared_store
 from covey.rollout.engines.remote.dialect import ServerFacts
 from covey.rollout.engines.remote.errors import (
     BadAnswer,
@@ -277,7 +277,7 @@ class VllmWeights:
         try:
             address = own_address(target.hostname, target.port or 80)
             if address not in self._stores:
-                self._stores[address] = open_store(address, self._port, seconds=60.0)
+                self._stores[address] = shared_store(address, self._port, seconds=60.0)
         except OSError as error:
             raise ServerRefused(
                 server.url,
