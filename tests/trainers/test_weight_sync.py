@@ -1,5 +1,6 @@
 """When weights are sent, what, and that processes agree about it."""
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,6 +34,15 @@ class Shared(Engine):
     """Uses servers that other processes use, too."""
 
     adopted = None
+    holds = 0
+
+    @contextlib.contextmanager
+    def held(self):
+        self.holds += 1
+        try:
+            yield
+        finally:
+            self.holds -= 1
 
     def tell(self):
         return ["http://a"]
@@ -145,6 +155,9 @@ class Meeting:
         assert len({what for _, what in words}) == 1, words
         return [mine for mine, _ in words]
 
+    def meet(self, what):
+        self.gather(None, what)
+
 
 ALONE = Collectives(rank=0, size=1, seconds=60.0, step=lambda: 0)
 
@@ -155,6 +168,20 @@ def test_one_process_sends_for_all_and_the_others_learn_of_it():
     assert all("sync/seconds" in stats for stats in results)
     assert [len(engine.updates) for engine in engines] == [1, 0]
     assert engines[1].adopted == (4, ["http://a"])
+
+
+def test_weights_change_while_no_process_begins_requests():
+    held = []
+
+    class Looks(Shared):
+        def load_weights(self, update):
+            held.extend(engine.holds for engine in engines)
+
+    world = Processes()
+    engines = Looks(), Shared()
+    world.run([world.sync(rank, engines[rank], tiny.model()) for rank in (0, 1)], 4)
+    assert held == [1, 1]
+    assert [engine.holds for engine in engines] == [0, 0]
 
 
 def test_what_the_sender_could_not_do_is_raised_in_every_process():

@@ -9,6 +9,7 @@ it, or all engines use the same servers, and then the first process sends for al
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -25,6 +26,10 @@ log = logging.getLogger(__name__)
 @runtime_checkable
 class SharedServers(Protocol):
     """An engine whose servers are those of every process: one process sends, the others learn of it."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """On every process: within this context no request begins."""
+        ...
 
     def tell(self) -> Any:
         """On the process that sent: what the others must know about it; picklable."""
@@ -127,11 +132,17 @@ class WeightSync:
             raise error
 
     def _send_for_all(self, engine: Any, update: WeightUpdate) -> None:
-        """The first process sends. Where a pass over the weights is collective, it calls the others to each."""
+        """The first process sends, once no process begins requests any more."""
+        with engine.held():
+            self._collectives.meet(f"begin to send weights of version {update.version}")
+            if self._collectives.rank > 0:
+                self._follow(engine, update)
+            else:
+                self._lead(engine, update)
+
+    def _lead(self, engine: Any, update: WeightUpdate) -> None:
+        """Send. Where a pass over the weights is collective, call the others to each."""
         together = is_sharded(self._policy())
-        if self._collectives.rank > 0:
-            self._follow(engine, update)
-            return
         error: BaseException | None = None
         try:
             engine.load_weights(self._announcing(update) if together else update)

@@ -374,6 +374,33 @@ def test_a_server_that_dies_during_an_update_is_left_out_and_the_other_goes_on(s
     assert set(greedy(engine).versions) == {1}
 
 
+def test_a_server_that_takes_no_weights_is_left_out_and_the_other_goes_on(servers, engines):
+    one, other = servers(), servers()
+    engine = engines(one, other)
+    one.misbehave("/collective_rpc", fake_vllm.status(500, "out of memory"), times=99)
+    engine.load_weights(update(tiny.model(seed=7), 1))
+    assert engine.holders == [other.url]
+    assert set(greedy(engine).versions) == {1}
+
+
+def test_a_server_that_came_back_and_takes_no_weights_does_not_end_the_run(servers, engines):
+    one, other = servers(), servers()
+    engine = engines(one, other)
+    engine.load_weights(update(tiny.model(), 1))
+    one.kill()
+    one.start()
+    greedy(engine)
+    with engine.awake():
+        pass
+    assert engine.holders == [other.url]
+    until = time.monotonic() + 10
+    while not any(member.behind for member in engine._fleet.members) and time.monotonic() < until:
+        time.sleep(0.05)
+    one.misbehave("/collective_rpc", fake_vllm.drop(), times=99)
+    engine.load_weights(update(tiny.model(seed=7), 2))
+    assert engine.holders == [other.url]
+
+
 def test_an_update_waits_for_a_server_that_comes_back(servers, engines):
     server = servers()
     engine = engines(server)
@@ -485,6 +512,77 @@ def test_what_another_process_breaks_off_waits_for_the_new_version(servers, engi
         first = completion.versions.index(2)
         expected = logprobs_of(new, [5, 6, 7], completion.token_ids)[first:]
         assert completion.logprobs[first:] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_a_server_begins_only_after_another_process_sent_weights_is_of_the_new_version(servers, engines):
+    server = servers()
+    sender, other = engines(server), engines(server)
+    sender.load_weights(update(tiny.model(), 1))
+    other.adopt(1)
+    arrived = len(server.asked("/v1/completions")) + 1
+    sender._thread.run(sender.dialect.pause(sender._fleet.members[0].server, 5.0))
+
+    def change():
+        until = time.monotonic() + 10
+        while len(server.asked("/v1/completions")) < arrived and time.monotonic() < until:
+            time.sleep(0.01)
+        server.model = tiny.model(seed=7)
+        other.adopt(2)
+        sender._thread.run(sender.dialect.resume(sender._fleet.members[0].server, 5.0))
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    [completion] = generate(other, request(n=1))[0]
+    changing.join()
+    assert set(completion.versions) == {2}
+    expected = logprobs_of(tiny.model(seed=7), [5, 6, 7], completion.token_ids)
+    assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_requests_wait_while_another_process_changes_the_weights(servers, engines):
+    server = servers()
+    engine = engines(server)
+    before = len(server.asked("/v1/completions"))
+    with engine.held():
+        asking = threading.Thread(target=generate, args=[engine])
+        asking.start()
+        asking.join(0.3)
+        assert asking.is_alive() and len(server.asked("/v1/completions")) == before
+    asking.join(10)
+    assert not asking.is_alive() and len(server.asked("/v1/completions")) == before + 1
+
+
+def test_a_server_that_was_left_out_asleep_is_woken_before_it_samples(servers, engines):
+    server = servers()
+    engine = engines(server, sleeps=True)
+    engine.load_weights(update(tiny.model(seed=7), 1))
+    with engine.awake():
+        pass
+    assert server.sleeping
+    server.misbehave("/is_sleeping", fake_vllm.status(503, "busy"))  # it is not woken, and left out
+    with engine.awake():
+        assert set(greedy(engine).versions) == {1}
+        assert not server.sleeping
+
+
+def test_a_server_is_looked_at_again_whatever_goes_wrong_while_it_comes_back(servers, engines):
+    server = servers()
+    transport = FolderTransport()
+    engine = engines(server, transport=transport, resend=True)
+    engine.load_weights(update(tiny.model(seed=7), 1))
+    send, fails = transport.send, [OSError("no space left on device")]
+
+    async def full_at_first(*args):
+        if fails:
+            raise fails.pop()
+        await send(*args)
+
+    transport.send = full_at_first
+    server.kill()
+    server.start()
+    with engine.awake():
+        assert set(greedy(engine).versions) == {1}
+    assert not fails
 
 
 def test_servers_sleep_outside_awake_and_wake_for_weights(servers, engines):

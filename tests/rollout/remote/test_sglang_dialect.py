@@ -13,7 +13,7 @@ from covey.core.rollout import FinishReason
 from covey.rollout.engines.remote.dialect import Sampled
 from covey.rollout.engines.remote.errors import BadAnswer, DeadlineExceeded, ServerBusy, ServerRefused
 from covey.rollout.engines.remote.server import Server
-from covey.rollout.engines.remote.sglang import SglangDialect, facts_of, sampled_of
+from covey.rollout.engines.remote.sglang import SglangDialect, facts_of, sampled_of, ways_of
 
 ENDS = frozenset({1})
 VOCABULARY = tiny.config().vocab_size
@@ -57,7 +57,7 @@ def test_a_server_says_what_it_is(running, tiny_folder):
     facts = ask(running, "look")
     assert (facts.model, facts.path, facts.release) == (tiny_folder, tiny_folder, "0.5.23")
     assert (facts.max_context, facts.world_size, facts.dtype) == (256, 1, torch.float32)
-    assert facts.transports == ("group", "tensor", "disk") and facts.reports_temperature and not facts.sleeps
+    assert facts.reports_temperature and not facts.sleeps
 
 
 def test_older_names_of_routes_are_known(other):
@@ -66,8 +66,8 @@ def test_older_names_of_routes_are_known(other):
 
 def test_replicas_take_weights_from_files_alone():
     model, info = {"model_path": "m"}, {"tp_size": 2, "pp_size": 1, "dp_size": 4}
-    assert facts_of(model, info).transports == ("disk",) and facts_of(model, info).world_size == 8
-    assert facts_of(model, {"pp_size": 2}).transports == ("tensor", "disk")
+    assert ways_of(info) == ("disk",) and facts_of(model, info).world_size == 8
+    assert ways_of({"pp_size": 2}) == ("tensor", "disk") and ways_of({}) == ("group", "tensor", "disk")
 
 
 def test_what_is_unknown_stays_unknown():

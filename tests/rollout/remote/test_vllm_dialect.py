@@ -48,6 +48,14 @@ def test_a_server_says_what_it_is(servers):
     assert (facts.world_size, facts.dtype, facts.sleeps) == (1, torch.bfloat16, True)
 
 
+def test_a_server_that_a_killed_run_left_paused_goes_on(servers):
+    server = servers()
+    ask(server, "pause")
+    look(server)
+    assert not server.paused
+    assert server.asked("/v1/completions")  # a paused server would not have answered
+
+
 @pytest.mark.parametrize(
     ("mode", "top_p_shows", "knows_temperature"),
     [("raw_logprobs", False, False), ("processed_logprobs", True, True)],

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 
 import fake_vllm
@@ -264,6 +265,33 @@ def test_a_base_is_sent_once_to_servers_that_have_another(servers, weights, of, 
     assert len(server.asked("/start_weight_update")) == int(sends)
     if sends:
         assert_holds(server, base)
+
+
+def test_a_base_that_did_not_arrive_is_sent_again(servers, weights):
+    server, one, base = servers(max_lora_rank=8), weights(), tiny.model(seed=7)
+    lora = adapter(1, of="/models/other", base=update(base, 1))
+    server.misbehave("/finish_weight_update", fake_vllm.status(500, "out of memory"))
+    with pytest.raises(ServerError, match="out of memory"):
+        send(one, [server], lora)
+    send(one, [server], lora)
+    assert_holds(server, base)
+    assert server.adapters
+
+
+def test_a_server_that_another_run_has_sent_weights_gets_the_base_though_it_was_started_with_it(servers, weights):
+    server, base = servers(max_lora_rank=8), tiny.model()
+    send(weights(), [server], update(tiny.model(seed=7), 12))
+    send(weights(), [server], adapter(1, base=update(base, 1)))
+    assert_holds(server, base)
+
+
+def test_an_adapter_that_changed_without_a_step_is_sent_under_another_name(servers, weights):
+    server, one = servers(max_lora_rank=8), weights()
+    changed = dataclasses.replace(adapter(2), version=1)  # of the same version as what the server has already
+    send(one, [server], adapter(1), changed)
+    name = one.model_name(ServerFacts(model="tiny", release=""), 1)
+    wanted = dict(changed.tensors())
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in server.adapters[name].items())
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ class ServerFacts:
         max_context: tokens it can attend to, or None if it does not say.
         world_size: processes that hold weights (tensor x pipeline x data parallel); 1 if it does not say.
         dtype: it computes in, or None if it does not say.
-        transports: names of the ways it can take weights, the fastest first.
         vocab_size: tokens that its model embeds, or None if it does not say.
         reports_after_cut: its log-probs are those of the distribution after top-k, top-p, min-p and penalties.
         reports_temperature: its log-probs are those at the sampling temperature; False: always at temperature 1.
@@ -39,7 +38,6 @@ class ServerFacts:
     max_context: int | None = None
     world_size: int = 1
     dtype: torch.dtype | None = None
-    transports: tuple[str, ...] = ()
     vocab_size: int | None = None
     reports_after_cut: bool = False
     reports_temperature: bool = True
@@ -136,7 +134,7 @@ class WeightTransport(Protocol):
     """One way for weights to reach servers of one make."""
 
     name: str
-    """As in `ServerFacts.transports`."""
+    """For messages."""
 
     async def send(self, servers: Sequence[Server], update: WeightUpdate, deadline: float) -> None:
         """Bring all servers to `update`. They are paused, and their prefix caches emptied, by the caller.

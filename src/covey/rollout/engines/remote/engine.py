@@ -224,7 +224,8 @@ class RemoteEngine:
     async def _ask(self, request: SampleRequest) -> tuple[list[Sampled], int | None]:
         """The answer, and the version of the weights that all of its tokens were sampled with.
 
-        No request is in flight while weights change (`_update` sees to that), so the version at its start is that.
+        A pause breaks off whatever is being sampled, so what comes back whole was sampled with one version: the one at
+        its start, or, where another process sent new weights before the server had begun, the one at its end.
         """
 
         async def call(member: Member) -> tuple[list[Sampled], int | None]:
@@ -236,6 +237,8 @@ class RemoteEngine:
             check_answer(member.url, request, answer, self._ends, self._vocab_size)
             if any(sampled.aborted for sampled in answer):
                 await self._wait_for_news(version)
+            elif model == member.facts.model:  # an adapter is of one version for ever
+                version = member.version
             return answer, version
 
         return await self._fleet.run(call, load=request.n)
@@ -299,8 +302,10 @@ class RemoteEngine:
 
     async def _bring(self, update: WeightUpdate, until: float, doing: str) -> None:
         attempts = 0
+        hopeless: set[Member] = set()
         while True:
-            members = await self._fleet.reachable(until, doing)
+            reachable = await self._fleet.reachable(until, doing)
+            members = [member for member in reachable if member not in hopeless] or reachable
             try:
                 if await self._update(members, update, until, doing):
                     return
@@ -309,13 +314,18 @@ class RemoteEngine:
             except ServerError as error:
                 attempts += 1
                 if not await self._lose(members, error) and attempts >= SEND_ATTEMPTS:
-                    raise
+                    blamed = [member for member in members if member.url == error.url]
+                    hopeless.update(blamed)
+                    if not blamed or hopeless.issuperset(members):
+                        raise
+                    for member in blamed:
+                        self._fleet.leave_out(member, error)
                 if time.monotonic() >= until:
                     raise
 
     async def _update(self, members: list[Member], update: WeightUpdate, until: float, doing: str) -> bool:
         """Pause, send, resume; whether any of `members` has the new weights."""
-        await self._wake_up()
+        await self._wake_up(members)
         try:
             members = await self._each(members, self.dialect.pause)
             await self._fleet.drain(members, GRACE_SECONDS)
@@ -354,9 +364,14 @@ class RemoteEngine:
                 task.cancel()
             await asyncio.wait([sending, watching], timeout=GRACE_SECONDS)
 
-    async def _each(self, members: list[Member], do: Callable[[Server, float], Awaitable[None]]) -> list[Member]:
+    async def _each(
+        self,
+        members: list[Member],
+        do: Callable[[Server, float], Awaitable[None]],
+        seconds: float = QUICK_SECONDS,
+    ) -> list[Member]:
         """Do something with every member at once; those that fail in a way that may pass are left out."""
-        results = await asyncio.gather(*(do(m.server, QUICK_SECONDS) for m in members), return_exceptions=True)
+        results = await asyncio.gather(*(do(member.server, seconds) for member in members), return_exceptions=True)
         for member, error in zip(members, results, strict=True):
             if isinstance(error, ServerError) and not isinstance(error, ServerRefused):
                 self._fleet.leave_out(member, error)
@@ -366,16 +381,17 @@ class RemoteEngine:
 
     async def _lose(self, members: list[Member], error: ServerError) -> bool:
         """Leave out whoever is to blame for `error`; whether anybody is."""
-        before = len(self._fleet.up)
-        alive = await self._each([member for member in members if member.up], self.dialect.alive)
-        for member in alive:
+        asked = [member for member in members if not member.words]
+        for member in await self._each(asked, self.dialect.alive):
             if member.url == error.url and isinstance(error, RETRIED):
                 self._fleet.leave_out(member, error)
-        return len(self._fleet.up) < before
+        return any(member.words for member in asked)
 
     async def _readmit(self, member: Member) -> bool:
         """Whether a server that was left out may sample: it lives, and holds the current weights."""
         await self.dialect.alive(member.server, QUICK_SECONDS)
+        if self._sleeps and not self._asleep:  # it may have been left out asleep
+            await self.dialect.wake(member.server, self._sync_timeout)
         if self._version is None:
             return True
         if member.version == self._version and await self._is_ours(member):
@@ -410,6 +426,23 @@ class RemoteEngine:
                 "Give every run servers of its own.",
             )
         return version == str(member.version)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within this context requests wait instead of starting: another process changes the weights."""
+        hold = self._fleet.held()
+
+        async def begin() -> None:
+            hold.__enter__()
+
+        async def end() -> None:
+            hold.__exit__(None, None, None)
+
+        self._thread.run(begin(), QUICK_SECONDS)
+        try:
+            yield
+        finally:
+            self._thread.run(end(), QUICK_SECONDS)
 
     def tell(self) -> Any:
         """After `load_weights`: what the `adopt` of other processes must know; JSON."""
@@ -493,15 +526,21 @@ class RemoteEngine:
             async with self._updating:
                 await asyncio.gather(*(self._recheck(member) for member in self._fleet.up))
 
-    async def _wake_up(self) -> None:
-        if self._asleep:
-            await self._each(self._fleet.up, self.dialect.wake)
-            self._asleep = False
+    async def _wake_up(self, wanted: Sequence[Member] = ()) -> None:
+        """Wake who sleeps; among the `wanted`, also those that were left out, who may have been asleep then."""
+        lying = self._fleet.up if self._asleep else []
+        if self._sleeps:
+            lying += [member for member in wanted if not member.up]
+        # As long as for new weights: it moves as many bytes.
+        await self._each(lying, self.dialect.wake, self._sync_timeout)
+        self._asleep = False
 
     async def _lie_down(self) -> None:
         async with self._updating:
             self._asleep = True
-            await self._each(self._fleet.up, lambda server, deadline: self.dialect.sleep(server, 1, deadline))
+            await self._each(
+                self._fleet.up, lambda server, deadline: self.dialect.sleep(server, 1, deadline), self._sync_timeout
+            )
 
     def close(self) -> None:
         """Give connections, groups and the thread back; completions under way are lost."""

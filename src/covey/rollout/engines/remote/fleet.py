@@ -7,7 +7,7 @@ came back may take part again, is handed in. Everything here belongs to one even
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -212,8 +212,8 @@ class Fleet:
                     self.admit(member)
                 else:
                     member.words = ""
-            except ServerError as error:
-                member.words = str(error)
+            except Exception as error:  # not its own fault, perhaps, as when a disk is full; it is looked at again
+                member.words = str(error) or type(error).__name__
 
     def _watch_over(self) -> None:
         if self._watch is None or self._watch.done():
@@ -247,7 +247,7 @@ class Fleet:
     # ---- changing weights ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def held(self) -> Any:
+    def held(self) -> Iterator[None]:
         """Within this context requests wait instead of starting."""
         self._held += 1
         try:

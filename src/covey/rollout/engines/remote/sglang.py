@@ -334,7 +334,6 @@ def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
         max_context=min((int(limit) for limit in limits if limit), default=None),
         world_size=tensor * pipeline * data,
         dtype=DTYPES.get(str(info.get("dtype"))),
-        transports=ways_of(info),
         sleeps=bool(info.get("enable_memory_saver")),
         takes_adapters=bool(info.get("enable_lora")),
         path=str(model["model_path"]),

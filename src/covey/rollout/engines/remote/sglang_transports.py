@@ -45,6 +45,9 @@ INLINE_BYTES = 32 * 2**20
 KEPT_ADAPTERS = 2
 """Versions of an adapter that a server keeps: the current one, and the one of requests that are asked again."""
 
+AS_STARTED = "default"
+"""The version of its weights that a server names until somebody sends some."""
+
 CLEANUP_SECONDS = 5.0
 """For a server to close what a failed update left open."""
 
@@ -61,6 +64,7 @@ class Peer:
         copies: processes that each want a payload of their own.
         born: tells one start of the server from another.
         model: the path of the model it holds.
+        version: that it says its weights are of.
     """
 
     server: Server
@@ -68,6 +72,7 @@ class Peer:
     copies: int
     born: str
     model: str
+    version: str
 
     @property
     def same_machine(self) -> bool:
@@ -107,6 +112,8 @@ class SglangWeights:
         self._bases: set[tuple[str, str]] = set()
         self._adapters: dict[int, str] = {}
         self._loaded: dict[tuple[str, str], list[str]] = {}
+        self._named: tuple[WeightUpdate, str] | None = None
+        self._updates = 0
 
     # ---- what engines call -----------------------------------------------------------------------------------------
 
@@ -327,7 +334,7 @@ class SglangWeights:
         await in_thread(packer.next)  # the pass ends
         assert bucket is not None, "an adapter has tensors"
         tensors = dict(payload.own_copies(bucket.tensors().items()))
-        name = f"{ADAPTER}{self._run}-v{update.version}"
+        name = self._name_for(update)
         text = await in_thread(lambda: payload.inline(tensors))
         body = {
             "lora_name": name,
@@ -341,6 +348,13 @@ class SglangWeights:
             left = until.left(peer.server)
             await peer.server.ask("/update_weight_version", doing=until.doing, deadline=left, body=stamp)
 
+    def _name_for(self, update: WeightUpdate) -> str:
+        """The same for another attempt at an update, another for every update, also of one version."""
+        if self._named is None or self._named[0] is not update:
+            self._updates += 1
+            self._named = update, f"{ADAPTER}{self._run}-v{update.version}-{self._updates}"
+        return self._named[1]
+
     async def _send_bases(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
         """Servers that were started with another model than the adapter lies on get that model first, once."""
         assert update.adapter is not None, "the caller looked"
@@ -348,7 +362,8 @@ class SglangWeights:
             return
         wanted = update.adapter.get("base_model_name_or_path")
         fresh = [peer for peer in peers if (peer.server.url, peer.born) not in self._bases]
-        lacking = [peer for peer in fresh if not wanted or peer.model != wanted]
+        # A server that an earlier run used says so by its version; nobody knows what that run left.
+        lacking = [peer for peer in fresh if not wanted or peer.model != wanted or peer.version != AS_STARTED]
         if lacking:
             await self._send_model(lacking, update.base, until)
         self._bases |= {(peer.server.url, peer.born) for peer in fresh}
@@ -387,6 +402,7 @@ async def look(server: Server, until: Until) -> Peer:
         int(info.get("tp_size") or 1),
         str(info.get("startup_time")),
         str(model["model_path"]),
+        str(model.get("weight_version")),
     )
 
 

@@ -4,6 +4,7 @@ It must be started with `VLLM_SERVER_DEV_MODE=1`, which is what adds the routes 
 and take weights; `covey vllm-serve` does so. Not here: how weights travel, which is the transports'.
 """
 
+import contextlib
 import difflib
 import re
 from typing import Any
@@ -79,6 +80,7 @@ class VllmDialect:
         model = await self._model(server, deadline)
         config = await self._config(server, deadline)
         await self._check_extra(server, deadline)
+        await self._let_go_on(server, deadline)
         after_cut = await self._probe(server, str(model["id"]), deadline)
         return ServerFacts(
             model=str(model["id"]),
@@ -86,7 +88,6 @@ class VllmDialect:
             max_context=model.get("max_model_len"),
             world_size=world_size,
             dtype=as_dtype(_within(config, "model_config", "dtype")),
-            transports=transports_of(config),
             reports_after_cut=after_cut,
             reports_temperature=after_cut,
             sleeps=bool(_within(config, "model_config", "enable_sleep_mode")),
@@ -174,6 +175,14 @@ class VllmDialect:
                     f"this vLLM does not know it{f', but {close[0]!r}' if close else ''}",
                     "Take it out of generation_kwargs, or write it as vLLM's completions API does.",
                 )
+
+    async def _let_go_on(self, server: Server, deadline: float) -> None:
+        """A run that was killed while it sent weights leaves a server paused, with layers that are half loaded."""
+        answer = await self._switch(server, "/is_paused", "ask whether it is paused", deadline, method="GET")
+        if isinstance(answer, dict) and answer.get("is_paused"):
+            with contextlib.suppress(ServerError):  # no update is open, or it says what is missing
+                await self._switch(server, "/finish_weight_update", "end an update", deadline, body={})
+            await self.resume(server, deadline)
 
     async def _probe(self, server: Server, model: str, deadline: float) -> bool:
         """Sample one token to see what log-probs mean here: whether those of a cut distribution are reported.
@@ -302,9 +311,10 @@ class VllmDialect:
         deadline: float,
         query: dict[str, str] | None = None,
         method: str = "POST",
+        body: Any = None,
     ) -> Any:
         try:
-            return await server.call(method, path, doing=doing, deadline=deadline, query=query)
+            return await server.call(method, path, doing=doing, deadline=deadline, query=query, body=body)
         except ServerRefused as error:
             if "HTTP 404" not in error.said:
                 raise
@@ -357,12 +367,6 @@ def refuse_ours(extra: dict[str, Any]) -> None:
             f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
             f" {', '.join(taken)}."
         )
-
-
-def transports_of(config: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the ways this server takes weights, the fastest first, as far as its configuration tells."""
-    found = [str(_within(config, "weight_transfer_config", "backend") or "")]
-    return (*(name for name in found if name), "disk")
 
 
 def as_dtype(name: Any) -> torch.dtype | None:

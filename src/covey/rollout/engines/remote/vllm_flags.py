@@ -19,6 +19,10 @@ ADAPTERS = 3
 """Versions of an adapter that a server keeps at hand: the current one, and those of requests still in flight."""
 
 
+AS_STARTED = "default"
+"""What /weight_info says until somebody sends weights."""
+
+
 def weight_flags() -> list[str]:
     """Options of `vllm serve` for weights."""
     return ["--worker-extension-cls", WORKER, "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']

@@ -42,7 +42,7 @@ from covey.rollout.engines.remote.errors import (
 from covey.rollout.engines.remote.folders import Shelf
 from covey.rollout.engines.remote.sending import Until, all_of, in_thread, together
 from covey.rollout.engines.remote.server import Server
-from covey.rollout.engines.remote.vllm_flags import ADAPTERS, BACKEND
+from covey.rollout.engines.remote.vllm_flags import ADAPTERS, AS_STARTED, BACKEND
 
 WAYS = ("auto", "group", "ipc", "disk")
 
@@ -104,6 +104,8 @@ class VllmWeights:
         self._bases: set[tuple[str, str]] = set()
         self._adapters: dict[int, str] = {}
         self._loaded: dict[tuple[str, str], list[str]] = {}
+        self._named: tuple[WeightUpdate, str] | None = None
+        self._updates = 0
 
     # ---- what engines call -----------------------------------------------------------------------------------------
 
@@ -299,7 +301,7 @@ class VllmWeights:
                     "Start it with `covey vllm-serve --enable-lora`, or set vllm_lora_sync='merged'.",
                 )
         await self._send_bases(peers, update, until)
-        name = f"covey-{self._run}-v{update.version}"
+        name = self._name_for(update)
         near = [peer for peer in peers if self._way != "group" and (peer.same_machine or self._folder is not None)]
         folder = self._shelf.path / name
         if near and not folder.exists():
@@ -314,19 +316,24 @@ class VllmWeights:
         await all_of(_stamp(peer, stamp, until) for peer in peers)
         self._forget_files(peers)
 
+    def _name_for(self, update: WeightUpdate) -> str:
+        """The same for another attempt at an update, another for every update, also of one version."""
+        if self._named is None or self._named[0] is not update:
+            self._updates += 1
+            self._named = update, f"covey-{self._run}-v{update.version}-{self._updates}"
+        return self._named[1]
+
     async def _send_bases(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
         """Servers that were started with another model than the adapter lies on get that model first, once."""
         assert update.adapter is not None, "the caller looked"
         if update.base is None:
             return
-        lacking = []
-        for peer in peers:
-            key = (peer.server.url, "" if peer.facts is None else peer.facts["born"])
-            if key not in self._bases and not await _has_base(peer, update, until):
-                lacking.append(peer)
-            self._bases.add(key)
+        fresh = {(peer.server.url, "" if peer.facts is None else peer.facts["born"]): peer for peer in peers}
+        fresh = {key: peer for key, peer in fresh.items() if key not in self._bases}
+        lacking = [peer for peer in fresh.values() if not await _has_base(peer, update, until)]
         if lacking:
             await self._send_model(lacking, update.base, until)
+        self._bases |= fresh.keys()  # not before: an attempt that failed sends them again
 
     async def _carry_adapter(self, peers: list[Peer], update: WeightUpdate, name: str, until: Until) -> dict[str, str]:
         """Send an adapter's bytes to servers on other machines; returns the folder each of them wrote."""
@@ -417,14 +424,6 @@ async def look(server: Server, deadline: float) -> Peer:
     return Peer(server, world_size, workers[0])
 
 
-def ways_of(peer: Peer) -> tuple[str, ...]:
-    """Names of the ways a server takes weights, the best first; for `ServerFacts.transports`."""
-    if not peer.takes_buckets:
-        return ("disk",)
-    assert peer.facts is not None, "`takes_buckets` looked"
-    return ("group", "ipc", "disk") if peer.facts["device"] == "cuda" else ("group", "disk")
-
-
 def choose_way(wanted: str, peers: Sequence[Peer], *, shared_folder: bool) -> str:
     """The way that all servers have.
 
@@ -511,8 +510,11 @@ async def _confirm(peer: Peer, stamp: str, until: Until) -> None:
 
 
 async def _has_base(peer: Peer, update: WeightUpdate, until: Until) -> bool:
-    """Whether the server was started with the model that the adapter lies on."""
+    """Whether the server was started with the model that the adapter lies on, and has been sent no weights since."""
     assert update.adapter is not None, "the caller looked"
+    note = await peer.server.call("GET", "/weight_info", doing=until.doing, deadline=until.left(peer.server))
+    if not isinstance(note, dict) or note.get("weight_version") != AS_STARTED:
+        return False  # an earlier run used this server: nobody knows what it left
     wanted = update.adapter.get("base_model_name_or_path")
     answer = await peer.server.call("GET", "/v1/models", doing=until.doing, deadline=until.left(peer.server))
     models = answer.get("data", []) if isinstance(answer, dict) else []
