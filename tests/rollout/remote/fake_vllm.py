@@ -106,11 +106,11 @@ def drop() -> Fault:
     return fault
 
 
-def text(body: str, content_type: str = "application/json") -> Fault:
+def text(body: str | bytes, content_type: str = "application/json") -> Fault:
     """Another body with status 200."""
 
     async def fault(request: web.Request, handler: Any) -> web.StreamResponse:
-        return web.Response(text=body, content_type=content_type)
+        return web.Response(body=body.encode() if isinstance(body, str) else body, content_type=content_type)
 
     return fault
 

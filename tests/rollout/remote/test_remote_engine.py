@@ -169,6 +169,12 @@ PASSING = {
     "500": fake_vllm.status(500, "EngineDeadError"),
     "dropped": fake_vllm.drop(),
     "no JSON": fake_vllm.text("<html>"),
+    "no text": fake_vllm.text(b"\xff\xfe\x00"),
+    "too deep": fake_vllm.text("[" * 100_000),
+    "too long a number": fake_vllm.text("9" * 5_000),
+    "a log-prob beyond all numbers": fake_vllm.edited(
+        lambda a: a["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, -(10**400))
+    ),
     "truncated": fake_vllm.cut_short(),
     "NaN": fake_vllm.edited(lambda a: a["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, math.nan)),
     "null": fake_vllm.edited(lambda a: a["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, None)),

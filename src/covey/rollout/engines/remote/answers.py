@@ -48,14 +48,21 @@ def _check_logprobs(url: str, completion: Completion) -> None:
     if reported is None or len(reported) != len(tokens):
         said = f"{'no' if reported is None else len(reported)} log-probs came for {len(tokens)} tokens"
         raise BadAnswer(url, "generate", said)
-    broken = [number for number in reported if not isinstance(number, int | float) or not math.isfinite(number)]
+    broken = [number for number in reported if not _is_finite(number)]
     if broken:
-        said = f"{len(broken)} of {len(reported)} log-probs are none ({broken[0]!r})"
+        said = f"{len(broken)} of {len(reported)} log-probs are none ({broken[0]!r:.40})"
         hint = "Its weights may be damaged, or it overflows in float16: start it with --dtype bfloat16."
         raise BadAnswer(url, "generate", said, hint)
     if reported and max(reported) > ABOVE_ZERO:
         said = f"log-probs above 0 came ({max(reported):.3g}), so they are no logarithms of probabilities"
         raise BadAnswer(url, "generate", said, "Does it report logits? Have it report log-probs.")
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return isinstance(number, int | float) and math.isfinite(number)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _check_end(url: str, request: SampleRequest, completion: Completion, ends: frozenset[int]) -> None:

@@ -75,7 +75,7 @@ class Server:
             async with self._session().request(
                 method, self.url + path, json=body, params=query, timeout=timeout, allow_redirects=False
             ) as answer:
-                text = await answer.text()
+                text = (await answer.read()).decode(errors="replace")
                 status, elsewhere = answer.status, answer.headers.get("Location")
         except (TimeoutError, aiohttp.ConnectionTimeoutError) as error:
             if isinstance(error, aiohttp.ConnectionTimeoutError):
@@ -91,10 +91,7 @@ class Server:
             raise ServerUnreachable(self.url, doing, said) from error
         if status >= 300:
             raise self._failure(status, text, doing, elsewhere)
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
+        return _as_json(text)
 
     async def ask(self, path: str, *, doing: str, deadline: float, body: Any = None) -> dict[str, Any]:
         """POST `body`; the answer must be a JSON object.
@@ -139,12 +136,19 @@ class Server:
         return (ServerRefused if status < 500 else ServerError)(self.url, doing, said)
 
 
+def _as_json(text: str) -> Any:
+    """What a text says in JSON, or the text itself; also where it is made to be too deep or too long for a reader."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 def message_of(text: str) -> str:
     """The words in an error's body, wherever servers put them."""
-    try:
-        body = json.loads(text)
-    except json.JSONDecodeError:
-        return text[:SHOWN].strip() or "(no message)"
+    body = _as_json(text)
+    if isinstance(body, str):
+        return body[:SHOWN].strip() or "(no message)"
     for key in ("error", "message", "error_message", "detail"):
         if isinstance(body, dict) and body.get(key):
             inner = body[key]
