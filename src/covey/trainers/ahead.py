@@ -49,8 +49,8 @@ class Schedule:
         >>> algebra = BatchAlgebra(per_device_train_batch_size=4, gradient_accumulation_steps=2,
         ...                        steps_per_generation=4, num_iterations=1, num_generations=4)
         >>> schedule = Schedule(algebra, per_epoch=3, max_steps=7)
-        >>> [schedule.begins(generation) for generation in range(4)], schedule.generations
-        ([0, 2, 4, 6], 4)
+        >>> [schedule.begins(generation) for generation in range(4)]
+        [0, 2, 4, 6]
     """
 
     algebra: BatchAlgebra
@@ -63,14 +63,6 @@ class Schedule:
         epoch, place = (0, generation) if self.per_epoch is None else divmod(generation, self.per_epoch)
         steps_per_epoch = -(-(self.per_epoch or 0) * micro_batches // accumulation)  # the last may be a short one
         return epoch * steps_per_epoch + place * micro_batches // accumulation
-
-    @property
-    def generations(self) -> int:
-        """Generations that the run trains on, the last perhaps not to its end."""
-        count = 0
-        while self.begins(count) < self.max_steps:
-            count += 1
-        return count
 
 
 @dataclass
