@@ -51,6 +51,7 @@ def test_the_key_is_not_shown_to_trackers(tmp_path):
     config = runs.config(tmp_path, **SERVER, vllm_server_api_key="secret")
     assert "secret" not in config.to_json_string()
     assert "secret" not in json.dumps(config.to_sanitized_dict())
+    assert "secret" not in str(config) + repr(config)
     assert config.vllm_server_api_key == "secret"
 
 

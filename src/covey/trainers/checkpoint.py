@@ -26,6 +26,7 @@ NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})
 class AtomicCheckpoints(Trainer):
     """The saving half of a trainer. Subclasses provide `method_state` and `load_method_state`."""
 
+    args: Any
     collectives: Collectives
     _staging = False
     _pushes: list[str]
@@ -80,7 +81,7 @@ class AtomicCheckpoints(Trainer):
             self._publish(staged, final)
         self.collectives.meet(f"go on after {name}")
         if self._pushes:
-            super()._push_from_checkpoint(final)
+            self._push_from_checkpoint(final)
 
     def _publish(self, staged: str, final: str) -> None:
         """Put a finished checkpoint in its place and let old ones go."""
@@ -105,7 +106,12 @@ class AtomicCheckpoints(Trainer):
         if self._staging:
             self._pushes.append(checkpoint_folder)  # uploaded from its final place
         else:
-            super()._push_from_checkpoint(checkpoint_folder)
+            with self.args.keys_aside():  # it writes the config
+                super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        with self.args.keys_aside():  # it writes the config
+            super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         try:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from covey.trainers.config.base import OnlineConfig
 
 
-@dataclass
+@dataclass(repr=False)  # the inherited one hides the servers' keys
 class GRPOConfig(OnlineConfig):
     """Settings of group relative policy optimization and the losses descended from it.
 

@@ -7,7 +7,7 @@ from covey.trainers.config.base import OnlineConfig
 from covey.trainers.config.groups.describe import described, redefault
 
 
-@dataclass
+@dataclass(repr=False)  # the inherited one hides the servers' keys
 class RLOOConfig(OnlineConfig):
     """Settings of REINFORCE with a leave-one-out baseline and the KL penalty in the reward.
 

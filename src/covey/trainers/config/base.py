@@ -9,6 +9,8 @@ runs the rules. It holds no training logic.
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from transformers import TrainingArguments
@@ -27,6 +29,9 @@ DICT_FIELDS = (
     "vllm_engine_kwargs",
     "sglang_server_args",
 )
+KEYS = ("vllm_server_api_key", "sglang_api_key")
+"""Fields that nobody is shown: logs, trackers and checkpoints, which may be pushed to a hub, go without."""
+
 CISPO_CAP = 5.0
 """Largest ratio of cispo when `epsilon_high` is not given: high enough to let gradients through, as in MiniMax-M1."""
 
@@ -146,10 +151,28 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     def to_dict(self) -> dict[str, Any]:
         """Every field, as trackers and logs are shown them: without the key of the servers."""
         shown = super().to_dict()
-        for name in ("vllm_server_api_key", "sglang_api_key"):
+        for name in KEYS:
             if shown.get(name) is not None:
                 shown[name] = f"<{name.upper()}>"
         return shown
+
+    def __str__(self) -> str:
+        with self.keys_aside():
+            return super().__str__()
+
+    __repr__ = __str__
+
+    @contextmanager
+    def keys_aside(self) -> Iterator[None]:
+        """Within this context the servers' keys are not there, for whoever writes the config to a file."""
+        keys = {name: getattr(self, name) for name in KEYS}
+        try:
+            for name in keys:
+                setattr(self, name, None)
+            yield
+        finally:
+            for name, key in keys.items():
+                setattr(self, name, key)
 
     def _normalise(self) -> None:
         for name in DICT_FIELDS:
