@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -80,6 +80,33 @@ def test_the_version_that_sampled_a_token_stays_with_it(tiny_tokenizer, versions
 
 def test_nothing_to_draw_is_no_error(collector):
     assert collector.collect([], PARAMS, ("eval", 0)) == []
+
+
+def test_the_engine_learns_of_what_has_ended_its_sampling(tiny_tokenizer):
+    class Fails(Echo):
+        ended_by = ()
+
+        @contextmanager
+        def awake(self):
+            try:
+                yield
+            except BaseException as error:
+                self.ended_by += (str(error),)
+                raise
+            else:
+                self.ended_by += (None,)
+
+        async def generate(self, request):
+            if request.prompt_ids == tiny_tokenizer.encode("b"):
+                raise ValueError("it does not fit")
+            return await super().generate(request)
+
+    collector = Collector(engine := Fails(), PromptCodec(tiny_tokenizer, None, None), seed=7)
+    collector.collect(draws([0], 2), PARAMS, (0,))
+    with pytest.raises(ValueError, match="it does not fit"):
+        collector.collect(draws([0, 1], 2), PARAMS, (1,))
+    collector.collect(draws([0], 2), PARAMS, (2,))
+    assert engine.ended_by == (None, "it does not fit", None)
 
 
 def test_coroutines_run_inside_a_running_loop_too():

@@ -118,12 +118,15 @@ class Collector:
         if not self._sampling:
             self._waking.enter_context(self.engine.awake())
         self._sampling += 1
-        try:
+        with ExitStack() as batch:
+            batch.push(self._end_batch)
             yield
-        finally:
-            self._sampling -= 1
-            if not self._sampling:
-                self._waking.close()
+
+    def _end_batch(self, *raised: Any) -> None:
+        """With what has ended it, if something has: an engine may have to tell other processes that it failed."""
+        self._sampling -= 1
+        if not self._sampling:
+            self._waking.__exit__(*raised)
 
     async def _group(
         self,
