@@ -142,7 +142,7 @@ class AtomicCheckpoints(Trainer):
 
     def _binding_sizes(self) -> dict[str, int]:
         """The batch sizes that the saved state depends on."""
-        algebra = self.args.algebra(self.args.world_size)  # type: ignore[attr-defined]  # an OnlineConfig
+        algebra = self.args.algebra(self.args.world_size)
         return {name: value for name, value in asdict(algebra).items() if name not in NOT_BINDING}
 
 
