@@ -141,6 +141,8 @@ def test_on_a_cpu_that_emulates_bfloat16_float32_is_used_unless_the_user_says_ot
     words = command("m", "--dtype", "bfloat16", "--no-enforce-eager", on_cpu=True)
     assert words.count("--dtype") == 1 and words[words.index("--dtype") + 1] == "bfloat16"
     assert "--enforce-eager" not in words
+    assert "--no-enable-chunked-prefill" in words
+    assert "--no-enable-chunked-prefill" not in command("m", "--enable-chunked-prefill", on_cpu=True)
     monkeypatch.setattr(hardware, "cpu_multiplies_bf16", lambda: True)
     assert "--dtype" not in command("m", on_cpu=True)
 

@@ -98,6 +98,12 @@ REMOTE = [
         kind=ServerRefused,
     ),
     Mistake(
+        "Sampled from a vLLM server on a CPU that computes prompts in pieces",
+        sampling(in_pieces=True),
+        ("--no-enable-chunked-prefill", "covey vllm-serve"),
+        kind=ServerRefused,
+    ),
+    Mistake(
         "Sampled from an old vLLM server", sampling(release="0.9.1"), (r"0\.9\.1", "pip install"), kind=ServerRefused
     ),
     Mistake(

@@ -54,7 +54,8 @@ class Request:
     flags: list[str] = field(default_factory=list)
 
     def has(self, name: str) -> bool:
-        """Whether the user gave the server's flag `--name`, or switched it off."""
+        """Whether the user gave the server's flag `--name`, switched on or off."""
+        name = name.removeprefix("no-")
         return any(re.fullmatch(rf"--(no-)?{name}([=.].*)?", flag) for flag in self.flags)
 
     def number(self, name: str, short: str, default: int) -> int:

@@ -50,7 +50,8 @@ What is added, unless you give the flag yourself:
   --worker-extension-cls, --weight-transfer-config   Covey's way for weights
   --enable-sleep-mode                  memory can be released between generations (not on a CPU)
   --max-loras 3 --max-cpu-loras 3      with --enable-lora: an adapter's current version and those still sampled from
-On a CPU also --enforce-eager, --dtype float32 where bfloat16 is emulated, and variables that vLLM wants there;
+On a CPU also --enforce-eager, --no-enable-chunked-prefill (with it, seeds end the server), --dtype float32 where
+bfloat16 is emulated, and variables that vLLM wants there;
 each is said when it is set.
 
 examples:
@@ -164,7 +165,9 @@ def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str |
     }
     if cores <= 4:  # too few to set one apart for its scheduler, and others run here too
         wanted |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    flags: dict[str, str | None] = {"enforce-eager": None}
+    # A prompt that is computed in pieces ends vLLM's CPU build where it has a seed: it turns back a generator that
+    # cannot be turned back.
+    flags: dict[str, str | None] = {"enforce-eager": None, "no-enable-chunked-prefill": None}
     if not cpu_multiplies_bf16():
         flags["dtype"] = "float32"
     return {name: value for name, value in wanted.items() if value and name not in environ}, flags

@@ -80,6 +80,7 @@ def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> di
         accelerator: knows precision, device and processes.
     """
     path = getattr(base_model(model).config, "_name_or_path", "")
+    on_cpu = accelerator.device.type == "cpu"
     return {
         "model": path if args.trust_remote_code and path else folder,  # the code of such a model lies there
         "tokenizer": folder,
@@ -93,7 +94,8 @@ def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> di
         "disable_log_stats": True,
         "model_impl": args.vllm_model_impl,
         "seed": args.seed,
-        "enforce_eager": accelerator.device.type == "cpu",  # compiling there costs minutes
+        "enforce_eager": on_cpu,  # compiling there costs minutes
+        "enable_chunked_prefill": False if on_cpu else None,  # in pieces, a prompt with a seed ends the CPU build
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "distributed_executor_backend": "external_launcher" if accelerator.num_processes > 1 else "uni",
     }

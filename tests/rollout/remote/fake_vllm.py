@@ -213,6 +213,7 @@ class FakeVllm:
         max_model_len: int = 256,
         token_delay: float = 0.0,
         dtype: str = "torch.float32",
+        in_pieces: bool = False,
         keeps_stamp: bool = True,
         buckets: bool = False,
         host: str = "127.0.0.1",
@@ -221,6 +222,7 @@ class FakeVllm:
         self.name, self.release, self.dev_mode = name, release, dev_mode
         self.logprobs_mode, self.api_key, self.max_model_len = logprobs_mode, api_key, max_model_len
         self.token_delay, self.dtype, self.keeps_stamp = token_delay, dtype, keeps_stamp
+        self.in_pieces = in_pieces
         self.buckets, self.host = buckets, host
         self.port = 0
         self.requests: list[tuple[str, Any]] = []
@@ -378,7 +380,12 @@ class FakeVllm:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         assert request.query["config_format"] == "json"
-        config = {"model_config": {"dtype": self.dtype, "enable_sleep_mode": True}, "weight_transfer_config": None}
+        config = {
+            "model_config": {"dtype": self.dtype, "enable_sleep_mode": True},
+            "weight_transfer_config": None,
+            "device_config": {"device": "cpu"},
+            "scheduler_config": {"enable_chunked_prefill": self.in_pieces},
+        }
         return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
     # ---- sampling --------------------------------------------------------------------------------------------------

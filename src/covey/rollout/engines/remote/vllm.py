@@ -79,6 +79,7 @@ class VllmDialect:
         world_size = await self._world_size(server, deadline)
         model = await self._model(server, deadline)
         config = await self._config(server, deadline)
+        refuse_pieces(server, config)
         await self._check_extra(server, deadline)
         await self._let_go_on(server, deadline)
         after_cut = await self._probe(server, str(model["id"]), deadline)
@@ -354,6 +355,22 @@ def _sampled(server: Server, choice: dict[str, Any]) -> Sampled:
         reported = []
     completion = Completion(tokens, reported, FINISHES.get(finish, FinishReason.LENGTH))
     return Sampled(completion, aborted=finish == ABORTED)
+
+
+def refuse_pieces(server: Server, config: dict[str, Any]) -> None:
+    """A prompt with a seed that is computed in pieces ends vLLM's engine for CPUs (0.32): it turns its generator back.
+
+    Raises:
+        ServerRefused: the server is one for CPUs that computes prompts in pieces.
+    """
+    on_cpu = str(_within(config, "device_config", "device")) == "cpu"
+    if on_cpu and _within(config, "scheduler_config", "enable_chunked_prefill"):
+        raise ServerRefused(
+            server.url,
+            "sample with seeds",
+            "it runs on a CPU and computes prompts in pieces, which would end it",
+            "Start it with --no-enable-chunked-prefill, or with `covey vllm-serve`.",
+        )
 
 
 def refuse_ours(extra: dict[str, Any]) -> None:
