@@ -154,6 +154,12 @@ REMOTE = [
         CONFIG,
     ),
     Mistake(
+        "Gave an address with a password in it",
+        lambda bench: bench.config(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://me:secret@a:8000"),
+        ("a user or password in its URL", "vllm_server_api_key"),
+        CONFIG,
+    ),
+    Mistake(
         "Trained while all servers failed",
         sampling(fault=lambda server: server.kill()),
         ("none of 1", "Connect", "last checkpoint"),

@@ -55,6 +55,15 @@ def test_the_key_is_not_shown_to_trackers(tmp_path):
     assert config.vllm_server_api_key == "secret"
 
 
+def test_keys_are_in_no_message(tmp_path):
+    with pytest.raises(ValueError, match=r"a user or password in its URL.*vllm_server_api_key") as error:
+        runs.config(tmp_path, **SERVER, vllm_server_base_url="http://me:secret@a:1")
+    assert "secret" not in str(error.value)
+    with pytest.warns(UserWarning, match="`vllm_server_api_key=...` has no effect") as caught:
+        runs.config(tmp_path, use_vllm=True, vllm_mode="colocate", vllm_server_api_key="secret")
+    assert not [one for one in caught if "secret" in str(one.message)]
+
+
 def test_generation_kwargs_and_the_regular_expression_are_passed_on(tmp_path):
     config = runs.config(
         tmp_path, **SERVER, generation_kwargs={"bad_words": ["x"]}, vllm_structured_outputs_regex="[0-9]+"

@@ -239,6 +239,11 @@ def as_urls(name: str, value: str | list[str] | None) -> str | None:
     urls = value.split(",") if isinstance(value, str) else list(value)
     urls = [str(url).strip().rstrip("/") for url in urls if str(url).strip()]
     for url in urls:
+        if "@" in url:  # not shown: there may be a password before it
+            raise ValueError(
+                f"{name} names a server with a user or password in its URL, which would show in every message. Write"
+                " http://HOST:PORT, and give the key as vllm_server_api_key or sglang_api_key."
+            )
         if not re.fullmatch(r"https?://[^/\s]+", url):
             raise ValueError(
                 f"{name}={value!r}: {url!r} is not the URL of a server. Write http://HOST:PORT, without a"

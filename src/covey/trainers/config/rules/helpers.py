@@ -30,7 +30,8 @@ def ignored(args: Any, names: Iterable[str], because: str) -> None:
     """Warn about each named field that was set although it does nothing."""
     for name in names:
         if is_set(args, name):
-            warn(f"`{name}={getattr(args, name)!r}` has no effect: {because}.", frames=7)
+            value = "..." if name.endswith("_api_key") else repr(getattr(args, name))
+            warn(f"`{name}={value}` has no effect: {because}.", frames=7)
 
 
 def within(args: Any, name: str, allowed: str, fits: Callable[[float], bool], advice: str) -> None:
