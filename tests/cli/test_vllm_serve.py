@@ -92,6 +92,12 @@ def test_an_open_door_needs_a_key(host: str):
         parse(["m", "--host", host], {"VLLM_API_KEY": ""})
 
 
+@pytest.mark.parametrize("abbreviated", ["--hos 0.0.0.0", "--ho=0.0.0.0", "--api-k secret", "--por 1"])
+def test_no_abbreviation_gets_past_what_is_checked(abbreviated: str):
+    with pytest.raises(ValueError, match=r"write --(host|api-key|port) in full"):
+        vllm_serve.parse(["--model", "m", *abbreviated.split()], {})
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "localhost", "::1", "[::1]"])
 def test_no_key_is_needed_where_nobody_else_can_reach(host: str):
     assert is_local(host)

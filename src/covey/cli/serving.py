@@ -13,6 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+OWN = ("--model", "--host", "--port", "--api-key", "--dry-run")
+"""Flags that are read here."""
+
 
 @dataclass(frozen=True)
 class Make:
@@ -80,9 +83,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], make: Make) -> Reques
     while words:
         flag, equals, value = words.pop(0).partition("=")
         flag = _dashed(flag, make)
+        if whole := next((own for own in OWN if flag[2:] and own.startswith(flag) and own != flag), None):
+            # The server would take it for the whole flag, and listen elsewhere than was checked.
+            raise ValueError(f"{flag} is not a flag of its own: write {whole} in full.")
         if flag == "--dry-run":
             request.dry_run = True
-        elif flag in ("--model", "--host", "--port", "--api-key"):
+        elif flag in OWN:
             if not equals:
                 if not words or words[0].startswith("--"):
                     raise ValueError(f"{flag} needs a value after it; `covey {make.command} -h` shows how.")
