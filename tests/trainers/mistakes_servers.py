@@ -54,6 +54,12 @@ SERVERS = [
         CONFIG,
     ),
     Mistake(
+        "Abbreviated a flag that is checked",
+        lambda bench: parse(["--model", "m", "--hos", "0.0.0.0"], {}),
+        (r"--hos is not a flag of its own", r"write --host in full"),
+        CONFIG,
+    ),
+    Mistake(
         "Started a server on a port that is taken",
         _take_a_port,
         (r"127\.0\.0\.1:\d+: Address already in use", r"another --port"),
