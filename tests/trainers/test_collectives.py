@@ -21,7 +21,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(output: Path, way: str, seconds: int) -> list[subprocess.Popen]:
+def launch(output: Path, way: str, seconds: int, script: Path = SCRIPT) -> list[subprocess.Popen]:
     """Two processes without a launcher that would end one for the other's sake."""
     port = free_port()
     folders = [str(SCRIPT.parent), str(SCRIPT.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -35,7 +35,7 @@ def launch(output: Path, way: str, seconds: int) -> list[subprocess.Popen]:
         "MASTER_PORT": str(port),
     }
     output.mkdir(exist_ok=True)
-    command = [sys.executable, str(SCRIPT), str(output), way, str(seconds)]
+    command = [sys.executable, str(script), str(output), way, str(seconds)]
     return [
         subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE)
         for rank in range(2)
@@ -80,3 +80,45 @@ def test_one_process_exchanges_with_itself_and_keeps_its_errors():
     assert alone.gather(mine, "look") == [mine]
     with pytest.raises(RuntimeError, match="gloo of my own"), alone.ending_all(), alone.together("fail"):
         raise RuntimeError("gloo of my own")
+
+
+BEGINS_ANEW = """
+import sys, time
+import torch.distributed as dist
+from covey.trainers import interruption
+from covey.trainers.collectives import Collectives
+
+interruption.LOOK_EVERY = interruption.PATIENCE = 0.1
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+processes = Collectives(rank, 2, 30.0, lambda: 0)
+try:
+    with processes.ending_all():
+        raise ValueError("no checkpoint")
+except ValueError:
+    pass
+with processes.ending_all():
+    assert processes.gather(rank, "go on") == [0, 1]
+    time.sleep(1.0)  # many looks
+    processes.meet("end well")
+if rank == 1:  # what comes after a stretch that ended well is still watched
+    with processes.ending_all():
+        raise KeyError("alone")
+with processes.ending_all():
+    time.sleep(20.0)
+"""
+
+
+def test_processes_that_have_all_failed_may_begin_anew(tmp_path):
+    script = tmp_path / "begins_anew.py"
+    script.write_text(BEGINS_ANEW)
+    processes = launch(tmp_path, "", 0, script)
+    try:
+        said = [process.communicate(timeout=120)[1].decode() for process in processes]
+        assert "KeyError: 'alone'" in said[1].splitlines()[-1]
+        assert "CollectiveError: step 0: rank 0 of 2 was at work when another process failed." in said[0]
+        assert "Rank 1 ended at step 0 with KeyError: 'alone'" in said[0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -58,6 +58,9 @@ class Collectives:
         self.rank, self.size, self.seconds = rank, size, seconds
         self._step = step
         self._watched = False
+        self._stretches = 0
+        self._failures: list[str] = []
+        """Where a failure of others would stand: of this stretch, and of the one before unless it failed here, too."""
         if size > 1:
             # Every process makes its trainers in the same order, so this number is the same on all of them.
             self._store = dist.PrefixStore(f"covey/{next(_numbers)}", _get_default_store())
@@ -116,7 +119,8 @@ class Collectives:
     def ending_all(self) -> Iterator[None]:
         """An exception that leaves this context ends the other processes too.
 
-        They find out where they wait for one another; one that is at work elsewhere is interrupted.
+        They find out where they wait for one another; one that is at work elsewhere is interrupted. Processes that have
+        all failed may begin anew.
 
         Raises:
             CollectiveError: another process failed while this one was at work.
@@ -125,15 +129,19 @@ class Collectives:
             yield
             return
         self._watched = True
+        self._stretches += 1
+        self._failures = [*self._failures[-1:], f"failed/{self._stretches}"]
         try:
             with interrupted_when(self._others_failure):
                 yield
         except Interruption as interruption:
+            self._failures = []
             raise CollectiveError(str(interruption)) from None
         except BaseException as error:
             if is_of_torch_distributed(error):
                 error.add_note(self._report(self._failure()))
-            self._publish(error)
+            self._publish(error, self._failures[-1])
+            self._failures = []
             raise
         finally:
             self._watched = False
@@ -198,13 +206,13 @@ class Collectives:
         notes = self._read([f"doing/{rank}" for rank in range(self.size)])
         return "\n".join([happened, "What each process was doing last:", *map(_as_line, itertools.count(), notes)])
 
-    def _publish(self, error: BaseException) -> None:
+    def _publish(self, error: BaseException, key: str) -> None:
         """Let the others know; the first failure is the one that counts."""
         failure = {"rank": self.rank, "step": self._step(), "error": f"{type(error).__name__}: {error}"[:4000]}
-        _within(STORE_SECONDS, lambda: self._store.compare_set("failed", "", json.dumps(failure)), None)
+        _within(STORE_SECONDS, lambda: self._store.compare_set(key, "", json.dumps(failure)), None)
 
     def _failure(self) -> dict[str, Any] | None:
-        return self._read(["failed"])[0]
+        return next((found for found in self._read(self._failures) if found is not None), None)
 
     def _read(self, keys: list[str]) -> list[dict[str, Any] | None]:
         """What the store holds under each key; None where there is nothing or nobody answers."""
