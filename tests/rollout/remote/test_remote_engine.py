@@ -21,6 +21,7 @@ from covey.core.rollout import FinishReason
 from covey.core.weights import TensorSpec, WeightUpdate
 from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.engines.remote import fleet as fleet_module
+from covey.rollout.engines.remote import sending
 from covey.rollout.engines.remote.engine import RemoteEngine
 from covey.rollout.engines.remote.errors import (
     BadAnswer,
@@ -33,6 +34,7 @@ from covey.rollout.engines.remote.errors import (
 from covey.rollout.engines.remote.sending import together
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.vllm import VllmDialect
+from covey.rollout.engines.remote.vllm_transports import VllmWeights
 
 ENDS = frozenset({1})
 VOCABULARY = tiny.config().vocab_size
@@ -405,6 +407,17 @@ def test_a_server_that_came_back_and_takes_no_weights_does_not_end_the_run(serve
     one.misbehave("/collective_rpc", fake_vllm.drop(), times=99)
     engine.load_weights(update(tiny.model(seed=7), 2))
     assert engine.holders == [other.url]
+
+
+def test_a_server_that_cannot_join_the_group_does_not_use_up_the_time_of_the_others(servers, engines, monkeypatch):
+    monkeypatch.setattr(sending, "JOIN_SECONDS", 1.0)
+    one, other = servers(buckets=True), servers(buckets=True)
+    engine = engines(one, other, transport=VllmWeights("group"), sync_timeout=120.0)
+    one.misbehave("/init_weight_transfer_engine", fake_vllm.hang(), times=99)  # as where a firewall drops its packets
+    began = time.monotonic()
+    engine.load_weights(update(tiny.model(seed=7), 1))
+    assert engine.holders == [other.url]
+    assert time.monotonic() - began < 60  # not the 120 s that all of it may take
 
 
 def test_an_update_waits_for_a_server_that_comes_back(servers, engines):

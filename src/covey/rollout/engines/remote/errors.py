@@ -29,6 +29,10 @@ class DeadlineExceeded(ServerError):
     hint = "Raise the deadline if the server is only slow; else look at its log."
 
 
+class GroupNotJoined(DeadlineExceeded):
+    """It lives, and did not meet this machine in a group in time: something keeps the two from connecting."""
+
+
 class ServerBusy(ServerError):
     """It answered that it cannot just now (429, 503): the same one later may do it."""
 

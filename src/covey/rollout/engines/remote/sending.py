@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from covey.rollout.engines.remote.errors import DeadlineExceeded, ServerUnreachable
+from covey.rollout.engines.remote.errors import DeadlineExceeded, GroupNotJoined, ServerError, ServerUnreachable
 from covey.rollout.engines.remote.server import Server
 
 LAST_WORDS_SECONDS = 5.0
 """How long a server may take to say why it stopped taking part in a transfer."""
+
+JOIN_SECONDS = 60.0
+"""For a server to join a group: a firewall that drops its packets must not use up the time that the others need."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -70,6 +73,38 @@ async def together(server: Server, doing: str, request: Awaitable[R], transfer: 
         asked.cancel()
         moved.cancel()
         await asyncio.gather(asked, moved, return_exceptions=True)
+
+
+async def meet(
+    server: Server, until: Until, where: str, request: Callable[[float], Awaitable[Any]], join: Callable[[float], T]
+) -> T:
+    """Have a server join a group with this process.
+
+    Args:
+        server: that is to join.
+        until: when all must be done; joining has a limit of its own within that.
+        where: it must connect to, for the error.
+        request: tells the server to join, given the seconds it may take.
+        join: this process's part, given the same.
+
+    Returns:
+        What `join` does.
+
+    Raises:
+        GroupNotJoined: not in time.
+        ServerError: the server said no.
+    """
+    doing = "join a group for weights"
+    seconds = min(JOIN_SECONDS, until.left(server))
+    ends = time.monotonic() + seconds
+    try:
+        _, joined = await together(server, doing, request(seconds), lambda: join(seconds))
+    except ServerError as error:
+        if not isinstance(error, DeadlineExceeded) and time.monotonic() < ends:
+            raise
+        hint = f"It must be able to connect to this machine at {where}: open that to it, or send weights as files."
+        raise GroupNotJoined(server.url, doing, error.said, hint) from error
+    return joined
 
 
 def _said(error: BaseException) -> str:

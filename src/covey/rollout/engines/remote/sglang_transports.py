@@ -32,7 +32,7 @@ from covey.rollout.engines.remote.channels import own_address
 from covey.rollout.engines.remote.dialect import ServerFacts
 from covey.rollout.engines.remote.errors import BadAnswer, ServerError, ServerRefused
 from covey.rollout.engines.remote.folders import Shelf
-from covey.rollout.engines.remote.sending import Until, all_of, in_thread, together
+from covey.rollout.engines.remote.sending import Until, all_of, in_thread, meet, together
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.sglang import ADAPTER, model_info, server_info, ways_of
 from covey.rollout.engines.remote.sglang_group import SglangGroup
@@ -249,8 +249,7 @@ class SglangWeights:
         if known is not None:
             known[1].close()
             del self._groups[peer.server.url]
-        server, doing = peer.server, "join a group for weights"
-        seconds = until.left(server)
+        server = peer.server
         group = self._open_group(peer)
         self._groups[server.url] = (peer.born, group)
         body = {
@@ -261,8 +260,12 @@ class SglangWeights:
             "group_name": group.name,
             "backend": group.backend,
         }
-        request = server.ask("/init_weights_update_group", doing=doing, deadline=seconds, body=body)
-        await together(server, doing, request, lambda: group.join(seconds))
+
+        async def ask(seconds: float) -> None:
+            doing = "join a group for weights"
+            await server.ask("/init_weights_update_group", doing=doing, deadline=seconds, body=body)
+
+        await meet(server, until, f"{group.address}, port {group.port}", ask, group.join)
 
     def _open_group(self, peer: Peer) -> SglangGroup:
         target = urlsplit(peer.server.url)

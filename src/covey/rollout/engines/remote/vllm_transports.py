@@ -40,7 +40,7 @@ from covey.rollout.engines.remote.errors import (
     ServerUnreachable,
 )
 from covey.rollout.engines.remote.folders import Shelf
-from covey.rollout.engines.remote.sending import Until, all_of, in_thread, together
+from covey.rollout.engines.remote.sending import Until, all_of, in_thread, meet, together
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.vllm_flags import ADAPTERS, AS_STARTED, BACKEND
 
@@ -245,26 +245,28 @@ class VllmWeights:
         if known is not None and known[:2] == (peer.facts["born"], kind):
             return
         self._disconnect(peer)
-        server, doing = peer.server, f"join a {kind} group for weights"
+        server = peer.server
         address, store = ("", None) if ipc else self._meeting_place(server)
         self._groups += 1
-        name, world_size, seconds = f"{self._run}/{self._groups}", 1 + peer.world_size, until.left(server)
+        name, world_size = f"{self._run}/{self._groups}", 1 + peer.world_size
+        port = 0 if store is None else store.port
         meeting = {
             "channel": kind,
             "address": address,
-            "port": 0 if store is None else store.port,
+            "port": port,
             "name": name,
             "world_size": world_size,
-            "seconds": seconds,
         }
-        request = server.call(
-            "POST", "/init_weight_transfer_engine", doing=doing, deadline=seconds, body={"init_info": meeting}
-        )
 
-        def join() -> Channel:
+        async def ask(seconds: float) -> None:
+            body = {"init_info": {**meeting, "seconds": seconds}}
+            doing = f"join a {kind} group for weights"
+            await server.call("POST", "/init_weight_transfer_engine", doing=doing, deadline=seconds, body=body)
+
+        def join(seconds: float) -> Channel:
             return Ipc() if ipc else Group(kind, store, name, 0, world_size, address, seconds)
 
-        _, channel = await together(server, doing, request, join)
+        channel = await meet(server, until, f"{address}, port {port}", ask, join)
         self._channels[server.url] = (peer.facts["born"], kind, channel)
 
     def _disconnect(self, peer: Peer) -> None:
