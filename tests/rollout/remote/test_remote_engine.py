@@ -384,11 +384,38 @@ def test_a_server_that_dies_during_an_update_is_left_out_and_the_other_goes_on(s
 
 def test_a_server_that_takes_no_weights_is_left_out_and_the_other_goes_on(servers, engines):
     one, other = servers(), servers()
-    engine = engines(one, other)
+    transport = FolderTransport()
+    engine = engines(one, other, transport=transport)
     one.misbehave("/collective_rpc", fake_vllm.status(500, "out of memory"), times=99)
-    engine.load_weights(update(tiny.model(seed=7), 1))
+    with pytest.warns(UserWarning, match=f"{one.url}.*out of memory.*goes on without it"):
+        engine.load_weights(update(tiny.model(seed=7), 1))
     assert engine.holders == [other.url]
     assert set(greedy(engine).versions) == {1}
+    # Tried together, then the one that is well, then the other one by itself until its third failure.
+    assert [urls for _, urls in transport.sent] == [[one.url, other.url], [other.url], [one.url], [one.url]]
+
+
+@pytest.mark.filterwarnings("ignore:.*takes no weights")
+def test_a_server_that_takes_no_weights_is_asked_again_only_after_it_was_away(servers, engines):
+    one, other = servers(), servers()
+    transport = FolderTransport()
+    engine = engines(one, other, transport=transport)
+    one.misbehave("/collective_rpc", fake_vllm.status(500, "out of memory"), times=99)
+    engine.load_weights(update(tiny.model(seed=7), 1))
+    transport.sent.clear()
+    time.sleep(1.0)  # it has been looked at again
+    engine.load_weights(update(tiny.model(seed=8), 2))
+    assert transport.sent == [(2, [other.url])]
+    one.kill()
+    until = time.monotonic() + 10
+    while engine._hopeless and time.monotonic() < until:
+        time.sleep(0.05)
+    one.mend()
+    one.start()
+    while not any(member.behind for member in engine._fleet.members) and time.monotonic() < until + 20:
+        time.sleep(0.05)
+    engine.load_weights(update(tiny.model(seed=9), 3))
+    assert set(engine.holders) == {one.url, other.url}
 
 
 def test_a_server_that_came_back_and_takes_no_weights_does_not_end_the_run(servers, engines):
@@ -415,8 +442,10 @@ def test_a_server_that_cannot_join_the_group_does_not_use_up_the_time_of_the_oth
     engine = engines(one, other, transport=VllmWeights("group"), sync_timeout=120.0)
     one.misbehave("/init_weight_transfer_engine", fake_vllm.hang(), times=99)  # as where a firewall drops its packets
     began = time.monotonic()
-    engine.load_weights(update(tiny.model(seed=7), 1))
+    with pytest.warns(UserWarning, match="cannot join a gloo group.*must be able to connect to this machine"):
+        engine.load_weights(update(tiny.model(seed=7), 1))
     assert engine.holders == [other.url]
+    assert len(one.asked("/init_weight_transfer_engine")) == 1
     assert time.monotonic() - began < 60  # not the 120 s that all of it may take
 
 

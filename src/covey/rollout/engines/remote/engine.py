@@ -11,6 +11,7 @@ import time
 import uuid
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,9 @@ from covey.rollout.engines.remote.errors import (
     RETRIED,
     BadAnswer,
     DeadlineExceeded,
+    GroupNotJoined,
     NoServerLeft,
+    ServerBusy,
     ServerError,
     ServerRefused,
     ServerUnreachable,
@@ -46,7 +49,7 @@ GRACE_SECONDS = 5.0
 """After a pause, for what was in flight to come back."""
 
 SEND_ATTEMPTS = 3
-"""How often weights are sent when that fails although all servers live."""
+"""How often weights are sent to servers that live and fail at taking them."""
 
 EMPTY_ABORTS = 10
 """How often in a row a server may break a completion off without having sampled a token."""
@@ -107,6 +110,7 @@ class RemoteEngine:
         self._run = uuid.uuid4().hex[:8]
         self._version: int | None = None
         self._sends = False
+        self._hopeless: dict[Member, ServerError] = {}  # they live and take no weights
         self._latest: WeightUpdate | None = None
         self._thread = BackgroundLoop("covey-servers")
         weakref.finalize(self, _give_back, self._thread, list(servers), transport)  # when the program ends, as well
@@ -301,27 +305,47 @@ class RemoteEngine:
         self._tell_news()
 
     async def _bring(self, update: WeightUpdate, until: float, doing: str) -> None:
-        attempts = 0
-        hopeless: set[Member] = set()
+        """Send until somebody has it; one that lives and fails is tried again by itself, after the others."""
+        failures: Counter[Member | None] = Counter()  # None: nobody's in particular
+        done = False
         while True:
             reachable = await self._fleet.reachable(until, doing)
-            members = [member for member in reachable if member not in hopeless] or reachable
+            failing = [member for member in reachable if failures[member]]
+            members = failing if done else [member for member in reachable if member not in failing] or failing
+            if not members:
+                return
             try:
                 if await self._update(members, update, until, doing):
-                    return
+                    done = True
+                    for member in members:
+                        del failures[member]
             except ServerRefused:
                 raise
             except ServerError as error:
-                attempts += 1
-                if not await self._lose(members, error) and attempts >= SEND_ATTEMPTS:
-                    blamed = [member for member in members if member.url == error.url]
-                    hopeless.update(blamed)
-                    if not blamed or hopeless.issuperset(members):
-                        raise
-                    for member in blamed:
-                        self._fleet.leave_out(member, error)
+                if not await self._lose(members, error):
+                    blamed = next((member for member in members if member.url == error.url), None)
+                    failures[blamed] += SEND_ATTEMPTS if isinstance(error, GroupNotJoined) else 1
+                    if failures[blamed] >= SEND_ATTEMPTS:
+                        others = [m for m in self._fleet.members if m is not blamed and m not in self._hopeless]
+                        if blamed is None or not others:
+                            raise
+                        self._give_up(blamed, error)
                 if time.monotonic() >= until:
-                    raise
+                    if not done:
+                        raise
+                    for member in members:
+                        if member.up:
+                            self._fleet.leave_out(member, error)
+                    return
+
+    def _give_up(self, member: Member, error: ServerError) -> None:
+        """Send a server no more weights until it has been away, as it is while it is started anew."""
+        self._fleet.leave_out(member, error)
+        self._hopeless[member] = error
+        warnings.warn(
+            f"{error} It lives and takes no weights, so the run goes on without it; start it anew to have it back.",
+            stacklevel=2,
+        )
 
     async def _update(self, members: list[Member], update: WeightUpdate, until: float, doing: str) -> bool:
         """Pause, send, resume; whether any of `members` has the new weights."""
@@ -383,13 +407,19 @@ class RemoteEngine:
         """Leave out whoever is to blame for `error`; whether anybody is."""
         asked = [member for member in members if not member.words]
         for member in await self._each(asked, self.dialect.alive):
-            if member.url == error.url and isinstance(error, RETRIED):
+            if member.url == error.url and isinstance(error, RETRIED) and not isinstance(error, GroupNotJoined):
                 self._fleet.leave_out(member, error)
         return any(member.words for member in asked)
 
     async def _readmit(self, member: Member) -> bool:
         """Whether a server that was left out may sample: it lives, and holds the current weights."""
-        await self.dialect.alive(member.server, QUICK_SECONDS)
+        try:
+            await self.dialect.alive(member.server, QUICK_SECONDS)
+        except (ServerUnreachable, ServerBusy):
+            self._hopeless.pop(member, None)
+            raise
+        if (hopeless := self._hopeless.get(member)) is not None:
+            raise ServerError(hopeless.url, hopeless.doing, hopeless.said, "Start it anew to have it back.")
         if self._sleeps and not self._asleep:  # it may have been left out asleep
             await self.dialect.wake(member.server, self._sync_timeout)
         if self._version is None:
@@ -402,7 +432,11 @@ class RemoteEngine:
         async with self._updating:
             member.facts = await self.dialect.look(member.server, LOOK_SECONDS)
             until = time.monotonic() + self._sync_timeout
-            return await self._update([member], update, until, f"send weights of version {update.version}")
+            try:
+                return await self._update([member], update, until, f"send weights of version {update.version}")
+            except GroupNotJoined as error:
+                self._give_up(member, error)
+                raise
 
     def _stamp(self, version: int) -> str:
         return f"covey-{self._run}-{version}"

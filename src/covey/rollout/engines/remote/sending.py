@@ -76,12 +76,18 @@ async def together(server: Server, doing: str, request: Awaitable[R], transfer: 
 
 
 async def meet(
-    server: Server, until: Until, where: str, request: Callable[[float], Awaitable[Any]], join: Callable[[float], T]
+    server: Server,
+    doing: str,
+    until: Until,
+    where: str,
+    request: Callable[[float], Awaitable[Any]],
+    join: Callable[[float], T],
 ) -> T:
     """Have a server join a group with this process.
 
     Args:
         server: that is to join.
+        doing: for errors.
         until: when all must be done; joining has a limit of its own within that.
         where: it must connect to, for the error.
         request: tells the server to join, given the seconds it may take.
@@ -94,7 +100,6 @@ async def meet(
         GroupNotJoined: not in time.
         ServerError: the server said no.
     """
-    doing = "join a group for weights"
     seconds = min(JOIN_SECONDS, until.left(server))
     ends = time.monotonic() + seconds
     try:

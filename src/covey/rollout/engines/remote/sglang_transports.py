@@ -249,7 +249,7 @@ class SglangWeights:
         if known is not None:
             known[1].close()
             del self._groups[peer.server.url]
-        server = peer.server
+        server, doing = peer.server, "join a group for weights"
         group = self._open_group(peer)
         self._groups[server.url] = (peer.born, group)
         body = {
@@ -262,10 +262,9 @@ class SglangWeights:
         }
 
         async def ask(seconds: float) -> None:
-            doing = "join a group for weights"
             await server.ask("/init_weights_update_group", doing=doing, deadline=seconds, body=body)
 
-        await meet(server, until, f"{group.address}, port {group.port}", ask, group.join)
+        await meet(server, doing, until, f"{group.address}, port {group.port}", ask, group.join)
 
     def _open_group(self, peer: Peer) -> SglangGroup:
         target = urlsplit(peer.server.url)

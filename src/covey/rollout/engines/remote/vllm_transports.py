@@ -245,7 +245,7 @@ class VllmWeights:
         if known is not None and known[:2] == (peer.facts["born"], kind):
             return
         self._disconnect(peer)
-        server = peer.server
+        server, doing = peer.server, f"join a {kind} group for weights"
         address, store = ("", None) if ipc else self._meeting_place(server)
         self._groups += 1
         name, world_size = f"{self._run}/{self._groups}", 1 + peer.world_size
@@ -260,13 +260,12 @@ class VllmWeights:
 
         async def ask(seconds: float) -> None:
             body = {"init_info": {**meeting, "seconds": seconds}}
-            doing = f"join a {kind} group for weights"
             await server.call("POST", "/init_weight_transfer_engine", doing=doing, deadline=seconds, body=body)
 
         def join(seconds: float) -> Channel:
             return Ipc() if ipc else Group(kind, store, name, 0, world_size, address, seconds)
 
-        channel = await meet(server, until, f"{address}, port {port}", ask, join)
+        channel = await meet(server, doing, until, f"{address}, port {port}", ask, join)
         self._channels[server.url] = (peer.facts["born"], kind, channel)
 
     def _disconnect(self, peer: Peer) -> None:
