@@ -31,12 +31,20 @@ class FakeVllmWeights(FakeVllm):
         backend: of its weight transfer.
         max_lora_rank: None: started without adapters.
         elsewhere: claims to run on another machine, and finds no folder of the trainer's.
+        worker: it has our worker, which says what it is; False: a plain `vllm serve`.
     """
 
     def __init__(
-        self, model: Any, *, backend: str = "covey", max_lora_rank: int | None = None, elsewhere: bool = False
+        self,
+        model: Any,
+        *,
+        backend: str = "covey",
+        max_lora_rank: int | None = None,
+        elsewhere: bool = False,
+        worker: bool = True,
     ):
         super().__init__(model)
+        self.worker = worker
         self.backend, self.max_lora_rank, self.elsewhere = backend, max_lora_rank, elsewhere
 
     def start(self) -> "FakeVllmWeights":
@@ -129,6 +137,8 @@ class FakeVllmWeights(FakeVllm):
         rank = max(t.shape[0] for name, t in tensors.items() if "lora_A" in name)
         if rank > self.max_lora_rank:
             raise ValueError(f"LoRA rank {rank} is greater than max_lora_rank {self.max_lora_rank}.")
+        if body["lora_name"] in self.adapters:
+            raise ValueError(f"The lora adapter '{body['lora_name']}' has already been loaded.")
         self.adapters[body["lora_name"]] = tensors
 
     def _unload_adapter(self, body: dict[str, Any]) -> None:
@@ -137,7 +147,7 @@ class FakeVllmWeights(FakeVllm):
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
         method = getattr(self, f"_{body['method']}", None)
-        if method is None:
+        if method is None or not self.worker:
             return await super()._collective_rpc(request)
 
         def call(_: dict[str, Any]) -> dict[str, Any]:

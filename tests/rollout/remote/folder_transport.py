@@ -37,5 +37,8 @@ class FolderTransport:
     def learn(self, told):
         pass
 
+    def forget(self, server):
+        pass
+
     async def close(self):
         pass

@@ -509,6 +509,24 @@ def test_a_server_that_comes_back_between_updates_is_sent_the_last_one_where_tha
     assert [version for version, _ in transport.sent] == [1, 1]
 
 
+def test_what_a_server_was_sent_is_in_doubt_once_it_was_left_out(servers, engines):
+    one, other = servers(), servers()
+    transport, forgotten = FolderTransport(), []
+    transport.forget = lambda server: forgotten.append(server.url)
+    engine = engines(one, other, transport=transport)
+    engine.load_weights(update(tiny.model(seed=7), 1))
+    assert not forgotten
+    one.kill()
+    one.start()
+    with engine.awake():
+        pass
+    until = time.monotonic() + 10
+    while not any(member.behind for member in engine._fleet.members) and time.monotonic() < until:
+        time.sleep(0.05)
+    engine.load_weights(update(tiny.model(seed=8), 2))
+    assert forgotten == [one.url]
+
+
 def test_two_runs_at_one_server_notice(servers, engines):
     server = servers()
     first, second = engines(server), engines(server)

@@ -303,6 +303,20 @@ def test_an_adapter_that_does_not_fit_the_server_is_refused_with_what_to_do(serv
         send(weights(), [servers(**options)], adapter(1, rank=rank))
 
 
+def test_a_plain_server_that_was_started_anew_is_sent_the_adapter_again(servers, weights):
+    server, one, lora = servers(max_lora_rank=8, worker=False), weights(), adapter(1)
+    send(one, [server], lora)
+    name = one.model_name(ServerFacts(model="tiny", release=""), 1)
+    server.kill()
+    server.start()  # nothing tells this start from the one before, and the engine left it out meanwhile
+    one.forget(Server(server.url))
+    send(one, [server], lora)
+    assert list(server.adapters) == [name]
+    one.forget(Server(server.url))  # it was left out and has the adapter nevertheless
+    send(one, [server], lora)
+    assert list(server.adapters) == [name]
+
+
 def test_unknown_ways_are_refused():
     with pytest.raises(ValueError, match="'telepathy'; choose one of: auto, group, ipc, disk"):
         VllmWeights("telepathy")

@@ -158,6 +158,10 @@ class WeightTransport(Protocol):
         """In those processes: what `tell` said in the one that sent."""
         ...
 
+    def forget(self, server: Server) -> None:
+        """A server that was left out comes back: it may have been started anew, and lack what it was sent."""
+        ...
+
     async def close(self) -> None:
         """Give back groups, ports, files."""
         ...

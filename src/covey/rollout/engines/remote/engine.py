@@ -349,6 +349,9 @@ class RemoteEngine:
 
     async def _update(self, members: list[Member], update: WeightUpdate, until: float, doing: str) -> bool:
         """Pause, send, resume; whether any of `members` has the new weights."""
+        for member in members:
+            if not member.up:
+                self.transport.forget(member.server)
         await self._wake_up(members)
         try:
             members = await self._each(members, self.dialect.pause)

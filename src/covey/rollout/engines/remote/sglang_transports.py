@@ -27,9 +27,9 @@ from torch import Tensor
 
 from covey.core.weights import WeightUpdate
 from covey.rollout.engines.remote import sglang_payload as payload
+from covey.rollout.engines.remote.adapters import AdapterBook
 from covey.rollout.engines.remote.buckets import BUCKET_BYTES, Bucket, Packer
 from covey.rollout.engines.remote.channels import own_address
-from covey.rollout.engines.remote.dialect import ServerFacts
 from covey.rollout.engines.remote.errors import BadAnswer, ServerError, ServerRefused
 from covey.rollout.engines.remote.folders import Shelf
 from covey.rollout.engines.remote.sending import Until, all_of, in_thread, meet, together
@@ -80,7 +80,7 @@ class Peer:
         return urlsplit(self.server.url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
-class SglangWeights:
+class SglangWeights(AdapterBook):
     """Brings SGLang servers to a version of the policy; a `WeightTransport`.
 
     Args:
@@ -104,16 +104,11 @@ class SglangWeights:
     ):
         if way not in WAYS:
             raise ValueError(f"weights cannot travel by {way!r}; choose one of: {', '.join(WAYS)}.")
+        super().__init__(ADAPTER)
         self._way, self._port, self._folder, self._bucket_bytes = way, port, folder, bucket_bytes
         self._device = device or torch.device("cpu")
-        self._run = uuid.uuid4().hex[:8]
         self._shelf = Shelf(folder, self._run)
         self._groups: dict[str, tuple[str, SglangGroup]] = {}  # by URL: the start of the server it belongs to
-        self._bases: set[tuple[str, str]] = set()
-        self._adapters: dict[int, str] = {}
-        self._loaded: dict[tuple[str, str], list[str]] = {}
-        self._named: tuple[WeightUpdate, str] | None = None
-        self._updates = 0
 
     # ---- what engines call -----------------------------------------------------------------------------------------
 
@@ -126,18 +121,6 @@ class SglangWeights:
             self._adapters.pop(update.version, None)
         else:
             await self._send_adapter(peers, update, until)
-
-    def model_name(self, facts: ServerFacts, version: int) -> str:
-        """The name to sample `version` from."""
-        return self._adapters.get(version, facts.model)
-
-    def tell(self) -> dict[str, str]:
-        """The names of adapters, by version."""
-        return {str(version): name for version, name in self._adapters.items()}
-
-    def learn(self, told: dict[str, str]) -> None:
-        """Names that another process gave."""
-        self._adapters = {int(version): name for version, name in told.items()}
 
     async def close(self) -> None:
         """Leave groups, remove files."""
@@ -350,13 +333,6 @@ class SglangWeights:
             left = until.left(peer.server)
             await peer.server.ask("/update_weight_version", doing=until.doing, deadline=left, body=stamp)
 
-    def _name_for(self, update: WeightUpdate) -> str:
-        """The same for another attempt at an update, another for every update, also of one version."""
-        if self._named is None or self._named[0] is not update:
-            self._updates += 1
-            self._named = update, f"{ADAPTER}{self._run}-v{update.version}-{self._updates}"
-        return self._named[1]
-
     async def _send_bases(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
         """Servers that were started with another model than the adapter lies on get that model first, once."""
         assert update.adapter is not None, "the caller looked"
@@ -402,7 +378,7 @@ async def look(server: Server, until: Until) -> Peer:
         server,
         ways_of(info),
         int(info.get("tp_size") or 1),
-        str(info.get("startup_time")),
+        str(info.get("startup_time") or ""),
         str(model["model_path"]),
         str(model.get("weight_version")),
     )

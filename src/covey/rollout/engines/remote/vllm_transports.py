@@ -29,9 +29,9 @@ from urllib.parse import urlsplit
 import torch
 
 from covey.core.weights import WeightUpdate
+from covey.rollout.engines.remote.adapters import AdapterBook
 from covey.rollout.engines.remote.buckets import BUCKET_BYTES, Bucket, Packer
 from covey.rollout.engines.remote.channels import Channel, Group, Ipc, boot_id, own_address, shared_store
-from covey.rollout.engines.remote.dialect import ServerFacts
 from covey.rollout.engines.remote.errors import (
     BadAnswer,
     DeadlineExceeded,
@@ -79,7 +79,7 @@ class Peer:
         return self.facts is not None and self.facts["backend"] == BACKEND
 
 
-class VllmWeights:
+class VllmWeights(AdapterBook):
     """Brings vLLM servers to a version of the policy; a `WeightTransport`.
 
     Args:
@@ -95,17 +95,12 @@ class VllmWeights:
     def __init__(self, way: str = "auto", port: int = 0, folder: str | None = None, bucket_bytes: int = BUCKET_BYTES):
         if way not in WAYS:
             raise ValueError(f"weights cannot travel by {way!r}; choose one of: {', '.join(WAYS)}.")
+        super().__init__("covey-")
         self._way, self._port, self._folder, self._bucket_bytes = way, port, folder, bucket_bytes
-        self._run = uuid.uuid4().hex[:8]
         self._shelf = Shelf(folder, self._run)
         self._stores: dict[str, Any] = {}
         self._groups = 0
         self._channels: dict[str, tuple[str, str, Channel]] = {}  # by URL: the process and kind it belongs to
-        self._bases: set[tuple[str, str]] = set()
-        self._adapters: dict[int, str] = {}
-        self._loaded: dict[tuple[str, str], list[str]] = {}
-        self._named: tuple[WeightUpdate, str] | None = None
-        self._updates = 0
 
     # ---- what engines call -----------------------------------------------------------------------------------------
 
@@ -118,18 +113,6 @@ class VllmWeights:
             self._adapters.pop(update.version, None)
         else:
             await self._send_adapter(peers, update, until)
-
-    def model_name(self, facts: ServerFacts, version: int) -> str:
-        """The name to sample `version` from."""
-        return self._adapters.get(version, facts.model)
-
-    def tell(self) -> dict[str, str]:
-        """The names of adapters, by version."""
-        return {str(version): name for version, name in self._adapters.items()}
-
-    def learn(self, told: dict[str, str]) -> None:
-        """Names that another process gave."""
-        self._adapters = {int(version): name for version, name in told.items()}
 
     async def close(self) -> None:
         """Leave groups, remove files."""
@@ -317,13 +300,6 @@ class VllmWeights:
         await all_of(_stamp(peer, stamp, until) for peer in peers)
         self._forget_files(peers)
 
-    def _name_for(self, update: WeightUpdate) -> str:
-        """The same for another attempt at an update, another for every update, also of one version."""
-        if self._named is None or self._named[0] is not update:
-            self._updates += 1
-            self._named = update, f"covey-{self._run}-v{update.version}-{self._updates}"
-        return self._named[1]
-
     async def _send_bases(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
         """Servers that were started with another model than the adapter lies on get that model first, once."""
         assert update.adapter is not None, "the caller looked"
@@ -377,7 +353,8 @@ class VllmWeights:
         except (ServerUnreachable, DeadlineExceeded):
             raise
         except ServerError as error:
-            raise type(error)(server.url, doing, error.said, hint) from error
+            if "already been loaded" not in error.said:  # names are of one content: an earlier try got through
+                raise type(error)(server.url, doing, error.said, hint) from error
         loaded.append(name)
         while len(loaded) > ADAPTERS:
             old = loaded.pop(0)
