@@ -115,6 +115,25 @@ def test_an_adapter_that_must_travel_alone_and_cannot_is_an_error(traits, change
         WeightSync(Engine(**traits), lambda: model, ALONE, lora_sync="adapter").ensure_current(0)
 
 
+class WithoutBase(Shared):
+    """Its servers lack the model under the first adapter they are sent."""
+
+    def load_weights(self, update):
+        if not self.updates:
+            self.base = list(update.base.checked())
+        super().load_weights(update)
+
+
+def test_the_model_under_an_adapter_counts_as_sent_where_it_was():
+    adapter = sum(p.numel() * 4 for name, p in adapted().named_parameters() if "lora_" in name)
+    model = sum(p.numel() * 4 for p in tiny.model().parameters())
+    world, engines = Processes(), (WithoutBase(takes_adapters=True), WithoutBase(takes_adapters=True))
+    syncs = [world.sync(rank, engines[rank], adapted()) for rank in (0, 1)]
+    first, second = world.run(syncs, 0), world.run(syncs, 1)
+    assert [stats["sync/bytes"].total for stats in first] == [adapter + model] * 2
+    assert [stats["sync/bytes"].total for stats in second] == [adapter] * 2
+
+
 # ---- several processes, as threads -----------------------------------------------------------------------------------
 
 

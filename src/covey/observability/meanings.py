@@ -53,7 +53,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "that dynamic_sample did not keep included.",
     "step_time": "Seconds per optimizer step, sampling and scoring included.",
     "sync/seconds": "Seconds it took to bring an engine of its own to the policy's weights.",
-    "sync/bytes": "Bytes of weights that were sent to it: all of the model's, or an adapter's.",
+    "sync/bytes": "Bytes of weights that were sent to it: all of the model's, or an adapter's, and the model's under it"
+    " where a server lacked that.",
     "phase/{name}": "Seconds between two logs spent on one phase: sync (sending weights to an engine), generate "
     "(sampling), reward (reward functions; with stream_rewards, only what is left of them when everything is sampled), "
     "score (log-probabilities under the old and the reference policy), train (forward, backward and optimizer), wait "

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -63,6 +64,7 @@ class WeightSync:
         self._collectives = collectives
         self._lora_sync = lora_sync
         self._sent: int | None = None
+        self._base_sent = False
         self._said: str | None = None
 
     def forget(self) -> None:
@@ -82,13 +84,14 @@ class WeightSync:
         if traits_of(self._engine).shares_policy or version == self._sent:
             return {}
         started = time.perf_counter()
-        update = self._update(version)
+        update = self._noticing(self._update(version))
         if self._collectives.size > 1 and isinstance(self._engine, SharedServers):
             self._send_for_all(self._engine, update)
         else:
             self._load_each(update)
         self._sent = version
-        return {"sync/seconds": Mean(time.perf_counter() - started, 1.0), "sync/bytes": Mean(update.nbytes, 1.0)}
+        sent = update.nbytes + (update.base.nbytes if update.base is not None and self._base_sent else 0)
+        return {"sync/seconds": Mean(time.perf_counter() - started, 1.0), "sync/bytes": Mean(sent, 1.0)}
 
     # ---- what is sent ----------------------------------------------------------------------------------------------
 
@@ -96,6 +99,19 @@ class WeightSync:
         policy = self._policy()
         dtype = traits_of(self._engine).dtype
         return weight_update(policy, version, adapter_only=self._alone(policy), dtype=dtype)
+
+    def _noticing(self, update: WeightUpdate) -> WeightUpdate:
+        """The same; `_base_sent` says whether the model under an adapter is asked for, which few servers lack."""
+        self._base_sent = False
+        if update.base is None:
+            return update
+        base = update.base
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            self._base_sent = True
+            return base.tensors()
+
+        return replace(update, base=replace(base, tensors=tensors))
 
     def _alone(self, policy: Any) -> bool:
         """Whether the adapter travels without its base."""
@@ -148,7 +164,7 @@ class WeightSync:
             engine.load_weights(self._announcing(update) if together else update)
         except BaseException as caught:
             error = caught
-        word = ("done", None if error is None else _words(error), None if error else engine.tell())
+        word = ("done", None if error is None else _words(error), None if error else (engine.tell(), self._base_sent))
         self._from_first(word, update.version)
         if error is not None:
             raise error
@@ -164,6 +180,7 @@ class WeightSync:
                 continue
             if said is not None:
                 raise RuntimeError(f"process 0 could not send the weights: {said}")
+            told, self._base_sent = told
             engine.learn(update.version, told)
             return
 
