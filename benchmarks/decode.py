@@ -136,6 +136,8 @@ def _vllm_environment(threads: int, python: str, one_process: bool) -> dict[str,
     return _environment(threads) | {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # these two as `covey vllm-serve` has them on few cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
         "VLLM_NO_USAGE_STATS": "1",
         "LD_PRELOAD": ":".join(libraries),

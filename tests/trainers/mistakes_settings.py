@@ -194,6 +194,13 @@ SETTINGS = [
         kind=UserWarning,
     ),
     setting(
+        "Sampled ahead of training with servers that sleep",
+        {"max_staleness": 1, "use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True},
+        "so they hardly sleep",
+        "Leave it False",
+        kind=UserWarning,
+    ),
+    setting(
         "Switched on a feature of a later release",
         {"use_transformers_continuous_batching": True},
         "use_transformers_continuous_batching=True is not yet supported",

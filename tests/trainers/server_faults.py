@@ -351,6 +351,8 @@ FAULTS = [
           during=restarted),
     Fault("one of two servers is killed while it takes weights", GOES_ON, servers=2, server={"buckets": True},
           during=lambda scene: scene.servers[0].misbehave(WEIGHTS, fake_vllm.dies(scene.servers[0]))),
+    Fault("one of two servers fails whenever it is sent weights", GOES_ON, servers=2, server={"buckets": True},
+          during=wrong(WEIGHTS, fake_vllm.status(500, "cannot allocate memory"), 3)),
     Fault("the only server is killed while it takes weights, and started again", GOES_ON, server={"buckets": True},
           settings={"vllm_server_timeout": 20.0}, during=comes_back(WEIGHTS)),
     Fault("it fails once at taking weights", GOES_ON, server={"buckets": True},

@@ -185,6 +185,12 @@ POINTED_OUT = [
         "as if they were fresh",
     ),
     (
+        staleness.servers_that_sample_ahead_stay_awake,
+        GRPOConfig,
+        {"max_staleness": 1, "use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True},
+        "so they hardly sleep",
+    ),
+    (
         prompts.workers_know_what_to_read,
         GRPOConfig,
         {"max_staleness": 2, "dataloader_num_workers": 2},

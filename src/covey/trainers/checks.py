@@ -45,6 +45,7 @@ RULES: tuple[Rule, ...] = (
     staleness.staleness_is_counted,
     staleness.sampling_ahead_has_an_engine,
     staleness.stale_samples_are_corrected,
+    staleness.servers_that_sample_ahead_stay_awake,
     servers.one_engine_samples,
     features.later_features_are_off,
     features.words_are_known,

@@ -150,7 +150,7 @@ class OnlineTrainer(SampledGenerations):
             self._settle_layout(batch)
             self._check_engine(batch, sampled)
             kl = self.score_behaviour(batch)
-        generation = self._share(sampled, batch, kl)
+        generation = self._share(key, sampled, batch, kl)
         check_fresh_enough(generation.oldest, self.args.max_staleness)
         advantages = self._advantages(generation)
         batch.advantages = expand(advantages[generation.mine].to(batch.lengths.device), batch.lengths)
@@ -203,7 +203,7 @@ class OnlineTrainer(SampledGenerations):
         with self.scorer.at_temperature(temperature):
             return self._score(self.policy, batch)
 
-    def _share(self, sampled: Sampled, batch: TrainBatch, kl: Tensor | None) -> Generation:
+    def _share(self, key: tuple[str, int], sampled: Sampled, batch: TrainBatch, kl: Tensor | None) -> Generation:
         """Let every process know what the others sampled."""
         mine = Share(
             rewards=sampled.rewards,
@@ -216,7 +216,7 @@ class OnlineTrainer(SampledGenerations):
             oldest=oldest(sampled.rollouts, self.state.global_step),
             table=describe(sampled.draws, sampled.rollouts, sampled.columns),
         )
-        what = f"gather the rewards of {self.mode} generation {self._generations[self.mode] - 1}"
+        what = "gather the rewards of {} generation {}".format(*key)
         return Generation(self.collectives.gather(mine, what), self.accelerator.process_index)
 
     def _advantages(self, generation: Generation) -> Tensor:

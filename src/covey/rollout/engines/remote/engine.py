@@ -91,7 +91,7 @@ class RemoteEngine:
         max_context: int | None = None,
         model_name: str | None = None,
         timeout: float = 240.0,
-        request_timeout: float = 1800.0,
+        request_timeout: float = 800.0,
         sync_timeout: float = 600.0,
         concurrency: int = 512,
         resend: bool = False,

@@ -38,7 +38,7 @@ class VllmFields:
         240.0, "Seconds to wait for vLLM servers to be up: at the start, and again when all of them have failed."
     )
     vllm_server_request_timeout: float = described(
-        1800.0, "Seconds that one prompt's completions may take at a vLLM server before another one is asked."
+        800.0, "Seconds that one prompt's completions may take at a vLLM server before another one is asked."
     )
     vllm_server_sync_timeout: float = described(600.0, "Seconds that bringing vLLM servers the new weights may take.")
     vllm_server_concurrency: int = described(512, "Most completions in flight at once at one vLLM server.")
@@ -155,7 +155,7 @@ class SglangFields:
         600.0, "Seconds to wait for SGLang servers to be up: at the start, and again when all of them have failed."
     )
     sglang_request_timeout: float = described(
-        1800.0, "Seconds that one prompt's completions may take at an SGLang server before another one is asked."
+        800.0, "Seconds that one prompt's completions may take at an SGLang server before another one is asked."
     )
     sglang_sync_timeout: float = described(600.0, "Seconds that bringing SGLang servers the new weights may take.")
     sglang_concurrency: int = described(512, "Most completions in flight at once at one SGLang server.")

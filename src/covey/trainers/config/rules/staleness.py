@@ -40,3 +40,12 @@ def stale_samples_are_corrected(args: Any) -> None:
             f"max_staleness={args.max_staleness} with vllm_importance_sampling_correction=False: completions of older"
             " weights are trained on as if they were fresh, which biases the gradient. Leave the correction on."
         )
+
+
+def servers_that_sample_ahead_stay_awake(args: Any) -> None:
+    """Servers that sample while the policy trains have no time to sleep."""
+    if args.max_staleness and args.use_vllm and args.vllm_mode == "server" and args.vllm_enable_sleep_mode:
+        warn(
+            f"vllm_enable_sleep_mode=True with max_staleness={args.max_staleness}: the servers sample while the policy"
+            " trains, so they hardly sleep. Leave it False, or set max_staleness=0."
+        )
