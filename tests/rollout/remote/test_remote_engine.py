@@ -207,7 +207,7 @@ def test_a_server_that_lives_and_is_too_slow_is_given_up_after_the_second_time(s
     server = servers()
     engine = engines(server, request_timeout=0.3)
     server.misbehave("/v1/completions", fake_vllm.hang(), times=9)
-    with pytest.raises(DeadlineExceeded, match=r"no answer within 0.3 seconds. Raise the deadline"):
+    with pytest.raises(DeadlineExceeded, match=r"no answer within 0.3 seconds. Raise vllm_server_request_timeout if"):
         generate(engine)
     assert len(server.asked("/v1/completions")) == 1 + 2  # the first was the look at what its log-probs mean
 
@@ -476,7 +476,7 @@ def test_a_transfer_that_hangs_ends_at_its_deadline(servers, engines):
     engine = engines(server, sync_timeout=2.0)
     server.misbehave("/collective_rpc", fake_vllm.hang(), times=9)
     began = time.monotonic()
-    with pytest.raises((ServerError, NoServerLeft), match="version 4"):
+    with pytest.raises(DeadlineExceeded, match=r"version 4.*Raise vllm_server_sync_timeout if"):
         engine.load_weights(update(tiny.model(seed=7), 4))
     assert time.monotonic() - began < 15
     assert not server.paused

@@ -60,11 +60,31 @@ class Sampled:
     aborted: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SettingNames:
+    """What the settings that an error speaks of are called for one make of server.
+
+    Attributes:
+        timeout: seconds to wait for servers to be up.
+        request_timeout: seconds for one request.
+        sync_timeout: seconds for a weight update.
+        context: the option that a server is started with for a longer context.
+    """
+
+    timeout: str
+    request_timeout: str
+    sync_timeout: str
+    context: str
+
+
 class Dialect(Protocol):
     """What differs between makes of servers. Every method is one or a few requests, all within `deadline` seconds."""
 
     name: str
     """Of the make, for messages: "vLLM"."""
+
+    settings: SettingNames
+    """For messages."""
 
     async def look(self, server: Server, deadline: float) -> ServerFacts:
         """Whether the server is up, and what it is.

@@ -125,8 +125,8 @@ class RemoteEngine:
         if max_context is not None and self._max_context is not None and self._max_context < max_context:
             warnings.warn(
                 f"the servers attend to {self._max_context} tokens and the model to {max_context}: prompt and"
-                f" completion end at {self._max_context}. If that is too short, start them with a longer context (vLLM:"
-                " --max-model-len).",
+                f" completion end at {self._max_context}. If that is too short, start them with a longer context"
+                f" ({dialect.settings.context}).",
                 stacklevel=2,
             )
         self.traits = EngineTraits(
@@ -149,7 +149,7 @@ class RemoteEngine:
             raise NoServerLeft(
                 f"{len(lost)} of {len(servers)} {self.dialect.name} servers did not come up within {timeout:g} seconds."
                 " Check the addresses and start them; one that loads a large model may need a longer"
-                " vllm_server_timeout. What came of asking:",
+                f" {self.dialect.settings.timeout}. What came of asking:",
                 lost,
             )
         facts = [fact for fact in found if isinstance(fact, ServerFacts)]
@@ -168,6 +168,7 @@ class RemoteEngine:
             readmit=readmit,
             concurrency=concurrency,
             timeout=timeout,
+            timeout_setting=dialect.settings.timeout,
         )
 
     async def _first_look(self, server: Server, timeout: float) -> ServerFacts | ServerError:
@@ -235,9 +236,12 @@ class RemoteEngine:
         async def call(member: Member) -> tuple[list[Sampled], int | None]:
             version = member.version
             model = self.transport.model_name(member.facts, version or 0)
-            answer = await self.dialect.generate(
-                member.server, request, model=model, ends=self._ends, deadline=self._request_timeout
-            )
+            try:
+                answer = await self.dialect.generate(
+                    member.server, request, model=model, ends=self._ends, deadline=self._request_timeout
+                )
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded.of(self.dialect.settings.request_timeout, error) from error
             check_answer(member.url, request, answer, self._ends, self._vocab_size)
             if any(sampled.aborted for sampled in answer):
                 await self._wait_for_news(version)
@@ -285,7 +289,8 @@ class RemoteEngine:
         except TimeoutError as error:
             urls = ", ".join(member.url for member in self._fleet.members)
             doing = f"send weights of version {update.version}"
-            raise DeadlineExceeded(urls, doing, f"not done within {most:g} seconds") from error
+            late = DeadlineExceeded(urls, doing, f"not done within {most:g} seconds")
+            raise DeadlineExceeded.of(self.dialect.settings.sync_timeout, late) from error
 
     async def _load(self, update: WeightUpdate, device: int | None) -> None:
         if device is not None:
@@ -386,6 +391,10 @@ class RemoteEngine:
                 raise ServerUnreachable(gone.url, doing, f"it died meanwhile ({gone.words or 'it does not answer'})")
             urls = ", ".join(member.url for member in members)
             raise DeadlineExceeded(urls, doing, f"{self.transport.name} took longer than {left:.0f} seconds")
+        except GroupNotJoined:
+            raise  # that has a limit of its own
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded.of(self.dialect.settings.sync_timeout, error) from error
         finally:
             for task in (sending, watching):
                 task.cancel()

@@ -28,6 +28,12 @@ class DeadlineExceeded(ServerError):
 
     hint = "Raise the deadline if the server is only slow; else look at its log."
 
+    @classmethod
+    def of(cls, setting: str, error: ServerError) -> "DeadlineExceeded":
+        """The same, for a deadline that a setting decides."""
+        hint = f"Raise {setting} if the server is only slow; else look at its log."
+        return cls(error.url, error.doing, error.said, hint)
+
 
 class GroupNotJoined(DeadlineExceeded):
     """It lives, and did not meet this machine in a group in time: something keeps the two from connecting."""

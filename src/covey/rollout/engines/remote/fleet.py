@@ -77,6 +77,7 @@ class Fleet:
         readmit: looks at a server that was left out: whether it may take part again, or a `ServerError`.
         concurrency: most completions a server is given at once; a larger request has a server to itself.
         timeout: seconds to wait for a server when none is left.
+        timeout_setting: what that is called, for errors.
     """
 
     def __init__(
@@ -87,12 +88,14 @@ class Fleet:
         readmit: Callable[[Member], Awaitable[bool]],
         concurrency: int,
         timeout: float,
+        timeout_setting: str,
     ):
         self.members = members
         self._alive = alive
         self._readmit = readmit
         self._concurrency = concurrency
         self._timeout = timeout
+        self._timeout_setting = timeout_setting
         self._held = 0
         self._changed = asyncio.Event()
         self._revivals: dict[Member, asyncio.Task[None]] = {}
@@ -180,7 +183,7 @@ class Fleet:
         return NoServerLeft(
             f"cannot {doing}: none of {len(self.members)} inference servers can be used, and none came back within"
             f" {waited:g} seconds. Start one again at its address and resume from the last checkpoint, or wait longer"
-            " (vllm_server_timeout). What each of them said last:",
+            f" ({self._timeout_setting}). What each of them said last:",
             {member.url: member.words for member in self.members},
         )
 

@@ -23,7 +23,7 @@ import torch
 from covey.core.rollout import Completion, FinishReason
 from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.engines.remote.answers import STOPS, Progress, one_of
-from covey.rollout.engines.remote.dialect import Sampled, ServerFacts
+from covey.rollout.engines.remote.dialect import Sampled, ServerFacts, SettingNames
 from covey.rollout.engines.remote.errors import BadAnswer, ServerRefused
 from covey.rollout.engines.remote.server import Server
 
@@ -66,6 +66,12 @@ class SglangDialect:
     """
 
     name = "SGLang"
+    settings = SettingNames(
+        "sglang_server_timeout",
+        "sglang_request_timeout",
+        "sglang_sync_timeout",
+        "--context-length",
+    )
 
     def __init__(self, *, temperature: float = 1.0, extra: dict[str, Any] | None = None, vocab_size: int | None = None):
         self._temperature = temperature

@@ -262,7 +262,7 @@ class SglangWeights(AdapterBook):
                 peer.server.url,
                 "join a group for weights",
                 f"this machine cannot listen on port {port} for it ({error})",
-                "Choose a free port with vllm_group_port; runs on one machine need one for each server.",
+                "Choose a free port with sglang_group_port; runs on one machine need one for each server.",
             ) from error
 
     async def _broadcast(self, peer: Peer, common: dict[str, Any], bucket: Bucket, doing: str, until: Until) -> None:

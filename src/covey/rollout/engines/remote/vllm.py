@@ -13,7 +13,7 @@ import torch
 
 from covey.core.rollout import Completion, FinishReason
 from covey.rollout.engine import SampleRequest
-from covey.rollout.engines.remote.dialect import Sampled, ServerFacts
+from covey.rollout.engines.remote.dialect import Sampled, ServerFacts, SettingNames
 from covey.rollout.engines.remote.errors import BadAnswer, ServerBusy, ServerError, ServerRefused
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.vllm_flags import OLDEST
@@ -59,6 +59,12 @@ class VllmDialect:
     """
 
     name = "vLLM"
+    settings = SettingNames(
+        "vllm_server_timeout",
+        "vllm_server_request_timeout",
+        "vllm_server_sync_timeout",
+        "--max-model-len",
+    )
 
     def __init__(self, *, temperature: float = 1.0, extra: dict[str, Any] | None = None, vocab_size: int | None = None):
         self._temperature = temperature
