@@ -271,6 +271,14 @@ def test_servers_are_named_with_what_each_gets_and_what_is_waited_for():
     assert "processed_logprobs" in text
 
 
+def test_how_weights_get_to_vllm_servers_is_said():
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    text = words(explain(GRPOConfig(**server, vllm_group_port=5000)))
+    assert "connecting to this machine at port 5000" in text and "temporary folder" in text
+    text = words(explain(GRPOConfig(**server, vllm_weight_transfer="disk", vllm_weight_folder="/shared")))
+    assert "travel as files in /shared (vllm_weight_folder) (vllm_weight_transfer='disk')" in text
+
+
 def test_sglang_servers_are_named_or_said_to_be_started():
     text = words(explain(GRPOConfig(use_sglang=True, sglang_base_url="http://a:1,http://b:2")))
     assert "2 SGLang servers: http://a:1, http://b:2" in text and "at most 512 at a time" in text

@@ -122,6 +122,7 @@ def vllm_servers(args: Any, a: BatchAlgebra) -> list[str]:
         "Each server is sent the weights before a generation whenever they have changed; completions under way are "
         "continued with the new ones. That may take "
         f"{args.vllm_server_sync_timeout:g} s (vllm_server_sync_timeout).",
+        f"The weights travel {weight_way(args)} (vllm_weight_transfer={args.vllm_weight_transfer!r}).",
         "A server that fails is left out, its prompts are sampled by the others, and it takes part again once it is "
         f"up and has the weights. When all have failed, the run waits {args.vllm_server_timeout:g} s for one "
         "(vllm_server_timeout) and then ends; a prompt may take "
@@ -137,6 +138,20 @@ def vllm_servers(args: Any, a: BatchAlgebra) -> list[str]:
             "--logprobs-mode processed_logprobs, as `covey vllm-serve` has it."
         )
     return lines
+
+
+def weight_way(args: Any) -> str:
+    """How weights get to vLLM servers, and what that asks of the machines."""
+    port = f"port {args.vllm_group_port}" if args.vllm_group_port else "a port that is free then"
+    group = f"over a group that servers join by connecting to this machine at {port} (vllm_group_port)"
+    folder = args.vllm_weight_folder or "a temporary folder, which servers on other machines do not see"
+    disk = f"as files in {folder} (vllm_weight_folder)"
+    return {
+        "auto": f"{group}, or, where a server was not started for that, {disk}",
+        "group": group,
+        "ipc": "nowhere: servers on the same GPU open the trainer's memory",
+        "disk": disk,
+    }[args.vllm_weight_transfer]
 
 
 def sglang_servers(args: Any, a: BatchAlgebra) -> list[str]:
