@@ -1,12 +1,15 @@
 """Fixtures shared by all tests."""
 
 import os
+import signal
 
 import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script runs the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else processes that tests interrupt would ignore it, too
 
 import torch
 

@@ -90,7 +90,7 @@ def test_whatever_ends_the_trainer_nothing_that_it_started_is_left(trainer, numb
     process, ids = trainer()
     assert all(map(alive, ids))
     process.send_signal(number)
-    process.wait()
+    process.wait(60)
     wait_until(lambda: not any(map(alive, ids)))
 
 
