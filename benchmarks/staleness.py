@@ -114,6 +114,7 @@ def measure(seconds: Callable[[int], float], train: float, max_staleness: int, s
                 max_steps=steps,
                 max_staleness=max_staleness,
                 vllm_importance_sampling_correction=False,  # a script has no log-probs
+                engine_parity="off",  # so there is nothing to compare, and samples for it would take their time
                 logging_steps=steps,
                 save_strategy="no",
                 report_to="none",
