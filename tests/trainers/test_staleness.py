@@ -31,13 +31,13 @@ def noted(trainer):
     """What the trainer trains on, generation by generation: (step, draws, completions, versions)."""
     share, found = trainer._share, []
 
-    def noting(sampled, batch, kl):
+    def noting(key, sampled, batch, kl):
         if trainer.model.training:
             slots = [(draw.prompt, draw.sample) for draw in sampled.draws]
             completions = [tuple(rollout.completion_ids) for rollout in sampled.rollouts]
             versions = sorted({v for rollout in sampled.rollouts for v in rollout.versions})
             found.append((trainer.state.global_step, slots, completions, versions))
-        return share(sampled, batch, kl)
+        return share(key, sampled, batch, kl)
 
     trainer._share = noting
     return found

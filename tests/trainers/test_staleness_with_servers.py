@@ -17,10 +17,10 @@ def test_servers_sample_while_the_policy_trains_and_weights_arrive(tmp_path, sta
     trainer = runs.trainer(tmp_path, **settings, **given)
     share, ages = trainer._share, []
 
-    def noting(sampled, batch, kl):
+    def noting(key, sampled, batch, kl):
         step = trainer.state.global_step
         ages.extend([step - version for version in rollout.versions] for rollout in sampled.rollouts)
-        return share(sampled, batch, kl)
+        return share(key, sampled, batch, kl)
 
     trainer._share = noting
     try:
