@@ -68,6 +68,8 @@ class Rollout:
             does not say.
         images: what a vision-language model is shown, or None.
         extras: further fields for reward functions (from a `rollout_func` or an environment).
+        turn_ends: where each of the policy's turns ends: the index of its last token among `completion_ids`. Empty
+            where nobody says, which means one turn that ends with the completion.
 
     Example:
         A rollout that answered "4<eos>" to "2+2=":
@@ -86,11 +88,13 @@ class Rollout:
     extras: dict[str, Any] = field(default_factory=dict)
     reused: int = 0
     versions: list[int] | None = None
+    turn_ends: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert len(self.sampled) == len(self.completion_ids), "one `sampled` flag per completion token"
         assert self.logprobs is None or len(self.logprobs) == len(self.completion_ids), "one log-prob per token"
         assert self.versions is None or len(self.versions) == len(self.completion_ids), "one version per token"
+        assert all(0 <= end < len(self.completion_ids) for end in self.turn_ends), "turns end at tokens"
 
     @property
     def truncated(self) -> bool:
