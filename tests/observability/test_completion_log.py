@@ -1,5 +1,6 @@
 """Completions reach the disk, the console and the trackers as they were."""
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -7,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from covey.core.transcript import as_text, shorten
 from covey.observability.completions import CompletionLog
-from covey.observability.text import as_text, shorten
 
 
 def filled(tmp_path, **options) -> CompletionLog:
@@ -59,12 +60,40 @@ def test_messages_become_text(tmp_path):
     assert columns["prompt"] == ["user: Hi"] and columns["completion"] == ["Yo"]
 
 
-def test_tool_calls_and_images_show_in_the_text():
-    messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]},
-    ]
-    assert as_text(messages) == 'user: <image>What?\nassistant:\n  calls {"name": "look"}'
+SEARCH = {"type": "function", "function": {"name": "search", "arguments": {"query": "covey"}}}
+CONVERSATION = [
+    {"role": "assistant", "content": "I look it up.", "tool_calls": [SEARCH]},
+    {"role": "tool", "name": "search", "content": "Error: TimeoutError: no answer"},
+    {"role": "assistant", "content": "A flock of partridges."},
+]
+
+
+def test_conversations_have_columns_for_people_and_for_programs(tmp_path):
+    log = CompletionLog(tmp_path)
+    lone = [{"role": "assistant", "content": "Birds."}]
+    log.add(0, ["p", "p"], [CONVERSATION, lone], {}, [0.5, -0.5], finish=["tool_budget", "stop"], lengths=[9, 2])
+    columns = read(log.write(0))
+    assert columns["completion"] == [as_text(CONVERSATION), "Birds."]
+    assert [json.loads(text) for text in columns["messages"]] == [CONVERSATION, lone]
+    assert (columns["turns"], columns["calls"], columns["failed_calls"]) == ([2, 1], [1, 0], [1, 0])
+    assert columns["finish"] == ["tool_budget", "stop"]
+    text = rendered(log.table())
+    assert '→ search(query="covey")' in text and "✗ search: Error:" in text and "[tool_budget]" in text
+
+
+def test_the_console_shows_the_first_call_and_the_answer_of_a_long_conversation(tmp_path):
+    middle = [{"role": "tool", "name": "search", "content": "words " * 200}, {"role": "assistant", "content": "Hm."}]
+    log = CompletionLog(tmp_path)
+    log.add(0, ["p"], [[CONVERSATION[0], *middle * 20, CONVERSATION[-1]]], {}, [0.0])
+    text = " ".join(rendered(log.table()).split())
+    assert '→ search(query="covey")' in text and "more" in text and "A flock of partridges." in text
+    assert max(len(line) for line in rendered(log.table()).splitlines()) <= 100
+
+
+def test_text_that_cannot_be_encoded_does_not_stop_the_run(tmp_path):
+    log = CompletionLog(tmp_path)
+    log.add(0, ["a", "b"], ["fine", "half \ud800"], {}, [0.0, 0.0])
+    assert read(log.write(0))["completion"] == ["fine", "half ?"]
 
 
 def test_a_column_of_the_wrong_length_is_refused_by_name(tmp_path):

@@ -104,6 +104,20 @@ def test_the_report_explains_its_metrics(page):
     assert "entropy</th>" not in page  # never had a value
 
 
+def test_the_report_sets_calls_and_errors_of_a_conversation_off(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": "<b>"}}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "Error: argument 'a' must be of type integer"},
+        {"role": "assistant", "content": "No idea."},
+    ]
+    path = write_report(tmp_path / "x.html", title="T", config={}, log_history=[], after=[Sample("2+2?", messages)])
+    text = path.read_text()
+    assert Page(text).open == []
+    assert '<span class="call">  → add(a=&quot;&lt;b&gt;&quot;)</span>' in text
+    assert '<span class="failure">  ✗ add: Error: argument' in text
+
+
 def test_an_empty_run_still_makes_a_page(tmp_path):
     text = write_report(tmp_path / "x.html", title="Nothing", config={}, log_history=[]).read_text()
     assert Page(text).open == []

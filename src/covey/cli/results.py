@@ -1,6 +1,7 @@
 """What the end of a training command leaves: curves, a report with completions before and after, and where they are."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ def _by_prompt(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _sample(row: dict[str, Any], weights: dict[str, float]) -> Sample:
     scores = [weight * row[name] for name, weight in weights.items() if row.get(name) is not None]
-    return Sample(row["prompt"], row["completion"], sum(scores) if scores else None, row.get("finish") or "")
+    completion = json.loads(row["messages"]) if row.get("messages") else row["completion"]
+    return Sample(row["prompt"], completion, sum(scores) if scores else None, row.get("finish") or "")
 
 
 def _has_rewards(history: list[dict[str, Any]]) -> bool:

@@ -1,21 +1,30 @@
 """How completions look on a console."""
 
+import json
+from textwrap import dedent
 from typing import Any
 
-from covey.observability.text import shorten
+from covey.core.transcript import Entry, Kind, entries, excerpt, is_conversation, shorten
 
 MAX_REWARD_COLUMNS = 3
 """With more reward functions than this, their values share one column."""
 
 PROMPT_CHARACTERS = 200
 COMPLETION_CHARACTERS = 400
+CONVERSATION_CHARACTERS = 600
+"""Shown of a completion that has several messages or calls a tool."""
+
+INDENT = 2
+"""Columns before calls and results, also where their lines are wrapped."""
+
+STYLES = {Kind.CALL: "cyan", Kind.RESULT: "dim", Kind.FAILURE: "red", Kind.GAP: "dim italic"}
 
 
 def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: int | None = None) -> Any:
     """A `rich.table.Table` that is readable in 100 columns.
 
     Args:
-        rows: with `step`, `prompt`, `completion`, `advantage` and the rewards.
+        rows: with `step`, `prompt`, `completion`, `advantage` and the rewards; `messages` where it is a conversation.
         reward_names: keys of the rewards.
         num: show this many, evenly spread; all if None.
     """
@@ -42,11 +51,37 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
         ending = "" if row.get("finish") in (None, "stop") else f" [{row['finish']}]"
         table.add_row(
             Text(shorten(row["prompt"], PROMPT_CHARACTERS)),
-            Text(shorten(row["completion"], COMPLETION_CHARACTERS)) + Text(ending, style="yellow"),
+            _completion(row, Text(ending, style="yellow")),
             *(values if separate else [escape(listed)]),
             Text(_number(row["advantage"], signed=True), style=_colour(row["advantage"])),
         )
     return table
+
+
+def _completion(row: dict[str, Any], ending: Any) -> Any:
+    """A completion, or what is most telling of a conversation, as a renderable."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    messages = json.loads(row.get("messages") or "[]")
+    if not is_conversation(messages):
+        return Text(shorten(row["completion"], COMPLETION_CHARACTERS)) + ending
+    shown = excerpt(entries(messages), CONVERSATION_CHARACTERS)
+    texts = [_styled(entry) for entry in shown]
+    texts[-1] += ending
+    indents = [0 if entry.kind is Kind.SAID else INDENT for entry in shown]
+    return Group(*(Padding(text, (0, 0, 0, indent)) for text, indent in zip(texts, indents, strict=True)))
+
+
+def _styled(entry: Entry) -> Any:
+    """An entry in its colour; of what somebody said, the name alone is set off."""
+    from rich.text import Text
+
+    if entry.kind is not Kind.SAID:
+        return Text(dedent(entry.text), style=STYLES[entry.kind])
+    who, colon, what = entry.text.partition(":")
+    return Text.assemble((who + colon, "bold"), what)
 
 
 def _spread(rows: list[Any], num: int | None) -> list[Any]:

@@ -12,13 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.core.transcript import as_text, count, is_conversation, is_messages, to_json
 from covey.observability.completion_table import completion_table
-from covey.observability.text import as_text
 
 Row = dict[str, Any]
 
-FIXED_COLUMNS = ("step", "prompt", "completion", "advantage", "finish", "length")
-"""What every file has; a reward function or an extra of that name gets another column name."""
+CONVERSATION_COLUMNS = ("messages", "turns", "calls", "failed_calls")
+"""What a file has beside where completions are conversations: the messages as JSON, and how many of what they hold."""
+
+FIXED_COLUMNS = ("step", "prompt", "completion", "advantage", "finish", "length", *CONVERSATION_COLUMNS)
+"""What Covey writes; a reward function or an extra of that name gets another column name."""
 
 
 class CompletionLog:
@@ -76,7 +79,8 @@ class CompletionLog:
 
         Args:
             step: optimizer steps done so far.
-            prompts, completions: texts or message lists.
+            prompts, completions: texts or message lists. Where a completion has several messages or calls a tool, all
+                of them get the `CONVERSATION_COLUMNS` too.
             rewards: a column for each reward function; None where it abstained.
             advantages: one per completion.
             extras: columns of the users' own.
@@ -95,6 +99,7 @@ class CompletionLog:
             "advantage": advantages,
             **({"finish": finish} if finish is not None else {}),
             **({"length": lengths} if lengths is not None else {}),
+            **_conversation_columns(completions),
         }
         for name, values in columns.items():
             if len(values) != len(completions):
@@ -167,6 +172,18 @@ class CompletionLog:
         return _columns_of(list(self.rows))
 
 
+def _conversation_columns(completions: Sequence[Any]) -> dict[str, list[Any]]:
+    if not any(map(is_conversation, completions)):
+        return {}
+    counts = [count(completion) for completion in completions]
+    return {
+        "messages": [to_json(completion) if is_messages(completion) else None for completion in completions],
+        "turns": [one.turns for one in counts],
+        "calls": [one.calls for one in counts],
+        "failed_calls": [one.failed_calls for one in counts],
+    }
+
+
 def _columns_of(rows: list[Row]) -> list[tuple[str, list[Any]]]:
     """Columns in the order in which rows introduce them, the fixed last ones last; None where a row lacks one."""
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -185,6 +202,8 @@ def _arrow_column(name: str, values: list[Any], reward_names: list[str]) -> Any:
         return pa.array(values, pa.float64())
     try:
         return pa.array(values)
+    except UnicodeEncodeError:  # half of a surrogate pair, from whatever wrote the text
+        return pa.array([value and value.encode("utf-8", "replace").decode() for value in values], pa.string())
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return pa.array([None if value is None else _as_word(value) for value in values], pa.string())
 

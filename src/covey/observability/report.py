@@ -13,11 +13,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from covey.core.transcript import as_text, entries, excerpt, is_conversation, shorten
 from covey.observability.evaluations import all_sets, prefix
 from covey.observability.meanings import meaning
 from covey.observability.plots import series
 from covey.observability.report_style import CSS
-from covey.observability.text import as_text, shorten
 
 MAX_PROMPT, MAX_COMPLETION = 1200, 3000
 """Characters shown of a prompt and of a completion."""
@@ -121,11 +121,19 @@ def _card(sample: Sample | None, when: str, with_prompt: bool) -> str:
     prompt = f'<div class="prompt">{_long(sample.prompt, MAX_PROMPT)}</div>' if with_prompt else ""
     reward = "" if sample.reward is None else f'<span class="reward">reward {_text(_value(sample.reward))}</span>'
     note = f"<span>{_text(sample.note)}</span>" if sample.note else ""
-    completion = _long(sample.completion, MAX_COMPLETION) or '<span class="faint">(empty)</span>'
+    completion = _completion(sample.completion) or '<span class="faint">(empty)</span>'
     return (
         f'<div class="card"><header><span class="when">{when}</span>{reward}{note}</header>{prompt}'
         f"<pre>{completion}</pre></div>"
     )
+
+
+def _completion(completion: Any) -> str:
+    """Text, or a conversation with its calls and results set off."""
+    if not is_conversation(completion):
+        return _long(completion, MAX_COMPLETION)
+    shown = excerpt(entries(completion), MAX_COMPLETION)
+    return "\n".join(f'<span class="{entry.kind}">{_text(entry.text)}</span>' for entry in shown)
 
 
 def _metrics(log_history: list[dict[str, Any]]) -> str:

@@ -2,9 +2,10 @@
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1f2933; --faint: #66727f; --paper: #ffffff; --card: #f5f7f9;
-  --line: #dfe4ea; --accent: #2563eb; }
+  --line: #dfe4ea; --accent: #2563eb; --bad: #b42318; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e9ee; --faint: #93a0ad; --paper: #14181d; --card: #1d232a; --line: #303943; --accent: #7aa7ff; }
+  :root { --ink: #e4e9ee; --faint: #93a0ad; --paper: #14181d; --card: #1d232a; --line: #303943;
+    --accent: #7aa7ff; --bad: #ff8a7a; }
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
@@ -32,6 +33,9 @@ article { margin: 0 0 1.25rem; }
 .reward { font-variant-numeric: tabular-nums; color: var(--ink); }
 .faint { color: var(--faint); }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .9rem/1.45 ui-monospace, monospace; }
+.call { color: var(--accent); }
+.result, .gap { color: var(--faint); }
+.failure { color: var(--bad); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .7rem .35rem 0; border-bottom: 1px solid var(--line); }

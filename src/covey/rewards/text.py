@@ -6,6 +6,8 @@ a list of parts or missing. Everything in `covey.rewards` reads text through her
 
 from typing import Any
 
+from covey.core.transcript import as_text, entries, is_messages
+
 
 def completion_text(completion: Any) -> str:
     """The text of a completion: itself, or what the assistant said last.
@@ -54,13 +56,12 @@ def message_text(text_or_messages: Any) -> str:
         >>> message_text([{"role": "assistant", "content": "Hello"}])
         'Hello'
     """
-    if not isinstance(text_or_messages, list) or not all(isinstance(message, dict) for message in text_or_messages):
-        return str(text_or_messages)
-    texts = [content_text(message.get("content")) for message in text_or_messages]
-    if len(texts) == 1:
-        return texts[0]
-    roles = [message.get("role", "?") for message in text_or_messages]
-    return " | ".join(f"{role}: {text}" for role, text in zip(roles, texts, strict=True))
+    if not is_messages(text_or_messages):
+        return as_text(text_or_messages)
+    shown = entries(text_or_messages)
+    if len(shown) == 1:
+        return content_text(text_or_messages[0].get("content"))
+    return " | ".join(entry.text.strip() for entry in shown)
 
 
 def shorten(text: str, limit: int = 240) -> str:

@@ -1,0 +1,152 @@
+"""Conversations as text: everything that happened is there, and an excerpt keeps what tells most."""
+
+import doctest
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.core import transcript
+from covey.core.transcript import Counts, Entry, Kind, as_text, count, entries, excerpt, shorten, to_json
+
+
+def call(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def assistant(content, *calls):
+    return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {})}
+
+
+def result(content, name="search"):
+    return {"role": "tool", "name": name, "content": content}
+
+
+def rounds(number):
+    """A conversation with `number` searches, the second of which fails, and an answer."""
+    messages = []
+    for i in range(number):
+        answer = "Error: KeyError: 'x'" if i == 1 else f"page {i} " + "words " * 50
+        messages += [assistant(f"Search {i}.", call("search", query=f"q{i}")), result(answer)]
+    return [*messages, assistant("So it is 42.")]
+
+
+def test_examples():
+    assert doctest.testmod(transcript).failed == 0
+
+
+def test_calls_results_and_errors_stand_in_their_order():
+    messages = [
+        assistant("Two things.", call("add", a=1, b=[2.5, None]), call("find", text='say "hi"')),
+        result("3.5", "add"),
+        result("Error: there is no tool 'find'", "find"),
+        {"role": "user", "content": "Go on."},
+        assistant("Done."),
+    ]
+    assert as_text(messages).split("\n") == [
+        "assistant: Two things.",
+        "  → add(a=1, b=[2.5, null])",
+        '  → find(text="say \\"hi\\"")',
+        "  ← add: 3.5",
+        "  ✗ find: Error: there is no tool 'find'",
+        "user: Go on.",
+        "assistant: Done.",
+    ]
+
+
+def test_lines_of_a_result_stay_below_it():
+    assert as_text([assistant("", call("ls")), result("a\nb", "ls")]) == "assistant:\n  → ls()\n  ← ls: a\n    b"
+
+
+def test_images_are_named():
+    seen = [{"type": "image", "image": object()}, {"type": "text", "text": "a cat"}]
+    assert as_text([assistant("Look."), result(seen, "camera")]) == "assistant: Look.\n  ← camera: <image>a cat"
+
+
+@pytest.mark.parametrize(
+    ("one", "shown"),
+    [
+        ({"name": "f", "arguments": {"a": 1}}, "f(a=1)"),
+        ({"function": {"name": "f", "arguments": '{"a": 1}'}}, "f(a=1)"),
+        ({"function": {"name": "f", "arguments": "{broken"}}, "f({broken)"),
+        ({"function": {"name": "f", "arguments": [1]}}, "f([1])"),
+        ({"function": {"name": "f"}}, "f()"),
+        ("gibberish", '"gibberish"'),
+    ],
+)
+def test_a_call_of_any_shape_is_shown(one, shown):
+    assert as_text([assistant("", one)]) == f"assistant:\n  → {shown}"
+
+
+def test_turns_calls_and_failures_are_counted():
+    # Two turns call, one of them twice; the last call's turn ran out of budget, so it has no answer.
+    messages = [
+        assistant("", call("a"), call("b")),
+        result("1"),
+        result("Error: 2"),
+        assistant("", call("c")),
+    ]
+    assert count(messages) == Counts(turns=2, calls=3, failed_calls=1)
+    # What could not be read is no call of the message, and has an answer.
+    assert count([assistant("", call("a")), result("1"), result("Error: no JSON"), assistant("4")]) == Counts(2, 2, 1)
+    assert count("4") == count([assistant("4")]) == Counts(1, 0, 0)
+
+
+def test_what_is_no_call_is_no_failure():
+    assert count([assistant("Error: I cannot."), {"role": "user", "content": "Error: try again"}]).failed_calls == 0
+
+
+def test_messages_as_json_are_those_that_were_given():
+    messages = rounds(2)
+    assert json.loads(to_json(messages)) == messages
+
+
+def test_images_and_keys_that_are_no_text_do_not_stop_json():
+    class Image:
+        size = (640, 480)
+
+    [message] = json.loads(to_json([result([{"type": "image", "image": Image()}])]))
+    assert message["content"] == [{"type": "image", "image": {"type": "Image", "size": [640, 480]}}]
+    assert json.loads(to_json([{"role": "tool", "content": "4", ("a", "b"): 1}])) == [{"role": "tool", "content": "4"}]
+
+
+def test_an_excerpt_keeps_the_first_call_the_first_error_and_the_answer():
+    texts = [entry.text for entry in excerpt(entries(rounds(12)), 500)]
+    assert '  → search(query="q0")' in texts
+    assert "  ✗ search: Error: KeyError: 'x'" in texts
+    assert texts[-1] == "assistant: So it is 42."
+    assert any("more" in text for text in texts) and len("\n".join(texts)) <= 500
+
+
+def test_a_short_conversation_is_shown_whole():
+    conversation = entries([assistant("", call("add", a=1)), result("2"), assistant("2")])
+    assert excerpt(conversation, 600) == conversation
+
+
+def test_one_long_entry_does_not_push_out_the_others():
+    messages = [assistant("Thinking " * 200, call("add", a=1)), result("2"), assistant("It is 2.")]
+    shown = excerpt(entries(messages), 300)
+    assert [entry.text for entry in shown[1:]] == ["  → add(a=1)", "  ← search: 2", "assistant: It is 2."]
+    assert shown[0].text.startswith("assistant: Think") and "…" in shown[0].text
+    assert 280 <= len("\n".join(entry.text for entry in shown)) <= 300
+
+
+ENTRIES = st.lists(st.builds(Entry, st.sampled_from(list(Kind)[:4]), st.text("ab", max_size=300).map("x: ".__add__)))
+
+
+@given(ENTRIES, st.integers(1, 800))
+def test_an_excerpt_is_in_order_and_within_its_width(conversation, width):
+    shown = excerpt(conversation, width)
+    gaps = [int(entry.text.split()[1]) for entry in shown if entry.kind is Kind.GAP]
+    assert len(shown) - len(gaps) + sum(gaps) == len(conversation)  # what is left out is counted
+    place = 0
+    for entry in shown:
+        if entry.kind is Kind.GAP:
+            place += int(entry.text.split()[1])
+        else:
+            whole = conversation[place].text
+            assert entry.kind is conversation[place].kind and entry.text == shorten(whole, len(entry.text))
+            place += 1
+    if width >= 100:
+        assert sum(len(entry.text) + 1 for entry in shown) - 1 <= width
