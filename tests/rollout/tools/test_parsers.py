@@ -13,6 +13,8 @@ from tokenizers import AddedToken
 import tiny
 from covey.rollout.tools.calls import AssistantTurn, ToolCall
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for, read_turn
+from covey.rollout.tools.schema import from_text
+from covey.rollout.tools.tool import Tool
 
 few = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -83,6 +85,41 @@ def write_deepseek_v31(calls):
     )
 
 
+def write_qwen3_coder(calls):
+    def value(it):
+        return it if isinstance(it, str) else json.dumps(it)
+
+    return "\n".join(
+        f"<tool_call>\n<function={c.name}>\n"
+        + "".join(f"<parameter={key}>\n{value(it)}\n</parameter>\n" for key, it in c.arguments.items())
+        + "</function>\n</tool_call>"
+        for c in calls
+    )
+
+
+def gemma_value(it, quote):
+    if isinstance(it, dict):
+        return "{" + ",".join(f"{quote}{key}{quote}:{gemma_value(one, quote)}" for key, one in it.items()) + "}"
+    if isinstance(it, list):
+        return "[" + ",".join(gemma_value(one, quote) for one in it) + "]"
+    return f"{quote}{it}{quote}" if isinstance(it, str) else json.dumps(it)
+
+
+def write_functiongemma(calls):
+    def arguments(call):
+        return ",".join(f"{key}:{gemma_value(it, '<escape>')}" for key, it in call.arguments.items())
+
+    return "".join(f"<start_function_call>call:{c.name}{{{arguments(c)}}}<end_function_call>" for c in calls)
+
+
+def write_gemma4(calls):
+    marks = {"<start_function_call>": "<|tool_call>", "<end_function_call>": "<tool_call|>", "<escape>": '<|"|>'}
+    text = write_functiongemma(calls)
+    for one, other in marks.items():
+        text = text.replace(one, other)
+    return text
+
+
 def write_json(calls):
     return " and ".join(json.dumps({"name": c.name, "arguments": c.arguments}, indent=1) for c in calls)
 
@@ -102,6 +139,9 @@ WRITERS = [
     ("gemma", write_fenced_json),
     ("deepseek", write_deepseek_v3),
     ("deepseek", write_deepseek_v31),
+    ("qwen3_coder", write_qwen3_coder),
+    ("functiongemma", write_functiongemma),
+    ("gemma4", write_gemma4),
     ("json", write_fenced_json),
 ]
 
@@ -121,6 +161,11 @@ texts = st.text(max_size=10) | st.sampled_from(
         "<tool_call>{",
         "é漢🙂",
         '{"name": "x"}',
+        "</parameter>",
+        "</function>",
+        "<parameter=x>1",
+        "5",
+        "null",
     ]
 )
 values = st.recursive(
@@ -145,8 +190,20 @@ def test_calls_are_read_as_they_were_written(family, write, calls):
     written = write(calls)
     turn = parse(family, written)
     assert turn.malformed == []
-    assert [(c.name, c.arguments) for c in turn.calls] == [(c.name, c.arguments) for c in calls]
+    assert [c.name for c in turn.calls] == [c.name for c in calls]
+    assert [typed(read, c) for read, c in zip(turn.calls, calls, strict=True)] == [c.arguments for c in calls]
     assert turn.content == ""
+
+
+TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+def typed(read, written):
+    """The arguments of a call; where the notation has no types, as a schema with the written ones' types says."""
+    if read.texts is None:
+        return read.arguments
+    schema = {key: {"type": TYPES.get(type(it), "null")} for key, it in written.arguments.items()}
+    return {key: from_text(text, schema[key]) for key, text in read.texts.items()}
 
 
 @pytest.mark.parametrize(("family", "write"), [w for w in WRITERS if w[0] != "llama3" and w[1] != write_python_list])
@@ -169,7 +226,7 @@ def test_a_turn_without_calls_is_content(family, text):
     assert parse(family, text) == AssistantTurn(text)
 
 
-@pytest.mark.parametrize("family", ["hermes", "mistral", "deepseek", "json"])
+@pytest.mark.parametrize("family", ["hermes", "mistral", "deepseek", "qwen3_coder", "functiongemma", "gemma4", "json"])
 def test_thinking_about_a_call_is_no_call(family):
     write = dict(WRITERS)[family]
     thought, said = [ToolCall("no", {})], [ToolCall("yes", {"x": 1})]
@@ -207,6 +264,59 @@ def test_a_broken_call_does_not_hide_the_next_one():
     assert [bad.text for bad in turn.malformed] == ['{"name": "f"']
 
 
+def test_qwen3_coder_may_leave_out_what_stands_around_a_function():
+    function = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+    for text in (function, f"{function}\n</tool_call>", f"<tool_call>{function}", function.removesuffix("</function>")):
+        assert parse("qwen3_coder", text) == AssistantTurn("", [ToolCall("f", {"a": 1})])
+    both = parse("qwen3_coder", f"<tool_call>\n{function}\n{function}\n</tool_call>")
+    assert both == AssistantTurn("", [ToolCall("f", {"a": 1})] * 2)
+
+
+def test_a_broken_call_of_qwen3_coder_does_not_hide_the_next_one():
+    turn = parse("qwen3_coder", "<tool_call><function=f>{}</function></tool_call><tool_call><function=g></function>")
+    assert turn.calls == [ToolCall("g", {})]
+    assert [bad.text for bad in turn.malformed] == ["<tool_call><function=f>{}</function></tool_call>"]
+
+
+def test_a_line_break_at_either_end_of_a_value_is_layout_and_others_belong_to_it():
+    turn = parse("qwen3_coder", "<function=f><parameter=code>\n\nif x:\n    y\n\n</parameter></function>")
+    assert turn.calls[0].texts == {"code": "\nif x:\n    y\n"}
+    for empty in ("", "\n", "\n\n"):
+        turn = parse("qwen3_coder", f"<function=f><parameter=a>{empty}</parameter></function>")
+        assert turn.calls[0].arguments == {"a": ""}
+
+
+def test_gemma_asks_for_the_answer_with_a_token_that_is_no_content():
+    text = "I look.<start_function_call>call:f{}<end_function_call><start_function_response>"
+    assert parse("functiongemma", text) == AssistantTurn("I look.", [ToolCall("f", {})])
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("5", {"anyOf": [{"type": "integer"}, {"type": "string"}]}, 5),
+        ("five", {"anyOf": [{"type": "integer"}, {"type": "string"}]}, "five"),
+        ("1.5", {"type": ["integer", "string"]}, "1.5"),
+        ("null", {"type": "string", "nullable": True}, None),
+        ("null", {"type": "string"}, "null"),
+        ("None", {"type": "integer", "nullable": True}, None),
+        ("5", {"type": "string", "nullable": True}, "5"),
+        (" True\n", {"type": "boolean"}, True),
+        ("yes", {"type": "boolean"}, "yes"),
+        ('"a"', {"type": "string"}, '"a"'),
+        ('"a"', {}, '"a"'),
+        ('["a"]', {}, ["a"]),
+        ("[a]", {"type": "array"}, "[a]"),
+        ("NaN", {"type": "number"}, "NaN"),
+    ],
+)
+def test_a_text_without_a_type_is_what_the_schema_asks_for(text, schema, value):
+    read = from_text(text, schema)
+    assert (read, type(read)) == (value, type(value))
+
+
 @pytest.mark.parametrize(
     ("family", "text", "reason"),
     [
@@ -235,6 +345,20 @@ def test_a_broken_call_does_not_hide_the_next_one():
         ("gemma", "```tool_code\nf(a='''x\n```", "not closed|ends"),
         ("deepseek", "<｜tool▁call▁begin｜>f {}<｜tool▁call▁end｜>", "there is no"),
         ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜>", "arguments of f are no JSON"),
+        ("qwen3_coder", "<tool_call>f(1)</tool_call>", "there is no <function=name>"),
+        ("qwen3_coder", "<tool_call><function=></function></tool_call>", "there is no <function=name>"),
+        ("qwen3_coder", "<function=f><parameter=a>1", "argument a is not closed by </parameter>"),
+        ("qwen3_coder", "<function=f>a=1</function>", "only <parameter=name>value</parameter> may stand"),
+        ("functiongemma", "<start_function_call>f{}<end_function_call>", "does not begin with call:name{"),
+        ("functiongemma", "<start_function_call>call:f{a:<escape>x", "string is not closed by <escape>"),
+        ("functiongemma", "<start_function_call>call:f{a:Paris}", "a string stands between <escape> and <escape>"),
+        ("functiongemma", "<start_function_call>call:f{a:1", "arguments are not closed"),
+        ("functiongemma", "<start_function_call>call:f{a:1 b:2}", "expected ',' or '}', found 'b:2}'"),
+        ("functiongemma", "<start_function_call>call:f{1}", "expected key:value, found '1}'"),
+        ("functiongemma", "<start_function_call>call:f{} g{}<end_function_call>", "something follows .*'g{}'"),
+        ("functiongemma", "<start_function_call>call:f{a:" + "[" * 99, "nested too deeply"),
+        ("gemma4", '<|tool_call>call:f{<|"|>a<|"|>}<tool_call|>', "no value after 'a'"),
+        ("gemma4", "<|tool_call>call:f{a:01}", "cannot read '01}'"),
         ("json", 'Sure: {"name": "f", "arguments": {"a": 1', "not closed"),
         ("json", '{"name": "f", "arguments": {"a": 1,}}', "no JSON"),
     ],
@@ -270,6 +394,9 @@ PIECES = [
         "<｜tool▁calls▁begin｜>",
         '{"name": "f", "arguments": {}}',
     ],
+    *["<function=", "<function=f>", "</function>", "<parameter=", "<parameter=a>", "</parameter>", ">"],
+    *["<start_function_call>", "<end_function_call>", "<escape>", "call:f{", "a:", "<start_function_response>"],
+    *["<|tool_call>", "<tool_call|>", '<|"|>'],
 ]
 
 
@@ -308,6 +435,9 @@ HOSTILE = [
         '<｜tool▁call▁begin｜>f{"',
     ],
     *["<｜tool▁call▁begin｜>{}", '{"name":"f","arguments":{}} ', '<|python_tag|>{"', "```tool_code\nf(a='''"],
+    *["<function=f><parameter=a>", "<function=f></function>", "</parameter>  ", "<parameter=a></parameter>", "a:1,"],
+    *["<function=f", "<tool_call><function=f", "<start_function_call>call:f{a:<escape>", "a:[", "a:{", "[1,"],
+    *["<escape><start_function_call>call:f{a:<escape>,a:", "<start_function_call>{", "call:f{a:1"],
 ]
 PREFIXES = [
     "",
@@ -317,6 +447,8 @@ PREFIXES = [
     "[TOOL_CALLS]",
     '{"name": "f", "arguments": ',
     "f(a='''",
+    "<function=f><parameter=a>",
+    "<start_function_call>call:f{",
 ]
 
 
@@ -351,6 +483,9 @@ def test_time_grows_with_the_text_and_not_with_its_square(family):
         ("{{ '[AVAILABLE_TOOLS]' }}{{ '[TOOL_CALLS]' }}", "mistral"),
         ("{{ '<|start_header_id|>' }}{{ 'Environment: ipython' }}{{ '<|python_tag|>' }}", "llama3"),
         ("{{ '<start_of_turn>model' }}", "gemma"),
+        ("{{ '<tool_call>\n<function=name>\n<parameter=key>' }}", "qwen3_coder"),
+        ("{{ '<start_of_turn>model\n<start_function_call>call:' }}", "functiongemma"),
+        ("{{ '<|turn>model\n<|tool_call>call:' }}", "gemma4"),
         ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' }}", "deepseek"),
         ("{{ '<|im_start|>' }}", "json"),
         (None, "json"),
@@ -374,3 +509,23 @@ def test_tokens_of_the_notation_are_kept_and_other_special_ones_dropped():
     ids = tokenizer(text + "<|eom_id|>", add_special_tokens=False)["input_ids"]
     turn = read_turn(tokenizer, [*ids, tokenizer.eos_token_id], TOOL_PARSERS["llama3"])
     assert turn == AssistantTurn("See.", [ToolCall("f", {"a": "<b>"})])
+
+
+def test_the_schemas_of_the_tools_say_what_untyped_arguments_are():
+    def lookup(word: str, limit: int | None = None) -> str:
+        """Look a word up.
+
+        Args:
+            word: The word.
+            limit: How many lines.
+        """
+
+    tool = Tool.of(lookup)
+    text = "<function=lookup><parameter=word>42</parameter><parameter=limit>2</parameter></function>"
+    tokenizer = tiny.tokenizer()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    parser = TOOL_PARSERS["qwen3_coder"]
+    (call,) = read_turn(tokenizer, ids, parser, [tool.schema]).calls
+    assert tool.arguments(call.arguments) == {"word": "42", "limit": 2}
+    (unknown,) = read_turn(tokenizer, ids, parser).calls
+    assert unknown.arguments == {"word": 42, "limit": 2}

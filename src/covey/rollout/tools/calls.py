@@ -12,10 +12,12 @@ class ToolCall:
     Attributes:
         name: of the tool.
         arguments: by name, as JSON values.
+        texts: what was written for each argument, where the notation says nothing of types; the tool's schema does.
     """
 
     name: str
     arguments: dict[str, Any]
+    texts: dict[str, str] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)

@@ -4,22 +4,23 @@ A parser is a function `text -> AssistantTurn` in the table `TOOL_PARSERS`; `par
 template mentions and `read_turn` applies it to tokens. A parser never raises, whatever the text: what was meant as a
 call and cannot be read becomes a `MalformedCall` with the reason. It takes time linear in the text.
 
-To add a family, write such a function, usually by collecting `(start, end, parts)` spans for `_assemble`, and register
-it: `TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>",), tokens=("<my_call>",)))`.
+To add a family, write such a function, usually by collecting `(start, end, parts)` spans for `spans.assemble`, and
+register it: `TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>",), tokens=("<my_call>",)))`. Here
+are the notations in JSON and in Python; those with marks of their own are read in `marked`.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from covey.core.registry import Registry
-from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall, Unreadable, decode_json, read_call
+from covey.rollout.tools.calls import AssistantTurn, MalformedCall, Unreadable, decode_json
+from covey.rollout.tools.marked import FUNCTION_GEMMA, GEMMA_4, parse_marked_gemma, parse_qwen3_coder
 from covey.rollout.tools.scan import Finder, Scanner, read_python_calls
-
-Part = ToolCall | MalformedCall
-Span = tuple[int, int, list[Part]]
-"""A stretch of the text that is no content, and the calls in it."""
+from covey.rollout.tools.schema import from_text
+from covey.rollout.tools.spans import Part, Span, answer_start, assemble, named, parts_of, tagged
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,19 @@ def parser_for(chat_template: str | dict[str, str] | None) -> str:
     return next((name for name, one in TOOL_PARSERS.items() if any(mark in template for mark in one.marks)), "json")
 
 
-def read_turn(tokenizer: Any, token_ids: Sequence[int], parser: ToolParser) -> AssistantTurn:
+def read_turn(
+    tokenizer: Any, token_ids: Sequence[int], parser: ToolParser, tools: Sequence[dict[str, Any]] = ()
+) -> AssistantTurn:
     """Decode a sampled turn and take it apart.
 
     Special tokens are dropped (the end of the turn), except those of the notation. The decoded text serves reading
     alone: the tokens themselves stay what was sampled.
+
+    Args:
+        tokenizer: of the policy.
+        token_ids: of the turn.
+        parser: of the notation.
+        tools: schemas that say what arguments are, where the notation does not.
     """
     special = {
         number
@@ -61,7 +70,21 @@ def read_turn(tokenizer: Any, token_ids: Sequence[int], parser: ToolParser) -> A
         if token.special and str(token) not in parser.tokens
     }
     kept = [token for token in token_ids if token not in special]
-    return parser.parse(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    turn = parser.parse(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    for call in turn.calls:
+        if call.texts is not None and call.name in parameters:
+            known = parameters[call.name].get("properties") or {}
+            call.arguments = {name: from_text(text, known.get(name, {})) for name, text in call.texts.items()}
+    return turn
+
+
+# --- Marks of their own, before the families whose marks such a template mentions too ----------------------------
+
+TOOL_PARSERS.register("qwen3_coder", ToolParser(parse_qwen3_coder, ("<parameter=",), ("<tool_call>", "</tool_call>")))
+for _name, _marks in {"functiongemma": FUNCTION_GEMMA, "gemma4": GEMMA_4}.items():
+    _parse = partial(parse_marked_gemma, marks=_marks)
+    TOOL_PARSERS.register(_name, ToolParser(_parse, (_marks.opening,), (_marks.opening, _marks.closing, _marks.quote)))
 
 
 # --- Hermes: Qwen 2.5 and 3, SmolLM 3 and many others ------------------------------------------------------------
@@ -69,31 +92,11 @@ def read_turn(tokenizer: Any, token_ids: Sequence[int], parser: ToolParser) -> A
 
 def parse_hermes(text: str) -> AssistantTurn:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once for each call."""
-    return _tagged(text, "<tool_call>", "</tool_call>", _read_object)
+    return tagged(text, "<tool_call>", "</tool_call>", _read_object)
 
 
 def _read_object(text: str) -> list[Part]:
-    return _parts_of(decode_json(text), text)
-
-
-def _tagged(text: str, opening: str, closing: str, read: Callable[[str], list[Part]]) -> AssistantTurn:
-    """Calls between two marks. A mark inside a JSON string closes nothing, and a missing last one is forgiven."""
-    scanner, opens, closes = Scanner(text), Finder(text, opening), Finder(text, closing)
-    spans: list[Span] = []
-    start = opens(_answer_start(text))
-    while start < len(text):
-        inner = scanner.skip_space(start + len(opening))
-        end = scanner.end_of_value(inner) if text.startswith(("{", "["), inner) else None
-        if end is None:
-            body_end = min(opens(inner), closes(inner))
-        elif closes(end) == len(text) or opens(end) < closes(end):
-            body_end = end  # its closing mark is missing
-        else:
-            body_end = closes(end)
-        stop = body_end + len(closing) if text.startswith(closing, body_end) else body_end
-        spans.append((start, stop, read(text[inner:body_end].strip())))
-        start = opens(stop)
-    return _assemble(text, spans)
+    return parts_of(decode_json(text), text)
 
 
 TOOL_PARSERS.register("hermes", ToolParser(parse_hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>")))
@@ -106,7 +109,7 @@ _DS = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end
 
 def parse_deepseek(text: str) -> AssistantTurn:
     """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`; V3 has a type before it and a fence around."""
-    turn = _tagged(text, _DS["call▁begin"], _DS["call▁end"], _read_deepseek)
+    turn = tagged(text, _DS["call▁begin"], _DS["call▁end"], _read_deepseek)
     for outer in (_DS["calls▁begin"], _DS["calls▁end"]):
         turn.content = turn.content.replace(outer, "")
     turn.content = turn.content.strip()
@@ -119,7 +122,15 @@ def _read_deepseek(text: str) -> list[Part]:
         return [MalformedCall(text, f"there is no {_DS['sep']} between the tool's name and its arguments")]
     if head.strip() == "function" and "\n" in body:  # V3 and R1: function<sep>name\n```json\n{...}\n```
         head, _, body = body.partition("\n")
-    return [_named(head.strip(), _unfenced(body), text)]
+    return [named(head.strip(), _unfenced(body), text)]
+
+
+def _unfenced(text: str) -> str:
+    """Without ```json before and ``` after."""
+    text = text.strip()
+    if text.startswith("```") and text.endswith("```") and len(text) >= 6:
+        text = text[3:-3].removeprefix("json")
+    return text.strip()
 
 
 TOOL_PARSERS.register("deepseek", ToolParser(parse_deepseek, ("<｜tool▁call",), tuple(_DS.values())))
@@ -134,19 +145,19 @@ def parse_mistral(text: str) -> AssistantTurn:
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` once for each call."""
     scanner, opens = Scanner(text), Finder(text, _TOOL_CALLS)
     spans: list[Span] = []
-    start = opens(_answer_start(text))
+    start = opens(answer_start(text))
     while start < len(text):
         inner = scanner.skip_space(start + len(_TOOL_CALLS))
         limit = opens(inner)
         if text.startswith(("[", "{"), inner):
             found = scanner.value(inner)
             stop = found[1] if found else limit
-            parts = _parts_of(found[0] if found else Unreadable("it is not closed"), text[inner:stop])
+            parts = parts_of(found[0] if found else Unreadable("it is not closed"), text[inner:stop])
         else:
             stop, parts = _named_mistral(text, scanner, inner, limit)
         spans.append((start, stop, parts))
         start = opens(stop)
-    return _assemble(text, spans)
+    return assemble(text, spans)
 
 
 def _named_mistral(text: str, scanner: Scanner, start: int, limit: int) -> tuple[int, list[Part]]:
@@ -158,7 +169,7 @@ def _named_mistral(text: str, scanner: Scanner, start: int, limit: int) -> tuple
     if found is None:
         reason = "the arguments are not closed" if begin >= 0 else "there are no arguments in braces after the name"
         return limit, [MalformedCall(text[start:limit], reason)]
-    return found[1], [_named(name, text[begin : found[1]], text[start : found[1]])]
+    return found[1], [named(name, text[begin : found[1]], text[start : found[1]])]
 
 
 TOOL_PARSERS.register("mistral", ToolParser(parse_mistral, (_TOOL_CALLS,), (_TOOL_CALLS, _ARGS, _CALL_ID)))
@@ -178,11 +189,11 @@ def parse_llama3(text: str) -> AssistantTurn:
     tag = text.find(_PYTHON_TAG)
     if tag >= 0:
         body = text[tag + len(_PYTHON_TAG) :]
-        return _assemble(text, [(tag, len(text), _llama_parts(body, tagged=True))])
+        return assemble(text, [(tag, len(text), _llama_parts(body, tagged=True))])
     if not text.lstrip().startswith("{"):
         return AssistantTurn(text.strip())
     parts = _llama_parts(text, tagged=False)
-    return _assemble(text, [(0, len(text), parts)]) if parts else AssistantTurn(text.strip())
+    return assemble(text, [(0, len(text), parts)]) if parts else AssistantTurn(text.strip())
 
 
 def _llama_parts(text: str, tagged: bool) -> list[Part]:
@@ -199,7 +210,7 @@ def _llama_parts(text: str, tagged: bool) -> list[Part]:
         value, end = found
         if not tagged and not _looks_like_call(value, text[start:end]):
             return parts
-        parts += _parts_of(value, text[start:end])
+        parts += parts_of(value, text[start:end])
         start = scanner.skip_space(end)
         if text.startswith(";", start):
             start = scanner.skip_space(start + 1)
@@ -233,7 +244,7 @@ def parse_gemma(text: str) -> AssistantTurn:
             parts: list[Part] = [MalformedCall(fence[2], calls)] if isinstance(calls, Unreadable) else [*calls]
             spans.append((*fence.span(), parts))
     if spans:
-        return _assemble(text, spans)
+        return assemble(text, spans)
     if _BARE_CALLS.match(text):
         calls = read_python_calls(text)
         if not isinstance(calls, Unreadable):
@@ -261,18 +272,18 @@ def parse_json(text: str) -> AssistantTurn:
     """
     scanner = Scanner(text)
     spans: list[Span] = []
-    at = _OPENING.search(text, _answer_start(text))
+    at = _OPENING.search(text, answer_start(text))
     while at:
         start = at.start()
         found = scanner.value(start)
         stop = found[1] if found else start + 1
         if found and _looks_like_call(found[0], text[start:stop]):
-            spans.append(_widened(text, start, stop, _parts_of(found[0], text[start:stop])))
+            spans.append(_widened(text, start, stop, parts_of(found[0], text[start:stop])))
         elif not found and _CALL_LIKE.match(text, start):
             stop = len(text)
             spans.append((start, stop, [MalformedCall(text[start:], "the JSON object is not closed")]))
         at = _OPENING.search(text, stop)
-    return _assemble(text, spans)
+    return assemble(text, spans)
 
 
 _FENCE_BEFORE = re.compile(r"```[a-z_]*[ \t]*\n?\s*\Z")
@@ -302,60 +313,3 @@ def _looks_like_call(value: Any, text: str) -> bool:
 
 
 TOOL_PARSERS.register("json", ToolParser(parse_json))
-
-
-# --- Common parts ------------------------------------------------------------------------------------------------
-
-
-def _parts_of(value: Any, text: str) -> list[Part]:
-    """What a JSON value asks for: one call, or one for each item of a list."""
-    if isinstance(value, Unreadable):
-        return [MalformedCall(text, f"the call is no JSON: {value}")]
-    if isinstance(value, list):
-        return [part for item in value for part in _one(item, text)]
-    return _one(value, text)
-
-
-def _one(value: Any, text: str) -> list[Part]:
-    call = read_call(value)
-    return [MalformedCall(text, call) if isinstance(call, str) else call]
-
-
-def _named(name: str, arguments: str, text: str) -> Part:
-    """A call whose name stands outside of its JSON arguments."""
-    call = read_call({"name": name, "arguments": arguments})
-    return MalformedCall(text, call) if isinstance(call, str) else call
-
-
-def _unfenced(text: str) -> str:
-    """Without ```json before and ``` after."""
-    text = text.strip()
-    if text.startswith("```") and text.endswith("```") and len(text) >= 6:
-        text = text[3:-3].removeprefix("json")
-    return text.strip()
-
-
-def _answer_start(text: str) -> int:
-    """Where thinking ends: what a policy considers calling is not a call. The whole text if thinking never ends."""
-    closed = text.find("</think>")
-    if closed >= 0:
-        return closed
-    return len(text) if text.lstrip().startswith("<think>") else 0
-
-
-def _assemble(text: str, spans: list[Span]) -> AssistantTurn:
-    """The turn whose content is what lies outside of the spans, which are in order."""
-    turn = AssistantTurn("")
-    outside: list[str] = []
-    position = 0
-    for start, stop, parts in spans:
-        outside.append(text[position:start])
-        position = stop
-        for part in parts:
-            if isinstance(part, ToolCall):
-                turn.calls.append(part)
-            else:
-                turn.malformed.append(part)
-    outside.append(text[position:])
-    turn.content = "".join(outside).strip()
-    return turn

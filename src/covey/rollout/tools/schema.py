@@ -1,12 +1,15 @@
 """Arguments against a tool's JSON schema, as far as schemas made from type hints go.
 
 Known: `type` (one or several), `nullable`, `enum`, `anyOf`, `items`, `prefixItems`, `properties`, `required`,
-`additionalProperties`. Other keywords allow everything. Nothing is guessed: a string of digits is no number.
+`additionalProperties`. Other keywords allow everything. Nothing is guessed: a string of digits is no number. Only where
+a notation writes every value as plain text does `from_text` ask the schema what it is.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
+
+from covey.rollout.tools.calls import decode_json
 
 _IS: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
@@ -69,10 +72,53 @@ def checked_object(value: dict[str, Any], schema: dict[str, Any], where: str) ->
     return out
 
 
+def from_text(text: str, schema: dict[str, Any]) -> Any:
+    """What `text` means in a notation that writes every value as plain text, without quotes.
+
+    It is a string where only a string is asked for. Otherwise it is the JSON value that it reads as, if the schema
+    allows that or allows no string either; Python's words for truth and nothing count as JSON's, since chat templates
+    write them. Everything else stays text, which `checked` refuses where it must not be.
+
+    Args:
+        text: as written.
+        schema: what the value must be; `{}` if nobody knows.
+
+    Example:
+        >>> from_text("5", {"type": "integer"}), from_text("5", {"type": "string"}), from_text("5", {})
+        (5, '5', 5)
+    """
+    types = _types(schema)
+    if types == {"string"}:
+        return text
+    word = text.strip()
+    value = _WORDS[word] if word in _WORDS else decode_json(text)
+    if isinstance(value, str):  # no JSON, or a string in quotes, which are part of it here
+        return text
+    if "string" not in types:
+        return value
+    try:
+        return checked(value, schema, "")
+    except WrongArgument:
+        return text
+
+
 def shown(value: Any) -> str:
     """A value in a message: short, whatever it is."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    """The names of what a value may be; empty if it may be anything."""
+    if "anyOf" in schema:
+        each = [_types(one) for one in schema["anyOf"]]
+        types = set().union(*each) if all(each) else set()
+    else:
+        types = {schema["type"]} if isinstance(schema.get("type"), str) else set(schema.get("type") or ())
+    return types | {"null"} if types and schema.get("nullable") else types
 
 
 def _typed(value: Any, types: list[str], where: str) -> Any:
