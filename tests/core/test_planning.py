@@ -108,7 +108,7 @@ def test_every_rollout_is_on_exactly_one_rank(groups, ranks, layout):
 def test_joined_batches_share_the_prompt_of_a_common_group():
     left, right = batch_of((2, [1]), (3, [2])), batch_of((3, [4]))
     right.prompt_ids = left.prompt_ids[2:]  # its group is the left's second
-    joined = join([left, right], torch.tensor([0, 1, 1]))
+    joined = join([left, right])
     assert joined.prompt_lengths.tolist() == [2, 3]
     assert joined.prompt_ids.tolist() == left.prompt_ids.tolist()
     assert joined.lengths.tolist() == [1, 2, 4]

@@ -1,5 +1,7 @@
 """Rollouts become flat vectors and come back out of any selection unchanged."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,10 +79,10 @@ def test_a_rollout_without_log_probs_has_nan_beside_those_that_have_some():
 def test_joining_fills_up_what_an_engine_reported_to_one_process_alone():
     told, untold = collate([rollout([1], [10])]), collate([rollout([2], [11], logprobs=False)])
     told.mismatch_weights = torch.tensor([0.5])
-    both = join([told, untold], torch.tensor([0, 1]))
+    both = join([told, untold])
     assert both.engine_logprobs[0] == -10 / 64 and both.engine_logprobs[1].isnan()
     assert both.mismatch_weights.tolist() == [0.5, 1.0]
-    assert join([untold, untold], torch.tensor([0, 1])).engine_logprobs is None
+    assert join([untold, untold]).engine_logprobs is None
 
 
 @pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TOOL_BUDGET])
@@ -90,9 +92,30 @@ def test_nothing_is_learned_from_truncated_completions_if_so_asked(finish):
     assert collate([cut, whole]).sampled.tolist() == [True, True, True]
 
 
-def test_siblings_must_share_their_prompt():
-    with pytest.raises(AssertionError, match="share their prompt"):
-        collate([rollout([1], [10]), rollout([2], [10])])
+def test_siblings_may_begin_differently_and_strangers_alike():
+    """What a forward pass may share is a matter of tokens, not of who is compared with whom."""
+    batch = collate([rollout([1], [10]), rollout([2], [11]), rollout([1], [12], group=1)])
+    assert batch.prompt_ids.tolist() == [1, 2]
+    assert batch.groups.tolist() == [0, 1, 0]
+
+
+@given(sampled=rollouts(), data=st.data())
+@few
+def test_shares_of_processes_join_to_what_one_would_have_collated(sampled, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sampled)), max_size=2)))
+    edges = [0, *cuts, len(sampled)]
+    whole = collate(sampled)
+    joined = join(
+        [
+            collate(
+                sampled[a:b],
+            )
+            for a, b in pairwise(edges)
+        ]
+    )
+    for name in ("token_ids", "lengths", "sampled", "prompt_ids", "prompt_lengths", "groups"):
+        assert torch.equal(getattr(joined, name), getattr(whole, name)), name
+    assert as_lists(marked(joined)) == as_lists(marked(whole))
 
 
 def test_an_empty_batch_collates_selects_and_splits():
@@ -110,7 +133,7 @@ def test_collate_keeps_every_rollout(sampled):
     for i, one in enumerate(sampled):
         assert prompts[batch.groups[i]].tolist() == one.prompt_ids
         assert batch.completions()[i].tolist() == one.completion_ids
-    assert len(prompts) == len({one.group for one in sampled})
+    assert len(prompts) == len({tuple(one.prompt_ids) for one in sampled})
 
 
 @given(sampled=rollouts(), data=st.data())
@@ -121,7 +144,7 @@ def test_select_returns_the_chosen_rollouts_whole_and_in_order(sampled, data):
     chosen = batch.select(torch.tensor(rows, dtype=torch.long))
     everything = as_lists(batch)
     assert as_lists(chosen) == [everything[row] for row in rows]
-    assert len(chosen.prompt_lengths) == len({sampled[row].group for row in rows})
+    assert len(chosen.prompt_lengths) == len({tuple(sampled[row].prompt_ids) for row in rows})
 
 
 @given(sampled=rollouts(), size=st.integers(1, 8))

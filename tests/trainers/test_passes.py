@@ -147,7 +147,7 @@ def batch_of(rollouts, tokens):
     """Every rollout with a prompt of its own: one token, and `tokens` to train on."""
     return collate(
         [
-            Rollout([1], [2 + row] * tokens, [True] * tokens, None, "", FinishReason.STOP, group=row)
+            Rollout([row], [2 + row] * tokens, [True] * tokens, None, "", FinishReason.STOP, group=row)
             for row in range(rollouts)
         ]
     )

@@ -36,6 +36,12 @@ CASES = {
         "engine_parity": "off",
         "vllm_importance_sampling_mode": "sequence_truncate",
     },
+    "environments, a group over both processes": {
+        "method": "grpo",
+        "beta": 0.05,
+        "num_generations": 8,
+        "environments": True,
+    },
     "sampling ahead": {"method": "grpo", "max_staleness": 2, "max_steps": 5},
     "sampling ahead, with refills by difficulty": {
         "method": "grpo",

@@ -4,6 +4,7 @@ Usage: two_processes.py OUTPUT SETTINGS_AS_JSON
 """
 
 import json
+import math
 import sys
 
 import runs
@@ -50,6 +51,27 @@ def perturb_reports(trainer):
     trainer.collector.collect = perturbing
 
 
+def act_as_environments(trainer):
+    """Siblings begin in three different ways, and after its first token each is told something it did not sample."""
+    collect = trainer.collector.collect
+
+    def interrupted(values, told):
+        return None if values is None else values[:1] + told + values[1:]
+
+    def collecting(draws, *args, **kwargs):
+        rollouts = collect(draws, *args, **kwargs)
+        for draw, rollout in zip(draws, rollouts, strict=True):
+            told = [50 + draw.sample] * (1 + draw.sample % 4)
+            rollout.prompt_ids = [*rollout.prompt_ids, 60 + draw.sample % 3]
+            rollout.completion_ids = interrupted(rollout.completion_ids, told)
+            rollout.sampled = interrupted(rollout.sampled, [False] * len(told))
+            rollout.entropies = interrupted(rollout.entropies, [math.nan] * len(told))
+            rollout.logprobs = None
+        return rollouts
+
+    trainer.collector.collect = collecting
+
+
 if __name__ == "__main__":
     output, settings = sys.argv[1], json.loads(sys.argv[2])
     method = settings.pop("method")
@@ -58,6 +80,7 @@ if __name__ == "__main__":
     out_of_memory = settings.pop("out_of_memory", False)
     perturbed = settings.pop("perturbed", False)
     pads_at_the_last = settings.pop("pads_at_the_last", False)
+    environments = settings.pop("environments", False)
     torch.set_num_threads(1)
     parts = {}
     if settings.get("max_staleness"):
@@ -73,6 +96,8 @@ if __name__ == "__main__":
         run_out_of_memory(trained)
     if perturbed:
         perturb_reports(trained)
+    if environments:
+        act_as_environments(trained)
     if pads_at_the_last and trained.accelerator.process_index == trained.accelerator.num_processes - 1:
         trained.scorer._prove = lambda model, device: "padded"
     trained.train()

@@ -7,6 +7,7 @@ Not here: how a batch is laid out for a forward pass (`covey.policy.layouts`) an
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ class TrainBatch:
             truncated completion under `mask_truncated_completions`.
         prompt_ids: [M] int64, the tokens of the P distinct prompts, one after the other.
         prompt_lengths: [P] int64.
-        groups: [B] int64, the prompt each rollout continues: an index into `prompt_lengths`.
+        groups: [B] int64, the prompt each rollout continues: an index into `prompt_lengths`. Rollouts whose prompts
+            are equal are in one group, wherever they were drawn. This is about what a forward pass may share, not
+            about credit: which rollouts are compared with one another follows from the order of sampling, G at a time.
         advantages: [N] float32, credit of each token (equal over a rollout unless credit is given per step).
         weights: [N] float32, how much each token's loss counts; 0 where not sampled. Their sum over one optimizer
             step and all ranks is the loss's normaliser already applied: `loss = sum(weights * token_loss)`.
@@ -156,17 +159,14 @@ class TrainBatch:
 
 
 def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> TrainBatch:
-    """Flatten rollouts into a `TrainBatch`; rollouts with the same `group` share one copy of their prompt.
+    """Flatten rollouts into a `TrainBatch`; equal prompts are stored once.
 
     Args:
-        rollouts: finished episodes; siblings must have equal `prompt_ids`.
+        rollouts: finished episodes. Siblings mostly continue one prompt, but need not: an environment may begin each
+            episode in its own way.
         mask_truncated: learn nothing from truncated completions (DAPO's overlong filtering, arXiv 2503.14476 §3.4).
     """
-    prompts: dict[int, list[int]] = {}
-    for rollout in rollouts:
-        known = prompts.setdefault(rollout.group, rollout.prompt_ids)
-        assert known == rollout.prompt_ids, "rollouts of one group share their prompt"
-    place = {group: i for i, group in enumerate(prompts)}
+    prompts, groups = _distinct([rollout.prompt_ids for rollout in rollouts])
 
     def learned(rollout: Rollout) -> list[bool]:
         return [False] * len(rollout.sampled) if mask_truncated and rollout.truncated else rollout.sampled
@@ -179,29 +179,25 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         token_ids=_flat([r.completion_ids for r in rollouts], torch.long),
         lengths=torch.tensor([len(r.completion_ids) for r in rollouts], dtype=torch.long),
         sampled=_flat([learned(r) for r in rollouts], torch.bool),
-        prompt_ids=_flat(list(prompts.values()), torch.long),
-        prompt_lengths=torch.tensor([len(p) for p in prompts.values()], dtype=torch.long),
-        groups=torch.tensor([place[r.group] for r in rollouts], dtype=torch.long),
+        prompt_ids=_flat(prompts, torch.long),
+        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long),
+        groups=torch.tensor(groups, dtype=torch.long),
         engine_logprobs=_flat([reported(r) for r in rollouts], torch.float32) if have_logprobs else None,
     )
 
 
-def join(batches: Sequence[TrainBatch], groups: Tensor) -> TrainBatch:
+def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     """One batch of several, rollouts in order, as when processes put together what they sampled.
 
     Args:
-        batches: with the same optional fields; what an engine reported to some of them alone is filled up.
-        groups: [B] int64, the group of every rollout of the result, 0, 1, 2, ...: groups of different batches may be
-            one, in which case their prompts are equal and one copy is kept.
+        batches: with the same optional fields; what an engine reported to some of them alone is filled up. Prompts that
+            are equal are kept once, also where they come from different batches.
     """
-    offset, of_rollout, prompts = 0, [], []
-    for batch in batches:
-        of_rollout.append(batch.groups + offset)
-        offset += len(batch.prompt_lengths)
-        prompts += batch.prompts()
-    source = torch.cat(of_rollout)
-    firsts = [source[(groups == group).nonzero()[0, 0]] for group in range(int(groups.max()) + 1 if len(groups) else 0)]
-    kept = [prompts[first] for first in firsts]
+    device = batches[0].lengths.device
+    kept, places = _distinct([prompt.tolist() for batch in batches for prompt in batch.prompts()])
+    place = torch.tensor(places, dtype=torch.long, device=device)
+    offsets = [0, *accumulate(len(batch.prompt_lengths) for batch in batches)]
+    groups = [place[batch.groups + offset] for batch, offset in zip(batches, offsets, strict=False)]
 
     def joined(name: str) -> Tensor | None:
         parts = [getattr(batch, name) for batch in batches]
@@ -214,10 +210,17 @@ def join(batches: Sequence[TrainBatch], groups: Tensor) -> TrainBatch:
     return TrainBatch(
         **per_token,
         lengths=torch.cat([batch.lengths for batch in batches]),
-        prompt_ids=torch.cat(kept) if kept else batches[0].prompt_ids,
-        prompt_lengths=torch.tensor([len(prompt) for prompt in kept], dtype=torch.long, device=source.device),
-        groups=groups,
+        prompt_ids=_flat(kept, torch.long).to(device),
+        prompt_lengths=torch.tensor([len(prompt) for prompt in kept], dtype=torch.long, device=device),
+        groups=torch.cat(groups),
     )
+
+
+def _distinct(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Every prompt once, in the order of their first appearance, and the place of each of `prompts` among them."""
+    known: dict[tuple[int, ...], int] = {}
+    places = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
+    return list(known), places
 
 
 def _or_unreported(batch: TrainBatch, name: str) -> Tensor:

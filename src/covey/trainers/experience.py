@@ -87,17 +87,15 @@ class Experience:
         self._waiting.clear()
 
 
-def pool(batch: TrainBatch, group_size: int, gather: Callable[[Any], list[Any]]) -> TrainBatch:
+def pool(batch: TrainBatch, gather: Callable[[Any], list[Any]]) -> TrainBatch:
     """The rollouts of all processes, in the order of ranks; every process gets the same.
 
     Args:
-        batch: this process's share of a generation, as many rollouts as the others'.
-        group_size: completions per prompt; a group may lie on two processes.
+        batch: this process's share of a generation, as many rollouts as the others'; siblings may lie on two processes.
         gather: collective: this process's object to those of all.
     """
     shares = [TrainBatch(**state) for state in gather(batch.state())]
-    total = sum(len(share) for share in shares)
-    return join(shares, torch.arange(total) // group_size).to(batch.lengths.device)
+    return join(shares).to(batch.lengths.device)
 
 
 def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:

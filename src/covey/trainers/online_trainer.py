@@ -220,7 +220,11 @@ class OnlineTrainer(SampledGenerations):
         return Generation(self.collectives.gather(mine, what), self.accelerator.process_index)
 
     def _advantages(self, generation: Generation) -> Tensor:
-        """Advantages of all processes' rollouts, [rollouts]."""
+        """Advantages of all processes' rollouts, [rollouts].
+
+        Siblings are G rollouts in the order of sampling, whatever prompts they continue: `TrainBatch.groups` is about
+        forward passes alone.
+        """
         shape = (-1, self._group_size)
         rewards_PGF = generation.rewards.view(*shape, len(self.rewards.names))
         kl_PG = None if generation.kl is None else generation.kl.view(shape)

@@ -115,7 +115,7 @@ class PolicyUpdates(SampledEvaluation):
         """Put a generation up for training: the share of every process, which each process then knows in full."""
         ranks = self.accelerator.num_processes
         gather = self.collectives.named("share out what was sampled")
-        pooled = batch if ranks == 1 else pool(batch, self._group_size, gather)
+        pooled = batch if ranks == 1 else pool(batch, gather)
         parts = nominal_parts(len(pooled), self.args.per_device_train_batch_size, ranks)
         self.experience.refill(pooled, parts, self.args.num_iterations)
 
