@@ -7,9 +7,10 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from covey.core.rollout import Completion, FinishReason
-from covey.rollout.collector import Collector, Draw, run_async, sample_seed
+from covey.rollout.collector import Collector, Draw, run_async
 from covey.rollout.engine import SamplingParams
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.seeds import sample_seed
 
 PARAMS = SamplingParams(max_tokens=4)
 

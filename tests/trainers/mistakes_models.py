@@ -284,14 +284,6 @@ ARGUMENTS = [
     ),
     *(
         Mistake(
-            "Gave tools, rollout_func or environment_factory",
-            lambda b, name=name, value=value: b.build(**{name: value}),
-            (f"`{name}`", "not available in this version", "Leave it out"),
-        )
-        for name, value in {"tools": [print], "rollout_func": print, "environment_factory": print}.items()
-    ),
-    *(
-        Mistake(
             "Launched with FSDP or DeepSpeed",
             lambda b, sharding=sharding: b.build(trainer=launched_with(sharding)),
             (f"{name} is not yet supported", "on one process or on several with DDP", f"Launch without {name}"),

@@ -17,6 +17,7 @@ import torch
 import transformers
 from failing_processes import WAYS
 from mistakes import Bench
+from mistakes_agents import AGENTS
 from mistakes_colocate import COLOCATION, SHOWN_BY_VLLM
 from mistakes_data import DATASETS, REWARDS
 from mistakes_models import ARGUMENTS, MODELS, TOKENIZERS
@@ -32,6 +33,7 @@ MISTAKES = [*MODELS, *ARGUMENTS, *TOKENIZERS, *DATASETS, *REWARDS, *SETTINGS, *R
 MISTAKES += WEIGHTS
 MISTAKES += COLOCATION
 MISTAKES += REMOTE
+MISTAKES += AGENTS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 

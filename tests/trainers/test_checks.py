@@ -66,7 +66,12 @@ REFUSED = [
         {"use_sglang": True, "sglang_concurrency": 0},
         "sglang_concurrency=0",
     ),
-    (features.later_features_are_off, GRPOConfig, {"max_tool_calling_iterations": 2}, "max_tool_calling.* is not yet"),
+    (
+        features.later_features_are_off,
+        GRPOConfig,
+        {"log_completions_hub_repo": "me/it"},
+        "log_completions.* is not yet",
+    ),
     (features.later_features_are_off, GRPOConfig, {"use_transformers_continuous_batching": True}, "is not yet"),
     (features.later_features_are_off, GRPOConfig, {"log_completions_hub_repo": "me/x"}, "log_completions_hub_repo"),
     (features.words_are_known, GRPOConfig, {"prompt_sampler": "hard"}, "choose one of: uniform, difficulty"),

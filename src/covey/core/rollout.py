@@ -70,6 +70,8 @@ class Rollout:
         extras: further fields for reward functions (from a `rollout_func` or an environment).
         turn_ends: where each of the policy's turns ends: the index of its last token among `completion_ids`. Empty
             where nobody says, which means one turn that ends with the completion.
+        calls: how many calls of tools had which fate: "ok", or one of `covey.rollout.tools.toolbox.Failure`.
+        error: what failed outside of the policy, in words, where `finish` is ERROR.
 
     Example:
         A rollout that answered "4<eos>" to "2+2=":
@@ -89,6 +91,8 @@ class Rollout:
     reused: int = 0
     versions: list[int] | None = None
     turn_ends: list[int] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
 
     def __post_init__(self) -> None:
         assert len(self.sampled) == len(self.completion_ids), "one `sampled` flag per completion token"
@@ -105,3 +109,8 @@ class Rollout:
     def num_sampled(self) -> int:
         """How many tokens the policy chose."""
         return sum(self.sampled)
+
+    @property
+    def num_turns(self) -> int:
+        """How many turns the policy took."""
+        return max(len(self.turn_ends), int(any(self.sampled)))

@@ -1,21 +1,29 @@
 """Runs a batch of rollouts to their end: draws in, finished episodes out.
 
-Every rollout is a coroutine around `await engine.generate(...)`; all of them are in flight at once and the engine
-batches what it is given. Siblings are asked for together, so that their prompt is computed once.
+Everything is in flight at once and the engine batches what it is given. The plain rollout is one completion; siblings
+are then one request, so that their prompt is computed once. With an agent (`covey.rollout.agent`) every rollout is a
+coroutine of its own, which goes on as fast as its tools and turns allow; one that fails is an outcome like another
+(`FinishReason.ERROR`), while what the engine raises ends the batch.
 """
 
 import asyncio
-import hashlib
+import copy
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from covey.core.rollout import Completion, Rollout
+from covey.core.rollout import Completion, FinishReason, Rollout
+from covey.rollout.agent import Agent
 from covey.rollout.background import SamplingThread
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.rollout.prompts import PromptCodec
+from covey.rollout.episode import EpisodeEngine, TurnTemplates
+from covey.rollout.functions import BatchFunction
+from covey.rollout.merging import MergedRequests
+from covey.rollout.prompts import PromptCodec, is_conversational
+from covey.rollout.seeds import sample_seed
 from covey.rollout.speculation import Speculation
+from covey.rollout.tools.execution import Raised, TimedOut
 
 T = TypeVar("T")
 OnGroup = Callable[[int, list[dict[str, Any]], list[Rollout]], None]
@@ -37,10 +45,19 @@ class Draw:
     sample: int
 
 
-def sample_seed(*key: int | str) -> int:
-    """A 63-bit seed that depends on every part of the key and on nothing else."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+@dataclass(frozen=True)
+class Agency:
+    """What plays rollouts that are more than one completion.
+
+    Attributes:
+        play: an agent, or a function that plays a whole batch.
+        templates: how conversations go on.
+        timeout: seconds that one rollout may take.
+    """
+
+    play: Agent | BatchFunction
+    templates: TurnTemplates
+    timeout: float
 
 
 class Collector:
@@ -51,12 +68,14 @@ class Collector:
         codec: encodes prompts and decodes completions.
         seed: with the generation's number, the prompt and the sample index, it decides every sample; with exact
             reuse, without the generation's number.
+        agency: what plays the rollouts; None: each is one completion.
     """
 
-    def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int):
+    def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int, agency: Agency | None = None):
         self.engine = engine
         self.codec = codec
         self.seed = seed
+        self.agency = agency
         self.run: Callable[[Coroutine[Any, Any, list[Rollout]]], list[Rollout]] = run_async
         self._sampling = 0
         self._waking = ExitStack()
@@ -99,6 +118,9 @@ class Collector:
             submitted: called when every request has been handed to the engine.
         """
         with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
+            if self.agency is not None and isinstance(self.agency.play, BatchFunction):
+                submitted()
+                return await self._batch(self.agency.play, draws, params, key, on_group)
             groups = [
                 asyncio.ensure_future(self._group(number, siblings, params, key, reuse, on_group))
                 for number, siblings in enumerate(_siblings(draws))
@@ -110,7 +132,7 @@ class Collector:
             finally:
                 for group in groups:
                     group.cancel()  # siblings of one that failed
-        return [rollout for rollouts in answered for rollout in rollouts]
+        return _numbered([rollout for rollouts in answered for rollout in rollouts])
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -137,6 +159,24 @@ class Collector:
         reuse: Speculation | None,
         on_group: OnGroup | None,
     ) -> list[Rollout]:
+        if self.agency is None:
+            rollouts = await self._complete(number, siblings, params, key, reuse)
+        else:
+            rollouts = await self._play(self.agency, number, siblings, params, key)
+        if on_group is not None:
+            on_group(number, [draw.row for draw in siblings], rollouts)
+        return rollouts
+
+    # ---- rollouts that are one completion --------------------------------------------------------------------------
+
+    async def _complete(
+        self,
+        number: int,
+        siblings: list[Draw],
+        params: SamplingParams,
+        key: tuple[int | str, ...],
+        reuse: Speculation | None,
+    ) -> list[Rollout]:
         row, prompt = siblings[0].row, siblings[0].prompt
         prompt_ids = self.codec.encode(row["prompt"], row.get("chat_template_kwargs"))
         key = key if reuse is None else reuse.seed_key(key, prompt_ids)
@@ -145,10 +185,7 @@ class Collector:
         if reuse is not None:
             request = reuse.with_drafts(request, prompt, [draw.sample for draw in siblings])
         completions = await self.engine.generate(request)
-        rollouts = [self._rollout(row, prompt_ids, completion, number) for completion in completions]
-        if on_group is not None:
-            on_group(number, [draw.row for draw in siblings], rollouts)
-        return rollouts
+        return [self._rollout(row, prompt_ids, completion, number) for completion in completions]
 
     def _rollout(self, row: dict[str, Any], prompt_ids: list[int], completion: Completion, group: int) -> Rollout:
         return Rollout(
@@ -163,6 +200,102 @@ class Collector:
             reused=completion.reused,
             versions=completion.versions,
         )
+
+    # ---- rollouts that agents play ---------------------------------------------------------------------------------
+
+    async def _play(
+        self, agency: Agency, number: int, siblings: list[Draw], params: SamplingParams, key: tuple[int | str, ...]
+    ) -> list[Rollout]:
+        merged = MergedRequests(self.engine)
+        playing = [
+            asyncio.ensure_future(self._play_one(agency, number, draw, params, key, merged)) for draw in siblings
+        ]
+        try:
+            return await asyncio.gather(*playing)
+        finally:
+            for one in playing:
+                one.cancel()  # siblings of one that met the engine's failure
+            merged.close()
+
+    async def _play_one(
+        self,
+        agency: Agency,
+        number: int,
+        draw: Draw,
+        params: SamplingParams,
+        key: tuple[int | str, ...],
+        merged: MergedRequests,
+    ) -> Rollout:
+        """One rollout, whatever becomes of it.
+
+        Raises:
+            Exception: the engine failed, which is no fault of the rollout's.
+        """
+        assert not isinstance(agency.play, BatchFunction), "played as a whole"
+        row = copy.deepcopy(draw.row)  # what a rollout does to its row is no business of its siblings
+        seed_key = (self.seed, *key, draw.prompt, draw.sample)
+        engine = EpisodeEngine(merged.generate, agency.templates, params, seed_key, row, draw.sample)
+        try:
+            async with asyncio.timeout(agency.timeout):
+                rollout = await agency.play(row, engine)
+        except Exception as error:
+            rollout = self._failed(draw.row, engine, _describe(error, agency.timeout))
+        if engine.failure is not None:
+            raise engine.failure
+        rollout.group = number
+        return rollout
+
+    def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str) -> Rollout:
+        """What there was until something failed."""
+        if engine.episodes:
+            return engine.episodes[0].done(FinishReason.ERROR, error)
+        prompt = row.get("prompt")
+        try:
+            prompt_ids = self.codec.encode(prompt, row.get("chat_template_kwargs"))
+        except ValueError as no_prompt:
+            error = f"{error} (and {no_prompt})"
+            prompt_ids = [self.codec.tokenizer.eos_token_id or 0]
+        completion: Any = [] if is_conversational(prompt) else ""
+        return Rollout(prompt_ids, [], [], [], completion, FinishReason.ERROR, entropies=[], versions=[], error=error)
+
+    async def _batch(
+        self,
+        function: BatchFunction,
+        draws: Sequence[Draw],
+        params: SamplingParams,
+        key: tuple[int | str, ...],
+        on_group: OnGroup | None,
+    ) -> list[Rollout]:
+        """All rollouts at once, by a function of the user's."""
+        with function.sampling(MergedRequests(self.engine), self.codec, params, (self.seed, *key)):
+            rollouts = await function([draw.row["prompt"] for draw in draws])
+        begin = 0
+        for number, siblings in enumerate(_siblings(draws)):
+            group = rollouts[begin : begin + len(siblings)]
+            begin += len(siblings)
+            for rollout in group:
+                rollout.group = number
+            if on_group is not None:
+                on_group(number, [draw.row for draw in siblings], group)
+        return _numbered(rollouts)
+
+
+def _numbered(rollouts: list[Rollout]) -> list[Rollout]:
+    """Groups are numbered anew, so that only rollouts with the same prompt share one (an episode may begin its own)."""
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    for rollout in rollouts:
+        place = rollout.group, tuple(rollout.prompt_ids)
+        rollout.group = numbers.setdefault(place, len(numbers))
+    return rollouts
+
+
+def _describe(error: BaseException, timeout: float) -> str:
+    """What failed, in words."""
+    if isinstance(error, TimedOut | TimeoutError):
+        return f"the rollout took longer than rollout_timeout={timeout:g} s"
+    if isinstance(error, Raised):
+        error = error.error
+    return f"{type(error).__name__}: {error}"
 
 
 def _siblings(draws: Sequence[Draw]) -> list[list[Draw]]:

@@ -4,6 +4,7 @@ Standard prompts are strings, conversational ones are lists of messages that the
 Prompts are never truncated: one that does not fit the model's context is an error.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from covey.core.rollout import Message
@@ -23,25 +24,41 @@ class PromptCodec:
         tokenizer: of the policy.
         chat_template_kwargs: further arguments of the chat template, for every prompt.
         max_context: most tokens the model can attend to, or None when unlimited.
+        tools: schemas that the chat template is given with every conversation.
     """
 
-    def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None, max_context: int | None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template_kwargs: dict[str, Any] | None,
+        max_context: int | None,
+        tools: Sequence[dict[str, Any]] = (),
+    ):
         self.tokenizer = tokenizer
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.max_context = max_context
+        self.tools = list(tools)
 
-    def encode(self, prompt: Prompt, row_kwargs: dict[str, Any] | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt | None,
+        row_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> list[int]:
         """Tokens of a prompt. A conversation that ends with the assistant is continued, any other is answered.
 
         Args:
             prompt: a string or messages.
             row_kwargs: this row's own chat template arguments (a `chat_template_kwargs` column).
+            tools: schemas for the chat template in the place of the codec's; a prompt that is a string shows none.
 
         Raises:
             ValueError: no chat template for messages or one that cannot render them, an empty prompt, or one that
                 fills the context.
         """
-        ids = self._encode_chat(prompt, row_kwargs or {}) if is_conversational(prompt) else self._encode_text(prompt)
+        chat = is_conversational(prompt)
+        tools = self.tools if tools is None else tools
+        ids = self._encode_chat(prompt, row_kwargs, tools) if chat else self._encode_text(prompt)
         if not ids:
             raise ValueError(f"the prompt {_shown(prompt)} is empty: it encodes to no tokens. Remove the row.")
         if self.max_context is not None and len(ids) >= self.max_context:
@@ -51,7 +68,7 @@ class PromptCodec:
             )
         return ids
 
-    def _encode_text(self, prompt: Prompt) -> list[int]:
+    def _encode_text(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
             raise ValueError(
                 f"a prompt must be a string or a non-empty list of messages with 'role' and 'content', got"
@@ -63,17 +80,29 @@ class PromptCodec:
             ids.pop()  # a tokenizer that closes every text would have the policy go on after the end
         return ids
 
-    def _encode_chat(self, messages: Prompt, row_kwargs: dict[str, Any]) -> list[int]:
+    def template_kwargs(self, row_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        """Arguments of the chat template for a row: the config's and the row's own.
+
+        Raises:
+            ValueError: the row's are not a dictionary.
+        """
+        if not isinstance(row_kwargs or {}, dict):
+            raise ValueError(
+                f"`chat_template_kwargs` of a row must be a dictionary, got {type(row_kwargs).__name__}:"
+                f" {_shown(row_kwargs)}. Write arguments of the chat template by name, or remove the column."
+            )
+        # Columns of a table hold None where a row says nothing.
+        return {**self.chat_template_kwargs, **{k: v for k, v in (row_kwargs or {}).items() if v is not None}}
+
+    def _encode_chat(
+        self, messages: Any, row_kwargs: dict[str, Any] | None, tools: Sequence[dict[str, Any]]
+    ) -> list[int]:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError(
                 "the dataset's prompts are conversations but the tokenizer has no chat template. Set"
                 " `tokenizer.chat_template`, use an instruction-tuned model, or give prompts as plain strings."
             )
-        if not isinstance(row_kwargs, dict):
-            raise ValueError(
-                f"`chat_template_kwargs` of a row must be a dictionary, got {type(row_kwargs).__name__}:"
-                f" {_shown(row_kwargs)}. Write arguments of the chat template by name, or remove the column."
-            )
+        kwargs = self.template_kwargs(row_kwargs)
         continues = ends_with_assistant(messages)
         try:
             ids = self.tokenizer.apply_chat_template(
@@ -82,8 +111,8 @@ class PromptCodec:
                 continue_final_message=continues,
                 tokenize=True,
                 return_dict=False,
-                # Columns of a table hold None where a row says nothing.
-                **{**self.chat_template_kwargs, **{k: v for k, v in row_kwargs.items() if v is not None}},
+                **({"tools": list(tools)} if tools else {}),
+                **kwargs,
             )
         except Exception as error:  # templates are programs of their authors: they raise whatever they like
             raise ValueError(
@@ -97,7 +126,7 @@ class PromptCodec:
         text = self.tokenizer.decode(completion_ids, skip_special_tokens=True)
         if not is_conversational(prompt):
             return text
-        return [{"role": "assistant", "content": _begun(prompt) + text}]
+        return [{"role": "assistant", "content": begun(prompt) + text}]
 
 
 def ends_with_assistant(messages: Any) -> bool:
@@ -105,7 +134,7 @@ def ends_with_assistant(messages: Any) -> bool:
     return messages[-1]["role"] == "assistant"
 
 
-def _begun(messages: Any) -> str:
+def begun(messages: Any) -> str:
     """What the assistant had already said when the policy took over."""
     content = messages[-1].get("content") if ends_with_assistant(messages) else ""
     if isinstance(content, list):

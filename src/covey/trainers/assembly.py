@@ -23,10 +23,11 @@ from covey.rollout.collector import Collector
 from covey.rollout.engine import SamplingParams, traits_of
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
+from covey.trainers.agents import build_agency, refuse_plain_prompts
 from covey.trainers.ahead import SamplingAhead, Schedule
 from covey.trainers.collectives import Collectives
 from covey.trainers.config.base import OnlineConfig
-from covey.trainers.dataset import check_prompts
+from covey.trainers.dataset import check_prompts, first_rows
 from covey.trainers.difficulty import PromptHistory
 from covey.trainers.dynamic import Judge, PromptChooser
 from covey.trainers.engines import build_engine
@@ -72,17 +73,16 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
     return args
 
 
-def refuse_agents(**arguments: Any) -> None:
-    """Agent training comes with a later version; until then its arguments are refused rather than ignored.
+def refuse_environments(environment_factory: Any) -> None:
+    """Environments come with a later version; until then the argument is refused rather than ignored.
 
     Raises:
-        ValueError: one of them is given.
+        ValueError: it is given.
     """
-    given = [name for name, value in arguments.items() if value]
-    if given:
+    if environment_factory is not None:
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in given)}: agent training is not available in this version. Leave"
-            f" {'it' if len(given) == 1 else 'them'} out; a reward function can run code on a finished completion."
+            "`environment_factory`: environments are not available in this version. Give their methods as `tools`, or"
+            " play them in a `rollout_func`."
         )
 
 
@@ -216,9 +216,10 @@ def build_ahead(
 
 
 def build_collector(
-    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], engine: Any = None
+    trainer: Any, model: Any, tokenizer: Any, engine: Any = None, tools: Any = None, rollout_func: Any = None
 ) -> Collector:
-    """The engine (the one that is given, or the one that the config names), and what feeds it prompts."""
+    """The engine (the one that is given, or the one that the config names), what feeds it prompts, and who plays."""
+    args = trainer.args
     context = max_context(model)
     if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
         warnings.warn(
@@ -232,9 +233,11 @@ def build_collector(
             "max_completion_length=None lets completions grow until the model's context is full, but this model names"
             " no context length (max_position_embeddings). Set max_completion_length."
         )
+    codec = PromptCodec(tokenizer, args.chat_template_kwargs, context)
+    agency = build_agency(trainer, model, codec, tools, rollout_func)  # before an engine, which may be slow to start
     if engine is None:
-        engine = build_engine(args, model, tokenizer, accelerator, policy, context)
-    return Collector(engine, PromptCodec(tokenizer, args.chat_template_kwargs, context), args.seed)
+        engine = build_engine(args, model, tokenizer, trainer.accelerator, lambda: trainer.policy, context)
+    return Collector(engine, codec, args.seed, agency)
 
 
 def build_weight_sync(args: Any, engine: Any, policy: Callable[[], Any], collectives: Collectives) -> WeightSync:
@@ -380,11 +383,13 @@ def check_fit(trainer: Any) -> None:
         if hasattr(trainer.train_dataset, "__len__"):
             check_enough(len(trainer.train_dataset), trainer.algebra)
         columns = check_prompts(trainer.train_dataset, "train_dataset", trainer.collector.codec)
+        refuse_plain_prompts(trainer.collector.agency, first_rows(trainer.train_dataset), "train_dataset")
         trainer.rewards.check_columns(columns)
     given = trainer.eval_dataset
     for dataset in given.values() if isinstance(given, dict) else [given]:
         if dataset is not None:
             trainer.rewards.check_columns(check_prompts(dataset, "eval_dataset", trainer.collector.codec))
+            refuse_plain_prompts(trainer.collector.agency, first_rows(dataset), "eval_dataset")
 
 
 def add_callbacks(trainer: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from covey.trainers.config.rules import (
+    agents,
     batches,
     colocate,
     features,
@@ -92,6 +93,9 @@ RULES: tuple[Rule, ...] = (
     mismatch.correction_options_are_read,
     mismatch.bounds_enclose_agreement,
     mismatch.vespo_is_corrected_by_token,
+    agents.rollouts_have_deadlines,
+    agents.tool_rounds_are_counted,
+    agents.tool_parser_is_known,
     unused.printing_needs_log_completions,
     unused.padding_is_a_number,
     unused.supervised_options_are_off,

@@ -23,6 +23,7 @@ from covey.policy.loading import has_dropout
 from covey.rollout.collector import Draw
 from covey.rollout.engine import traits_of
 from covey.trainers import assembly
+from covey.trainers.agents import RolloutWatch
 from covey.trainers.allocator import keep_freed_memory
 from covey.trainers.arguments import accepts_old_names
 from covey.trainers.config.base import OnlineConfig
@@ -51,7 +52,10 @@ class OnlineTrainer(SampledGenerations):
         optimizers: an optimizer and a scheduler instead of the config's.
         quantization_config: loads the policy in fewer bits; needs `peft_config`.
         peft_config: trains an adapter instead of the whole model.
-        tools, rollout_func, environment_factory: agent training; not available in this version.
+        tools: functions that the policy may call; their type hints and docstrings describe them to it.
+        rollout_func: plays rollouts in the place of the built-in loop: `async (row, engine) -> Rollout` for one, or
+            `(prompts, trainer) -> dict` for a whole generation (`covey.rollout.functions`).
+        environment_factory: not available in this version.
         engine: samples in the place of the one that the config names (`covey.rollout.engine.RolloutEngine`).
 
     Raises:
@@ -86,7 +90,7 @@ class OnlineTrainer(SampledGenerations):
         engine: Any = None,
     ):
         args = assembly.resolve_args(args, model, self.config_class)
-        assembly.refuse_agents(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
+        assembly.refuse_environments(environment_factory)
         assembly.check_engine_choice(args, engine)
         self._check_data(args, train_dataset, eval_dataset)
         set_seed(args.seed)  # before an adapter is initialised
@@ -111,7 +115,7 @@ class OnlineTrainer(SampledGenerations):
         self.algebra = args.algebra(args.world_size)
         self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator)
         self.reference = assembly.build_reference(args, self.algorithm, model)
-        self.collector = assembly.build_collector(args, model, tokenizer, self.accelerator, lambda: self.policy, engine)
+        self.collector = assembly.build_collector(self, model, tokenizer, engine, tools, rollout_func)
         engine = self.collector.engine
         self.weight_sync = assembly.build_weight_sync(args, engine, lambda: self.policy, self.collectives)
         self.sampling = assembly.sampling_params(args)
@@ -121,6 +125,7 @@ class OnlineTrainer(SampledGenerations):
         self.entropy = assembly.entropy_controller(args)
         self.passes = assembly.build_passes(args, self.scorer, self.accelerator, lambda: self.policy)
         self.experience = Experience()
+        self.rollout_watch = RolloutWatch()
         gather = self.collectives.named
         self.metrics = MetricLog(gather("put the metrics together"))
         self.phases = PhaseTimer(notice=self.collectives.note)

@@ -4,7 +4,7 @@ Not here: what is launched ahead, and when (`covey.trainers.ahead`), and what be
 (`covey.trainers.online_trainer`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,9 @@ from covey.rewards import RewardSuite
 from covey.rewards.streaming import RewardStream
 from covey.rollout.collector import Collector, Draw
 from covey.rollout.engine import SamplingParams
+from covey.rollout.functions import BatchFunction
 from covey.rollout.speculation import Speculation, reuse_stats
+from covey.trainers.agents import RolloutWatch, agent_stats, without_failed
 from covey.trainers.ahead import Flight, SamplingAhead
 from covey.trainers.assembly import build_ahead
 from covey.trainers.dynamic import Sampled
@@ -42,6 +44,7 @@ class SampledGenerations(PolicyUpdates):
     metrics: MetricLog
     weight_sync: WeightSync
     engine_check: EngineCheck
+    rollout_watch: RolloutWatch
     ahead: SamplingAhead | None = None
     """What is sampled while a generation is trained on, with `max_staleness` above 0."""
     _ahead_state: dict[str, Any] | None = None
@@ -64,11 +67,41 @@ class SampledGenerations(PolicyUpdates):
                 with self.phases("generate"):
                     on_group = None if stream is None else stream.add
                     rollouts = self.collector.collect(draws, self.sampling, key, reuse, on_group)
+            if self.collector.agency is not None:
+                self.rollout_watch.judge(rollouts)
+                self.metrics.add(agent_stats(rollouts), self.mode)
             with self.phases("reward"):
                 scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state), stream)
         drafts = reuse_stats(rollouts) if reuse is not None else {}
         self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
-        return Sampled(draws, rollouts, scored.rewards, notes.columns)
+        return Sampled(draws, rollouts, without_failed(scored.rewards, rollouts), notes.columns)
+
+    def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
+        """For a `rollout_func(prompts, trainer)`, while it runs: one completion of each prompt.
+
+        Args:
+            prompts: texts, messages or lists of tokens.
+            changes: settings that differ from the config's: `max_tokens`, `temperature`, `top_k`, `top_p`, ...
+
+        Returns:
+            For each a dictionary with `prompt_ids`, `completion_ids`, `logprobs` and `text`.
+
+        Raises:
+            ValueError: called at another time, or with a setting that does not exist.
+        """
+        function = self.collector.agency.play if self.collector.agency is not None else None
+        if not isinstance(function, BatchFunction):
+            raise ValueError("`generate_completions` is there for a `rollout_func(prompts, trainer)`; there is none.")
+        decode = self.collector.codec.tokenizer.decode
+        return [
+            {
+                "prompt_ids": prompt_ids,
+                "completion_ids": completion.token_ids,
+                "logprobs": completion.logprobs,
+                "text": decode(completion.token_ids, skip_special_tokens=True),
+            }
+            for prompt_ids, completion in function.complete(prompts, **changes)
+        ]
 
     @contextmanager
     def _saying_when(self, key: tuple[str | int, ...]) -> Iterator[None]:

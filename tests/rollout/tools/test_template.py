@@ -256,7 +256,7 @@ NUMBERS = QWEN.replace("<tool_response>\n{{", "<tool_response>\n{{ loop.index }}
 )
 def test_a_template_that_is_not_prefix_stable_is_refused_with_the_reason(template, reason):
     tokenizer = tokenizer_of(FAMILIES["qwen"], template)
-    with pytest.raises(ValueError, match=f"(?s)not prefix-stable: {reason}.*unstable='keep'"):
+    with pytest.raises(ValueError, match=f"(?s)not prefix-stable: {reason}.*unstable_chat_template='keep'"):
         TurnTemplate(tokenizer, TOOLS)
     kept = TurnTemplate(tokenizer, TOOLS, unstable="keep")
     assert len(kept.reasons) >= 1

@@ -13,9 +13,10 @@ from typing import Any, Literal, Optional
 import pytest
 from PIL import Image
 
+from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.tool import Tool
-from covey.rollout.tools.toolbox import Failure, Toolbox, ToolTally
+from covey.rollout.tools.toolbox import Failure, Toolbox, call_stats, count_fates
 
 
 class Unit(enum.Enum):
@@ -474,12 +475,15 @@ def test_many_rollouts_with_slow_tools_wait_at_the_same_time():
 # --- metrics -----------------------------------------------------------------------------------------------------
 
 
+def with_calls(calls):
+    return Rollout([1], [2], [True], None, "", FinishReason.STOP, calls=dict(calls))
+
+
 def test_frequencies_are_calls_per_rollout_and_failures_per_call():
     box = Toolbox([add])
-    tally = ToolTally()
-    tally.add(ask(box, ("add", {"a": 1}), ("add", {}), ("sub", {})))
-    tally.add(asyncio.run(box.answer(AssistantTurn("", [], [MalformedCall("{", "broken")]))))
-    metrics = {name: mean.value() for name, mean in tally.metrics(rollouts=2).items()}
+    calls = count_fates(ask(box, ("add", {"a": 1}), ("add", {}), ("sub", {})))
+    malformed = count_fates(asyncio.run(box.answer(AssistantTurn("", [], [MalformedCall("{", "broken")]))))
+    metrics = {name: mean.value() for name, mean in call_stats([with_calls(calls), with_calls(malformed)]).items()}
     assert metrics["tools/call_frequency"] == 2.0
     assert metrics["tools/failure_frequency"] == 0.75
     assert metrics["tools/failures/unknown_tool"] == metrics["tools/failures/malformed"] == 0.25
@@ -487,6 +491,6 @@ def test_frequencies_are_calls_per_rollout_and_failures_per_call():
 
 
 def test_without_calls_there_is_no_share_of_failures():
-    metrics = ToolTally().metrics(rollouts=4)
+    metrics = call_stats([with_calls({})] * 4)
     assert metrics["tools/call_frequency"].value() == 0
     assert math.isnan(metrics["tools/failure_frequency"].value())

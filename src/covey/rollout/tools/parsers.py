@@ -51,7 +51,11 @@ def parser_for(chat_template: str | dict[str, str] | None) -> str:
 
 
 def read_turn(
-    tokenizer: Any, token_ids: Sequence[int], parser: ToolParser, tools: Sequence[dict[str, Any]] = ()
+    tokenizer: Any,
+    token_ids: Sequence[int],
+    parser: ToolParser,
+    tools: Sequence[dict[str, Any]] = (),
+    begun: str = "",
 ) -> AssistantTurn:
     """Decode a sampled turn and take it apart.
 
@@ -63,6 +67,7 @@ def read_turn(
         token_ids: of the turn.
         parser: of the notation.
         tools: schemas that say what arguments are, where the notation does not.
+        begun: what stood in the turn before the policy took over.
     """
     special = {
         number
@@ -70,7 +75,8 @@ def read_turn(
         if token.special and str(token) not in parser.tokens
     }
     kept = [token for token in token_ids if token not in special]
-    turn = parser.parse(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    turn = parser.parse(begun + text)
     parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     for call in turn.calls:
         if call.texts is not None and call.name in parameters:

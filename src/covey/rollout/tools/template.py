@@ -72,7 +72,7 @@ class TurnTemplate:
             raise ValueError(
                 f"the chat template is not prefix-stable: {'; '.join(self.reasons)}. A conversation trained on would"
                 " not be the one that the template renders. Change `tokenizer.chat_template` so that earlier turns stay"
-                " as they were, or pass unstable='keep' and keep them yourself wherever the model is used."
+                " as they were, or set unstable_chat_template='keep' and keep them yourself wherever the model is used."
             )
 
     def continuation(self, results: Sequence[Message]) -> list[int]:

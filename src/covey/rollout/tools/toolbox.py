@@ -10,14 +10,14 @@ import difflib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-from covey.core.rollout import Message
-from covey.core.stats import Mean
+from covey.core.rollout import Message, Rollout
+from covey.core.stats import Mean, Stat
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, finish, is_async, run_in_thread
 from covey.rollout.tools.results import Content, content_of, text_of
@@ -65,32 +65,21 @@ class ToolResult:
         return {"role": "tool", "name": self.name, "tool_call_id": self.call_id, "content": self.content}
 
 
-@dataclass
-class ToolTally:
-    """How often tools were called and how often that failed, over any number of rollouts."""
+def count_fates(results: Iterable[ToolResult]) -> Counter[str]:
+    """How many calls had which fate: "ok" or a `Failure`. A call that could not be read is a call that failed."""
+    return Counter("ok" if result.failure is None else result.failure.value for result in results)
 
-    calls: int = 0
-    failures: Counter[Failure] = field(default_factory=Counter)
 
-    def add(self, results: Iterable[ToolResult]) -> None:
-        """Count answers; a call that could not be read is a call that failed."""
-        for result in results:
-            self.calls += 1
-            if result.failure is not None:
-                self.failures[result.failure] += 1
-
-    def metrics(self, rollouts: int) -> dict[str, Mean]:
-        """`tools/call_frequency` (calls a rollout), `tools/failure_frequency` and one share for each kind of failure.
-
-        Args:
-            rollouts: how many the tally is about.
-        """
-        shares = {f"tools/failures/{kind.value}": Mean(self.failures[kind], self.calls) for kind in Failure}
-        return {
-            "tools/call_frequency": Mean(self.calls, rollouts),
-            "tools/failure_frequency": Mean(self.failures.total(), self.calls),
-            **shares,
-        }
+def call_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
+    """`tools/call_frequency` (calls a rollout), `tools/failure_frequency` and one share for each kind of failure."""
+    fates: Counter[str] = sum((Counter(rollout.calls) for rollout in rollouts), Counter())
+    calls = fates.total()
+    shares: dict[str, Stat] = {f"tools/failures/{kind.value}": Mean(fates[kind.value], calls) for kind in Failure}
+    return {
+        "tools/call_frequency": Mean(calls, len(rollouts)),
+        "tools/failure_frequency": Mean(calls - fates["ok"], calls),
+        **shares,
+    }
 
 
 class Toolbox:

@@ -66,6 +66,24 @@ class AgentFields:
     max_tool_calling_iterations: int | None = described(
         None, "Most rounds of tool calls in one rollout; unset: until the model stops calling."
     )
+    tool_timeout: float = described(
+        60.0, "Seconds that one call of a tool or of an environment may take. A late call fails; its rollout goes on."
+    )
+    tool_parser: str | None = described(
+        None,
+        "How the model writes its calls, such as `hermes`, `llama3` or `json`. Unset: by what its chat template "
+        "mentions.",
+    )
+    rollout_timeout: float = described(
+        3600.0,
+        "Seconds that one rollout with tools, an environment or a function of your own may take; a late one fails. For "
+        "a `rollout_func(prompts, trainer)`, of all its rollouts together.",
+    )
+    unstable_chat_template: str = described(
+        "raise",
+        "What to do with a chat template that renders earlier turns differently once later ones follow: `raise` "
+        "refuses it, `keep` trains on the turns as they were sampled.",
+    )
     max_staleness: int = described(
         0,
         "Optimizer steps by which the weights that sample may be older than those that are trained, so that coming "

@@ -8,7 +8,6 @@ from covey.trainers.config.rules.helpers import closest, is_set
 
 LATER = {
     "use_transformers_continuous_batching": "transformers' continuous batching (the built-in engine has its own)",
-    "max_tool_calling_iterations": "tool calling",
     "log_completions_hub_repo": "pushing completions to the hub",
     "router_aux_loss_coef": "the load-balancing loss of mixtures of experts",
 }
@@ -28,6 +27,7 @@ WORDS = {
     "vllm_lora_sync": ("auto", "adapter", "merged"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "engine_parity": ("raise", "warn", "off"),
+    "unstable_chat_template": ("raise", "keep"),
 }
 """Fields that take one of a few words."""
 

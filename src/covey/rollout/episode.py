@@ -1,0 +1,334 @@
+"""One rollout under way: what has been said so far as tokens, and the means to say more.
+
+`Episode` is a conversation that only ever grows: `sample` appends a turn of the policy as it was sampled, `write`
+appends what others say, as the chat template renders it. Nothing is decoded and encoded again. `EpisodeEngine` is the
+engine as one rollout sees it: prompts as users write them, seeds and limits taken care of. Not here: who plays
+(`agent`), which rollouts there are (`collector`), how turns are rendered (`tools.template`).
+"""
+
+import copy
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from covey.core.rollout import Completion, FinishReason, Message, Rollout
+from covey.rollout.engine import SampleRequest, SamplingParams
+from covey.rollout.prompts import Prompt, PromptCodec, begun, is_conversational
+from covey.rollout.seeds import sample_seed
+from covey.rollout.tools.template import TurnTemplate
+
+Ask = Callable[[SampleRequest], Awaitable[list[Completion]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the policy said in one turn.
+
+    Attributes:
+        text: decoded, without special tokens.
+        token_ids: as sampled, the token that ends the turn included.
+        finish: STOP, or LENGTH where the turn was cut off.
+        logprobs: as the engine reported them, or None.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish: FinishReason
+    logprobs: list[float] | None = None
+
+
+class TurnTemplates:
+    """The chat template for conversations that go on, one for each set of tools and template arguments.
+
+    Args:
+        codec: of the prompts.
+        end_ids: tokens that end a turn.
+        unstable: "raise" or "keep", as for `TurnTemplate`.
+    """
+
+    def __init__(self, codec: PromptCodec, end_ids: Sequence[int], unstable: str = "raise"):
+        self.codec = codec
+        self._end_ids = tuple(end_ids)
+        self._unstable = unstable
+        self._known: dict[str, TurnTemplate] = {}
+
+    def of(self, tools: Sequence[dict[str, Any]], row_kwargs: dict[str, Any] | None) -> TurnTemplate:
+        """The template with these tools and arguments.
+
+        Raises:
+            ValueError: it cannot render conversations that go on, or is not prefix-stable.
+        """
+        kwargs = self.codec.template_kwargs(row_kwargs)
+        key = json.dumps([list(tools), kwargs], sort_keys=True, default=repr)
+        if key not in self._known:
+            self._known[key] = TurnTemplate(self.codec.tokenizer, tools, self._end_ids, kwargs, self._unstable)
+        return self._known[key]
+
+
+class EpisodeEngine:
+    """The engine as one rollout sees it.
+
+    Args:
+        ask: samples a request.
+        templates: renders prompts and turns.
+        params: how to sample; `max_tokens` bounds a whole completion.
+        seed_key: names this sample: another key gives other tokens.
+        row: the dataset row.
+        sample: which of the prompt's completions this is, 0 ... G-1.
+
+    Attributes:
+        row, sample: as above; the row is the rollout's own copy.
+        tokenizer: of the policy.
+        episodes: every episode begun so far, in order.
+        failure: what the engine raised, if it did: no fault of the rollout's.
+
+    Example:
+        A rollout that lets the policy check its first answer:
+
+            async def rollout(row, engine):
+                episode = engine.begin()
+                await episode.sample()
+                if episode.write("Check your answer and give it again."):
+                    await episode.sample()
+                return episode.done()
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        templates: TurnTemplates,
+        params: SamplingParams,
+        seed_key: tuple[int | str, ...],
+        row: dict[str, Any],
+        sample: int,
+    ):
+        self.row = row
+        self.sample = sample
+        self.tokenizer = templates.codec.tokenizer
+        self.episodes: list[Episode] = []
+        self.failure: BaseException | None = None
+        self._ask = ask
+        self._templates = templates
+        self._params = params
+        self._seed_key = seed_key
+        self._asides = 0
+
+    def begin(self, prompt: Prompt | None = None, tools: Sequence[dict[str, Any]] | None = None) -> "Episode":
+        """Start an episode.
+
+        Args:
+            prompt: a string or messages; the row's prompt by default.
+            tools: schemas that the chat template is to show; those of the run by default.
+
+        Raises:
+            ValueError: the prompt cannot be encoded.
+        """
+        given: Any = self.row.get("prompt") if prompt is None else prompt
+        codec = self._templates.codec
+        tools = codec.tools if tools is None else tools
+        ids = codec.encode(given, self.row.get("chat_template_kwargs"), tools)
+        path: tuple[int | str, ...] = ("episode", len(self.episodes)) if self.episodes else ()
+        episode = Episode(self, given, ids, list(tools), path)
+        self.episodes.append(episode)
+        return episode
+
+    async def generate(
+        self, prompt: Prompt, n: int = 1, max_tokens: int | None = None, temperature: float | None = None
+    ) -> list[Reply]:
+        """Completions that nobody trains on: of a judge, a sub-agent, a draft to choose from.
+
+        Args:
+            prompt: a string or messages.
+            n: how many.
+            max_tokens: of each; the config's `max_completion_length` by default.
+            temperature: likewise the config's.
+        """
+        ids = self._templates.codec.encode(prompt, self.row.get("chat_template_kwargs"), ())
+        params = self._params
+        if max_tokens is not None:
+            params = replace(params, max_tokens=max_tokens)
+        if temperature is not None:
+            params = replace(params, temperature=temperature)
+        aside, self._asides = self._asides, self._asides + 1
+        seeds = [sample_seed(*self._seed_key, "aside", aside, i) for i in range(n)]
+        return [self._reply(one) for one in await self._sampled(SampleRequest(ids, n, params, seeds))]
+
+    def ask_through(self, wrap: Callable[[Ask], Ask]) -> None:
+        """Ask the engine in another way, such as from another event loop."""
+        self._ask = wrap(self._ask)
+
+    async def _turn(self, prompt_ids: list[int], room: int, path: tuple[int | str, ...]) -> Completion:
+        params = self._params if room >= self._params.max_tokens else replace(self._params, max_tokens=room)
+        seed = sample_seed(*self._seed_key, *path)
+        (completion,) = await self._sampled(SampleRequest(prompt_ids, 1, params, [seed]))
+        return completion
+
+    async def _sampled(self, request: SampleRequest) -> list[Completion]:
+        try:
+            return await self._ask(request)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _reply(self, completion: Completion) -> Reply:
+        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return Reply(text, list(completion.token_ids), completion.finish, completion.logprobs)
+
+    def _room(self, prompt_ids: list[int]) -> int:
+        context = self._templates.codec.max_context
+        free = self._params.max_tokens if context is None else context - len(prompt_ids)
+        return min(self._params.max_tokens, free)
+
+    def _template(self, tools: Sequence[dict[str, Any]]) -> TurnTemplate:
+        return self._templates.of(tools, self.row.get("chat_template_kwargs"))
+
+
+@dataclass(eq=False)
+class Episode:
+    """A conversation that grows. Made by `EpisodeEngine.begin`.
+
+    Attributes:
+        engine: that samples it.
+        prompt: as it was given.
+        prompt_ids: its tokens.
+        tools: schemas that the chat template shows.
+        completion_ids: all tokens after the prompt.
+        sampled: True where the policy chose the token.
+        messages: what the completion is as messages: turns of the policy and what was written between them.
+        turn_ends: index of the last token of each turn of the policy.
+        finish: why the episode can go no further, or None: LENGTH where no room is left. A turn that the policy ended
+            itself leaves it None, since something may be written after it.
+    """
+
+    engine: EpisodeEngine
+    prompt: Prompt
+    prompt_ids: list[int]
+    tools: list[dict[str, Any]]
+    path: tuple[int | str, ...] = ()
+    completion_ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    calls: dict[str, int] = field(default_factory=dict)
+    _logprobs: list[float] | None = field(default_factory=list)
+    _entropies: list[float] | None = field(default_factory=list)
+    _versions: list[int] | None = field(default_factory=list)
+    _forks: int = 0
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """Of every completion token as the engine saw it, 0.0 where it was not sampled; None if it reports none."""
+        return self._logprobs
+
+    @property
+    def room(self) -> int:
+        """How many tokens may still follow."""
+        return self.engine._room(self.prompt_ids) - len(self.completion_ids)
+
+    async def sample(self) -> Reply:
+        """Let the policy say its next turn.
+
+        Raises:
+            ValueError: the episode has no room left, which `finish` said.
+        """
+        if self.finish is not None:
+            raise ValueError(f"the episode has ended ({self.finish}); nothing can be sampled after that.")
+        if self.room <= 0:
+            self.finish = FinishReason.LENGTH
+            return Reply("", [], FinishReason.LENGTH)
+        turn = len(self.turn_ends)
+        path = (*self.path, "turn", turn) if turn or self.path else ()
+        completion = await self.engine._turn(self.prompt_ids + self.completion_ids, self.room, path)
+        self._append(completion.token_ids, True, completion.logprobs, completion.entropies, completion.versions)
+        if completion.token_ids:
+            self.turn_ends.append(len(self.completion_ids) - 1)
+        reply = self.engine._reply(completion)
+        first = begun(self.prompt) if not self.messages and is_conversational(self.prompt) else ""
+        self.messages.append({"role": "assistant", "content": first + reply.text})
+        if completion.finish is not FinishReason.STOP:
+            self.finish = completion.finish
+        return reply
+
+    def write(self, said: str | Sequence[Message]) -> bool:
+        """Append what somebody else says, up to where the policy goes on.
+
+        Args:
+            said: results of tools (`{"role": "tool", "content": ...}`) or messages of a user, all of one role; a string
+                is a message of the user, or, after a prompt that is a string, that text as it is.
+
+        Returns:
+            False if it leaves no room to answer: nothing is appended, and `finish` is LENGTH.
+
+        Raises:
+            ValueError: the chat template cannot render it, or the episode has ended.
+        """
+        if self.finish is not None:
+            raise ValueError(f"the episode has ended ({self.finish}); nothing can be written after that.")
+        chat = is_conversational(self.prompt)
+        if isinstance(said, str):
+            said = [{"role": "user", "content": said}]
+        elif not chat:
+            raise ValueError("messages need a prompt of messages: after a prompt that is a string, write a string.")
+        if chat:
+            ids = self.engine._template(self.tools).continuation(said)
+        else:
+            ids = list(self.engine.tokenizer(said[0]["content"], add_special_tokens=False)["input_ids"])
+        if len(ids) >= self.room:
+            self.finish = FinishReason.LENGTH
+            return False
+        zeros, last = [0.0] * len(ids), self._versions[-1:] if self._versions else [0]
+        self._append(ids, False, zeros, zeros, last * len(ids))
+        self.messages += [dict(message) for message in said]
+        return True
+
+    def fork(self) -> "Episode":
+        """An episode that begins with the same tokens and goes on by itself, with samples of its own."""
+        other = copy.copy(self)
+        for name in ("completion_ids", "sampled", "messages", "turn_ends", "_logprobs", "_entropies", "_versions"):
+            value = getattr(self, name)
+            setattr(other, name, None if value is None else list(value))
+        other.calls = dict(self.calls)
+        self._forks += 1
+        other.path, other._forks = (*self.path, "fork", self._forks), 0
+        return other
+
+    def done(self, finish: FinishReason | None = None, error: str | None = None, **extras: Any) -> Rollout:
+        """The finished episode.
+
+        Args:
+            finish: why it ended; by default what it ended with, or STOP.
+            error: what failed, where that is why.
+            extras: further fields, which reward functions get as keyword arguments.
+        """
+        text = self.engine.tokenizer.decode(self.completion_ids, skip_special_tokens=True)
+        return Rollout(
+            prompt_ids=self.prompt_ids,
+            completion_ids=list(self.completion_ids),  # a copy: what failed may still be at work on the original
+            sampled=list(self.sampled),
+            logprobs=self._logprobs,
+            completion=list(self.messages) if is_conversational(self.prompt) else text,
+            finish=finish or self.finish or FinishReason.STOP,
+            entropies=self._entropies,
+            versions=self._versions,
+            extras=extras,
+            turn_ends=list(self.turn_ends),
+            calls=dict(self.calls),
+            error=error,
+        )
+
+    def _append(
+        self,
+        token_ids: list[int],
+        sampled: bool,
+        logprobs: list[float] | None,
+        entropies: list[float] | None,
+        versions: list[int] | None,
+    ) -> None:
+        self.completion_ids += token_ids
+        self.sampled += [sampled] * len(token_ids)
+        # What an engine does not report of one turn is unknown of the whole.
+        self._logprobs = None if self._logprobs is None or logprobs is None else self._logprobs + logprobs
+        self._entropies = None if self._entropies is None or entropies is None else self._entropies + entropies
+        self._versions = None if self._versions is None or versions is None else self._versions + versions

@@ -1,0 +1,86 @@
+"""Puts requests together that ask for continuations of the same tokens at the same moment.
+
+Siblings are separate coroutines, and yet their common prompt should be computed once: an engine does that for the `n`
+completions of one request.
+"""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from covey.core.rollout import Completion
+from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
+
+
+@dataclass
+class _Batch:
+    """Requests for the same tokens and settings, and who waits for each."""
+
+    params: SamplingParams
+    requests: list[SampleRequest] = field(default_factory=list)
+    answers: list["asyncio.Future[list[Completion]]"] = field(default_factory=list)
+
+
+class MergedRequests:
+    """An engine's `generate` for the rollouts of one group.
+
+    What is asked for in one turn of the event loop for the same tokens becomes one request. Seeds stay with their
+    completions, so merging changes no result.
+
+    Args:
+        engine: what samples.
+    """
+
+    def __init__(self, engine: RolloutEngine):
+        self._engine = engine
+        self._waiting: dict[tuple[int, ...], list[_Batch]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: SampleRequest) -> list[Completion]:
+        """As the engine's. Raises what the engine raises, to everybody whose request was merged."""
+        loop = asyncio.get_running_loop()
+        key = tuple(request.prompt_ids)
+        batches = self._waiting.setdefault(key, [])
+        alike = (batch for batch in batches if batch.params == request.params)
+        batch = next(alike, None) if request.images is None and request.drafts is None else None
+        if batch is None:
+            batch = _Batch(request.params)
+            batches.append(batch)
+            loop.call_soon(self._send, key, batch)
+        answer: asyncio.Future[list[Completion]] = loop.create_future()
+        batch.requests.append(request)
+        batch.answers.append(answer)
+        return await answer
+
+    def _send(self, key: tuple[int, ...], batch: _Batch) -> None:
+        batches = self._waiting[key]
+        batches.remove(batch)
+        if not batches:
+            del self._waiting[key]
+        task = asyncio.get_running_loop().create_task(self._answer(batch))
+        self._tasks.add(task)  # the loop itself keeps no strong reference
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, batch: _Batch) -> None:
+        asked = [(one, answer) for one, answer in zip(batch.requests, batch.answers, strict=True) if not answer.done()]
+        if not asked:
+            return  # all who asked have been given up
+        seeds = [seed for request, _ in asked for seed in request.seeds]
+        try:
+            completions = await self._engine.generate(replace(asked[0][0], n=len(seeds), seeds=seeds))
+        except BaseException as error:
+            for _, answer in asked:
+                if not answer.done():
+                    answer.cancel() if isinstance(error, asyncio.CancelledError) else answer.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        given = iter(completions)
+        for request, answer in asked:
+            part = [next(given) for _ in request.seeds]
+            if not answer.done():
+                answer.set_result(part)
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        for task in self._tasks:
+            task.cancel()

@@ -1,0 +1,169 @@
+"""What plays the rollouts of a run, built from a trainer's arguments, and what becomes of rollouts that fail.
+
+Not here: how an agent plays (`covey.rollout.agent`), how conversations become tokens (`covey.rollout.episode`).
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.rollout import FinishReason, Rollout
+from covey.core.stats import Mean, Stat
+from covey.policy.loading import end_token_ids
+from covey.rollout.agent import ToolAgent
+from covey.rollout.collector import Agency
+from covey.rollout.episode import TurnTemplates
+from covey.rollout.functions import BatchFunction, Limits, RolloutError, RolloutFunction, plays_one_rollout
+from covey.rollout.prompts import PromptCodec, is_conversational
+from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
+from covey.rollout.tools.toolbox import Toolbox, call_stats
+
+FAILED_BATCHES = 3
+"""After this many generations in a row in which every rollout failed, the run stops."""
+
+
+class RolloutWarning(UserWarning):
+    """A rollout failed, and the run goes on."""
+
+
+def build_agency(trainer: Any, model: Any, codec: PromptCodec, tools: Any, rollout_func: Any) -> Agency | None:
+    """What plays rollouts that are more than one completion; None where each is one.
+
+    Args:
+        trainer: with its config; a `rollout_func(prompts, trainer)` is handed it.
+        model: the policy.
+        codec: of the prompts; gets the tools' schemas.
+        tools: callables, or None.
+        rollout_func: the user's, or None.
+
+    Raises:
+        ValueError: arguments that exclude each other, tools without a schema, a chat template that cannot do it.
+    """
+    args = trainer.args
+    _refuse_combinations(args, tools, rollout_func)
+    if not tools and rollout_func is None:
+        return None
+    ends = end_token_ids(model, codec.tokenizer)
+    templates = TurnTemplates(codec, sorted(ends), args.unstable_chat_template)
+    play: Any
+    if rollout_func is None:
+        toolbox = Toolbox(_listed(tools), timeout=args.tool_timeout)
+        codec.tools = toolbox.schemas
+        play = ToolAgent(toolbox, _parser(args, templates), args.max_tool_calling_iterations)
+    else:
+        limits = Limits(model.get_input_embeddings().num_embeddings, codec.max_context)
+        if plays_one_rollout(rollout_func):
+            play = RolloutFunction(rollout_func, args.rollout_timeout, limits)
+        else:
+            play = BatchFunction(rollout_func, trainer, args.rollout_timeout, codec, limits, ends)
+    return Agency(play, templates, args.rollout_timeout)
+
+
+def _refuse_combinations(args: Any, tools: Any, rollout_func: Any) -> None:
+    if tools and rollout_func is not None:
+        raise ValueError(
+            "`rollout_func` plays the whole rollout, so `tools` would not be called: give one of the two. In a rollout"
+            " function of the form `async (row, engine)`, a covey.rollout.tools.toolbox.Toolbox calls tools."
+        )
+    if rollout_func is not None and not callable(rollout_func):
+        raise ValueError(
+            f"`rollout_func` must be a function, got {type(rollout_func).__name__}: `async def rollout(row, engine)`,"
+            " or `def rollout(prompts, trainer)`."
+        )
+    if (tools or rollout_func is not None) and args.speculative_reuse is not None:
+        raise ValueError(
+            f"speculative_reuse={args.speculative_reuse!r} reuses completions that are one turn; with tools or a"
+            " rollout_func, leave it unset."
+        )
+    if args.max_tool_calling_iterations is not None and not tools:
+        warnings.warn(
+            f"`max_tool_calling_iterations={args.max_tool_calling_iterations}` has no effect without `tools`.",
+            stacklevel=4,
+        )
+
+
+def _listed(tools: Any) -> list[Any]:
+    if not isinstance(tools, list | tuple):
+        raise ValueError(f"`tools` must be a list of functions, got {type(tools).__name__}. Write tools=[...].")
+    return list(tools)
+
+
+def _parser(args: Any, templates: TurnTemplates) -> Any:
+    """How calls are read; says so where the chat template leaves that open."""
+    turns = templates.of(templates.codec.tools, None)
+    template = templates.codec.tokenizer.chat_template
+    name = args.tool_parser or parser_for(template)
+    if not turns.shows_tools and args.tool_parser is None:
+        warnings.warn(
+            "the chat template does not tell the model about tools, so the prompts have to: name them, and show how"
+            f" a call is written. Calls are read as {name!r}; set `tool_parser` if your prompts teach another"
+            " notation.",
+            stacklevel=5,
+        )
+    return TOOL_PARSERS[name]
+
+
+def refuse_plain_prompts(agency: Agency | None, rows: Sequence[dict[str, Any]], role: str) -> None:
+    """Tools are called in conversations.
+
+    Raises:
+        ValueError: a prompt is a string.
+    """
+    if agency is None or not isinstance(agency.play, ToolAgent):
+        return
+    plain = next((number for number, row in enumerate(rows) if not is_conversational(row["prompt"])), None)
+    if plain is not None:
+        raise ValueError(
+            f"row {plain} of `{role}` has a prompt that is a string, and tools need conversations. Write it as"
+            f' [{{"role": "user", "content": {str(rows[plain]["prompt"])[:40]!r}}}].'
+        )
+
+
+class RolloutWatch:
+    """Decides what failed rollouts lead to: a failed one costs itself; if all fail, the run stops."""
+
+    def __init__(self) -> None:
+        self._has_worked = False
+        self._failed_batches = 0
+        self._warned = False
+
+    def judge(self, rollouts: Sequence[Rollout]) -> None:
+        """Look at a generation.
+
+        Raises:
+            RolloutError: every rollout failed, and none has ever worked or it is not the first such generation.
+        """
+        failed = [rollout for rollout in rollouts if rollout.finish is FinishReason.ERROR]
+        if len(failed) < len(rollouts):
+            self._has_worked, self._failed_batches = True, 0
+        elif rollouts:
+            self._failed_batches += 1
+            if not self._has_worked or self._failed_batches >= FAILED_BATCHES:
+                often = f", {self._failed_batches} generations in a row" if self._has_worked else ""
+                raise RolloutError(f"all {len(rollouts)} rollouts failed{often}. The first one: {failed[0].error}")
+        if failed and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{len(failed)} of {len(rollouts)} rollouts failed; they get no reward and are counted in"
+                f" rollouts/failed. The first one: {failed[0].error}",
+                RolloutWarning,
+                stacklevel=4,
+            )
+
+
+def without_failed(rewards: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
+    """Rewards [n, F] with NaN for rollouts that failed: they say nothing about the policy."""
+    failed = torch.tensor([rollout.finish is FinishReason.ERROR for rollout in rollouts], dtype=torch.bool)
+    return rewards.masked_fill(failed[:, None], torch.nan) if len(rollouts) else rewards
+
+
+def agent_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
+    """`rollouts/turns`, `rollouts/failed` (a share) and what became of calls."""
+    return {
+        "rollouts/turns": Mean.of([float(rollout.num_turns) for rollout in rollouts]),
+        "rollouts/failed": Mean.of([float(rollout.finish is FinishReason.ERROR) for rollout in rollouts]),
+        **call_stats(rollouts),
+    }

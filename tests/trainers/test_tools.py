@@ -1,0 +1,97 @@
+"""Training with tools and rollout functions: what the trainer makes of them, from arguments to metrics."""
+
+import pytest
+import runs
+
+import tiny
+from covey.rollout.engines.scripted import ScriptedEngine
+
+# The chat template of tiny conversations, with tools in it and results.
+TEMPLATE = (
+    "{% for t in tools or [] %}<bos>tool: {{ t.function.name }}<eos>{% endfor %}"
+    "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<bos>assistant: {% endif %}"
+)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def tokenizer():
+    made = tiny.tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+TOKENIZER = tokenizer()
+
+
+def tokens(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def says(*turns):
+    """A script: the n-th turn of a conversation says the n-th text, later ones the last, whoever asks."""
+
+    def script(prompt_ids, seed):
+        turn = TOKENIZER.decode(prompt_ids).count("<bos>tool: {") + TOKENIZER.decode(prompt_ids).count("<bos>tool: E")
+        turn += sum(TOKENIZER.decode(prompt_ids).count(f"<bos>tool: {digit}") for digit in range(10))
+        return [*tokens(turns[min(turn, len(turns) - 1)]), TOKENIZER.eos_token_id]
+
+    return ScriptedEngine(script)
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+def trainer(folder, engine=None, method="grpo", seen=None, parts=None, **changes):
+    def reward(completions, completion_ids, **kwargs):
+        if seen is not None:
+            seen.append(completions)
+        return [len(ids) + sum(ids) % 10 / 10 for ids in completion_ids]
+
+    arguments = {
+        "processing_class": tokenizer(),
+        "reward_funcs": reward,
+        "train_dataset": tiny.rows(conversational=True),
+        "engine": engine,
+        **(parts or {}),
+    }
+    settings = {"max_completion_length": 150, "max_steps": 1, "engine_parity": "off", **changes}
+    return runs.trainer(folder, method, parts=arguments, **settings)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_the_policy_is_answered_and_goes_on(tmp_path, method):
+    seen = []
+    trained = trainer(tmp_path, says("Let me see. " + CALL, "5"), method, seen, {"tools": [add]})
+    trained.train()
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    first, result, last = seen[0][0]
+    assert first == {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
+    assert (result["role"], result["name"], result["content"]) == ("tool", "add", "5")
+    assert last == {"role": "assistant", "content": "5"}
+    logged = trained.state.log_history[0]
+    assert logged["tools/call_frequency"] == 1 and logged["tools/failure_frequency"] == 0
+    assert logged["rollouts/turns"] == 2 and logged["rollouts/failed"] == 0
+    # Sampled are the call, the answer and two ends; "<bos>tool: 5<eos><bos>assistant: " is not.
+    assert logged["completions/mean_length"] == len("Let me see. " + CALL) + 1 + 2
+    assert logged["completions/clipped_ratio"] == 0
+
+
+def test_what_goes_wrong_is_said_to_the_policy_and_counted(tmp_path):
+    seen = []
+    calls = '<tool_call>{"name": "ad", "arguments": {}}</tool_call><tool_call>{broken</tool_call>' + CALL
+    trained = trainer(tmp_path, says(calls, "well"), "grpo", seen, {"tools": [add]}, max_completion_length=200)
+    trained.train()
+    logged = trained.state.log_history[0]
+    assert logged["tools/call_frequency"] == 3
+    assert logged["tools/failures/unknown_tool"] == logged["tools/failures/malformed"] == pytest.approx(1 / 3)
