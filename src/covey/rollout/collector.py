@@ -232,7 +232,7 @@ class Collector:
             Exception: the engine failed, which is no fault of the rollout's.
         """
         assert not isinstance(agency.play, BatchFunction), "played as a whole"
-        row = copy.deepcopy(draw.row)  # what a rollout does to its row is no business of its siblings
+        row = _own_copy(draw.row)
         seed_key = (self.seed, *key, draw.prompt, draw.sample)
         engine = EpisodeEngine(merged.generate, agency.templates, params, seed_key, row, draw.sample)
         try:
@@ -278,6 +278,18 @@ class Collector:
             if on_group is not None:
                 on_group(number, [draw.row for draw in siblings], group)
         return _numbered(rollouts)
+
+
+def _own_copy(row: dict[str, Any]) -> dict[str, Any]:
+    """What a rollout does to its row is no business of its siblings; what cannot be copied they share."""
+
+    def copied(value: Any) -> Any:
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # whatever `__deepcopy__` of a user's class raises
+            return value
+
+    return {name: copied(value) for name, value in row.items()}
 
 
 def _numbered(rollouts: list[Rollout]) -> list[Rollout]:
