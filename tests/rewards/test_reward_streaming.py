@@ -33,7 +33,7 @@ def streamed(context, rollout):
     def run(suite, order=ORDER):
         rollouts = [rollout(text) for text in TEXTS]
         rows = [{"prompt": "question", "place": place(text)} for text in TEXTS]
-        with suite.stream("state") as stream:
+        with suite.stream("state", groups=True) as stream:
             for number in order:
                 part = slice(number * SIZE, (number + 1) * SIZE)
                 stream.add(number, rows[part], rollouts[part])
@@ -74,7 +74,7 @@ def test_rewards_counts_and_logs_are_those_of_one_call(streamed, context, rollou
     extras = dict(context.extras)
     context.extras.clear()
     suite = RewardSuite(functions)
-    with suite.stream(None) as stream:
+    with suite.stream(None, groups=True) as stream:
         for number in ORDER:
             part = slice(number * SIZE, (number + 1) * SIZE)
             stream.add(number, rows[part], rollouts[part])
@@ -111,7 +111,7 @@ def test_an_ordinary_function_scores_a_group_at_a_time_and_an_async_one_all_ther
 
     rollouts, rows = [rollout(text) for text in TEXTS], [{"prompt": "question"}] * len(TEXTS)
     suite = RewardSuite([alone, together], timeout=20.0)
-    with suite.stream(None) as stream:
+    with suite.stream(None, groups=True) as stream:
         for number in ORDER:
             part = slice(number * SIZE, (number + 1) * SIZE)
             stream.add(number, rows[part], rollouts[part])
@@ -134,7 +134,7 @@ def test_a_function_that_two_generations_want_at_once_is_called_by_one_at_a_time
 
     suite = RewardSuite(counts_those_inside)
     rows, rollouts = [{"prompt": "question"}], [rollout("a")]
-    with suite.stream("state") as early, suite.stream("state") as late:
+    with suite.stream("state", groups=True) as early, suite.stream("state", groups=True) as late:
         early.add(0, rows, rollouts)
         assert began.wait(10)
         late.add(0, rows, rollouts)
@@ -152,7 +152,7 @@ def test_a_group_is_scored_before_the_next_is_there(context, rollout):
 
     rollouts, rows = [rollout(text) for text in TEXTS[: 2 * SIZE]], [{"prompt": "question"}] * 2 * SIZE
     suite = RewardSuite(tells)
-    with suite.stream(None) as stream:
+    with suite.stream(None, groups=True) as stream:
         stream.add(0, rows[:SIZE], rollouts[:SIZE])
         assert scored.wait(20)  # the second group is not sampled yet
         stream.add(1, rows[SIZE:], rollouts[SIZE:])
@@ -239,7 +239,7 @@ def test_leaving_gives_up_what_is_not_scored(context, rollout):
 
     suite = RewardSuite(waits)
     rollouts, rows = [rollout(text) for text in TEXTS], [{"prompt": "question"}] * len(TEXTS)
-    with pytest.raises(ZeroDivisionError), suite.stream(None) as stream:
+    with pytest.raises(ZeroDivisionError), suite.stream(None, groups=True) as stream:
         for number in range(GROUPS):
             stream.add(number, rows[:SIZE], rollouts[number * SIZE : (number + 1) * SIZE])
         begun.wait(20)

@@ -21,8 +21,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "rewards/{name}/failures": "Samples for which that function raised an error or returned nonsense. They get "
     "no reward from it.",
     "rewards/{name}/timeouts": "Samples that function had not scored when its time was up.",
-    "rewards/{name}/seconds": "Seconds per call of that function; with stream_rewards, of its calls for a whole "
-    "generation added up.",
+    "rewards/{name}/seconds": "Seconds per call of that function; where it scores rollouts as they end, of its calls "
+    "for a whole generation added up.",
     "dynamic_sampling/first_signal": "Share of groups with a signal (an advantage other than 0) as first drawn, before "
     "any refilling, with dynamic_sample.",
     "dynamic_sampling/trained_signal": "Share of the groups trained on that have a signal; 1 when every group without "
@@ -56,9 +56,10 @@ METRIC_MEANINGS: dict[str, str] = {
     "sync/bytes": "Bytes of weights that were sent to it: all of the model's, or an adapter's, and the model's under it"
     " where a server lacked that.",
     "phase/{name}": "Seconds between two logs spent on one phase: sync (sending weights to an engine), generate "
-    "(sampling), reward (reward functions; with stream_rewards, only what is left of them when everything is sampled), "
-    "score (log-probabilities under the old and the reference policy), train (forward, backward and optimizer), wait "
-    "(with max_staleness: for samples that are not there yet; near 0 when training is what takes the time).",
+    "(sampling), reward (reward functions: of those that score rollouts as they end, only what is left when everything "
+    "is sampled), score (log-probabilities under the old and the reference policy), train (forward, backward and "
+    "optimizer), wait (with max_staleness: for samples that are not there yet; near 0 when training is what takes the "
+    "time).",
     "passes/count": "Forward and backward passes per optimizer step in one process. Unlike gradient_accumulation_steps "
     "it follows from the tokens there are to train on.",
     "passes/tokens": "Mean number of tokens in such a pass, prompts included; max_tokens_per_micro_batch bounds it.",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from covey.rewards.errors import RewardError, RewardWarning
     from covey.rewards.format import get_json_reward, get_regex_reward, json_reward, think_format_reward
     from covey.rewards.length import get_cosine_scaled_reward, get_soft_overlong_punishment
+    from covey.rewards.marks import per_completion
     from covey.rewards.matching import (
         exact_match_reward,
         get_exact_match_reward,
@@ -45,6 +46,7 @@ _MODULES = {
     "get_soft_overlong_punishment": "length",
     "json_reward": "format",
     "numeric_match_reward": "matching",
+    "per_completion": "marks",
     "reasoning_accuracy_reward": "accuracy",
     "resolve_reward": "resolve",
     "think_format_reward": "format",
@@ -68,6 +70,7 @@ __all__ = [
     "get_soft_overlong_punishment",
     "json_reward",
     "numeric_match_reward",
+    "per_completion",
     "reasoning_accuracy_reward",
     "resolve_reward",
     "think_format_reward",

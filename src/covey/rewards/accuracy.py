@@ -6,20 +6,23 @@ needs nothing.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from covey.rewards.marks import per_completion
 from covey.rewards.text import completion_text
 from covey.rewards.workers import ScriptWorker, WorkerFailed
 
 CHECK_SECONDS = 5.0
 """Deadline for parsing and comparing one pair."""
 
+RECENT = 64
 PATIENCE = 8
-"""After this many failed checks in one call the deadline is a second, so that they cannot use up the call's own."""
+"""While so many of the most recent checks have failed the deadline is a second, so that they cannot use up a call's."""
 
 
 @dataclass(frozen=True)
@@ -51,31 +54,45 @@ def _worker() -> ScriptWorker:
     return ScriptWorker(Path(__file__).with_name("math_worker.py"))
 
 
+_failures: deque[bool] = deque(maxlen=RECENT)
+
+
 def verify_answers(answers: list[str], solutions: list[str], seconds: float = CHECK_SECONDS) -> list[Verdict]:
-    """Compare each answer with its reference; equal pairs are compared once.
+    """Compare each answer with its reference; a pair that was compared before is looked up.
 
     Args:
         answers: texts whose boxed (or announced) LaTeX answer is read.
         solutions: references of any form: LaTeX, plain expressions, numbers.
         seconds: deadline per pair.
     """
-    known: dict[tuple[str, str], Verdict] = {}
-    failures = 0
-    for pair in zip(answers, solutions, strict=True):
-        if pair not in known:
-            known[pair] = _verify(*pair, seconds if failures < PATIENCE else min(seconds, 1.0))
-            failures += known[pair].failed
-    return [known[pair] for pair in zip(answers, solutions, strict=True)]
+    failed: set[tuple[str, str]] = set()
+    verdicts = []
+    for pair in zip(answers, map(str, solutions), strict=True):
+        verdict = Verdict(correct=None, failed=True) if pair in failed else _verify(*pair, seconds)
+        if verdict.failed:
+            failed.add(pair)
+        verdicts.append(verdict)
+    return verdicts
 
 
 def _verify(answer: str, solution: str, seconds: float) -> Verdict:
     try:
-        reply = _worker().ask({"gold": str(solution), "answer": answer}, seconds)
+        return _compared(answer, solution, seconds)
     except WorkerFailed:
+        _failures.append(True)
         return Verdict(correct=None, failed=True)
+
+
+@lru_cache(maxsize=4096)
+def _compared(answer: str, solution: str, seconds: float) -> Verdict:
+    """Raises WorkerFailed, which is not remembered beyond a call: the machine may have been busy."""
+    patient = _failures.count(True) < PATIENCE
+    reply = _worker().ask({"gold": solution, "answer": answer}, seconds if patient else min(seconds, 1.0))
+    _failures.append(False)
     return Verdict(reply["correct"], gold=reply["gold"], answer=reply["answer"])
 
 
+@per_completion
 def accuracy_reward(
     completions: list[Any],
     solution: list[str],
@@ -100,6 +117,7 @@ def accuracy_reward(
     return _accuracy([completion_text(completion) for completion in completions], solution, log_extra)
 
 
+@per_completion
 def reasoning_accuracy_reward(
     completions: list[Any],
     solution: list[str],

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from covey.core.rollout import Rollout
+from covey.core.rollout import FinishReason, Rollout
 from covey.rewards.errors import RewardError, describe_sample
 
 RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
@@ -39,6 +39,13 @@ class RewardBatch:
 
     def __len__(self) -> int:
         return len(self.rollouts)
+
+    def scorable(self) -> "RewardBatch":
+        """Those whose rollout did not fail: one that failed says nothing about the policy, and may lack anything."""
+        kept = [index for index, rollout in enumerate(self.rollouts) if rollout.finish is not FinishReason.ERROR]
+        if len(kept) == len(self):
+            return self
+        return RewardBatch([self.rows[index] for index in kept], [self.rollouts[index] for index in kept])
 
     def sample(self, index: int) -> "RewardBatch":
         """The batch of one sample."""
@@ -122,6 +129,17 @@ class Log:
             context.log_extra(column, values)
         for name, value in self.metrics:
             context.log_metric(name, value)
+
+    def spread(self, places: list[int], size: int) -> "Log":
+        """The same for a batch of `size` samples, of which this log's are those at `places`; None elsewhere."""
+        if len(places) == size:
+            return self
+        extras: dict[str, list] = {}
+        for column, values in self.extras.items():
+            extras[column] = [None] * size
+            for place, value in zip(places, values, strict=True):
+                extras[column][place] = value
+        return Log(size, extras, self.metrics)
 
     @classmethod
     def joined(cls, logs: "list[Log | None]") -> "Log":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from covey.rewards.batch import Log, RewardBatch
 from covey.rewards.errors import RewardError
+from covey.rewards.marks import judges_each
 
 Values = list[float | None]
 """One value per sample: a number, None where the function abstains, NaN where it failed."""
@@ -43,6 +44,7 @@ class FunctionReward:
     A function without `**kwargs` receives only the arguments it names. Keywords bound by `functools.partial` stay so.
 
     Attributes:
+        judges_each: it may be called for every completion as soon as that is there.
         turn: held while an ordinary function runs. Several generations may be scored at a time, on threads of their
             own, and a function need not be made for that.
     """
@@ -53,6 +55,7 @@ class FunctionReward:
         self.is_async = is_async(function)
         self.turn = threading.Lock()
         self._takes_all, self._names, self._required = _read_signature(function, name)
+        self.judges_each = judges_each(function) and "trainer_state" not in self._names
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
         """Score a batch with a sync function."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from covey.rewards.marks import per_completion
 from covey.rewards.text import completion_text
 
 
@@ -78,6 +79,7 @@ def cosine_scaled(length: int, max_len: int, at_zero: float, at_max: float) -> f
     return at_max + (at_zero - at_max) * (1 + math.cos(math.pi * min(length / max_len, 1.0))) / 2
 
 
+@per_completion
 @dataclass(frozen=True)
 class CosineScaledReward:
     """See `get_cosine_scaled_reward`; a class so that it can be pickled."""

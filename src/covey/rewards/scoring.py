@@ -7,6 +7,7 @@ The deadline covers both. Breaking the contract (`RewardError`) is no failure of
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from covey.rewards.errors import RewardError
 from covey.rewards.functions import FunctionReward, Values
 from covey.rewards.models import ModelReward
 from covey.rewards.workers import DeadlineExceeded, await_with_deadline, call_with_deadline
+
+WithDeadline = Callable[[Callable[[], Any], float], Any]
+"""(function without arguments, seconds) -> what it returns; `DeadlineExceeded` once they have passed."""
 
 
 @dataclass(frozen=True)
@@ -107,20 +111,36 @@ class Outcome:
         return f"{type(self.error).__name__}: {self.error}"
 
 
-def score(function: FunctionReward | ModelReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> Outcome:
-    """Score with a sync function or a model. A function scores one batch at a time, whichever threads ask."""
+def score(
+    function: FunctionReward | ModelReward,
+    batch: RewardBatch,
+    trainer_state: Any,
+    timeout: float,
+    call: WithDeadline = call_with_deadline,
+) -> Outcome:
+    """Score with a sync function or a model. A function scores one batch at a time, whichever threads ask.
+
+    Args:
+        function: what scores.
+        batch: what is scored.
+        trainer_state: what the function sees of the trainer.
+        timeout: seconds that it may take.
+        call: runs it under a deadline.
+    """
     with function.turn if isinstance(function, FunctionReward) else nullcontext():
-        return _score(function, batch, trainer_state, timeout)
+        return _score(function, batch, trainer_state, timeout, call)
 
 
-def _score(function: FunctionReward | ModelReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> Outcome:
+def _score(
+    function: FunctionReward | ModelReward, batch: RewardBatch, trainer_state: Any, timeout: float, call: WithDeadline
+) -> Outcome:
     start = time.monotonic()
 
     def attempt(some: RewardBatch) -> Attempt:
         log = Log(len(some))
         try:
             left = timeout - (time.monotonic() - start)
-            return Attempt(call_with_deadline(lambda: function(some, trainer_state, log), left), log, None)
+            return Attempt(call(lambda: function(some, trainer_state, log), left), log, None)
         except (Exception, DeadlineExceeded) as error:
             return Attempt(None, None, error)
 

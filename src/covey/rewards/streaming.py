@@ -1,9 +1,10 @@
-"""Scores each group as soon as it is sampled, while other groups still are.
+"""Scores rollouts as they end, while others are still sampled.
 
-A `RewardStream` lives as long as one generation is sampled: groups go in as they finish, from whichever thread samples,
-and at the end each function has one `Outcome` as if it had been called once. Async functions score all groups that are
-there at the same time; an ordinary function scores one group after another, on a thread of its own. Not here: what
-failures lead to (`covey.rewards.suite`), reward models (a batch of their own, after sampling).
+A `RewardStream` lives as long as one generation is sampled. Rollouts go in as they end, from whichever thread samples:
+to functions that judge each completion by itself at once, to others when their group is complete. At the end each
+function has one `Outcome` as if it had been called once. An async function scores all that is there at the same time;
+an ordinary one scores one part after another, on a thread of its own. Not here: what failures lead to
+(`covey.rewards.suite`), reward models (a batch of their own, after sampling).
 """
 
 import queue
@@ -16,42 +17,53 @@ from covey.core.rollout import Rollout
 from covey.rewards.batch import RewardBatch
 from covey.rewards.functions import FunctionReward
 from covey.rewards.scoring import Outcome, score, score_async
-from covey.rewards.workers import LOOP_GRACE, BackgroundLoop, DeadlineExceeded, settings_of_this_thread
+from covey.rewards.workers import LOOP_GRACE, BackgroundLoop, CallThread, DeadlineExceeded
 
-LATE_GROUPS = 3
-"""After this many groups on which an ordinary function was late, it is not called for the rest of the generation."""
+LATE_PARTS = 3
+"""After this many calls in which an ordinary function was late, it is not called for the rest of the generation."""
+
+Span = tuple[float, float]
+"""Begin and end of a call, by `time.monotonic`."""
 
 
 class RewardStream:
-    """The functions of a run on the groups of one generation. A context manager: leaving it gives up what is left.
+    """The functions of a run on the rollouts of one generation. A context manager: leaving it gives up what is left.
 
     Args:
-        functions: those that are scored here, by their place among all.
+        each: functions that get rollouts as they end, by their place among all functions.
+        groups: likewise, functions that get whole groups.
         loop: where async functions run.
         trainer_state: what the functions see of the trainer.
-        timeout: seconds that one function may take for one group.
+        timeout: seconds that one function may take for one call.
 
     Example:
         >>> from covey.core.rollout import FinishReason
         >>> def short(completions):
         ...     return [-float(len(text)) for text in completions]
         >>> rollouts = [Rollout([1], [2], [True], None, text, FinishReason.STOP) for text in ("four", "a")]
-        >>> with RewardStream({0: FunctionReward(short, "short")}, BackgroundLoop(), None, timeout=60.0) as stream:
-        ...     stream.add(1, [{"prompt": "?"}], rollouts[1:])
-        ...     stream.add(0, [{"prompt": "?"}], rollouts[:1])
+        >>> with RewardStream({0: FunctionReward(short, "short")}, {}, BackgroundLoop(), None, timeout=60.0) as stream:
+        ...     stream.on_rollouts(1, [{"prompt": "?"}], rollouts[1:])
+        ...     stream.on_rollouts(0, [{"prompt": "?"}], rollouts[:1])
         ...     stream.outcome(0).values
         [-4.0, -1.0]
     """
 
-    def __init__(self, functions: dict[int, FunctionReward], loop: BackgroundLoop, trainer_state: Any, timeout: float):
-        lanes = {
+    def __init__(
+        self,
+        each: dict[int, FunctionReward],
+        groups: dict[int, FunctionReward],
+        loop: BackgroundLoop,
+        trainer_state: Any,
+        timeout: float,
+    ):
+        self._each, self._groups = tuple(each), tuple(groups)
+        self._lanes: dict[int, _AsyncLane | _ThreadLane] = {
             index: _AsyncLane(function, loop, trainer_state, timeout)
             if function.is_async
             else _ThreadLane(function, trainer_state, timeout)
-            for index, function in functions.items()
+            for index, function in (each | groups).items()
         }
-        self._lanes: dict[int, _AsyncLane | _ThreadLane] = lanes
-        self._pending: dict[int, dict[int, Future[Outcome]]] = {index: {} for index in lanes}
+        self._pending: dict[int, dict[int, Future[Outcome]]] = {index: {} for index in self._lanes}
 
     def __enter__(self) -> "RewardStream":
         return self
@@ -66,38 +78,68 @@ class RewardStream:
         """Whether that function is scored here."""
         return index in self._lanes
 
-    def add(self, number: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Begin to score a group.
+    def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Begin to score rollouts that have ended, with the functions that judge each by itself.
 
         Args:
-            number: its place in the generation; groups may come in any order.
+            place: of the first among all of the generation; the others follow it. They may come in any order.
             rows: the dataset row of every rollout.
-            rollouts: of the group.
+            rollouts: that ended at once: one, or siblings.
         """
-        batch = RewardBatch(rows, rollouts)
-        for index, lane in self._lanes.items():
-            self._pending[index][number] = lane.start(batch)
+        self._start(self._each, place, rows, rollouts)
+
+    def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Begin to score a group that is complete, with the other functions.
+
+        Args:
+            place, rows, rollouts: as for `on_rollouts`.
+        """
+        self._start(self._groups, place, rows, rollouts)
+
+    def add(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Begin to score a group whose rollouts ended at once.
+
+        Args:
+            place, rows, rollouts: as for `on_rollouts`.
+        """
+        self.on_rollouts(place, rows, rollouts)
+        self.on_group(place, rows, rollouts)
+
+    def _start(
+        self, functions: tuple[int, ...], place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]
+    ) -> None:
+        batch = RewardBatch(rows, rollouts).scorable()
+        if len(batch):
+            for index in functions:
+                self._pending[index][place] = self._lanes[index].start(batch)
 
     def outcome(self, index: int) -> Outcome:
-        """What a function made of all groups, in the order of their numbers. Waits for those that are not done.
+        """What a function made of all that came, in the order of their places. Waits for what is not done.
 
         Raises:
             RewardError: it broke its contract.
         """
         lane, pending = self._lanes[index], self._pending[index]
-        return Outcome.joined([lane.result(pending[number]) for number in sorted(pending)])
+        return Outcome.joined([lane.result(pending[place]) for place in sorted(pending)])
+
+    def spans(self) -> dict[int, list[Span]]:
+        """When the calls of each function began and ended, in the order of their ends."""
+        return {index: list(lane.spans) for index, lane in self._lanes.items()}
 
 
 class _AsyncLane:
-    """Scores groups with an async function, all at the same time."""
+    """Scores with an async function, all parts at the same time."""
 
     def __init__(self, function: FunctionReward, loop: BackgroundLoop, trainer_state: Any, timeout: float):
         self._function, self._loop, self._state, self._timeout = function, loop, trainer_state, timeout
         self._begun: dict[Future[Outcome], tuple[float, int]] = {}
+        self.spans: list[Span] = []
 
     def start(self, batch: RewardBatch) -> "Future[Outcome]":
         future = self._loop.start(score_async(self._function, batch, self._state, self._timeout))
-        self._begun[future] = time.monotonic(), len(batch)
+        begun = time.monotonic()
+        self._begun[future] = begun, len(batch)
+        future.add_done_callback(lambda _: self.spans.append((begun, time.monotonic())))
         return future
 
     def result(self, future: "Future[Outcome]") -> Outcome:
@@ -112,16 +154,20 @@ class _AsyncLane:
 
 
 class _ThreadLane:
-    """Scores groups with an ordinary function, one after another, on a thread of its own."""
+    """Scores with an ordinary function, one part after another, on a thread of its own."""
 
     def __init__(self, function: FunctionReward, trainer_state: Any, timeout: float):
         self._function, self._state, self._timeout = function, trainer_state, timeout
         self._late = 0
-        self._queue: queue.Queue[tuple[RewardBatch, Future[Outcome]] | None] = queue.Queue()
-        settings = settings_of_this_thread()
-        threading.Thread(target=self._serve, args=(settings,), name="covey-rewards", daemon=True).start()
+        self.spans: list[Span] = []
+        self._call = CallThread()  # here, for it takes over the settings of this thread
+        self._queue: queue.SimpleQueue[tuple[RewardBatch, Future[Outcome]] | None] = queue.SimpleQueue()
+        self._served = False
 
     def start(self, batch: RewardBatch) -> "Future[Outcome]":
+        if not self._served:
+            self._served = True
+            threading.Thread(target=self._serve, name="covey-rewards", daemon=True).start()
         future: Future[Outcome] = Future()
         self._queue.put((batch, future))
         return future
@@ -133,19 +179,21 @@ class _ThreadLane:
         """End the thread after what it is at."""
         self._queue.put(None)
 
-    def _serve(self, settings: Any) -> None:
-        with settings():
-            while (item := self._queue.get()) is not None:
-                batch, future = item
-                if future.set_running_or_notify_cancel():
-                    try:
-                        future.set_result(self._score(batch))
-                    except BaseException as error:  # carried to who waits
-                        future.set_exception(error)
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            batch, future = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._score(batch))
+                except BaseException as error:  # carried to who waits
+                    future.set_exception(error)
+        self._call.close()
 
     def _score(self, batch: RewardBatch) -> Outcome:
-        if self._late >= LATE_GROUPS:
+        if self._late >= LATE_PARTS:
             return Outcome.timed_out(len(batch), 0.0)
-        outcome = score(self._function, batch, self._state, self._timeout)
+        begun = time.monotonic()
+        outcome = score(self._function, batch, self._state, self._timeout, self._call)
+        self.spans.append((begun, time.monotonic()))
         self._late += bool(outcome.timeouts)
         return outcome

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.rollout import Rollout
+from covey.core.rollout import FinishReason, Rollout
 from covey.core.stats import Mean, Stat, Sum
 from covey.rewards.batch import NOT_FORWARDED, RESERVED, RewardBatch, RewardContext
 from covey.rewards.errors import RewardError, RewardWarning
@@ -107,16 +107,17 @@ class RewardSuite:
         self._failed_batches = [0] * len(given)
         self._warned: set[tuple[str, str]] = set()
 
-    def stream(self, trainer_state: Any) -> RewardStream:
-        """Takes groups as they are sampled and scores them with the functions; reward models wait for the whole.
+    def stream(self, trainer_state: Any, groups: bool = False) -> RewardStream | None:
+        """Takes rollouts as they end and scores them with functions that judge each; None if no function can use it.
 
         Args:
             trainer_state: what the functions see of the trainer.
+            groups: the other functions score each group that is complete. Reward models always wait for the whole.
         """
-        functions = {
-            index: function for index, function in enumerate(self.functions) if isinstance(function, FunctionReward)
-        }
-        return RewardStream(functions, self._loop, trainer_state, self.timeout)
+        functions = {i: function for i, function in enumerate(self.functions) if isinstance(function, FunctionReward)}
+        each = {i: function for i, function in functions.items() if function.judges_each}
+        whole = {i: function for i, function in functions.items() if groups and i not in each}
+        return RewardStream(each, whole, self._loop, trainer_state, self.timeout) if each or whole else None
 
     def __call__(
         self,
@@ -125,28 +126,30 @@ class RewardSuite:
         context: RewardContext,
         streamed: RewardStream | None = None,
     ) -> RewardResult:
-        """Score rollouts.
+        """Score rollouts; those that failed are shown to no function and get NaN.
 
         Args:
             rows: the dataset row of every rollout, `row["prompt"]` as the user wrote it.
             rollouts: N of them, all groups of this process.
             context: what the functions may see of the trainer.
-            streamed: what has been given these very rollouts, group by group.
+            streamed: what has been given these very rollouts as they ended.
 
         Raises:
             RewardError: a function returned something that is no list of N rewards, asks for a column that does not
                 exist, or failed on every sample, at once or in several batches in a row.
         """
         assert len(rows) == len(rollouts), "one dataset row per rollout"
-        batch = RewardBatch(rows, rollouts)
+        places = [place for place, rollout in enumerate(rollouts) if rollout.finish is not FinishReason.ERROR]
+        rewards = torch.full((len(rollouts), len(self.names)), math.nan)
+        batch = RewardBatch(rows, rollouts).scorable()
         if not len(batch):
-            return RewardResult(torch.empty(0, len(self.names)), self._stats([Outcome.empty()] * len(self.names)))
+            return RewardResult(rewards, self._stats([Outcome.empty()] * len(self.names)))
         outcomes = self._score_all(batch, context.trainer_state, streamed)
         for index, outcome in enumerate(outcomes):
             self._judge(index, outcome, batch)
-            outcome.log.replay(context)
-        rewards = torch.tensor([outcome.values for outcome in outcomes], dtype=torch.float32).T.contiguous()
-        self._warn_of_unscored(rewards, batch)
+            outcome.log.spread(places, len(rollouts)).replay(context)
+        rewards[places] = torch.tensor([outcome.values for outcome in outcomes], dtype=torch.float32).T
+        self._warn_of_unscored(rewards[places], batch)
         return RewardResult(rewards, self._stats(outcomes))
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -185,7 +188,7 @@ class RewardSuite:
                 future.cancel()
         if streamed is not None:
             outcomes |= {index: streamed.outcome(index) for index in range(len(self.functions)) if index in streamed}
-        assert all(len(outcome.values) == len(batch) for outcome in outcomes.values()), "every group was streamed"
+        assert all(len(outcome.values) == len(batch) for outcome in outcomes.values()), "every rollout was streamed"
         return [outcomes[index] for index in range(len(self.functions))]
 
     def _judge(self, index: int, outcome: Outcome, batch: RewardBatch) -> None:

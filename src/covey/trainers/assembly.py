@@ -210,7 +210,7 @@ def build_ahead(
         args.max_staleness,
         next_key=next_key,
         send_weights=send_weights,
-        stream=lambda: trainer.rewards.stream(trainer.state) if args.stream_rewards else None,
+        stream=lambda: trainer.rewards.stream(trainer.state, args.stream_rewards),
         waiting=lambda: trainer.phases("wait"),
     )
 

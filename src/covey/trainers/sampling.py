@@ -113,10 +113,10 @@ class SampledGenerations(PolicyUpdates):
             raise
 
     def _reward_stream(self, ahead: Flight | None) -> AbstractContextManager[RewardStream | None]:
-        """What has scored the groups of this round as they came, or will; None where they are scored together."""
+        """What has scored the rollouts of this round as they ended, or will; None where they are scored together."""
         if ahead is not None:
             return ahead.stream or nullcontext()
-        return self.rewards.stream(self.state) if self.args.stream_rewards else nullcontext()
+        return self.rewards.stream(self.state, self.args.stream_rewards) or nullcontext()
 
     def _generation_key(self) -> tuple[str, int]:
         """A name for this generation that no other has: its samples are seeded with it."""

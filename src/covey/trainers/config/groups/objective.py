@@ -19,7 +19,8 @@ class RewardFields:
     stream_rewards: bool = described(
         False,
         "Score each group of completions as soon as it is sampled, while others still are: functions are called group "
-        "by group, on threads of their own. Off: each is called once per generation, with all completions.",
+        "by group, on threads of their own. Off: each is called once per generation, with all completions. Functions "
+        "that are marked `per_completion` score every rollout when it ends in either case.",
     )
     multi_objective_aggregation: str = described(
         "sum_then_normalize",
