@@ -10,7 +10,7 @@ import contextvars
 import ctypes
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -44,16 +44,16 @@ async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
 
     def work() -> None:
         try:
-            _settle(future, result=context.run(function))
+            settle(future, result=context.run(function))
         except BaseException as error:  # SystemExit too: it must not pass for an answer
-            _settle(future, error=error)
+            settle(future, error=error)
 
     thread = threading.Thread(target=work, name="covey-tool", daemon=True)
     thread.start()
     try:
         return await _within(future, seconds)
     except (TimedOut, asyncio.CancelledError):
-        _stop(thread)
+        stop_thread(thread)
         raise
 
 
@@ -66,12 +66,14 @@ async def _within(future: "Future[T]", seconds: float) -> T:
     return waiting.result()
 
 
-def _settle(future: "Future[Any]", result: Any = None, error: BaseException | None = None) -> None:
+def settle(future: "Future[Any]", result: Any = None, error: BaseException | None = None) -> None:
+    """Answer whoever waits for a future, with a result or with `Raised`."""
     with suppress(InvalidStateError):  # nobody waits any more
         future.set_result(result) if error is None else future.set_exception(Raised(error))
 
 
-def _stop(thread: threading.Thread) -> None:
+def stop_thread(thread: threading.Thread) -> None:
+    """Stop the Python code that a thread runs; a call into C that does not return goes on."""
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
 
@@ -95,9 +97,9 @@ class CoroutineLoop:
 
         async def work() -> None:
             try:
-                _settle(future, result=await start())
+                settle(future, result=await start())
             except BaseException as error:  # SystemExit would end the loop for everybody
-                _settle(future, error=error)
+                settle(future, error=error)
 
         loop.call_soon_threadsafe(lambda: task.append(loop.create_task(work())))
         try:
@@ -107,8 +109,22 @@ class CoroutineLoop:
             if not await _responds(loop):
                 if self._loop is loop:
                     self._loop = None
-                _stop(thread)
+                stop_thread(thread)
             raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run a coroutine on the loop and come back at once. For code that is trusted not to block."""
+        return asyncio.run_coroutine_threadsafe(work, self._running()[0])
+
+    def close(self) -> None:
+        """Let the thread end; the next call starts another."""
+        loop, self._loop, self._thread = self._loop, None, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def is_here(self) -> bool:
+        """Whether this code runs on the loop's thread, where nothing may wait for the loop."""
+        return threading.current_thread() is self._thread
 
     def _running(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
         if self._loop is None or self._thread is None or not self._thread.is_alive():
@@ -123,7 +139,7 @@ _RESPONSE_SECONDS = 1.0
 
 async def _responds(loop: asyncio.AbstractEventLoop) -> bool:
     answer: Future[None] = Future()
-    loop.call_soon_threadsafe(lambda: _settle(answer))
+    loop.call_soon_threadsafe(lambda: settle(answer))
     try:
         await _within(answer, _RESPONSE_SECONDS)
     except TimedOut:

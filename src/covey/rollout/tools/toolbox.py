@@ -91,6 +91,7 @@ class Toolbox:
         timeout: seconds that one call may take (`tool_timeout`).
         max_result_chars: characters of a result that the policy is shown.
         max_parallel_calls: calls of one turn that are executed; the rest are answered with an error.
+        loop: runs async tools; one of the toolbox's own by default.
 
     Raises:
         ValueError: a tool without a usable schema, two of the same name, or a limit that is not positive.
@@ -102,6 +103,7 @@ class Toolbox:
         timeout: float = 60.0,
         max_result_chars: int = 20_000,
         max_parallel_calls: int = 32,
+        loop: CoroutineLoop | None = None,
     ):
         limits = {"timeout": timeout, "max_result_chars": max_result_chars, "max_parallel_calls": max_parallel_calls}
         for name, limit in limits.items():
@@ -115,7 +117,7 @@ class Toolbox:
             if tool.name in self.tools:
                 raise ValueError(f"two tools are called {tool.name!r}; give one of them another name.")
             self.tools[tool.name] = tool
-        self._loop = CoroutineLoop()
+        self._loop = loop or CoroutineLoop()
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

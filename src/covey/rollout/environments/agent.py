@@ -1,0 +1,224 @@
+"""Agents that play environments: the rollout from `reset` to its reward.
+
+`ToolEnvironmentAgent` plays objects whose methods are tools, `TextEnvironmentAgent` objects with
+`step(text) -> (observation, reward, done, info)`. Both take an environment from the pool when a rollout begins; it
+comes back when the rewards are scored (`EnvironmentAgent.release`). Not here: what a conversation is as tokens
+(`covey.rollout.episode`), how calls are read and executed (`covey.rollout.tools`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from covey.core.rollout import FinishReason, Rollout
+from covey.rollout.agent import ToolAgent
+from covey.rollout.environments.calls import EnvironmentFailed
+from covey.rollout.environments.methods import accepted, tool_methods
+from covey.rollout.environments.pool import EnvironmentPool, Held
+from covey.rollout.environments.results import (
+    Reward,
+    Step,
+    as_messages,
+    checked_observation,
+    checked_reward,
+    checked_step,
+    opened_with,
+)
+from covey.rollout.episode import Episode, EpisodeEngine
+from covey.rollout.tools.calls import AssistantTurn
+from covey.rollout.tools.execution import Raised
+from covey.rollout.tools.parsers import ToolParser
+from covey.rollout.tools.results import content_of
+from covey.rollout.tools.tool import Tool
+from covey.rollout.tools.toolbox import Toolbox, ToolResult
+
+OBJECTS, REWARD = "environments", "environment_reward"
+"""What reward functions get as keyword arguments: the objects, and the reward that each gave its rollout."""
+
+
+class EnvironmentAgent(ABC):
+    """Plays rollouts in environments of a pool.
+
+    Args:
+        pool: of the environments.
+        gives_reward: whether the environments have a reward of their own.
+    """
+
+    def __init__(self, pool: EnvironmentPool, gives_reward: bool):
+        self.pool = pool
+        self.gives_reward = gives_reward
+
+    async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
+        """Play one rollout.
+
+        Raises:
+            EnvironmentFailed: the environment raised, hung or returned what cannot be used; it is thrown away.
+        """
+        held = await self.pool.acquire()
+        try:
+            episode = await self._begin(held, row, engine)
+            reward = await self._play(held, episode)
+            if hasattr(held.environment, "get_reward"):
+                reward = checked_reward(await held.call("get_reward"), f"{held.kind}.get_reward")
+            extras: dict[str, Any] = {REWARD: reward} if self.gives_reward else {}
+            if self.pool.limit is None:
+                extras[OBJECTS] = held.environment
+            rollout = episode.done(**extras)
+        except BaseException:
+            self.pool.discard(held)  # whatever happened, nobody knows what state it is in
+            raise
+        if self.pool.limit is not None:  # others wait for it
+            self.pool.release(held.environment)
+        return rollout
+
+    def release(self, rollouts: Iterable[Rollout]) -> None:
+        """Take back the environments of rollouts whose rewards are scored."""
+        for rollout in rollouts:
+            environment = rollout.extras.pop(OBJECTS, None)
+            if environment is not None:
+                self.pool.release(environment)
+
+    def close(self) -> None:
+        """Close all environments."""
+        self.pool.close()
+
+    @abstractmethod
+    def _tools(self) -> Sequence[dict[str, Any]]:
+        """Schemas that the chat template shows."""
+
+    @abstractmethod
+    async def _play(self, held: Held, episode: Episode) -> Reward:
+        """From the prompt to the end; returns the rewards of turns, where the environment gives such."""
+
+    async def _begin(self, held: Held, row: dict[str, Any], engine: EpisodeEngine) -> Episode:
+        """Reset the environment to the row, and show the policy what it says."""
+        where = f"{held.kind}.reset"
+        opening = await held.call("reset", **accepted(held.environment.reset, row))
+        prompt = opened_with(engine.row.get("prompt"), checked_observation(opening, where), where)
+        return engine.begin(prompt, tools=self._tools())
+
+
+class ToolEnvironmentAgent(EnvironmentAgent):
+    """Plays environments whose public methods are tools.
+
+    Args:
+        pool, gives_reward: as for `EnvironmentAgent`.
+        example: an environment of the pool, whose methods describe those of all.
+        tools: further tools, which belong to no environment.
+        parser: how the model writes calls.
+        max_iterations: rounds of calls that are executed.
+
+    Raises:
+        ValueError: a method cannot be described to the policy, or two tools have the same name.
+    """
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        gives_reward: bool,
+        example: Any,
+        parser: ToolParser,
+        tools: Sequence[Callable[..., Any] | Tool] = (),
+        max_iterations: int | None = None,
+    ):
+        super().__init__(pool, gives_reward)
+        self._methods = [Tool.of(method) for method in tool_methods(example)]
+        self._others = [Tool.of(tool) for tool in tools]
+        self.toolbox = Toolbox([*self._methods, *self._others], timeout=pool.seconds)
+        self._loop = ToolAgent(self.toolbox, parser, max_iterations)
+
+    def _tools(self) -> Sequence[dict[str, Any]]:
+        return self.toolbox.schemas
+
+    async def _play(self, held: Held, episode: Episode) -> None:
+        await self._loop.play(episode, EnvironmentToolbox(held, self._methods, self._others, self.pool))
+
+
+class EnvironmentToolbox(Toolbox):
+    """The methods of one environment as tools, and others beside them.
+
+    Args:
+        held: the environment.
+        methods: its methods, as they were described for an environment of the same kind.
+        others: tools that belong to no environment.
+        pool: of the environment.
+    """
+
+    def __init__(self, held: Held, methods: Sequence[Tool], others: Sequence[Tool], pool: EnvironmentPool):
+        super().__init__(
+            [*(self._bound(held, tool) for tool in methods), *others], timeout=pool.seconds, loop=pool.loop
+        )
+        self._held = held
+
+    async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
+        """As `Toolbox.answer`.
+
+        Raises:
+            EnvironmentFailed: a method was given up, so the environment's state is no longer known.
+        """
+        results = await super().answer(turn, first_id)
+        if self._held.caller.lost is not None:
+            raise EnvironmentFailed(self._held.caller.lost)
+        return results
+
+    def _bound(self, held: Held, tool: Tool) -> Tool:
+        method = getattr(held.environment, tool.name)
+
+        async def call(**arguments: Any) -> Any:
+            try:
+                result = await held.caller.raw_call(f"{held.kind}.{tool.name}", method, **arguments)
+            except Raised as raised:
+                raise raised.error from None
+            # Here nothing of the environment may run any more: rendering is under its deadline, on its own thread.
+            return await held.caller.raw_call(
+                f"{held.kind}.{tool.name}", content_of, result, limit=self.max_result_chars
+            )
+
+        return replace(tool, function=call)
+
+
+class TextEnvironmentAgent(EnvironmentAgent):
+    """Plays environments with `step(text)`: what the policy says is the action, the observation is said to it.
+
+    Args:
+        pool: of the environments.
+        max_turns: turns of the policy; None: until the environment is done or the completion is full.
+        turn_end: makes the end of turn k, as reward functions name it.
+    """
+
+    def __init__(
+        self, pool: EnvironmentPool, max_turns: int | None = None, turn_end: Callable[[int], Any] | None = None
+    ):
+        super().__init__(pool, gives_reward=True)
+        self.max_turns = max_turns
+        self._turn_end = turn_end
+
+    def _tools(self) -> Sequence[dict[str, Any]]:
+        return ()
+
+    async def _play(self, held: Held, episode: Episode) -> Reward:
+        rewards: list[float | None] = []
+        while True:
+            reply = await episode.sample()
+            if not reply.token_ids:  # no room for a turn: the environment is not shown an action nobody chose
+                break
+            step = checked_step(await held.call("step", reply.text), f"{held.kind}.step")
+            rewards.append(step.reward)
+            if reply.finish is not FinishReason.STOP or self._over(episode, step, len(rewards)):
+                break
+            assert step.observation is not None, "checked"
+            if not episode.write(as_messages(step.observation)):
+                break
+        return self._reward(rewards)
+
+    def _over(self, episode: Episode, step: Step, turns: int) -> bool:
+        if step.cut or (not step.done and turns == self.max_turns):
+            episode.finish = FinishReason.TOOL_BUDGET
+        return step.done or turns == self.max_turns
+
+    def _reward(self, rewards: list[float | None]) -> Reward:
+        if self._turn_end is not None:
+            return [(self._turn_end(turn), reward) for turn, reward in enumerate(rewards)]
+        given = [reward for reward in rewards if reward is not None]
+        return sum(given) if given else None

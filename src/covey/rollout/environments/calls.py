@@ -1,0 +1,168 @@
+"""Calls into one environment: one after another, each under a deadline, whatever the environment does.
+
+Ordinary methods run on a thread that belongs to the environment, so that what it opened in `reset` (a database, say)
+is used by the thread that opened it. Async methods share an event loop that lives as long as the run, so that clients
+can be kept. Not here: which environments there are (`pool`), and what is made of their answers (`results`).
+"""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, finish, is_async, settle, stop_thread
+
+
+class EnvironmentFailed(Exception):
+    """An environment raised, hung, or answered with something that cannot be used; the message says which and what."""
+
+
+class EnvironmentThread:
+    """A thread on which the ordinary methods of one environment run. Started with the first of them."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[[], Any]) -> "Future[Any]":
+        """`function()` once what came before is done; the future's exception is `Raised`."""
+        future: Future[Any] = Future()
+        self._jobs.put((future, function))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="covey-environment", daemon=True)
+            self._thread.start()
+        return future
+
+    def give_up(self) -> None:
+        """Stop what runs, as far as a thread can be stopped, and take no more."""
+        self._jobs.put(None)
+        if self._thread is not None:
+            stop_thread(self._thread)
+
+    def end(self) -> None:
+        """Take no more once what was submitted is done."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                settle(future, result=function())
+            except BaseException as error:  # SystemExit too: it must not pass for an answer
+                settle(future, error=error)
+            del job, future, function  # a waiting thread must not keep the last answer alive
+
+
+class Caller:
+    """Calls functions of one environment under a deadline.
+
+    Args:
+        loop: runs async functions; shared by all environments of a run.
+        seconds: the deadline of each call, the wait for earlier calls included (`tool_timeout`).
+
+    Attributes:
+        lost: why the environment can be used no more, or None. A call that was given up may still be at work on it.
+    """
+
+    def __init__(self, loop: CoroutineLoop, seconds: float):
+        self.seconds = seconds
+        self.lost: str | None = None
+        self._loop = loop
+        self._thread = EnvironmentThread()
+        self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+
+    async def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the function does.
+
+        Args:
+            name: of the function, for messages.
+            function: ordinary or async.
+            args, kwargs: its arguments.
+
+        Raises:
+            EnvironmentFailed: it raised or was late, or an earlier one was.
+        """
+        try:
+            return await self.raw_call(name, function, *args, **kwargs)
+        except TimedOut:
+            raise EnvironmentFailed(f"{name} took longer than tool_timeout={self.seconds:g} s") from None
+        except Raised as raised:
+            raise EnvironmentFailed(f"{name} raised {describe(raised.error)}") from raised.error
+
+    async def raw_call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same, for callers that tell failures apart.
+
+        Raises:
+            TimedOut, Raised: as `covey.rollout.tools.execution.run_in_thread`.
+            EnvironmentFailed: an earlier call was given up.
+        """
+        if self.lost is not None:
+            raise EnvironmentFailed(self.lost)
+        if is_async(function):
+            return await self._on_loop(name, lambda: function(*args, **kwargs))
+
+        def run() -> Any:
+            result = function(*args, **kwargs)
+            return finish(result) if inspect.isawaitable(result) else result
+
+        return await self._on_thread(name, run)
+
+    def end(self) -> None:
+        """Let the thread go."""
+        self._thread.end()
+
+    async def _on_thread(self, name: str, run: Callable[[], Any]) -> Any:
+        future = self._thread.submit(run)
+        waiting = asyncio.wrap_future(future)
+        try:
+            await asyncio.wait({waiting}, timeout=self.seconds)
+            if waiting.done():
+                return waiting.result()
+            raise TimedOut
+        except (TimedOut, asyncio.CancelledError):
+            waiting.cancel()
+            if not (future.cancel() or future.done()):  # it has begun
+                self._lose(name)
+                self._thread.give_up()
+            raise
+
+    async def _on_loop(self, name: str, start: Callable[[], Awaitable[Any]]) -> Any:
+        begun = False
+
+        async def take_turn() -> Any:
+            nonlocal begun
+            async with self._lock():
+                begun = True
+                return await start()
+
+        try:
+            return await self._loop.run(take_turn, self.seconds)
+        except (TimedOut, asyncio.CancelledError):
+            if begun:
+                self._lose(name)
+            raise
+
+    def _lock(self) -> asyncio.Lock:
+        """One call at a time; the loop is replaced where something blocks it."""
+        loop = asyncio.get_running_loop()
+        if self._turn is None or self._turn[0] is not loop:
+            self._turn = loop, asyncio.Lock()
+        return self._turn[1]
+
+    def _lose(self, name: str) -> None:
+        self.lost = self.lost or f"{name} was given up after {self.seconds:g} s or less, and may still be at work"
+
+
+def describe(error: BaseException) -> str:
+    """Kind and message of an exception, even of one that cannot be printed."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    kind = type(error).__name__
+    return f"{kind}: {text[:500]}" if text else kind
