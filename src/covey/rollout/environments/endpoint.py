@@ -1,0 +1,242 @@
+"""A chat completions server whose every session is one rollout: for programs that talk to a model in OpenAI's way.
+
+Such a program sends the whole conversation with every request. Here each request must go on from the last one: what was
+added is written to the session's `Episode`, and the policy's next turn is sampled there, so the tokens that are trained
+on are the sampled ones and never a rendering of them. The server listens on 127.0.0.1 and knows a secret path.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from covey.core.rollout import Message
+from covey.rollout.agent import as_message
+from covey.rollout.episode import Episode, EpisodeEngine, Reply
+from covey.rollout.tools.parsers import ToolParser, read_turn
+
+SESSION_HEADER = "X-Session-ID"
+"""Says which rollout a request belongs to."""
+
+MAX_BODY = 64 << 20
+"""Bytes of a request."""
+
+
+class RequestError(Exception):
+    """A request that cannot be answered; the message and the code go back to the program."""
+
+    def __init__(self, message: str, code: str = "invalid_request"):
+        super().__init__(message)
+        self.code = code
+
+
+class ChatSession:
+    """The conversation of one rollout.
+
+    Args:
+        engine: of the rollout.
+        parser: how the model writes calls of tools.
+
+    Attributes:
+        episode: what has been said; None before the first request.
+        full: the episode had no room for another turn.
+        refused: why a request could not be answered, or None.
+    """
+
+    def __init__(self, engine: EpisodeEngine, parser: ToolParser):
+        self.episode: Episode | None = None
+        self.full = False
+        self.refused: str | None = None
+        self._engine = engine
+        self._parser = parser
+        self._asked: list[Message] = []
+        self._answered: dict[str, Any] | None = None
+        self._said: Message = {}
+
+    async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The response to a request, both as OpenAI has them. The same request again gets the same answer.
+
+        Raises:
+            RequestError: it asks for what there is not, or does not go on from the last one.
+        """
+        messages = [_normal(message) for message in _listed(body)]
+        if self._answered is not None and messages == self._asked:
+            return self._answered
+        episode = self._gone_on(messages, body.get("tools") or [])
+        reply = None if episode.finish is not None else await episode.sample()
+        if reply is None or not reply.token_ids:
+            self.full = True
+            raise RequestError("the completion has no room for another turn.", "context_length_exceeded")
+        self._asked = messages
+        self._answered = self._response(episode, reply)
+        return self._answered
+
+    def _gone_on(self, messages: list[Message], tools: list[dict[str, Any]]) -> Episode:
+        """The episode with everything in it that the program has added."""
+        if self.episode is None:
+            self.episode = self._engine.begin(messages, tools=tools)
+            return self.episode
+        known = [*self._asked, self._said]
+        if messages[: len(known)] != known or len(messages) == len(known):
+            raise RequestError(
+                "the conversation does not go on from where it was: messages were changed, left out or compacted. Only"
+                " conversations that grow can be trained on."
+            )
+        added = messages[len(known) :]
+        if any(message["role"] == "assistant" for message in added):
+            raise RequestError("a message of the assistant was added that the policy did not say.")
+        if self.episode.finish is None:
+            self.episode.write(added)
+        return self.episode
+
+    def _response(self, episode: Episode, reply: Reply) -> dict[str, Any]:
+        turn = read_turn(episode.engine.tokenizer, reply.token_ids, self._parser) if episode.tools else None
+        message: Message = {"role": "assistant", "content": reply.text}
+        if turn is not None:
+            message = as_message(turn, reply.text)
+            episode.messages[-1] = message
+        number = len(episode.turn_ends)
+        calls = [
+            {
+                "id": f"call_{number}_{i}",
+                "type": "function",
+                "function": {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])},
+            }
+            for i, call in enumerate(message.get("tool_calls", ()))
+        ]
+        sent: Message = {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
+        self._said = _normal(sent)
+        cut = episode.finish is not None
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": "policy",
+            "choices": [
+                {
+                    "index": 0,
+                    "message": sent,
+                    "logprobs": None,
+                    "finish_reason": "length" if cut else "tool_calls" if calls else "stop",
+                }
+            ],
+            "usage": _usage(episode, reply),
+        }
+
+
+class ChatEndpoint:
+    """The server. Use it as an async context; sessions are opened by the code that runs the programs.
+
+    Attributes:
+        base_url: for OpenAI's clients, within the context.
+    """
+
+    def __init__(self) -> None:
+        self.base_url = ""
+        self._sessions: dict[str, ChatSession] = {}
+        self._runner: web.AppRunner | None = None
+
+    def open(self, name: str, session: ChatSession) -> None:
+        """Answer requests that name this session."""
+        self._sessions[name] = session
+
+    def close(self, name: str) -> None:
+        """Answer them no more."""
+        self._sessions.pop(name, None)
+
+    async def __aenter__(self) -> "ChatEndpoint":
+        secret = secrets.token_urlsafe(24)
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_post(f"/{secret}/v1/chat/completions", self._post)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        port = self._runner.addresses[0][1]
+        self.base_url = f"http://127.0.0.1:{port}/{secret}/v1"
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        session = self._sessions.get(request.headers.get(SESSION_HEADER, ""))
+        if session is None:
+            return _refusal(f"there is no such session; name one in the header {SESSION_HEADER}.", "no_session", 404)
+        body = await request.json()
+        try:
+            answer = await session.answer(body)
+        except RequestError as error:
+            if error.code != "context_length_exceeded":
+                session.refused = session.refused or str(error)
+            return _refusal(str(error), error.code, 400)
+        except Exception as error:
+            session.refused = session.refused or f"{type(error).__name__}: {error}"
+            return _refusal(session.refused, "server_error", 500)
+        return await _streamed(request, answer) if body.get("stream") else web.json_response(answer)
+
+
+def _refusal(message: str, code: str, status: int) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": code, "code": code}}, status=status)
+
+
+async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
+    """The answer as server-sent events, for programs that ask for a stream."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    choice = answer["choices"][0]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    shared = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    begun = {"index": 0, "delta": delta, "finish_reason": None}
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    chunks: list[dict[str, Any]] = [shared | {"choices": [begun]}, shared | {"choices": [ended]}]
+    chunks.append(shared | {"choices": [], "usage": answer["usage"]})
+    for chunk in chunks:
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def _usage(episode: Episode, reply: Reply) -> dict[str, int]:
+    said = len(reply.token_ids)
+    before = len(episode.prompt_ids) + len(episode.completion_ids) - said
+    return {"prompt_tokens": before, "completion_tokens": said, "total_tokens": before + said}
+
+
+def _listed(body: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise RequestError("`messages` must be a list of messages.")
+    if body.get("n", 1) != 1:
+        raise RequestError("a rollout goes one way: n must be 1.")
+    return messages
+
+
+def _normal(message: dict[str, Any]) -> Message:
+    """A message with what chat templates read, written in one way, so that two can be compared."""
+    content = message.get("content")
+    if isinstance(content, list):
+        other = next((part.get("type") for part in content if part.get("type") != "text"), None)
+        if other is not None:
+            raise RequestError(f"messages hold text alone, not {other!r}.")
+        content = "\n".join(part["text"] for part in content)
+    normal: Message = {"role": message.get("role", "user"), "content": content or ""}
+    if message.get("tool_calls"):
+        normal["tool_calls"] = [_call(one["function"]) for one in message["tool_calls"]]
+    for name in ("tool_call_id", "name"):
+        if message.get(name):
+            normal[name] = message[name]
+    return normal
+
+
+def _call(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else {}
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -1,0 +1,168 @@
+"""gymnasium environments as text environments: `environment_factory=GymEnvironment("FrozenLake-v1", ...)`.
+
+What the policy says becomes an action, an observation becomes text. Environments whose spaces are `Text` need nothing
+else; for others `actions` or `parse` says what an answer means, and `show` what the policy is told. gymnasium is
+imported when the first environment is made.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from covey.core.rollout import Message
+
+
+class GymEnvironment:
+    """Makes text environments of a gymnasium environment; gives the rows that they start from.
+
+    Args:
+        make: the environment's id, or a function without arguments that makes one.
+        actions: what the policy may say, and the action that it means: the last of these words in its answer counts.
+        parse: instead of `actions`: the policy's text -> an action. Raises `ValueError` for what is none; its message
+            is told to the policy.
+        show: (observation, environment) -> what the policy is told. By default text as it is, a picture in characters
+            of an environment with `render_mode="ansi"`, and `str` of anything else.
+        instructions: the user's message before the first observation.
+        system: a system message, or None.
+        invalid_reward: of an answer that is no action; the environment does not move.
+        turn_rewards: give the reward of each turn to that turn rather than their sum to the whole.
+        max_turns: turns of the policy.
+        settings: further arguments of `gymnasium.make`.
+
+    Example:
+        >>> lake = GymEnvironment(
+        ...     "FrozenLake-v1", actions={"left": 0, "down": 1, "right": 2, "up": 3},
+        ...     render_mode="ansi", is_slippery=False,
+        ... )
+        >>> walk = lake()
+        >>> print(walk.reset(seed=0))
+        <BLANKLINE>
+        [S]FFF
+        FHFH
+        FFFH
+        HFFG
+        <BLANKLINE>
+        >>> walk.step("I go right.")[1:3]
+        (0, False)
+    """
+
+    def __init__(
+        self,
+        make: str | Callable[[], Any],
+        *,
+        actions: Mapping[str, Any] | None = None,
+        parse: Callable[[str], Any] | None = None,
+        show: Callable[[Any, Any], str | list[Message]] | None = None,
+        instructions: str = "",
+        system: str | None = None,
+        invalid_reward: float = 0.0,
+        turn_rewards: bool = False,
+        max_turns: int | None = None,
+        **settings: Any,
+    ):
+        if actions is not None and parse is not None:
+            raise ValueError("`actions` and `parse` both say what an answer means; give one of the two.")
+        if settings and not isinstance(make, str):
+            raise ValueError(f"{', '.join(settings)}: settings go with an environment's id, not with a function.")
+        self.make = make
+        self.parse = _named(actions) if actions is not None else parse
+        self.show = show or _shown
+        self.instructions = instructions
+        self.system = system
+        self.invalid_reward = invalid_reward
+        self.turn_rewards = turn_rewards
+        self.max_turns = max_turns
+        self.settings = settings
+
+    def __call__(self) -> "GymText":
+        """One environment of its own.
+
+        Raises:
+            ValueError: nothing says which action an answer means.
+        """
+        if isinstance(self.make, str):
+            import gymnasium
+
+            environment = gymnasium.make(self.make, **self.settings)
+        else:
+            environment = self.make()
+        return GymText(environment, self.parse, self.show, self.invalid_reward)
+
+    def dataset(self, size: int, seed: int = 0) -> list[dict[str, Any]]:
+        """Rows for `train_dataset`: each starts the environment with a seed of its own, the same for all its rollouts.
+
+        Args:
+            size: how many.
+            seed: of the first.
+        """
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        prompt = [*system, {"role": "user", "content": self.instructions}]
+        return [{"prompt": prompt, "seed": seed + i} for i in range(size)]
+
+
+class GymText:
+    """One gymnasium environment with `step(text)`.
+
+    Attributes:
+        environment: gymnasium's.
+    """
+
+    def __init__(
+        self,
+        environment: Any,
+        parse: Callable[[str], Any] | None,
+        show: Callable[[Any, Any], str | list[Message]],
+        invalid_reward: float,
+    ):
+        if parse is None and type(environment.action_space).__name__ != "Text":
+            raise ValueError(
+                f"what the policy says is no action of {environment.action_space}. Say what it means:"
+                " actions={'left': 0, ...} with a word for each action, or parse=function from text to an action."
+            )
+        self.environment = environment
+        self._parse = parse or str.strip
+        self._show = show
+        self._invalid_reward = invalid_reward
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> str | list[Message]:
+        """Start anew; returns the first observation as text."""
+        observation, _ = self.environment.reset(seed=seed, options=options)
+        return self._show(observation, self.environment)
+
+    def step(self, text: str) -> tuple[str | list[Message], Any, bool, bool, dict[str, Any]]:
+        """Do what the policy says."""
+        try:
+            action = self._parse(text)
+        except ValueError as error:
+            return str(error), self._invalid_reward, False, False, {"invalid": True}
+        observation, reward, terminated, truncated, info = self.environment.step(action)
+        return self._show(observation, self.environment), reward, bool(terminated), bool(truncated), info
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.environment.close()
+
+
+def _named(actions: Mapping[str, Any]) -> Callable[[str], Any]:
+    """The action whose name is said last; names are whole words, in any case."""
+    if not actions:
+        raise ValueError("`actions` is empty; give a word for each action, such as {'left': 0, 'right': 1}.")
+    known = {name.lower(): action for name, action in actions.items()}
+    longest_first = sorted(map(re.escape, known), key=len, reverse=True)
+    pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)")
+
+    def parse(text: str) -> Any:
+        said = pattern.findall(text.lower())
+        if not said:
+            raise ValueError(f"That is no action. Say one of: {', '.join(actions)}.")
+        return known[said[-1]]
+
+    return parse
+
+
+def _shown(observation: Any, environment: Any) -> str:
+    if isinstance(observation, str):
+        return observation
+    if getattr(environment, "render_mode", None) == "ansi":
+        return re.sub(r"\x1b\[41m(.*?)\x1b\[0m", r"[\1]", environment.render())  # the highlighted place, in characters
+    return str(observation)

@@ -1,0 +1,157 @@
+"""OpenEnv environments as text environments: `environment_factory=OpenEnvironment("http://localhost:8000", "message")`.
+
+An environment runs in a server of its own (a container, a Space, `uvicorn`); each rollout has a session there, through
+OpenEnv's client. What the policy says becomes an action, an observation becomes text. openenv is imported when the
+first session is opened. Not here: starting servers, and environments that offer tools of the MCP kind.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from covey.core.rollout import Message
+
+NOT_SHOWN = frozenset({"done", "reward", "metadata"})
+"""Fields of an observation that say nothing to the policy."""
+
+
+class OpenEnvironment:
+    """Opens sessions of an OpenEnv server; gives the rows that they start from.
+
+    Args:
+        client: the server's address, or a function without arguments that makes a client of it.
+        action: what the policy says becomes: the name of the action's one field, or a function from text to an action
+            that the client takes. The function raises `ValueError` for what is none; its message is told to the policy.
+        show: observation -> what the policy is told. By default the observation's fields as JSON, or as it is where
+            there is one of text alone.
+        instructions: the user's message before the first observation.
+        system: a system message, or None.
+        invalid_reward: of an answer that is no action; the environment does not move.
+        turn_rewards: give the reward of each turn to that turn rather than their sum to the whole.
+        max_turns: turns of the policy.
+        max_environments: sessions that the server allows at a time (its `max_concurrent_envs`, 1 unless the server says
+            otherwise); rollouts wait for one. None: one for each rollout.
+    """
+
+    def __init__(
+        self,
+        client: str | Callable[[], Any],
+        action: str | Callable[[str], Any],
+        *,
+        show: Callable[[Any], str | list[Message]] | None = None,
+        instructions: str = "",
+        system: str | None = None,
+        invalid_reward: float = 0.0,
+        turn_rewards: bool = False,
+        max_turns: int | None = None,
+        max_environments: int | None = None,
+    ):
+        self.client = client
+        self.action = action
+        self.show = show or shown
+        self.instructions = instructions
+        self.system = system
+        self.invalid_reward = invalid_reward
+        self.turn_rewards = turn_rewards
+        self.max_turns = max_turns
+        self.max_environments = max_environments
+
+    def __call__(self) -> "OpenEnvText":
+        """A session of its own; it is opened by the first `reset`."""
+        action, field = self.action, str(self.action)
+        parse = action if callable(action) else lambda text: {field: text}
+        return OpenEnvText(self._connect(), parse, self.show, self.invalid_reward)
+
+    def dataset(
+        self, size: int | None = None, seed: int = 0, resets: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """Rows for `train_dataset`: each resets the environment in its own way, the same for all its rollouts.
+
+        Args:
+            size: how many, each with a seed of its own.
+            seed: of the first.
+            resets: instead of a size: what each row gives to the environment's `reset`.
+        """
+        if (size is None) == (resets is None):
+            raise ValueError(
+                "give either `size`, for rows with a seed each, or `resets`, a list of arguments of `reset`."
+            )
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        prompt = [*system, {"role": "user", "content": self.instructions}]
+        given = [{"seed": seed + i} for i in range(size or 0)] if resets is None else list(map(dict, resets))
+        return [{"prompt": prompt, "reset": one} for one in given]
+
+    def _connect(self) -> Any:
+        if not isinstance(self.client, str):
+            client = self.client()
+        else:
+            from openenv.core import GenericEnvClient
+
+            client = GenericEnvClient(base_url=self.client)
+        return client.sync() if hasattr(client, "sync") else client
+
+
+class OpenEnvText:
+    """One session of an OpenEnv server with `step(text)`.
+
+    Attributes:
+        client: OpenEnv's, in its synchronous form.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        parse: Callable[[str], Any],
+        show: Callable[[Any], str | list[Message]],
+        invalid_reward: float,
+    ):
+        self.client = client
+        self._parse = parse
+        self._show = show
+        self._invalid_reward = invalid_reward
+
+    # `reset` is a column of the rows and has the name of the method that it is for.
+    def reset(self, reset: dict[str, Any] | None = None) -> str | list[Message]:
+        """Start anew; returns the first observation as text."""
+        try:
+            result = self.client.reset(**_given(reset))
+        except RuntimeError as error:
+            if "CAPACITY_REACHED" not in str(error):
+                raise
+            raise RuntimeError(f"{error} Set max_environments of OpenEnvironment to what the server allows.") from error
+        return self._show(result.observation)
+
+    def step(self, text: str) -> tuple[str | list[Message], Any, bool, dict[str, Any]]:
+        """Do what the policy says."""
+        try:
+            action = self._parse(text)
+        except ValueError as error:
+            return str(error), self._invalid_reward, False, {"invalid": True}
+        result = self.client.step(action)
+        return self._show(result.observation), result.reward, bool(result.done), {}
+
+    def close(self) -> None:
+        """End the session."""
+        self.client.close()
+
+
+def shown(observation: Any) -> str:
+    """An observation's fields as JSON; the text itself where there is one field and it is text.
+
+    Example:
+        >>> shown({"echoed_message": "hi", "message_length": 2, "done": False, "reward": 0.2})
+        '{"echoed_message": "hi", "message_length": 2}'
+        >>> shown({"text": "You are in a cave.", "metadata": {}})
+        'You are in a cave.'
+    """
+    fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
+    if not isinstance(fields, dict):
+        return str(fields)
+    said = {name: value for name, value in fields.items() if name not in NOT_SHOWN and value is not None}
+    (only,) = said.values() if len(said) == 1 else (None,)
+    return only if isinstance(only, str) else json.dumps(said, ensure_ascii=False, default=str)
+
+
+def _given(reset: dict[str, Any] | None) -> dict[str, Any]:
+    """Columns of a table hold None where a row says nothing."""
+    return {name: value for name, value in (reset or {}).items() if value is not None}

@@ -1,0 +1,224 @@
+"""Environments of the verifiers library: `environment_factory=VerifiersEnvironment("marble-v1")`.
+
+The environment runs unmodified, and so does all around it: its tasks are the dataset, its rewards the reward. The
+model that its programs talk to is an endpoint in this process (`endpoint`), where every rollout is sampled token by
+token from the policy. verifiers is imported when the object is made. Not here: environments of verifiers before 0.4,
+and episodes in which several agents play.
+"""
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from covey.core.rollout import FinishReason, Message, Rollout
+from covey.rollout.environments.agent import REWARD
+from covey.rollout.environments.calls import EnvironmentFailed
+from covey.rollout.environments.endpoint import ChatEndpoint, ChatSession
+from covey.rollout.environments.pool import EnvironmentWarning
+from covey.rollout.environments.results import checked_number
+from covey.rollout.episode import EpisodeEngine
+from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
+
+SCORES = "environment_scores"
+"""What reward functions get as a keyword argument: the environment's single rewards and metrics by name."""
+
+CLOSING = 10.0
+"""Seconds that closing waits for the environment's servers to end."""
+
+
+class VerifiersEnvironment:
+    """Plays the tasks of an installed taskset.
+
+    Args:
+        taskset: its id, as verifiers knows it: the name of the package.
+        options: of the taskset (`--env.taskset.*`).
+        environment: further settings of the environment (`--env.*`), such as `{"agent": {"max_turns": 4}}`. They come
+            before the two below.
+        harness: the id of the program that plays; None: a conversation in this process, which calls no tools.
+        max_turns: turns of the policy.
+
+    Raises:
+        ValueError: the environment is played by several agents.
+    """
+
+    def __init__(
+        self,
+        taskset: str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        environment: Mapping[str, Any] | None = None,
+        harness: str | None = None,
+        max_turns: int | None = None,
+    ):
+        import verifiers.v1 as vf
+        from verifiers.v1.configs.agent import agent_config_fields
+
+        from covey.rollout.environments.verifiers_harness import register
+
+        given: dict[str, Any] = {"taskset": {"id": taskset, **(options or {})}, **(environment or {})}
+        kind = vf.env_config_type(taskset, given.get("id", ""))
+        roles = [name for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
+        if len(roles) != 1:
+            raise ValueError(
+                f"{taskset!r} is played by {len(roles)} agents ({', '.join(roles)}); one policy plays one of them, so"
+                " only environments with a single agent can be trained on."
+            )
+        seat = {"harness": {"id": harness or register()}, "runtime": {"type": "subprocess"}, "max_turns": max_turns}
+        given[roles[0]] = {**seat, **dict(given.get(roles[0]) or {})}
+        self.environment = vf.load_environment(vf.resolve_env_config(given))
+        assert list(agent_config_fields(self.environment.config)) == roles
+        self._tasks: list[Any] = []
+        self._stream: Any = None
+        self._service: _Service | None = None
+
+    def dataset(self, size: int) -> list[dict[str, Any]]:
+        """The first tasks of the taskset as rows for `train_dataset`.
+
+        Args:
+            size: how many; fewer if there are no more.
+        """
+        return [_row(task, number) for number, task in enumerate(self._first(size))]
+
+    async def play(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
+        """One episode of a row's task. Always to be called on the same event loop.
+
+        Raises:
+            EnvironmentFailed: the environment failed, or what it does cannot be trained on.
+        """
+        task = self._task(row)
+        service = await self._serving()
+        session = ChatSession(engine, TOOL_PARSERS[parser_for(engine.tokenizer.chat_template)])
+        episode = await service.run(task, session)
+        return _rollout(session, episode)
+
+    def close(self) -> None:
+        """End the environment's servers; they start again when needed."""
+        service, self._service = self._service, None
+        if service is not None and not service.end():
+            warnings.warn("a verifiers environment did not end in time.", EnvironmentWarning, stacklevel=2)
+
+    async def _serving(self) -> "_Service":
+        loop = asyncio.get_running_loop()
+        if self._service is None or self._service.loop is not loop:
+            self._service = _Service(self.environment, loop)
+        await self._service.ready()
+        return self._service
+
+    def _first(self, size: int) -> list[Any]:
+        """Tasks are read once, and in their order: a taskset may take long to make them, or have no end."""
+        if self._stream is None:
+            self._stream = iter(self.environment.taskset)
+        self._tasks += islice(self._stream, max(0, size - len(self._tasks)))
+        return self._tasks[:size]
+
+    def _task(self, row: dict[str, Any]) -> Any:
+        number = row.get("task")
+        if not isinstance(number, int) or number < 0 or len(self._first(number + 1)) <= number:
+            raise EnvironmentFailed(
+                f"the row's 'task' is {number!r}, which is no task of the taskset; take the rows from `dataset(size)`"
+            )
+        return self._tasks[number]
+
+
+class _Service:
+    """An environment's servers and the endpoint, for as long as they are needed, on one event loop."""
+
+    def __init__(self, environment: Any, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self._environment = environment
+        self._endpoint = ChatEndpoint()
+        self._up: asyncio.Future[None] = loop.create_future()
+        self._stop = asyncio.Event()
+        self._ended: Future[None] = Future()
+        self._thread = threading.current_thread()
+        self._task = loop.create_task(self._serve())
+
+    async def ready(self) -> None:
+        await asyncio.shield(self._up)
+
+    async def run(self, task: Any, session: ChatSession) -> Any:
+        """Play an episode; its model is the session."""
+        import verifiers.v1 as vf
+
+        names: list[str] = []
+
+        def begun(trace: Any) -> None:
+            names.append(trace.id)
+            self._endpoint.open(trace.id, session)
+
+        # No key is read from the environment's variables: the address is secret.
+        client = vf.EvalClientConfig(base_url=self._endpoint.base_url, api_key_var="COVEY_NO_KEY")
+        try:
+            return await self._environment.run_episode(task, vf.ModelContext("policy", client), on_trace=begun)
+        finally:
+            for name in names:
+                self._endpoint.close(name)
+
+    def end(self) -> bool:
+        """Stop; returns whether that was done in time."""
+        if self.loop.is_closed() or not self.loop.is_running():
+            return True  # with its loop
+        self.loop.call_soon_threadsafe(self._stop.set)
+        if threading.current_thread() is self._thread:
+            return True
+        with suppress(TimeoutError):
+            self._ended.result(CLOSING)
+        return self._ended.done()
+
+    async def _serve(self) -> None:
+        """In one task from beginning to end, as the scopes of servers have to be."""
+        try:
+            async with self._endpoint, self._environment.serving():
+                self._up.set_result(None)
+                await self._stop.wait()
+        except Exception as error:
+            if self._up.done():
+                warnings.warn(f"a verifiers environment ended badly: {error}", EnvironmentWarning, stacklevel=2)
+            else:
+                self._up.set_exception(EnvironmentFailed(f"the environment's servers do not start: {error}"))
+        finally:
+            self._ended.set_result(None)
+
+
+def _row(task: Any, number: int) -> dict[str, Any]:
+    """A task as a row; one whose conversation the environment opens has no prompt of its own."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    system, prompt = task.data.system_prompt, task.data.prompt
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    if isinstance(prompt, str):
+        messages.append({"role": "user", "content": prompt})
+    elif prompt is not None:
+        messages += [message_to_wire(message) for message in prompt]
+    return {"prompt": messages, "task": number} if prompt is not None else {"task": number}
+
+
+def _rollout(session: ChatSession, played: Any) -> Rollout:
+    """An episode of verifiers as a rollout.
+
+    Raises:
+        EnvironmentFailed: it failed.
+    """
+    if session.refused is not None:
+        raise EnvironmentFailed(session.refused)
+    errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
+    if not played.ok and errors:
+        raise EnvironmentFailed(f"the environment failed: {errors[-1].type}: {errors[-1].message[:500]}")
+    if len(played.traces) != 1:
+        raise EnvironmentFailed(f"the episode was played by {len(played.traces)} agents; one can be trained")
+    if session.episode is None:
+        raise EnvironmentFailed("the environment ended before the policy said anything")
+    (trace,) = played.traces
+    scores = {name: one.score for name, one in trace.rewards.items() if one is not None}
+    scores |= {name: value for name, value in trace.metrics.items() if value is not None}
+    cut = trace.is_timeout or trace.is_truncated
+    finish = FinishReason.TOOL_BUDGET if session.episode.finish is None and cut else None
+    finish = FinishReason.LENGTH if session.full else finish
+    reward = checked_number(trace.reward, "the environment")
+    extras: dict[str, Any] = {REWARD: reward, SCORES: scores}
+    return session.episode.done(finish, **extras)

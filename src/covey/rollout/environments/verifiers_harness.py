@@ -1,0 +1,67 @@
+"""The program that plays tasks of the verifiers library when no other is chosen: a conversation, in this process.
+
+verifiers runs a program of its own for each rollout (a "harness"), by default in a child process that installs its
+packages anew. A plain conversation needs none of that. The module is found by verifiers under the name `HARNESS`, which
+`register` gives it. Not here: tools; their harnesses are verifiers' own `null` and `bash`.
+"""
+
+import sys
+from typing import Any
+
+import aiohttp
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harness import Harness, HarnessConfig
+from verifiers.v1.runtimes import ProgramResult, Runtime
+from verifiers.v1.task import TaskData
+from verifiers.v1.trace import Trace
+
+__all__ = ["ConversationHarness"]
+
+HARNESS = "covey_conversation"
+"""As `harness.id` of verifiers."""
+
+
+def register() -> str:
+    """Let verifiers find the harness; returns its id."""
+    sys.modules.setdefault(HARNESS, sys.modules[__name__])
+    return HARNESS
+
+
+class ConversationHarness(Harness[HarnessConfig]):
+    """Asks the model once for each segment: what has been said so far goes in, a reply comes out."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+    ) -> ProgramResult:
+        """One request. A conversation that is full ends here, without that being an error."""
+        if mcp_urls:
+            raise ValueError(
+                f"the task offers tools ({', '.join(mcp_urls)}), which need a harness that calls them: harness='null'."
+            )
+        system, prompt = self.resolve_prompt(data)
+        messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        elif prompt is not None:
+            messages += [message_to_wire(message) for message in prompt]
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"}) as client,
+            client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages}) as response,
+        ):
+            text = await response.text()
+        if response.status >= 400 and "context_length_exceeded" not in text:
+            return ProgramResult(1, "", f"{response.status}: {text[:2000]}")
+        return ProgramResult(0, "", "")
