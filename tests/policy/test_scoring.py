@@ -155,6 +155,19 @@ def test_a_batch_without_completions_still_has_a_graph(tiny_model):
     assert all(p.grad is not None and not p.grad.any() for p in tiny_model.parameters())
 
 
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_tokens_that_are_not_learned_from_are_read_and_not_scored(tiny_model, layout, share):
+    batch = collate(rollouts())
+    every = scorer(layout)(tiny_model, batch, entropy=True)
+    batch.sampled = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(3)) < share
+    some = scorer(layout)(tiny_model, batch, entropy=True)
+    for mine, all_of_them in zip(some, every, strict=True):
+        torch.testing.assert_close(mine, torch.where(batch.sampled, all_of_them, 0.0))
+    (some.logprobs.sum() + some.entropies.sum()).backward()
+    assert all((p.grad != 0).any() == batch.sampled.any() for p in tiny_model.parameters())
+
+
 def test_splitting_changes_nothing(tiny_model):
     batch = collate(rollouts())
     with torch.no_grad():

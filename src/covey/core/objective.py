@@ -5,7 +5,7 @@ in one micro-batch or in ten, because every average is already in the weights.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,18 +108,23 @@ class LossInputs:
         )
 
     def silenced(self) -> "LossInputs":
-        """The same with every log-prob 0 where no token was sampled: 0 · ∞ cannot turn a gradient into NaN there."""
+        """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in anything."""
+        values = {name: getattr(self, name) for name in _PER_TOKEN}
+        silent: dict[str, Any] = {k: torch.where(self.sampled, v, 0.0) for k, v in values.items() if v is not None}
+        return replace(self, **silent)
 
-        def silence(values: Tensor | None) -> Tensor | None:
-            return None if values is None else torch.where(self.sampled, values, 0.0)
 
-        return replace(
-            self,
-            logprobs=torch.where(self.sampled, self.logprobs, 0.0),
-            old_logprobs=silence(self.old_logprobs),
-            ref_logprobs=silence(self.ref_logprobs),
-            engine_logprobs=silence(self.engine_logprobs),
-        )
+_PER_TOKEN = (
+    "logprobs",
+    "entropies",
+    "advantages",
+    "weights",
+    "entropy_weights",
+    "old_logprobs",
+    "ref_logprobs",
+    "engine_logprobs",
+    "mismatch_weights",
+)
 
 
 class LossResult(NamedTuple):

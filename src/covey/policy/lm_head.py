@@ -32,6 +32,14 @@ class TokenScores(NamedTuple):
     logprobs: Tensor
     entropies: Tensor | None
 
+    def among(self, places: Tensor, count: int) -> "TokenScores":
+        """Scores of `count` tokens: these at `places` [N], 0 everywhere else."""
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_zeros(count).index_copy(0, places, values)
+
+        return TokenScores(spread(self.logprobs), None if self.entropies is None else spread(self.entropies))
+
 
 @dataclass(frozen=True)
 class Head:

@@ -1,7 +1,8 @@
 """Scores tokens under a model: the one place where the policy, its old self and its reference are run forward.
 
-`TokenScorer` picks a layout, runs the decoder, takes the hidden states that predict completion tokens and applies the
-head to them alone. Not here: what the scores are for.
+`TokenScorer` picks a layout, runs the decoder, takes the hidden states that predict sampled tokens and applies the head
+to them alone: prompts and the results of tools go through the decoder and no further. Not here: what the scores are
+for.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from covey.policy.lm_head import TokenScores, head_of, score_hidden
 
 
 class TokenScorer:
-    """Log-probabilities and entropies of completion tokens.
+    """Log-probabilities and entropies of the tokens that are learned from.
 
     Args:
         unwrap: from a (distributed) wrapper to the transformers model inside.
@@ -54,7 +55,7 @@ class TokenScorer:
         self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def __call__(self, model: Any, batch: TrainBatch, *, entropy: bool = False) -> TokenScores:
-        """Score every completion token of a batch.
+        """Score the tokens of a batch that are learned from.
 
         Args:
             model: the policy or the reference, wrapped or not.
@@ -62,7 +63,8 @@ class TokenScorer:
             entropy: also return entropies.
 
         Returns:
-            logprobs [N] float32 and entropies [N] float32 or None; gradients flow where enabled.
+            logprobs [N] float32 and entropies [N] float32 or None; gradients flow where enabled. Both are 0 where
+            `batch.sampled` is False.
         """
         return self._score(model, batch, self.settle(model, batch), entropy)
 
@@ -106,15 +108,16 @@ class TokenScorer:
         with capture_decoder_output(inner) as captured:
             # The model is called whole, so that wrappers see their forward pass; its head sees one position.
             model(**inputs.kwargs, **batch.forward_kwargs, use_cache=False, logits_to_keep=1)
-        hidden = captured[0].flatten(0, 1)[inputs.predictors]
-        return score_hidden(
-            hidden,
-            batch.token_ids,
+        learned = batch.sampled.nonzero()[:, 0]
+        scores = score_hidden(
+            captured[0].flatten(0, 1)[inputs.predictors[learned]],
+            batch.token_ids[learned],
             head_of(inner, float32=self.float32_head),
             temperature=self.temperature,
             entropy=entropy,
             chunk_size=self.chunk_size,
         )
+        return scores if len(learned) == batch.num_tokens else scores.among(learned, batch.num_tokens)
 
     @torch.no_grad()
     def _prove(self, inner: Any, device: torch.device) -> str:
