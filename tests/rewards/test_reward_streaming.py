@@ -36,7 +36,7 @@ def streamed(context, rollout):
         with suite.stream("state", groups=True) as stream:
             for number in order:
                 part = slice(number * SIZE, (number + 1) * SIZE)
-                stream.add(number, rows[part], rollouts[part])
+                stream.on_group(number, rows[part], rollouts[part])
             result = suite(rows, rollouts, context, stream)
         return result.rewards[:, 0].tolist(), {name: stat.value() for name, stat in result.stats.items()}
 
@@ -77,7 +77,7 @@ def test_rewards_counts_and_logs_are_those_of_one_call(streamed, context, rollou
     with suite.stream(None, groups=True) as stream:
         for number in ORDER:
             part = slice(number * SIZE, (number + 1) * SIZE)
-            stream.add(number, rows[part], rollouts[part])
+            stream.on_group(number, rows[part], rollouts[part])
         parts = suite(rows, rollouts, context, stream)
     assert parts.rewards.nan_to_num(-1.0).equal(whole.rewards.nan_to_num(-1.0))
     for name, stat in whole.stats.items():
@@ -114,7 +114,7 @@ def test_an_ordinary_function_scores_a_group_at_a_time_and_an_async_one_all_ther
     with suite.stream(None, groups=True) as stream:
         for number in ORDER:
             part = slice(number * SIZE, (number + 1) * SIZE)
-            stream.add(number, rows[part], rollouts[part])
+            stream.on_group(number, rows[part], rollouts[part])
         rewards = suite(rows, rollouts, context, stream).rewards
     assert most == ORDER
     assert rewards.tolist() == [[0.0, 1.0]] * len(TEXTS)
@@ -135,9 +135,9 @@ def test_a_function_that_two_generations_want_at_once_is_called_by_one_at_a_time
     suite = RewardSuite(counts_those_inside)
     rows, rollouts = [{"prompt": "question"}], [rollout("a")]
     with suite.stream("state", groups=True) as early, suite.stream("state", groups=True) as late:
-        early.add(0, rows, rollouts)
+        early.on_group(0, rows, rollouts)
         assert began.wait(10)
-        late.add(0, rows, rollouts)
+        late.on_group(0, rows, rollouts)
         assert suite(rows, rollouts, context).rewards.tolist() == [[1.0]]  # nor by one that is not streamed
         assert late.outcome(0).values == early.outcome(0).values == [1.0]
     assert most == 1
@@ -153,9 +153,9 @@ def test_a_group_is_scored_before_the_next_is_there(context, rollout):
     rollouts, rows = [rollout(text) for text in TEXTS[: 2 * SIZE]], [{"prompt": "question"}] * 2 * SIZE
     suite = RewardSuite(tells)
     with suite.stream(None, groups=True) as stream:
-        stream.add(0, rows[:SIZE], rollouts[:SIZE])
+        stream.on_group(0, rows[:SIZE], rollouts[:SIZE])
         assert scored.wait(20)  # the second group is not sampled yet
-        stream.add(1, rows[SIZE:], rollouts[SIZE:])
+        stream.on_group(1, rows[SIZE:], rollouts[SIZE:])
         assert suite(rows, rollouts, context, stream).rewards.tolist() == [[1.0]] * 2 * SIZE
 
 
@@ -241,7 +241,7 @@ def test_leaving_gives_up_what_is_not_scored(context, rollout):
     rollouts, rows = [rollout(text) for text in TEXTS], [{"prompt": "question"}] * len(TEXTS)
     with pytest.raises(ZeroDivisionError), suite.stream(None, groups=True) as stream:
         for number in range(GROUPS):
-            stream.add(number, rows[:SIZE], rollouts[number * SIZE : (number + 1) * SIZE])
+            stream.on_group(number, rows[:SIZE], rollouts[number * SIZE : (number + 1) * SIZE])
         begun.wait(20)
         raise ZeroDivisionError  # sampling failed
     go_on.set()

@@ -1,6 +1,7 @@
 """Rewards that are scored while other groups are still sampled."""
 
 import asyncio
+import functools
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 import tiny
+from covey.rewards import per_completion
 
 
 def once(output, **settings):
@@ -86,3 +88,53 @@ def test_the_first_group_is_scored_while_the_second_is_sampled(tmp_path, kind):
     trained.train()
     assert trained.collector.engine.events == ["asked", "asked"]
     assert calls == [4, 4]
+
+
+def test_a_run_is_the_same_with_and_without_marks(tmp_path):
+    def of_length(completion_ids, log_extra, **kwargs):
+        log_extra("tokens", [len(ids) for ids in completion_ids])
+        return [len(ids) / 10 for ids in completion_ids]
+
+    plain = runs.trainer(tmp_path / "plain", max_steps=3, parts={"reward_funcs": [of_length, agrees]})
+    plain.train()
+    each = [per_completion(functools.partial(of_length)), per_completion(functools.partial(agrees))]
+    parts = runs.trainer(tmp_path / "parts", max_steps=3, parts={"reward_funcs": each})
+    parts.train()
+    assert all(torch.equal(a, b) for a, b in zip(runs.weights(plain), runs.weights(parts), strict=True))
+    assert [row["tokens"] for row in parts.completions.rows] == [row["tokens"] for row in plain.completions.rows]
+    assert runs.history(parts, "rewards/of_length/mean") == runs.history(plain, "rewards/of_length/mean")
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_rollout_is_scored_while_its_siblings_go_on(tmp_path, kind):
+    scored, calls = threading.Event(), []
+
+    @per_completion
+    def judge(completions, **kwargs):
+        calls.append(len(completions))
+        scored.set()
+        return [float(len(text)) for text in completions]
+
+    @per_completion
+    async def judge_async(completions, **kwargs):
+        return judge(completions)
+
+    async def waits(row, engine):
+        episode = engine.begin()
+        await episode.sample()
+        for _ in range(2000):
+            if engine.sample == 0 or scored.is_set():
+                break
+            await asyncio.sleep(0.01)
+        assert engine.sample == 0 or scored.is_set(), "the first is not scored while the others go on"
+        return episode.done()
+
+    trained = runs.trainer(
+        tmp_path,
+        max_steps=1,
+        num_generations=4,
+        parts={"reward_funcs": judge if kind == "sync" else judge_async, "rollout_func": waits},
+    )
+    trained.train()
+    assert calls == [1] * 8
+    assert runs.history(trained, "rollouts/failed") == [0.0]

@@ -96,15 +96,6 @@ class RewardStream:
         """
         self._start(self._groups, place, rows, rollouts)
 
-    def add(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Begin to score a group whose rollouts ended at once.
-
-        Args:
-            place, rows, rollouts: as for `on_rollouts`.
-        """
-        self.on_rollouts(place, rows, rollouts)
-        self.on_group(place, rows, rollouts)
-
     def _start(
         self, functions: tuple[int, ...], place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]
     ) -> None:

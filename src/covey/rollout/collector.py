@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from covey.core.rollout import Completion, FinishReason, Rollout
 from covey.rollout.agent import Agent
@@ -26,8 +26,18 @@ from covey.rollout.speculation import Speculation
 from covey.rollout.tools.execution import Raised, TimedOut
 
 T = TypeVar("T")
-OnGroup = Callable[[int, list[dict[str, Any]], list[Rollout]], None]
-"""(place of the group among those sampled, the dataset row of each of its rollouts, its rollouts)."""
+
+
+class Ended(Protocol):
+    """Hears of rollouts as they end, on the thread that samples. `place` is that of the first among all draws."""
+
+    def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Rollouts that ended at once: one that an agent played, else siblings; with the dataset row of each."""
+        ...
+
+    def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """All siblings, once the last of them has ended."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,26 @@ class Draw:
     row: dict[str, Any]
     prompt: int
     sample: int
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """Draws of one prompt, next to each other.
+
+    Attributes:
+        number: among the groups of the batch.
+        place: of the first among the draws of the batch.
+        draws: one or more.
+    """
+
+    number: int
+    place: int
+    draws: list[Draw]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The dataset row of each."""
+        return [draw.row for draw in self.draws]
 
 
 @dataclass(frozen=True)
@@ -86,7 +116,7 @@ class Collector:
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
-        on_group: OnGroup | None = None,
+        ended: Ended | None = None,
     ) -> list[Rollout]:
         """Sample every draw; the result is in the draws' order.
 
@@ -95,9 +125,9 @@ class Collector:
             params: how to sample.
             key: names this generation (mode and step): another key gives other samples, unless `reuse` is exact.
             reuse: earlier completions to begin with; these take their place.
-            on_group: called with each group of siblings once it is sampled, on the thread that samples.
+            ended: hears of rollouts as they end.
         """
-        rollouts = self.run(self.sample(draws, params, key, reuse, on_group=on_group))
+        rollouts = self.run(self.sample(draws, params, key, reuse, ended=ended))
         if reuse is not None:
             reuse.remember([draw.prompt for draw in draws], [draw.sample for draw in draws], rollouts)
         return rollouts
@@ -109,21 +139,20 @@ class Collector:
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
         submitted: Callable[[], None] = lambda: None,
-        on_group: OnGroup | None = None,
+        ended: Ended | None = None,
     ) -> list[Rollout]:
         """The same as a coroutine, which only reads `reuse`.
 
         Args:
-            draws, params, key, reuse, on_group: as for `collect`.
+            draws, params, key, reuse, ended: as for `collect`.
             submitted: called when every request has been handed to the engine.
         """
         with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
             if self.agency is not None and isinstance(self.agency.play, BatchFunction):
                 submitted()
-                return await self._batch(self.agency.play, draws, params, key, on_group)
+                return await self._batch(self.agency.play, draws, params, key, ended)
             groups = [
-                asyncio.ensure_future(self._group(number, siblings, params, key, reuse, on_group))
-                for number, siblings in enumerate(_siblings(draws))
+                asyncio.ensure_future(self._group(siblings, params, key, reuse, ended)) for siblings in _siblings(draws)
             ]
             try:
                 await asyncio.sleep(0)  # each group goes as far as it can, which is into the engine
@@ -152,32 +181,32 @@ class Collector:
 
     async def _group(
         self,
-        number: int,
-        siblings: list[Draw],
+        group: Siblings,
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None,
-        on_group: OnGroup | None,
+        ended: Ended | None,
     ) -> list[Rollout]:
-        if self.agency is None:
-            rollouts = await self._complete(number, siblings, params, key, reuse)
+        if self.agency is not None:
+            rollouts = await self._play(self.agency, group, params, key, ended)
         else:
-            rollouts = await self._play(self.agency, number, siblings, params, key)
-        if on_group is not None:
-            on_group(number, [draw.row for draw in siblings], rollouts)
+            rollouts = await self._complete(group, params, key, reuse)
+            if ended is not None:
+                ended.on_rollouts(group.place, group.rows, rollouts)
+        if ended is not None:
+            ended.on_group(group.place, group.rows, rollouts)
         return rollouts
 
     # ---- rollouts that are one completion --------------------------------------------------------------------------
 
     async def _complete(
         self,
-        number: int,
-        siblings: list[Draw],
+        group: Siblings,
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None,
     ) -> list[Rollout]:
-        row, prompt = siblings[0].row, siblings[0].prompt
+        siblings, row, prompt = group.draws, group.draws[0].row, group.draws[0].prompt
         prompt_ids = self.codec.encode(row["prompt"], row.get("chat_template_kwargs"))
         key = key if reuse is None else reuse.seed_key(key, prompt_ids)
         seeds = [sample_seed(self.seed, *key, prompt, draw.sample) for draw in siblings]
@@ -185,7 +214,7 @@ class Collector:
         if reuse is not None:
             request = reuse.with_drafts(request, prompt, [draw.sample for draw in siblings])
         completions = await self.engine.generate(request)
-        return [self._rollout(row, prompt_ids, completion, number) for completion in completions]
+        return [self._rollout(row, prompt_ids, completion, group.number) for completion in completions]
 
     def _rollout(self, row: dict[str, Any], prompt_ids: list[int], completion: Completion, group: int) -> Rollout:
         return Rollout(
@@ -204,12 +233,22 @@ class Collector:
     # ---- rollouts that agents play ---------------------------------------------------------------------------------
 
     async def _play(
-        self, agency: Agency, number: int, siblings: list[Draw], params: SamplingParams, key: tuple[int | str, ...]
+        self,
+        agency: Agency,
+        group: Siblings,
+        params: SamplingParams,
+        key: tuple[int | str, ...],
+        ended: Ended | None,
     ) -> list[Rollout]:
         merged = MergedRequests(self.engine)
-        playing = [
-            asyncio.ensure_future(self._play_one(agency, number, draw, params, key, merged)) for draw in siblings
-        ]
+
+        async def play(place: int, draw: Draw) -> Rollout:
+            rollout = await self._play_one(agency, group.number, draw, params, key, merged)
+            if ended is not None:
+                ended.on_rollouts(place, [draw.row], [rollout])
+            return rollout
+
+        playing = [asyncio.ensure_future(play(group.place + i, draw)) for i, draw in enumerate(group.draws)]
         try:
             return await asyncio.gather(*playing)
         finally:
@@ -264,19 +303,18 @@ class Collector:
         draws: Sequence[Draw],
         params: SamplingParams,
         key: tuple[int | str, ...],
-        on_group: OnGroup | None,
+        ended: Ended | None,
     ) -> list[Rollout]:
         """All rollouts at once, by a function of the user's."""
         with function.sampling(MergedRequests(self.engine), self.codec, params, (self.seed, *key)):
             rollouts = await function([draw.row["prompt"] for draw in draws])
-        begin = 0
-        for number, siblings in enumerate(_siblings(draws)):
-            group = rollouts[begin : begin + len(siblings)]
-            begin += len(siblings)
-            for rollout in group:
-                rollout.group = number
-            if on_group is not None:
-                on_group(number, [draw.row for draw in siblings], group)
+        for group in _siblings(draws):
+            mine = rollouts[group.place : group.place + len(group.draws)]
+            for rollout in mine:
+                rollout.group = group.number
+            if ended is not None:
+                ended.on_rollouts(group.place, group.rows, mine)
+                ended.on_group(group.place, group.rows, mine)
         return _numbered(rollouts)
 
 
@@ -310,14 +348,15 @@ def _describe(error: BaseException, timeout: float) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _siblings(draws: Sequence[Draw]) -> list[list[Draw]]:
+def _siblings(draws: Sequence[Draw]) -> list[Siblings]:
     """Runs of draws of the same prompt; a prompt drawn again (sample 0 once more) starts a new run."""
-    runs: list[list[Draw]] = []
-    for draw in draws:
-        if runs and runs[-1][-1].prompt == draw.prompt and runs[-1][-1].sample < draw.sample:
-            runs[-1].append(draw)
+    runs: list[Siblings] = []
+    for place, draw in enumerate(draws):
+        last = runs[-1].draws[-1] if runs else None
+        if last is not None and last.prompt == draw.prompt and last.sample < draw.sample:
+            runs[-1].draws.append(draw)
         else:
-            runs.append([draw])
+            runs.append(Siblings(len(runs), place, [draw]))
     return runs
 
 

@@ -75,7 +75,7 @@ class Flight:
         version: of the weights that it was launched with.
         draws: of this process.
         work: the rollouts, in the draws' order.
-        stream: scores each group when it is sampled; None where rewards wait for the generation's turn.
+        stream: scores rollouts as they end; None where rewards wait for the generation's turn.
     """
 
     generation: int
@@ -117,7 +117,7 @@ class SamplingAhead:
             more.
         next_key: names the samples of one more generation.
         send_weights: (version) brings the engine's weights up to date. Collective where several processes train.
-        stream: begins to score a generation's groups as they come, if that is wanted.
+        stream: begins to score a generation's rollouts as they end, if that is wanted.
         waiting: a context that counts the time in which nothing but sampling goes on.
     """
 
@@ -249,8 +249,7 @@ class SamplingAhead:
     def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[Draw]) -> None:
         """Launch a generation, and wait until the engine has its requests: what comes next comes after them."""
         submitted, stream = threading.Event(), self._stream()
-        on_group = None if stream is None else stream.add
-        work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, on_group))
+        work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, stream))
         work.add_done_callback(lambda _: submitted.set())
         self._flights.append(Flight(generation, key, version, draws, work, stream))
         submitted.wait(SUBMITTED)

@@ -65,8 +65,7 @@ class SampledGenerations(PolicyUpdates):
             else:
                 self._bring_weights()
                 with self.phases("generate"):
-                    on_group = None if stream is None else stream.add
-                    rollouts = self.collector.collect(draws, self.sampling, key, reuse, on_group)
+                    rollouts = self.collector.collect(draws, self.sampling, key, reuse, stream)
             if self.collector.agency is not None:
                 self.rollout_watch.judge(rollouts)
                 self.metrics.add(agent_stats(rollouts), self.mode)
