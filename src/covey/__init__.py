@@ -7,6 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from covey.core.rollout import FinishReason as FinishReason
+    from covey.core.rollout import Rollout as Rollout
+    from covey.rollout.episode import Episode as Episode
+    from covey.rollout.episode import EpisodeEngine as EpisodeEngine
+    from covey.rollout.episode import Reply as Reply
     from covey.trainers.grpo_config import GRPOConfig as GRPOConfig
     from covey.trainers.grpo_trainer import GRPOTrainer as GRPOTrainer
     from covey.trainers.rloo_config import RLOOConfig as RLOOConfig
@@ -15,13 +20,29 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Episode": "covey.rollout.episode",
+    "EpisodeEngine": "covey.rollout.episode",
+    "FinishReason": "covey.core.rollout",
     "GRPOConfig": "covey.trainers.grpo_config",
     "GRPOTrainer": "covey.trainers.grpo_trainer",
     "RLOOConfig": "covey.trainers.rloo_config",
     "RLOOTrainer": "covey.trainers.rloo_trainer",
+    "Reply": "covey.rollout.episode",
+    "Rollout": "covey.core.rollout",
 }
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "__version__"]
+__all__ = [
+    "Episode",
+    "EpisodeEngine",
+    "FinishReason",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "Reply",
+    "Rollout",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

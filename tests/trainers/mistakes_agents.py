@@ -28,7 +28,7 @@ async def nobody(row, engine):
 
 
 async def sometimes(row, engine):
-    if engine.sample == 0:
+    if engine.sibling == 0:
         raise RuntimeError("no luck")
     episode = engine.begin()
     await episode.sample()

@@ -75,10 +75,10 @@ class EpisodeEngine:
         params: how to sample; `max_tokens` bounds a whole completion.
         seed_key: names this sample: another key gives other tokens.
         row: the dataset row.
-        sample: which of the prompt's completions this is, 0 ... G-1.
+        sibling: which of the prompt's completions this is, 0 ... G-1.
 
     Attributes:
-        row, sample: as above; the row is the rollout's own copy.
+        row, sibling: as above; the row is the rollout's own copy.
         tokenizer: of the policy.
         episodes: every episode begun so far, in order.
         failure: what the engine raised, if it did: no fault of the rollout's.
@@ -101,10 +101,10 @@ class EpisodeEngine:
         params: SamplingParams,
         seed_key: tuple[int | str, ...],
         row: dict[str, Any],
-        sample: int,
+        sibling: int,
     ):
         self.row = row
-        self.sample = sample
+        self.sibling = sibling
         self.tokenizer = templates.codec.tokenizer
         self.episodes: list[Episode] = []
         self.failure: BaseException | None = None
@@ -143,7 +143,13 @@ class EpisodeEngine:
             n: how many.
             max_tokens: of each; the config's `max_completion_length` by default.
             temperature: likewise the config's.
+
+        Raises:
+            ValueError: the prompt cannot be encoded, or a number is out of its range.
         """
+        for name, value, least in (("n", n, 1), ("max_tokens", max_tokens, 1), ("temperature", temperature, 0)):
+            if value is not None and not value >= least:
+                raise ValueError(f"{name}={value} of `engine.generate` must be at least {least}.")
         ids = self._templates.codec.encode(prompt, self.row.get("chat_template_kwargs"), ())
         params = self._params
         if max_tokens is not None:
@@ -158,8 +164,8 @@ class EpisodeEngine:
         """Ask the engine in another way, such as from another event loop."""
         self._ask = wrap(self._ask)
 
-    async def _turn(self, prompt_ids: list[int], room: int, path: tuple[int | str, ...]) -> Completion:
-        params = self._params if room >= self._params.max_tokens else replace(self._params, max_tokens=room)
+    async def _turn(self, prompt_ids: list[int], limit: int, path: tuple[int | str, ...]) -> Completion:
+        params = self._params if limit >= self._params.max_tokens else replace(self._params, max_tokens=limit)
         seed = sample_seed(*self._seed_key, *path)
         (completion,) = await self._sampled(SampleRequest(prompt_ids, 1, params, [seed]))
         return completion
@@ -215,7 +221,13 @@ class Episode:
     _logprobs: list[float] | None = field(default_factory=list)
     _entropies: list[float] | None = field(default_factory=list)
     _versions: list[int] | None = field(default_factory=list)
+    _samples: int = 0
     _forks: int = 0
+    _turn_begins: int | None = None
+    """Where the turn begins that the policy has said last; None where it is to say something next."""
+    _open: bool = False
+    """That turn was cut off by its own limit, and may go on."""
+    _sampling: bool = False
 
     @property
     def logprobs(self) -> list[float] | None:
@@ -227,71 +239,120 @@ class Episode:
         """How many tokens may still follow."""
         return self.engine._room(self.prompt_ids) - len(self.completion_ids)
 
-    async def sample(self) -> Reply:
-        """Let the policy say its next turn.
-
-        Raises:
-            ValueError: the episode has no room left, which `finish` said.
-        """
-        if self.finish is not None:
-            raise ValueError(f"the episode has ended ({self.finish}); nothing can be sampled after that.")
-        if self.room <= 0:
-            self.finish = FinishReason.LENGTH
-            return Reply("", [], FinishReason.LENGTH)
-        turn = len(self.turn_ends)
-        path = (*self.path, "turn", turn) if turn or self.path else ()
-        completion = await self.engine._turn(self.prompt_ids + self.completion_ids, self.room, path)
-        self._append(completion.token_ids, True, completion.logprobs, completion.entropies, completion.versions)
-        if completion.token_ids:
-            self.turn_ends.append(len(self.completion_ids) - 1)
-        reply = self.engine._reply(completion)
-        first = begun(self.prompt) if not self.messages and is_conversational(self.prompt) else ""
-        self.messages.append({"role": "assistant", "content": first + reply.text})
-        if completion.finish is not FinishReason.STOP:
-            self.finish = completion.finish
-        return reply
-
-    def write(self, said: str | Sequence[Message]) -> bool:
-        """Append what somebody else says, up to where the policy goes on.
+    async def sample(self, max_tokens: int | None = None) -> Reply:
+        """Let the policy say its next turn, or go on with one that `max_tokens` has cut off.
 
         Args:
-            said: results of tools (`{"role": "tool", "content": ...}`) or messages of a user, all of one role; a string
-                is a message of the user, or, after a prompt that is a string, that text as it is.
+            max_tokens: of this call, where that is less than there is room for. What it cuts off stays open: the next
+                `sample` goes on with it, and `write` ends it.
 
         Returns:
-            False if it leaves no room to answer: nothing is appended, and `finish` is LENGTH.
+            What was said now. Its `finish` is STOP where the policy has ended its turn.
 
         Raises:
-            ValueError: the chat template cannot render it, or the episode has ended.
+            ValueError: the episode has ended, which `finish` and the last `write` said; or `max_tokens` is below 1.
         """
         if self.finish is not None:
-            raise ValueError(f"the episode has ended ({self.finish}); nothing can be written after that.")
-        chat = is_conversational(self.prompt)
-        if isinstance(said, str):
-            said = [{"role": "user", "content": said}]
-        elif not chat:
+            raise ValueError(
+                f"the episode has ended ({self.finish}), so nothing more can be sampled: look at `episode.finish`, or"
+                " at what `episode.write` returned, before you sample."
+            )
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens} of a turn must be at least 1.")
+        self._refuse_sampling("sampled")
+        room = self.room
+        if room <= 0:
+            self.finish = FinishReason.LENGTH
+            return Reply("", [], FinishReason.LENGTH)
+        path = (*self.path, "turn", self._samples) if self._samples or self.path else ()
+        limit = room if max_tokens is None else min(max_tokens, room)
+        self._sampling = True
+        try:
+            completion = await self.engine._turn(self.prompt_ids + self.completion_ids, limit, path)
+        finally:
+            self._sampling = False
+        self._samples += 1
+        self._say(completion)
+        if completion.finish is not FinishReason.STOP:
+            self._open = limit < room and len(completion.token_ids) >= limit
+            self.finish = None if self._open else completion.finish
+        return self.engine._reply(completion)
+
+    def _say(self, completion: Completion) -> None:
+        """Append what the policy said, to its open turn if there is one."""
+        goes_on, self._open = self._open, False
+        if not goes_on:
+            self._turn_begins = len(self.completion_ids)
+            self.messages.append({"role": "assistant", "content": ""})
+        self._append(completion.token_ids, True, completion.logprobs, completion.entropies, completion.versions)
+        if completion.token_ids:
+            self.turn_ends = [*(self.turn_ends[:-1] if goes_on else self.turn_ends), len(self.completion_ids) - 1]
+        said = self.engine.tokenizer.decode(self.completion_ids[self._turn_begins :], skip_special_tokens=True)
+        first = begun(self.prompt) if len(self.messages) == 1 and is_conversational(self.prompt) else ""
+        self.messages[-1]["content"] = first + said
+
+    def write(self, said: str | Message | Sequence[Message]) -> bool:
+        """Append what somebody else says after a turn of the policy, up to where the policy goes on.
+
+        Args:
+            said: results of tools (`{"role": "tool", "content": ...}`) or messages of a user, all that are to be read
+                before the policy goes on; a string is a message of the user, or, after a prompt that is a string, that
+                text as it is.
+
+        Returns:
+            Whether the policy can go on. False where the episode has ended, or what is said leaves no room to answer:
+            `finish` is LENGTH then. Nothing is appended.
+
+        Raises:
+            ValueError: the chat template cannot render it, or there is no turn of the policy that it could follow.
+        """
+        chat, messages = is_conversational(self.prompt), _as_messages(said)
+        if not chat and not isinstance(said, str):
             raise ValueError("messages need a prompt of messages: after a prompt that is a string, write a string.")
-        if chat:
-            ids = self.engine._template(self.tools).continuation(said)
-        else:
-            ids = list(self.engine.tokenizer(said[0]["content"], add_special_tokens=False)["input_ids"])
+        self._refuse_sampling("written")
+        if self.finish is not None:
+            return False
+        ids = self._rendered(messages) if chat else self._encoded(messages[0]["content"])
         if len(ids) >= self.room:
             self.finish = FinishReason.LENGTH
             return False
         zeros, last = [0.0] * len(ids), self._versions[-1:] if self._versions else [0]
         self._append(ids, False, zeros, zeros, last * len(ids))
-        self.messages += [dict(message) for message in said]
+        self.messages += messages
+        self._turn_begins, self._open = None, False
         return True
+
+    def _rendered(self, messages: list[Message]) -> list[int]:
+        if not messages:
+            raise ValueError("there is nothing to write: the list of messages is empty.")
+        if self._turn_begins is None:
+            raise ValueError(
+                "messages follow a turn of the policy, and it has said nothing yet. Put what comes before its first"
+                " turn into the prompt, `engine.begin(prompt)`, and what comes before any other into one `write`."
+            )
+        template = self.engine._template(self.tools)
+        return [*(template.ending() if self._open else ()), *template.continuation(messages)]
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _refuse_sampling(self, what: str) -> None:
+        if self._sampling:
+            raise ValueError(
+                f"a turn of this episode is being sampled, so nothing else can be {what} meanwhile: await it first, or"
+                " `fork()` the episode for every branch."
+            )
 
     def fork(self) -> "Episode":
         """An episode that begins with the same tokens and goes on by itself, with samples of its own."""
+        self._refuse_sampling("forked")
         other = copy.copy(self)
-        for name in ("completion_ids", "sampled", "messages", "turn_ends", "_logprobs", "_entropies", "_versions"):
+        for name in ("completion_ids", "sampled", "turn_ends", "_logprobs", "_entropies", "_versions"):
             value = getattr(self, name)
             setattr(other, name, None if value is None else list(value))
-        other.calls = dict(self.calls)
+        other.messages, other.calls = [dict(message) for message in self.messages], dict(self.calls)
         self._forks += 1
-        other.path, other._forks = (*self.path, "fork", self._forks), 0
+        other.path, other._forks, other._samples = (*self.path, "fork", self._forks), 0, 0
         return other
 
     def done(self, finish: FinishReason | None = None, error: str | None = None, **extras: Any) -> Rollout:
@@ -332,3 +393,9 @@ class Episode:
         self._logprobs = None if self._logprobs is None or logprobs is None else self._logprobs + logprobs
         self._entropies = None if self._entropies is None or entropies is None else self._entropies + entropies
         self._versions = None if self._versions is None or versions is None else self._versions + versions
+
+
+def _as_messages(said: str | Message | Sequence[Message]) -> list[Message]:
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    return [dict(said)] if isinstance(said, dict) else [dict(message) for message in said]

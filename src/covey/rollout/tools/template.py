@@ -87,6 +87,16 @@ class TurnTemplate:
         """
         return self._encode_after_end(self._after_turn([_USER], self._rendered_as(results)))
 
+    def ending(self) -> list[int]:
+        """Tokens that end a turn which the policy has not ended itself; `continuation` follows them.
+
+        Raises:
+            ValueError: the template cannot render a turn.
+        """
+        text = self._render([_USER, {"role": "assistant", "content": _SAID}], answer=False)
+        _, marked, cut = self._end_of_turn(text)
+        return list(self.tokenizer(text[marked:cut], add_special_tokens=False)["input_ids"])
+
     # --- rendering -----------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Message], answer: bool = True) -> str:
@@ -104,16 +114,21 @@ class TurnTemplate:
         """The text that follows the end of an assistant's turn between `before` and `results`."""
         turn = self._turn(results)
         alone, whole = self._render([*before, turn], answer=False), self._render([*before, turn, *results])
-        begin, mark = max((alone.rfind(mark), mark) for mark in (_SAID, _NAME))
-        marked = begin + len(mark)
-        cut = max((alone.rfind(end, marked) + len(end) for end in self._ends if end in alone[marked:]), default=None)
-        if cut is None:  # the template does not end turns with a token: all that it writes after the turn follows
-            cut = marked if mark == _SAID else len(alone)
+        begin, _, cut = self._end_of_turn(alone)
         ended = alone[begin:cut]
         at = whole.find(ended)  # the first one: what is before it holds no marks, whatever the results hold
         if begin < 0 or at < 0:
             raise ValueError(f"the chat template changes a turn when results follow: {_difference(alone, whole)}")
         return whole[at + len(ended) :]
+
+    def _end_of_turn(self, text: str) -> tuple[int, int, int]:
+        """Where the last mark in a rendered turn begins, where it ends, and where the turn does."""
+        begin, mark = max((text.rfind(mark), mark) for mark in (_SAID, _NAME))
+        marked = begin + len(mark)
+        cut = max((text.rfind(end, marked) + len(end) for end in self._ends if end in text[marked:]), default=None)
+        if cut is None:  # the template does not end turns with a token: all that it writes after the turn follows
+            cut = marked if mark == _SAID else len(text)
+        return begin, marked, cut
 
     def _turn(self, results: Sequence[Message], thought: str = "", number: str = "") -> Message:
         """A stand-in for the policy's turn, with a call for each result."""
