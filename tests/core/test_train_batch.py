@@ -76,6 +76,13 @@ def test_a_rollout_without_log_probs_has_nan_beside_those_that_have_some():
     assert collate([silent, silent]).engine_logprobs is None
 
 
+def test_a_rollout_without_tokens_says_nothing_of_what_the_engine_reports():
+    """One that failed before its first token has an empty list, whether the engine reports log-probs or not."""
+    silent = rollout([1], [11], logprobs=False)
+    assert collate([rollout([1], []), silent]).engine_logprobs is None
+    assert collate([rollout([1], []), rollout([1], [11])]).engine_logprobs.tolist() == [-11 / 64]
+
+
 def test_joining_fills_up_what_an_engine_reported_to_one_process_alone():
     told, untold = collate([rollout([1], [10])]), collate([rollout([2], [11], logprobs=False)])
     told.mismatch_weights = torch.tensor([0.5])

@@ -81,6 +81,15 @@ def test_each_cause_is_named(engine, settings, says):
     assert re.search(says, likely_cause(compared))
 
 
+@pytest.mark.parametrize(("engine", "settings", "says"), [case[1:] for case in CAUSES], ids=[c[0] for c in CAUSES])
+def test_each_cause_is_named_whatever_stands_at_tokens_that_were_not_sampled(engine, settings, says):
+    rollouts = batch()
+    rollouts.sampled[7:10] = False
+    compared = comparison(torch.where(rollouts.sampled, engine, 50.0), rollouts=rollouts, **settings)
+    assert compared.gap == pytest.approx((engine - score(batch(), compared.temperature))[rollouts.sampled].abs().mean())
+    assert re.search(says, likely_cause(compared))
+
+
 def test_a_lost_beginning_of_text_is_named():
     rollouts = batch((BOS, 10, 11, 12))
     assert "with no beginning-of-text token" in likely_cause(comparison(score(batch()), rollouts=rollouts))
@@ -195,6 +204,54 @@ def test_a_process_without_tokens_takes_part_and_waits_for_some():
     for rollouts in (empty, empty, reporting(score(batch())), reporting(score(batch())), empty):
         look(rollouts)
     assert asked == [None, None, "", ""]
+
+
+@pytest.mark.parametrize("untold", [0, 1])
+def test_what_the_policy_did_not_sample_and_what_nobody_told_of_are_not_compared(untold):
+    """Results of tools have log-prob 0.0; a rollout of the user's own making may come without any."""
+    engine = score(batch())
+    rollouts = reporting(engine.clone())
+    rollouts.sampled[5:8] = False
+    rollouts.engine_logprobs[5:8] = 0.0
+    rollouts.engine_logprobs.split(LENGTHS)[untold].fill_(math.nan)
+    look, asked = counting_check()
+    look(rollouts)
+    assert asked == [[LENGTHS[1 - untold]]]
+    rollouts.engine_logprobs += 0.3
+    with pytest.raises(ValueError, match=r"differ from the trainer's by 0\.3 nats"):
+        check()(rollouts)
+
+
+def test_rollouts_with_something_to_compare_are_found_among_others():
+    five = rollouts_of_one_token(5)
+    five.sampled[:2], five.sampled[3:] = False, False
+    look, asked = counting_check()
+    look(five)
+    assert asked == [[1]]
+
+
+def counting_check():
+    """A check, and the completions' lengths of all that it has scored."""
+    asked = []
+
+    def rescore(rollouts, temperature):
+        asked.append(rollouts.lengths.tolist())
+        return score(rollouts, temperature)
+
+    return check(rescore=rescore), asked
+
+
+def rollouts_of_one_token(count):
+    made = TrainBatch(
+        token_ids=torch.arange(4, 4 + count),
+        lengths=torch.ones(count, dtype=torch.long),
+        sampled=torch.ones(count, dtype=torch.bool),
+        prompt_ids=torch.tensor([10]),
+        prompt_lengths=torch.tensor([1]),
+        groups=torch.zeros(count, dtype=torch.long),
+    )
+    made.engine_logprobs = score(made)
+    return made
 
 
 def test_a_policy_that_is_broken_itself_is_not_blamed_on_the_engine():

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import runs
 import torch
+from test_tools import CALL, TOKENIZER, add
+from test_tools import trainer as tool_trainer
 
 import tiny
 from covey.algorithms import grpo, rloo
@@ -22,8 +24,10 @@ from covey.core.rollout import FinishReason, Rollout
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
 from covey.rollout.engine import EngineTraits, SamplingParams
+from covey.rollout.engines.scripted import ScriptedEngine
 from covey.trainers.experience import weigh
 from covey.trainers.mismatch import corrected
+from covey.trainers.record import sampling_entropy
 from exact import KeepFloat64
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -234,3 +238,81 @@ def test_every_number_that_a_loss_may_look_at_is_tried():
     batches = [Step("packed", settings).batch for settings in LOSSES.values()]
     tried = {field for batch in batches for field in TOKEN_FIELDS[2:] if getattr(batch, field) is not None}
     assert tried == {*TOKEN_FIELDS[2:]}
+
+
+# ---- in a run --------------------------------------------------------------------------------------------------------
+
+
+def answers_of_many_lengths():
+    """Every rollout calls a tool, and then says a number of as many digits as its seed has it."""
+
+    def script(prompt_ids, seed):
+        answered = "<bos>tool: 5" in TOKENIZER.decode(prompt_ids)
+        text = str(seed % 10_000) if answered else f"Let me see. {CALL}"
+        return [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+
+    return ScriptedEngine(script)
+
+
+@pytest.fixture(scope="module")
+def generation(tmp_path_factory):
+    """What a run with a tool logged of its only step, with its rollouts."""
+    kept = []
+    settings = {"loss_type": "grpo", "beta": 0.05, "vllm_importance_sampling_correction": False}
+    made = tool_trainer(tmp_path_factory.mktemp("run"), answers_of_many_lengths(), parts={"tools": [add]}, **settings)
+    sample = made._sample
+    made._sample = lambda *args, **kwargs: kept.append(sample(*args, **kwargs)) or kept[-1]
+    made.train()
+    return made.state.log_history[0], kept[0].rollouts
+
+
+def test_lengths_and_num_tokens_count_what_the_policy_wrote(generation):
+    logged, rollouts = generation
+    told = [len(rollout.completion_ids) - rollout.num_sampled for rollout in rollouts]
+    assert set(told) == {1 + len("tool: 5") + 1 + 1 + len("assistant: ")}  # <bos>tool: 5<eos><bos>assistant:
+    lengths = [rollout.num_sampled for rollout in rollouts]
+    assert len(set(lengths)) > 1
+    assert logged["completions/mean_length"] == logged["completions/mean_terminated_length"]
+    assert logged["completions/mean_length"] == sum(lengths) / len(lengths)
+    assert (logged["completions/min_length"], logged["completions/max_length"]) == (min(lengths), max(lengths))
+    assert logged["num_tokens"] == sum(lengths) + sum(len(rollout.prompt_ids) for rollout in rollouts)
+
+
+@torch.no_grad()
+def test_entropy_is_that_of_what_the_policy_wrote(generation):
+    logged, rollouts = generation
+    entropies = []
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        logprobs = tiny.model()(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].double().log_softmax(-1)
+        entropies.append(-(logprobs.exp() * logprobs).sum(-1)[torch.tensor(rollout.sampled)])
+    assert logged["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-4)
+
+
+def test_an_engines_entropies_count_where_it_sampled():
+    rollouts = conversations()
+    for rollout in rollouts:
+        rollout.entropies = [float(len(rollout.completion_ids)) if one else torch.nan for one in rollout.sampled]
+    # sampled: 4 tokens of six, 2 of four, 2 of four, 1 of one, 3 of five, and 3 of three that are cut off
+    total = 4 * 6 + 2 * 4 + 2 * 4 + 1 * 1 + 3 * 5
+    assert sampling_entropy(rollouts, collate(rollouts))["entropy"].value() == (total + 3 * 3) / 15
+    assert sampling_entropy(rollouts, collate(rollouts, mask_truncated=True))["entropy"].value() == total / 12
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "weights"),
+    [
+        ("grpo", [1 / 8 / 4, 1 / 8 / 2, 1 / 8 / 2, 1 / 8, 1 / 8 / 3, None, None, None]),
+        ("bnpo", [1 / 9 / 2] * 4 + [1 / 3 / 2] + [None] * 3),
+        ("dapo", [1 / 12] * 5 + [None] * 3),
+        ("dr_grpo", [1 / 8 / 6] * 5 + [None] * 3),
+        ("luspo", [1 / 8] * 5 + [None] * 3),
+    ],
+)
+def test_averages_are_over_what_the_policy_wrote(loss_type, weights):
+    """4, 2, 2, 1 and 3 tokens in eight rollouts: nine in the first micro-batch of four, three in the second."""
+    batch = Step("packed", {"loss_type": loss_type}).batch
+    for rollout, expected in zip(range(8), weights, strict=True):
+        row = batch.select(torch.tensor([rollout]))
+        assert row.weights[row.sampled].tolist() == pytest.approx([expected] * int(row.sampled.sum()))
+        assert not row.weights[~row.sampled].any()

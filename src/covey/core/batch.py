@@ -174,7 +174,8 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     def reported(rollout: Rollout) -> list[float]:
         return [math.nan] * len(rollout.sampled) if rollout.logprobs is None else rollout.logprobs
 
-    have_logprobs = any(r.logprobs is not None for r in rollouts)
+    speaking = [r for r in rollouts if r.completion_ids] or rollouts  # "no log-probs" of no tokens says nothing
+    have_logprobs = any(r.logprobs is not None for r in speaking)
     return TrainBatch(
         token_ids=_flat([r.completion_ids for r in rollouts], torch.long),
         lengths=torch.tensor([len(r.completion_ids) for r in rollouts], dtype=torch.long),

@@ -97,6 +97,7 @@ class Rollout:
     def __post_init__(self) -> None:
         assert len(self.sampled) == len(self.completion_ids), "one `sampled` flag per completion token"
         assert self.logprobs is None or len(self.logprobs) == len(self.completion_ids), "one log-prob per token"
+        assert self.entropies is None or len(self.entropies) == len(self.completion_ids), "one entropy per token"
         assert self.versions is None or len(self.versions) == len(self.completion_ids), "one version per token"
         assert all(0 <= end < len(self.completion_ids) for end in self.turn_ends), "turns end at tokens"
 

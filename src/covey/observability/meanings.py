@@ -49,8 +49,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "0 if there are none.",
     "completions/max_terminated_length": "Length of the longest completion that the model ended itself; "
     "0 if there are none.",
-    "num_tokens": "Tokens processed since the run began: prompts and completions of all processes, those "
-    "that dynamic_sample did not keep included.",
+    "num_tokens": "Tokens processed since the run began: prompts and what the model wrote, of all processes, what "
+    "dynamic_sample did not keep included; tokens of tool results are not counted.",
     "step_time": "Seconds per optimizer step, sampling and scoring included.",
     "sync/seconds": "Seconds it took to bring an engine of its own to the policy's weights.",
     "sync/bytes": "Bytes of weights that were sent to it: all of the model's, or an adapter's, and the model's under it"
@@ -71,7 +71,7 @@ METRIC_MEANINGS: dict[str, str] = {
     "learning_rate": "Learning rate of the optimizer's latest step.",
     "epoch": "Passes over the training prompts.",
     "entropy": "Mean entropy (nats) of the policy's next-token distribution, at the sampling temperature, over the "
-    "completions. A fall towards 0 means that samples become alike and exploration ends.",
+    "tokens that it wrote. A fall towards 0 means that samples become alike and exploration ends.",
     "entropy/threshold": "Entropy that a token needs in order to count, with top_entropy_quantile below 1.",
     "entropy_coef": "Weight of the entropy bonus in force, with entropy_coef above 0 or use_adaptive_entropy.",
     "policy_loss": "The loss without the entropy bonus.",

@@ -134,8 +134,8 @@ class TokenScorer:
 
 
 def first_and_last(batch: TrainBatch) -> Tensor:
-    """Up to four rollouts with tokens, [rows]: two from either end, so siblings and strangers where there are both."""
-    filled = batch.lengths.nonzero()[:, 0]
+    """Up to four rollouts to learn from, [rows]: two from either end, so siblings and strangers if there are both."""
+    filled = batch.sampled_lengths.nonzero()[:, 0]
     return torch.cat([filled[:2], filled[2:][-2:]])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.ragged import expand, segment_ids, segment_starts
+from covey.core.ragged import expand, segment_ids, segment_starts, segment_sum
 from covey.policy.scoring import first_and_last
 from covey.rollout.engine import EngineTraits
 
@@ -315,8 +315,11 @@ class EngineCheck:
         """What is wrong, "" if nothing is, None if there is nothing to look at."""
         if batch.engine_logprobs is None or not batch.num_tokens:
             return None
+        told = segment_sum(batch.sampled & batch.engine_logprobs.isfinite(), batch.lengths) > 0
+        if told.any():  # rollouts of the user's own making may come without log-probs, beside others that have some
+            batch = batch.select(told.nonzero()[:, 0])
         few = batch.select(first_and_last(batch))
-        if not few.sampled.any():
+        if not len(few):
             return None
         comparison = Comparison(
             few,
