@@ -221,6 +221,46 @@ def test_a_user_may_answer_too():
     assert text == "\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
 
 
+def ipython(*contents):
+    """Results as the Llama template shows them, and the generation prompt."""
+    shown = [f"<|start_header_id|>ipython<|end_header_id|>\n\n{json.dumps(content)}<|eot_id|>" for content in contents]
+    return "".join([*shown, "<|start_header_id|>assistant<|end_header_id|>\n\n"])
+
+
+ALONE = LLAMA3.replace(  # nor does it render results that do not follow a call
+    "{% elif m.role == 'tool' %}",
+    "{% elif m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
+    "{% endif %}",
+)
+ASKS_WHETHER = LLAMA3.replace("{% if m.tool_calls %}", "{% if 'tool_calls' in m %}")
+
+
+@pytest.mark.parametrize("template", [LLAMA3, ALONE, ASKS_WHETHER])
+def test_a_template_of_one_call_a_turn_answers_several_all_the_same(template):
+    tokenizer = tokenizer_of(FAMILIES["llama3"], template)
+    turns = TurnTemplate(tokenizer, TOOLS)
+    results = [{"role": "tool", "tool_call_id": f"call{i:05d}", "content": text} for i, text in enumerate("abc")]
+    assert tokenizer.decode(turns.continuation(results)) == ipython("a", "b", "c")
+    assert tokenizer.decode(turns.continuation(results[:1])) == ipython("a")
+
+
+def test_a_template_that_asks_whether_there_are_calls_renders_a_user_after_a_turn_without_any():
+    tokenizer = tokenizer_of(FAMILIES["llama3"], ASKS_WHETHER)
+    text = tokenizer.decode(TurnTemplate(tokenizer, TOOLS).continuation([{"role": "user", "content": "And?"}]))
+    user, assistant = (f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant"))
+    assert text == f"{user}And?<|eot_id|>{assistant}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_that_was_cut_off_is_ended_as_the_template_ends_it(name):
+    """What the policy said until then, the ending and what follows are the conversation as rendered."""
+    messages = [{"role": "user", "content": "2+2="}]
+    said, asked = {"role": "assistant", "content": "It is, I th"}, {"role": "user", "content": "Be brief."}
+    ids = encode(name, render(name, messages)) + encode(name, "It is, I th")
+    ids += TURNS[name].ending() + TURNS[name].continuation([asked])
+    assert ids == encode(name, render(name, [*messages, said, asked]))
+
+
 def test_a_template_that_does_not_end_turns_with_a_token_is_continued_after_the_policys_own_end():
     plain = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -85,7 +85,14 @@ class TurnTemplate:
         Raises:
             ValueError: the template cannot render them.
         """
-        return self._encode_after_end(self._after_turn([_USER], self._rendered_as(results)))
+        shown = self._rendered_as(results)
+        try:
+            text = self._after_turn([_USER], shown)
+        except ValueError:
+            if len(shown) == 1:
+                raise
+            text = self._after_one_call(shown)
+        return self._encode_after_end(text)
 
     def ending(self) -> list[int]:
         """Tokens that end a turn which the policy has not ended itself; `continuation` follows them.
@@ -110,10 +117,25 @@ class TurnTemplate:
                 f" {type(error).__name__}: {error}"
             ) from error
 
-    def _after_turn(self, before: Sequence[Message], results: Sequence[Message]) -> str:
+    def _after_one_call(self, results: Sequence[Message]) -> str:
+        """Several results, where the template allows one call a turn: the policy may have made more all the same.
+
+        They come one after another after a single call; if the template does not render that either, each as if it
+        were the only one.
+        """
+        try:
+            return self._after_turn([_USER], results, self._turn(results[:1]))
+        except ValueError:
+            *first, last = results
+            texts = [self._after_turn([_USER], [result], answer=False) for result in first]
+            return "".join([*texts, self._after_turn([_USER], [last])])
+
+    def _after_turn(
+        self, before: Sequence[Message], results: Sequence[Message], turn: Message | None = None, answer: bool = True
+    ) -> str:
         """The text that follows the end of an assistant's turn between `before` and `results`."""
-        turn = self._turn(results)
-        alone, whole = self._render([*before, turn], answer=False), self._render([*before, turn, *results])
+        turn = turn or self._turn(results)
+        alone, whole = self._render([*before, turn], False), self._render([*before, turn, *results], answer)
         begin, _, cut = self._end_of_turn(alone)
         ended = alone[begin:cut]
         at = whole.find(ended)  # the first one: what is before it holds no marks, whatever the results hold
@@ -133,17 +155,20 @@ class TurnTemplate:
     def _turn(self, results: Sequence[Message], thought: str = "", number: str = "") -> Message:
         """A stand-in for the policy's turn, with a call for each result."""
         message: Message = {"role": "assistant", "content": thought + _SAID + number}
-        if self._calls != "none" and self.result_role == "tool":
-            arguments: Any = {} if self._calls == "object" else "{}"
-            message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": result.get("tool_call_id", _call_id(i)),
-                    "function": {"name": _NAME, "arguments": arguments},
-                }
-                for i, result in enumerate(results)
-                if result["role"] == "tool"
-            ]
+        if self._calls == "none" or self.result_role != "tool":
+            return message
+        arguments: Any = {} if self._calls == "object" else "{}"
+        calls = [
+            {
+                "type": "function",
+                "id": result.get("tool_call_id", _call_id(i)),
+                "function": {"name": _NAME, "arguments": arguments},
+            }
+            for i, result in enumerate(results)
+            if result["role"] == "tool"
+        ]
+        if calls:  # an empty list is a turn with calls to templates that ask whether there is one
+            message["tool_calls"] = calls
         return message
 
     def _rendered_as(self, results: Sequence[Message]) -> list[Message]:
