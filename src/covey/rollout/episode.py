@@ -8,7 +8,7 @@ engine as one rollout sees it: prompts as users write them, seeds and limits tak
 
 import copy
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from covey.rollout.prompts import Prompt, PromptCodec, begun, is_conversational
 from covey.rollout.seeds import sample_seed
 from covey.rollout.tools.template import TurnTemplate
 
-Ask = Callable[[SampleRequest], Awaitable[list[Completion]]]
+Ask = Callable[[SampleRequest], Coroutine[Any, Any, list[Completion]]]
 
 
 @dataclass(frozen=True, slots=True)

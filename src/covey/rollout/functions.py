@@ -10,18 +10,22 @@ What they return is checked: tokens outside of the vocabulary would otherwise en
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from covey.core.rollout import Completion, FinishReason, Rollout
 from covey.rollout.engine import SampleRequest, SamplingParams
-from covey.rollout.episode import EpisodeEngine
+from covey.rollout.episode import Ask, EpisodeEngine
 from covey.rollout.merging import MergedRequests
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.seeds import sample_seed
-from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, is_async, run_in_thread
+from covey.rollout.tools.execution import CoroutineLoop, Handovers, Raised, TimedOut, is_async, run_in_thread
+
+T = TypeVar("T")
 
 
 class RolloutError(ValueError):
@@ -77,6 +81,7 @@ class RolloutFunction:
         self._timeout = timeout
         self._limits = limits
         self._loop = CoroutineLoop()
+        self._handovers = Handovers()
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
         """Play one rollout.
@@ -85,18 +90,7 @@ class RolloutFunction:
             TimedOut, Raised: as `CoroutineLoop.run`.
             RolloutError: what it returned is no rollout that can be trained on.
         """
-        home = asyncio.get_running_loop()
-
-        def across(ask: Callable[[SampleRequest], Awaitable[list[Completion]]]) -> Any:
-            async def from_there(request: SampleRequest) -> list[Completion]:
-                async def here() -> list[Completion]:
-                    return await ask(request)
-
-                return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(here(), home))
-
-            return from_there
-
-        engine.ask_through(across)
+        engine.ask_through(partial(self._across, asyncio.get_running_loop()))
         rollout = await self._loop.run(lambda: self._function(row, engine), self._timeout)
         if not isinstance(rollout, Rollout):
             raise RolloutError(
@@ -105,6 +99,39 @@ class RolloutFunction:
             )
         self._limits.check(rollout)
         return rollout
+
+    def _across(self, home: asyncio.AbstractEventLoop, ask: Ask) -> Ask:
+        """The engine for code on another loop. What is asked there in one turn is asked here in one turn too."""
+
+        async def from_there(request: SampleRequest) -> list[Completion]:
+            answer: Future[list[Completion]] = Future()
+            self._handovers.to(home).give(lambda: _answer(ask(request), answer))
+            return await asyncio.wrap_future(answer)
+
+        return from_there
+
+
+def _answer(work: Coroutine[Any, Any, T], answer: "Future[T]") -> None:
+    """Run a coroutine on the loop that is running; what becomes of it becomes of `answer`, and the other way round."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+
+    def settle(task: "asyncio.Task[T]") -> None:
+        with suppress(InvalidStateError):  # nobody waits any more
+            if task.cancelled():
+                answer.cancel()
+            elif (error := task.exception()) is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(task.result())
+
+    def given_up(answer: "Future[T]") -> None:
+        if answer.cancelled():
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+
+    task.add_done_callback(settle)
+    answer.add_done_callback(given_up)
 
 
 class _Sampling:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
@@ -78,18 +79,65 @@ def stop_thread(thread: threading.Thread) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
 
 
+class Handover:
+    """Callbacks for another event loop. Those of one turn of the loop that gives them run in one turn of the other.
+
+    So what begins at the same moment here begins at the same moment there, however the two threads take turns.
+
+    Args:
+        there: the loop that runs them.
+    """
+
+    def __init__(self, there: asyncio.AbstractEventLoop):
+        self.there = there
+        self._waiting: list[Callable[[], Any]] = []
+
+    def give(self, callback: Callable[[], Any]) -> None:
+        """Have it run there. Called from a loop, always the same one; callbacks keep their order."""
+        self._waiting.append(callback)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._give_all)
+
+    def _give_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+
+        def run() -> None:
+            for callback in waiting:
+                callback()
+
+        with suppress(RuntimeError):  # it is closed: nobody there waits any more
+            self.there.call_soon_threadsafe(run)
+
+
+class Handovers:
+    """From any event loop to another, one `Handover` for each pair."""
+
+    def __init__(self) -> None:
+        self._from: WeakKeyDictionary[asyncio.AbstractEventLoop, Handover] = WeakKeyDictionary()
+
+    def to(self, there: asyncio.AbstractEventLoop) -> Handover:
+        """From the loop that is running."""
+        here = asyncio.get_running_loop()
+        known = self._from.get(here)
+        if known is None or known.there is not there:
+            known = self._from[here] = Handover(there)
+        return known
+
+
 class CoroutineLoop:
     """An event loop on a daemon thread, shared by the async tools of a run and started with the first call."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._handovers = Handovers()
 
     async def run(self, start: Callable[[], Awaitable[T]], seconds: float) -> T:
         """Return `await start()`, or raise `TimedOut` once `seconds` have passed or `Raised` if it raises.
 
-        A late coroutine is cancelled. If it blocks the loop, the next call gets a new one; other calls that are under
-        way on the blocked loop wait for it until their own deadlines.
+        What is run in one turn of the caller's loop begins in one turn of this one. A late coroutine is cancelled. If
+        it blocks the loop, the next call gets a new one; other calls that are under way on the blocked loop wait for it
+        until their own deadlines.
         """
         loop, thread = self._running()
         future: Future[T] = Future()
@@ -101,11 +149,12 @@ class CoroutineLoop:
             except BaseException as error:  # SystemExit would end the loop for everybody
                 settle(future, error=error)
 
-        loop.call_soon_threadsafe(lambda: task.append(loop.create_task(work())))
+        there = self._handovers.to(loop)
+        there.give(lambda: task.append(loop.create_task(work())))
         try:
             return await _within(future, seconds)
         except (TimedOut, asyncio.CancelledError):
-            loop.call_soon_threadsafe(lambda: task[0].cancel())
+            there.give(lambda: task[0].cancel())
             if not await _responds(loop):
                 if self._loop is loop:
                     self._loop = None
