@@ -1,0 +1,296 @@
+"""A small model learns to use tools that it first misuses: SmolLM2-135M-Instruct and three kinds of arithmetic.
+
+    python -m benchmarks.tools --seeds 0 1 2
+
+The model is asked what 317 times 468 is, or plus, or minus: too much for 135M parameters to do in their head. It has
+the tools `add`, `subtract` and `multiply`, and has seen one example, of a multiplication. Untrained, it makes up names
+of tools and arguments, or rambles. GRPO rewards the right answer and, half as much, the right call.
+
+Measured on questions that are never trained on, before and after: the share of rollouts whose one and only call is the
+right one, the share that end with the right number and nothing else, and the share of both. At temperature 1, as in
+training, with 95% intervals that respect that samples share questions; and greedily. Every question of the training
+is asked once, so the training curves are of unseen questions as well.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe, model_path
+from benchmarks.records import Records
+
+SAMPLES = 4
+"""Rollouts of every held-out question at temperature 1."""
+
+LEARNING: dict[str, Any] = {
+    "per_device_train_batch_size": 32,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 8,
+    "learning_rate": 2e-5,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 2,
+    "gradient_checkpointing": False,
+    "max_completion_length": 80,
+}
+"""8 questions with 8 rollouts each, all of them in one optimizer step; the demo's learning rate."""
+
+CURVES = {"rewards/right_call/mean": "the right call", "rewards/right_answer/mean": "the right answer"}
+
+ALSO_KEPT = ("completions/mean_length", "tools/call_frequency", "tools/failure_frequency")
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def subtract(a: int, b: int) -> int:
+    """Subtract a number from another.
+
+    Args:
+        a: What to subtract from.
+        b: What to subtract.
+    """
+    return a - b
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a * b
+
+
+TOOLS: dict[str, Callable[[int, int], int]] = {"plus": add, "minus": subtract, "times": multiply}
+
+
+def question(word: str, a: int, b: int) -> dict[str, str]:
+    """What the user asks."""
+    return {"role": "user", "content": f"What is {a} {word} {b}?"}
+
+
+def opening() -> list[dict[str, str]]:
+    """What stands before every question: SmolLM2's chat template says nothing of tools, so the prompt has to."""
+    call = json.dumps({"name": "multiply", "arguments": {"a": 345, "b": 12}})
+    return [
+        {"role": "system", "content": "Use the tools add, subtract and multiply. Answer with the number only."},
+        question("times", 345, 12),
+        {"role": "assistant", "content": call},
+        {"role": "tool", "content": "4140"},
+        {"role": "assistant", "content": "4140"},
+    ]
+
+
+def questions(seed: int, training: int, held_out: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows to train on and to measure with, the three operations in turn; no question is there twice."""
+    chance = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    known = set()
+    while len(rows) < training + held_out:
+        word = list(TOOLS)[len(rows) % len(TOOLS)]
+        b, a = sorted((chance.randint(101, 999), chance.randint(101, 999)))
+        if (word, a, b) not in known:
+            known.add((word, a, b))
+            tool = TOOLS[word]
+            prompt = [*opening(), question(word, a, b)]
+            rows.append({"prompt": prompt, "tool": tool.__name__, "a": a, "b": b, "answer": str(tool(a, b))})
+    return rows[held_out:], rows[:held_out]
+
+
+def right_answer(completions: Any, answer: Sequence[str], **kwargs: Any) -> list[float]:
+    """1 where the last message is the number and nothing else."""
+    return [
+        float(completion[-1] == {"role": "assistant", "content": number})
+        for completion, number in zip(completions, answer, strict=True)
+    ]
+
+
+def right_call(completions: Any, tool: Sequence[str], a: Sequence[int], b: Sequence[int], **kwargs: Any) -> list[float]:
+    """1 where the rollout's one and only call is of the right tool with the right numbers."""
+    scores = []
+    for completion, name, *numbers in zip(completions, tool, a, b, strict=True):
+        calls = [call["function"] for message in completion for call in message.get("tool_calls", [])]
+        answered = sum(message["role"] == "tool" for message in completion)  # calls that cannot be read, too
+        orders = [numbers] if name == "subtract" else [numbers, numbers[::-1]]
+        wanted = [{"name": name, "arguments": dict(zip("ab", order, strict=True))} for order in orders]
+        scores.append(float(len(calls) == answered == 1 and calls[0] in wanted))
+    return scores
+
+
+def build(
+    model: str, train: list[dict[str, Any]], output: Path, seed: int, steps: int, engine: Any = None, **settings: Any
+) -> Any:
+    """The trainer.
+
+    Args:
+        model: folder.
+        train: rows of `questions`.
+        output: folder for completions.
+        seed: of sampling and training.
+        steps: optimizer steps.
+        engine: samples in the place of the built-in one.
+        settings: further config fields.
+    """
+    from covey import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(
+        output_dir=str(output),
+        max_steps=steps,
+        max_tool_calling_iterations=1,
+        tool_parser="json",
+        reward_weights=[1.0, 0.5],
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        seed=seed,
+        **LEARNING | settings,
+    )
+    return GRPOTrainer(
+        model=model,
+        tools=list(TOOLS.values()),
+        reward_funcs=[right_answer, right_call],
+        args=args,
+        train_dataset=train,
+        engine=engine,
+    )
+
+
+def learn(model: str, seed: int, steps: int, output: Path, held_out: int = 60, **settings: Any) -> dict[str, Any]:
+    """Train once, and measure before and after.
+
+    Args:
+        model: folder.
+        seed: of questions, sampling and training.
+        steps: optimizer steps.
+        output: folder for completions.
+        held_out: questions to measure with.
+        settings: further config fields.
+    """
+    train, test = questions(seed, steps * 8, held_out)
+    trainer = build(model, train, output, seed, steps, **settings)
+    before = measure(trainer, test, "before", seed)
+    start, computed = time.perf_counter(), time.process_time()
+    trainer.train()
+    seconds, computed = time.perf_counter() - start, time.process_time() - computed
+    history = [entry for entry in trainer.state.log_history if "reward" in entry]
+    return {
+        "seed": seed,
+        "steps": steps,
+        "before": before,
+        "after": measure(trainer, test, "after", seed),
+        "seconds": round(seconds, 1),
+        "core_seconds": round(computed, 1),
+        "curves": {name: [entry.get(name) for entry in history] for name in (*CURVES, *ALSO_KEPT)},
+    }
+
+
+def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> dict[str, Any]:
+    """Shares of right calls, right answers and both over held-out questions, with intervals; and greedily."""
+    from covey.cli.demo import clustered_interval
+    from covey.rollout.collector import Draw
+
+    found: dict[str, Any] = {}
+    greedy = replace(trainer.sampling, temperature=0.0)
+    for way, params, samples in (("sampled", trainer.sampling, SAMPLES), ("greedy", greedy, 1)):
+        draws = [Draw(row, number, sample) for number, row in enumerate(rows) for sample in range(samples)]
+        completions = [one.completion for one in trainer.collector.collect(draws, params, ("tools", name, way))]
+        columns = {column: [draw.row[column] for draw in draws] for column in ("tool", "a", "b", "answer")}
+        call, answer = right_call(completions, **columns), right_answer(completions, **columns)
+        both = [c * a for c, a in zip(call, answer, strict=True)]
+        found[way] = {
+            what: {
+                "mean": statistics.mean(right),
+                "interval": clustered_interval(list(map(bool, right)), samples, seed),
+            }
+            for what, right in (("call", call), ("answer", answer), ("both", both))
+        }
+    return found
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a row for each seed."""
+
+    def cell(run: dict[str, Any], when: str, what: str) -> str:
+        share = run[when]["sampled"][what]
+        low, high = share["interval"]
+        return f"{share['mean']:.1%} ({low:.1%} to {high:.1%})"
+
+    lines = [
+        "| seed | right call, before | after | right answer, before | after | greedily, before | after | minutes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        shares = [cell(run, when, what) for what in ("call", "answer") for when in ("before", "after")]
+        greedy = [f"{run[when]['greedy']['answer']['mean']:.1%}" for when in ("before", "after")]
+        lines.append(f"| {run['seed']} | {' | '.join([*shares, *greedy])} | {run['seconds'] / 60:.1f} |")
+    return "\n".join(lines)
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Shares of right calls and right answers by step in training, and on held-out questions before and after."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, plots = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
+    for axes, (name, label), what in zip(plots, CURVES.items(), ("call", "answer"), strict=True):
+        for number, run in enumerate(runs):
+            colour, values = f"C{number}", run["curves"][name]
+            axes.plot(range(len(values)), values, color=colour, linewidth=1.6, label=f"seed {run['seed']}")
+            for when, place in (("before", -1.0), ("after", len(values))):
+                share = run[when]["sampled"][what]
+                low, high = share["interval"]
+                error = [[share["mean"] - low], [high - share["mean"]]]
+                axes.errorbar(place + 0.3 * number, share["mean"], error, color=colour, fmt="o", ms=4, capsize=2)
+        axes.set(title=f"Rollouts with {label}", xlabel="optimizer steps before the sample", ylim=(0, 1.02))
+        axes.yaxis.set_major_formatter("{x:.0%}")
+        axes.grid(alpha=0.3)
+    plots[1].legend(loc="lower right", title="lines: training\ndots: held out, 95%")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct unless given")
+    parser.add_argument("--output", type=Path, default=Path("runs/tools"), help="for completions and records")
+    parser.add_argument("--plot", type=Path, default=Path("docs/images/tools.png"))
+    given = parser.parse_args()
+    records = Records(given.output / "records.jsonl")
+    for seed in given.seeds:
+        if not records.find(seed=seed, steps=given.steps):
+            found = learn(model_path(given.model), seed, given.steps, given.output / f"seed-{seed}")
+            records.add(**found, machine=describe(torch_threads()))
+    runs = [records.find(seed=seed, steps=given.steps)[-1] for seed in given.seeds]
+    plot(runs, given.plot)
+    print(table(runs))
+
+
+def torch_threads() -> int:
+    """Threads that a run computes with."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+if __name__ == "__main__":
+    main()
