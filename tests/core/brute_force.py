@@ -236,12 +236,10 @@ def sapo(ratio: Tensor, advantage: float, o: Options) -> Tensor:
 
 
 def rloo(row: Row, old: list[float], o: Options) -> list[Tensor]:
-    """The whole completion is one action: its ratio is the product of its tokens' ratios."""
-    log_ratio = torch.zeros((), dtype=torch.float64)
-    for t, trained in enumerate(row.mask):
-        if trained:
-            log_ratio = log_ratio + row.lp[t] - old[t]
-    return [clipped(torch.exp(log_ratio), advantage, o, None) for advantage in row.advantages]
+    """One action: the ratio is the product of the tokens' ratios; a token's loss moves |o| times its own log-prob."""
+    log_ratio = sum(float(row.lp[t].detach()) - old[t] for t, trained in enumerate(row.mask) if trained)
+    own = [row.size * (x - x.detach()) for x in row.lp]
+    return [clipped(torch.exp(log_ratio + own[t]), row.advantages[t], o, None) for t in range(len(row.mask))]
 
 
 def gmpo(row: Row, old: list[float], o: Options) -> list[Tensor]:

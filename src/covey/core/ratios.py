@@ -37,8 +37,15 @@ def sequence_token_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor
 
 
 def sequence_sum_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
-    """log(π(o_i) / π_old(o_i)), the whole completion as one action: RLOO (arXiv 2402.14740, §3)."""
-    return expand(segment_sum(torch.where(sampled, logprobs - old_logprobs, 0.0), lengths), lengths)
+    """log(π(o_i) / π_old(o_i)), the whole completion as one action: RLOO (arXiv 2402.14740, §3).
+
+    Each token has the ratio of its completion, and |o_i| times the gradient of its own log-prob: so the mean over the
+    completion's tokens has the gradient of the whole where all are treated alike, and where they are not (credit for
+    steps, filters) each token is learned from by its own advantage.
+    """
+    difference = torch.where(sampled, logprobs - old_logprobs, 0.0)
+    counts = expand(segment_sum(sampled.to(difference), lengths), lengths)
+    return expand(segment_sum(difference.detach(), lengths), lengths) + counts * (difference - difference.detach())
 
 
 RATIO_LEVELS: dict[str, RatioLevel] = {
@@ -47,6 +54,8 @@ RATIO_LEVELS: dict[str, RatioLevel] = {
     "sequence_token": sequence_token_level,
     "sequence_sum": sequence_sum_level,
 }
+SHARED_GRADIENT = (sequence_level,)
+"""Levels at which the gradient of one token's ratio goes through all tokens: what one is credited with moves all."""
 
 
 def off_policy_keep(
