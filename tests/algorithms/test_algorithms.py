@@ -34,6 +34,10 @@ def config(**changes):
         "scale_rewards": "group",
         "reward_clip_range": None,
         "normalize_advantages": False,
+        "process_weight": 1.0,
+        "outcome_weight": 1.0,
+        "step_discount": 1.0,
+        "step_baseline": "group",
     }
     return SimpleNamespace(**{**fields, **changes})
 
@@ -247,6 +251,46 @@ def test_rloo_off_policy_clips_the_ratio_of_the_whole_completion():
     assert result.loss.item() == pytest.approx(-3.6)
     assert gradient.tolist() == [0, 0, 0]
     assert result.stats["clip_ratio/high_mean"].value() == 1.0
+
+
+def test_rloo_learns_from_each_token_by_its_own_advantage():
+    """The ratio is the whole completion's, 1.21; the gradient of token t is -A_t times it, a mean over completions."""
+    x = inputs([1.1, 1.1])
+    advantages = torch.tensor([2.0, -1.0], dtype=torch.float64)
+    weights = torch.full((2,), 0.5, dtype=torch.float64)  # mean_per_sequence of one completion of two tokens
+    settings = rloo_config(epsilon=0.5, resolved_epsilon_high=0.5)
+    result = policy_loss(
+        LossInputs(x.logprobs, None, x.sampled, x.lengths, advantages, weights, x.old_logprobs),
+        rloo.algorithm(settings).objective,
+    )
+    (gradient,) = torch.autograd.grad(result.loss, x.logprobs)
+    assert result.loss.item() == pytest.approx(-1.21 * (2 - 1) / 2)
+    assert gradient.tolist() == pytest.approx([-2 * 1.21, 1.21])
+
+
+@pytest.mark.parametrize(
+    ("settings", "credits"),
+    [
+        ({"loss_type": "dapo"}, True),
+        ({"loss_type": "dapo", "importance_sampling_level": "sequence"}, False),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequence_token"}, True),
+        ({"loss_type": "dapo", "importance_sampling_level": "sequence_sum"}, True),
+        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, True),  # the ratio is but a weight
+        ({"loss_type": "vespo"}, True),
+        ({"loss_type": "gmpo"}, False),
+        ({"loss_type": "rloo"}, True),
+    ],
+)
+def test_which_losses_learn_from_each_token_by_its_own_advantage(settings, credits):
+    """As the objective says, and as the gradient shows: credit of the first token alone moves the second, or not."""
+    objective = grpo.objective(config(**settings))
+    assert objective.credits_tokens == credits
+    x = inputs([1.1, 0.9])
+    advantages = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    weights = torch.ones(2, dtype=torch.float64)
+    one = LossInputs(x.logprobs, None, x.sampled, x.lengths, advantages, weights, x.old_logprobs)
+    (gradient,) = torch.autograd.grad(policy_loss(one, objective).loss, x.logprobs)
+    assert gradient[0] != 0 and (gradient[1] == 0) == credits
 
 
 def test_rloo_can_minimise_any_other_loss():

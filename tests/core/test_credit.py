@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.core.advantages import EPSILON, group_relative, leave_one_out
-from covey.core.credit import gather_steps, steps_leave_one_out, steps_relative, token_advantages
+from covey.core.credit import CreditMix, gather_steps, steps_leave_one_out, steps_relative, token_advantages
 
 NAN = math.nan
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -79,7 +79,7 @@ def test_mt_grpo_gives_the_first_turn_its_own_and_the_outcomes_credit():
     turn = steps_relative(steps, groups, compared_with="turn")
     outcome = group_relative(torch.tensor([[0.0, 4.0]]))[0]
     t, o = turn.tolist(), outcome.tolist()
-    got = token_advantages(steps, turn, lengths, outcome, discount=0.3)
+    got = token_advantages(steps, turn, lengths, outcome, CreditMix(discount=0.3))
     expected = [t[0] + 0.3 * o[0], t[0] + 0.3 * o[0], o[0], t[1] + 0.3 * o[1], o[1]]
     assert got.tolist() == pytest.approx(expected)
 
@@ -94,21 +94,19 @@ def test_the_baseline_of_rloo_leaves_out_all_steps_of_the_completion():
 def test_the_discount_counts_steps_not_tokens():
     # steps end at 2, 3 and 9 with advantages 8, 4, 2 and γ = 1/2: G = 8 + 4/2 + 2/4, 4 + 2/2, 2
     steps = gather_steps([[(2, 0), (3, 0), (9, 0)]], [10])
-    got = token_advantages(steps, torch.tensor([8.0, 4.0, 2.0]), longs([10]), discount=0.5)
+    got = token_advantages(steps, torch.tensor([8.0, 4.0, 2.0]), longs([10]), mix=CreditMix(discount=0.5))
     assert got.tolist() == [10.5] * 3 + [5.0] + [2.0] * 6
 
 
 def test_with_discount_0_a_step_answers_for_itself_alone():
     steps = gather_steps([[(0, 0), (1, 0)]], [3])
-    got = token_advantages(steps, torch.tensor([1.0, 2.0]), longs([3]), torch.tensor([7.0]), discount=0.0)
+    got = token_advantages(steps, torch.tensor([1.0, 2.0]), longs([3]), torch.tensor([7.0]), CreditMix(discount=0.0))
     assert got.tolist() == [1, 2, 7]
 
 
 def test_outcome_and_process_are_mixed_by_their_weights():
     steps = gather_steps([[(1, 0)], []], [3, 1])
-    got = token_advantages(
-        steps, torch.tensor([2.0]), longs([3, 1]), torch.tensor([1.0, -1.0]), process_weight=0.5, outcome_weight=10
-    )
+    got = token_advantages(steps, torch.tensor([2.0]), longs([3, 1]), torch.tensor([1.0, -1.0]), CreditMix(0.5, 10))
     assert got.tolist() == [11, 11, 10, -10]
 
 
@@ -192,7 +190,7 @@ def test_an_abstention_changes_no_other_step_and_earns_nothing(baseline, how):
 def test_an_abstaining_step_still_takes_a_step():
     # G of token 0 = 0 (abstained) + γ · 4
     steps = gather_steps([[(0, NAN), (1, 1.0)]], [2])
-    assert token_advantages(steps, torch.tensor([0.0, 4.0]), longs([2]), discount=0.5).tolist() == [2, 4]
+    assert token_advantages(steps, torch.tensor([0.0, 4.0]), longs([2]), mix=CreditMix(discount=0.5)).tolist() == [2, 4]
 
 
 def test_steps_may_end_in_a_tool_result_and_credit_what_was_sampled_before_it():
@@ -289,9 +287,7 @@ def test_credit_equals_a_loop_over_steps_and_tokens(baseline, how, batch, discou
         advantages,
         longs(lengths),
         None if outcome is None else torch.tensor(outcome, dtype=torch.float64),
-        process_weight=0.7,
-        outcome_weight=1.5,
-        discount=discount,
+        CreditMix(process_weight=0.7, outcome_weight=1.5, discount=discount),
     )
     expected = brute_force(
         pairs, lengths, groups, outcome, baseline=baseline, compared_with=how, discount=discount, weights=(0.7, 1.5)

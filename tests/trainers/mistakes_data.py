@@ -10,7 +10,7 @@ from mistakes import TRAINING, Mistake
 from transformers import LlamaForSequenceClassification
 
 import tiny
-from covey.rewards import RewardError, RewardWarning
+from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd
 
 CHAT = [{"role": "user", "content": "2+2="}]
 ROW = "must be a string or a non-empty list of messages with 'role' and 'content'"
@@ -240,6 +240,30 @@ def abstaining(completions, **kwargs):
     return [None] * len(completions)
 
 
+def steps_without_ends(completions, **kwargs):
+    return [[1.0, 0.0] for _ in completions]
+
+
+def steps_named_in_words(completions, **kwargs):
+    return [[("first", 1.0)] for _ in completions]
+
+
+def step_after_the_last_token(completion_ids, **kwargs):
+    return [[(len(ids), 1.0)] for ids in completion_ids]
+
+
+def step_after_the_last_character(completions, **kwargs):
+    return [[(CharEnd(len(text) + 1), 1.0)] for text in completions]
+
+
+def second_turn_of_one(completions, **kwargs):
+    return [[(TurnEnd(1), 1.0)] for _ in completions]
+
+
+def first_token(completion_ids, **kwargs):
+    return [[(0, float(ids[0] % 2))] for ids in completion_ids]
+
+
 def hanging(completions, **kwargs):
     time.sleep(30)
 
@@ -362,6 +386,48 @@ REWARDS = [
     ),
     reward("Returned text as rewards", words, r"returned 'good' \(str\) for sample 0", "list of 8 numbers", SHOWN),
     reward("Returned infinite rewards", infinite, r"returned inf \(float\)", "finite numbers of ordinary size", SHOWN),
+    reward(
+        "Returned a list for a completion that is none of steps",
+        steps_without_ends,
+        r"'steps_without_ends' returned \[1\.0, 0\.0\] \(list\) for sample 0",
+        r"a list of \(end, reward\) pairs",
+        r"An end is the index of a token, CharEnd\(n\) or TurnEnd\(k\)",
+        SHOWN,
+    ),
+    reward(
+        "Returned a list for a completion that is none of steps",
+        steps_named_in_words,
+        r"returned \[\('first', 1\.0\)\] \(list\)",
+        SHOWN,
+    ),
+    reward(
+        "Ended a step where the completion has no end",
+        step_after_the_last_token,
+        "'step_after_the_last_token' ended a step of sample 0 at token 6, but the completion has 6 tokens",
+        r"from 0 to 5\. For a position in the text, such as the end of a match, give CharEnd",
+        SHOWN,
+    ),
+    reward(
+        "Ended a step where the completion has no end",
+        step_after_the_last_character,
+        r"sample 0 at CharEnd\(7\), but the completion's text has 6 characters",
+        "as match.end.. does",
+        SHOWN,
+    ),
+    reward(
+        "Ended a step where the completion has no end",
+        second_turn_of_one,
+        r"sample 0 at TurnEnd\(1\), but the completion has 1 turn of the policy: turns count from 0",
+        SHOWN,
+    ),
+    reward(
+        "Rewarded steps with a loss that credits whole completions",
+        first_token,
+        r"this loss gives all tokens of a completion the same credit \(loss_type='gmpo', or importance_sampling_level",
+        "Set importance_sampling_level='sequence_token' or 'token', or choose another loss_type",
+        kind=ValueError,
+        importance_sampling_level="sequence",
+    ),
     reward("Wrote a reward function that always raises", broken, "failed on all 8 samples: KeyError: 'answer'", SHOWN),
     reward(
         "Wrote a reward function that always raises",

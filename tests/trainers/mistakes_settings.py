@@ -81,6 +81,12 @@ SETTINGS = [
         "Did you mean 'group'",
     ),
     setting(
+        "Gave neither steps nor outcomes any weight",
+        {"process_weight": 0.0, "outcome_weight": 0.0},
+        "process_weight=0 and outcome_weight=0 leave no advantage to learn from",
+        "set one of them above 0",
+    ),
+    setting(
         "Misspelt a field",
         {"lerning_rate": 1e-6},
         "GRPOConfig has no field `lerning_rate`",

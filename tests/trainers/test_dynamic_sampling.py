@@ -16,6 +16,7 @@ from covey.algorithms import grpo, rloo
 from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.collector import Draw
 from covey.trainers.config.algebra import BatchAlgebra
+from covey.trainers.credit import Scores, signal
 from covey.trainers.dynamic import Judge, PromptChooser, Sampled, kept_groups
 from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.sampler import rank_share, start_of, train_loader
@@ -38,12 +39,12 @@ def scripted(signals, log, draws, number):
     ]
     rewards = [[float(draw.sample)] if draw.prompt in signals else [1.0] for draw in draws]
     columns = {"note": [f"{draw.prompt}/{draw.sample}" for draw in draws]}
-    return Sampled(draws, rollouts, torch.tensor(rewards).view(len(draws), 1), columns)
+    return Sampled(draws, rollouts, torch.tensor(rewards).view(len(draws), 1), columns, [{} for _ in draws])
 
 
 def chooser(algebra=ALGEBRA, rank=0, rows=10, max_rounds=3, gather=lambda mine: [mine]):
     algorithm = grpo.algorithm(runs.config("unused"))
-    judge = Judge(lambda rewards: algorithm.advantages(rewards, torch.ones(1), None), torch.ones(1), False)
+    judge = Judge(partial(signal, algorithm, torch.ones(1)), torch.ones(1), False)
     stream = PromptStream(rows, 0, "refills", shuffle=False)
     dataset = [{"prompt": str(i)} for i in range(rows)]
     return PromptChooser(dataset, algebra, rank, stream, judge, history=None, max_rounds=max_rounds, gather=gather)
@@ -167,37 +168,43 @@ def test_every_process_ends_with_its_equal_share_of_what_one_process_would_keep(
 NAN = float("nan")
 
 
-def signal(config, groups, weights=(1.0,), mask_truncated=False, truncated=None, algorithm=grpo):
+def judged(config, groups, weights=(1.0,), mask_truncated=False, truncated=None, algorithm=grpo, steps=None):
     made = algorithm.algorithm(config)
     rewards = torch.tensor(groups)
-    judge = Judge(lambda r: made.advantages(r, torch.tensor(weights), None), torch.tensor(weights), mask_truncated)
+    judge = Judge(partial(signal, made, torch.tensor(weights)), torch.tensor(weights), mask_truncated)
     count = rewards.shape[0] * rewards.shape[1]
-    return judge.has_signal(rewards, [3] * count, truncated or [False] * count)
+    scores = Scores(rewards.flatten(0, 1), steps or [{}] * count, [3] * count)
+    return judge.has_signal(scores, rewards.shape[1], [3] * count, truncated or [False] * count)
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_rewards_that_abstain_are_no_signal(method):
     config = runs.config("unused", method, beta=0.1)
     groups = [[[1.0], [NAN]], [[NAN], [NAN]], [[1.0], [0.0]]]
-    assert signal(config, groups, algorithm={"grpo": grpo, "rloo": rloo}[method]) == [False, False, True]
+    assert judged(config, groups, algorithm={"grpo": grpo, "rloo": rloo}[method]) == [False, False, True]
 
 
 def test_rewards_that_cancel_are_a_signal_only_where_they_are_normalised_apart():
     # Weighted totals are equal (1·1 + 2·0 = 1·0 + 2·0.5), but normalised apart the second counts twice.
     groups, weights = [[[1.0, 0.0], [0.0, 0.5]]], (1.0, 2.0)
-    assert signal(runs.config("unused"), groups, weights) == [False]
+    assert judged(runs.config("unused"), groups, weights) == [False]
     apart = runs.config("unused", multi_objective_aggregation="normalize_then_sum")
-    assert signal(apart, groups, weights) == [True]
+    assert judged(apart, groups, weights) == [True]
+
+
+def test_steps_that_differ_are_a_signal_though_their_sums_are_equal():
+    steps = [{0: [(0, 1.0), (2, 0.0)]}, {0: [(0, 0.0), (2, 1.0)]}, {0: [(0, 0.5)]}, {0: [(2, 0.5)]}]
+    assert judged(runs.config("unused"), [[[1.0], [1.0]], [[0.5], [0.5]]], steps=steps) == [True, False]
 
 
 def test_a_reward_of_weight_0_is_no_signal():
-    assert signal(runs.config("unused"), [[[1.0, 1.0], [0.0, 1.0]]], (0.0, 1.0)) == [False]
+    assert judged(runs.config("unused"), [[[1.0, 1.0], [0.0, 1.0]]], (0.0, 1.0)) == [False]
 
 
 def test_an_advantage_that_nothing_learns_from_is_no_signal():
     groups = [[[1.0], [0.0], [0.0]]] * 2
     cut = [True, True, True, False, False, True]
-    assert signal(runs.config("unused"), groups, mask_truncated=True, truncated=cut) == [False, True]
+    assert judged(runs.config("unused"), groups, mask_truncated=True, truncated=cut) == [False, True]
 
 
 # ---- in a trainer ----------------------------------------------------------------------------------------------------

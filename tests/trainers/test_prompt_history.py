@@ -52,6 +52,16 @@ def test_abstentions_are_left_out_and_a_group_of_them_says_nothing():
     assert not known.seen(1) and known.chance(1) == 1.0
 
 
+def test_rewards_of_steps_add_their_variance():
+    """Outcomes that tie and steps that differ; steps alone; and a group of which nobody rewarded anything."""
+    nan, known = float("nan"), PromptHistory(4, 0.1)
+    rewards = torch.tensor([[1.0, 1.0], [nan, nan], [nan, nan], [0.0, 1.0]])
+    known.update([0, 1, 2, 3], rewards, torch.tensor([0.125, 0.25, nan, 0.25]))
+    # variances 0 + 1/8, 1/4, not seen, 1/4 + 1/4
+    assert [known.chance(row) for row in range(4)] == pytest.approx([0.1 + 0.9 / 4, 0.1 + 0.9 / 2, 1.0, 1.0])
+    assert [known.seen(row) for row in range(4)] == [True, True, False, True]
+
+
 def test_what_is_known_survives_a_checkpoint():
     known, again = history([(0, [0.0, 1.0]), (1, [1.0, 1.0])]), PromptHistory(4, 0.1)
     again.load_state_dict(known.state_dict())

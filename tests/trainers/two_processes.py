@@ -19,6 +19,17 @@ def longer_for_odd(prompts, completion_ids, **kwargs):
     return [float(sum(ids) % 7 * (int(p[0]) % 2)) for p, ids in zip(prompts, completion_ids, strict=True)]
 
 
+def rewarded_by_steps(completion_ids, **kwargs):
+    """Steps for some completions, numbers for others, None for a few."""
+
+    def judge(ids):
+        if sum(ids) % 5 == 0:
+            return None
+        return [(0, ids[0] % 2), (len(ids) - 1, 1)] if sum(ids) % 3 else float(sum(ids) % 7)
+
+    return [judge(ids) for ids in completion_ids]
+
+
 def run_out_of_memory(trainer):
     """The last process cannot run two rollouts at a time, and says so halfway through the backward pass."""
     if trainer.accelerator.process_index != trainer.accelerator.num_processes - 1:
@@ -79,6 +90,7 @@ if __name__ == "__main__":
     settled = settings.pop("settled", False)
     out_of_memory = settings.pop("out_of_memory", False)
     perturbed = settings.pop("perturbed", False)
+    by_steps = settings.pop("by_steps", False)
     pads_at_the_last = settings.pop("pads_at_the_last", False)
     environments = settings.pop("environments", False)
     torch.set_num_threads(1)
@@ -91,6 +103,8 @@ if __name__ == "__main__":
         parts["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     if settled:
         parts["reward_funcs"] = longer_for_odd
+    if by_steps:
+        parts["reward_funcs"] = [rewarded_by_steps, runs.longer]
     trained = runs.trainer(output, method, parts=parts, **settings)
     if out_of_memory:
         run_out_of_memory(trained)
@@ -105,7 +119,7 @@ if __name__ == "__main__":
         names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
         names += ("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance")
         names += ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max")
-        names += ("sampling/staleness/mean", "sampling/staleness/max")
+        names += ("sampling/staleness/mean", "sampling/staleness/max", "steps/per_completion", "frac_reward_zero_std")
         torch.save(
             {
                 "history": {name: runs.history(trained, name) for name in names},

@@ -4,12 +4,13 @@
 `covey.algorithms.rloo.algorithm`; the trainer knows nothing else about the method it runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from covey.core.credit import CreditMix, Steps
 from covey.core.objective import Objective
 from covey.core.ratios import RatioLevel
 from covey.core.registry import Registry
@@ -24,6 +25,10 @@ class Algorithm:
     Attributes:
         name: for messages and model cards.
         advantages: (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None) -> advantages [P, G].
+        step_advantages: the same for rewards of steps: (the steps of each function that rewards steps, these functions'
+            weights [F'], the prompt of each completion [B]) -> the advantages of all steps [S], one function's after
+            the other's.
+        mix: how the credit of steps and that of outcomes make up a token's advantage.
         objective: the loss.
         weighting: how token losses are averaged.
         kl_in_reward: the KL penalty is part of the reward (RLOO) rather than of the loss (GRPO).
@@ -32,6 +37,8 @@ class Algorithm:
 
     name: str
     advantages: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    step_advantages: Callable[[Sequence[Steps], Tensor, Tensor], Tensor]
+    mix: CreditMix
     objective: Objective
     weighting: Weighting
     kl_in_reward: bool
@@ -49,6 +56,8 @@ class LossType:
         ratio_level: a level that the loss prescribes; None takes `importance_sampling_level` from the config.
         mismatch_in_surrogate: the surrogate applies the engine/trainer mismatch weights itself.
         zero_without_advantage: an advantage of 0 makes the token loss 0, so such rollouts need not be run.
+        credits_tokens: whether each token is learned from by its own advantage, as rewards of steps need it. None: as
+            the ratio level has it.
     """
 
     surrogate: Callable[[Any], Surrogate]
@@ -57,6 +66,7 @@ class LossType:
     ratio_level: RatioLevel | None = None
     mismatch_in_surrogate: bool = False
     zero_without_advantage: bool = True
+    credits_tokens: bool | None = None
 
 
 LOSS_TYPES: Registry[LossType] = Registry("loss_type")

@@ -3,6 +3,7 @@
 A new published loss is a surrogate in `covey.core.surrogates` and a row here.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
 from covey.core.advantages import group_relative, normalize_then_sum, weighted_total
+from covey.core.credit import CreditMix, Steps, steps_normalised_then_summed, steps_relative, steps_weighed
 from covey.core.kl import KL_ESTIMATORS
 from covey.core.objective import Objective
-from covey.core.ratios import RATIO_LEVELS, token_level
+from covey.core.ratios import RATIO_LEVELS, SHARED_GRADIENT, token_level
 from covey.core.surrogates import (
     Surrogate,
     SurrogateStats,
@@ -85,10 +87,12 @@ LOSS_TYPES.register("bnpo", LossType(_clip, mean_per_micro_batch, _clip_stats))
 LOSS_TYPES.register("dr_grpo", LossType(_clip, mean_constant_length, _clip_stats))
 LOSS_TYPES.register("dapo", LossType(_clip, mean_over_update, _clip_stats))
 LOSS_TYPES.register("luspo", LossType(_clip, sum_per_sequence, _clip_stats))
-LOSS_TYPES.register("cispo", LossType(_cispo, mean_over_update, _cispo_stats))
+LOSS_TYPES.register("cispo", LossType(_cispo, mean_over_update, _cispo_stats, credits_tokens=True))
 LOSS_TYPES.register("sapo", LossType(_sapo, mean_per_sequence))
-LOSS_TYPES.register("vespo", LossType(_vespo, mean_over_update, _vespo_stats, mismatch_in_surrogate=True))
-LOSS_TYPES.register("gmpo", LossType(_gmpo, mean_per_sequence, ratio_level=token_level))
+LOSS_TYPES.register(
+    "vespo", LossType(_vespo, mean_over_update, _vespo_stats, mismatch_in_surrogate=True, credits_tokens=True)
+)
+LOSS_TYPES.register("gmpo", LossType(_gmpo, mean_per_sequence, ratio_level=token_level, credits_tokens=False))
 
 
 def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
@@ -98,10 +102,12 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
         ValueError: an unknown `loss_type`; the message lists the known ones.
     """
     row = LOSS_TYPES[config.loss_type]
+    level = row.ratio_level or RATIO_LEVELS[config.importance_sampling_level]
     return Objective(
         surrogate=row.surrogate(config),
         stats=row.stats(config) if row.stats else None,
-        ratio_level=row.ratio_level or RATIO_LEVELS[config.importance_sampling_level],
+        ratio_level=level,
+        credits_tokens=level not in SHARED_GRADIENT if row.credits_tokens is None else row.credits_tokens,
         beta=0.0 if kl_in_reward else config.beta,
         kl=KL_ESTIMATORS[config.kl_estimator],
         correct_kl_bias=config.use_bias_correction_kl,
@@ -116,11 +122,23 @@ def algorithm(config: Any) -> Algorithm:
     return Algorithm(
         name="GRPO",
         advantages=partial(_advantages, aggregation=config.multi_objective_aggregation, scale=config.scale_rewards),
+        step_advantages=partial(
+            _step_advantages,
+            aggregation=config.multi_objective_aggregation,
+            scale=config.scale_rewards,
+            compared_with=config.step_baseline,
+        ),
+        mix=credit_mix(config),
         objective=objective(config),
         weighting=LOSS_TYPES[config.loss_type].weighting,
         kl_in_reward=False,
         beta=config.beta,
     )
+
+
+def credit_mix(config: Any) -> CreditMix:
+    """How a config mixes credit of steps with that of outcomes."""
+    return CreditMix(config.process_weight, config.outcome_weight, config.step_discount)
 
 
 def _advantages(
@@ -129,3 +147,12 @@ def _advantages(
     if aggregation == "normalize_then_sum":
         return normalize_then_sum(rewards_PGF, weights_F)
     return group_relative(weighted_total(rewards_PGF, weights_F), scale)
+
+
+def _step_advantages(
+    parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, aggregation: str, scale: str, compared_with: str
+) -> Tensor:
+    if aggregation == "normalize_then_sum":
+        return steps_normalised_then_summed(parts, weights_F, groups_B, compared_with=compared_with)
+    baseline = partial(steps_relative, scale=scale, compared_with=compared_with)
+    return steps_weighed(parts, weights_F, groups_B, baseline=baseline)

@@ -3,20 +3,27 @@
 `covey.core.advantages` judges whole completions. Here a completion is rewarded several times, each time for the part
 that ends at a token: a reasoning step, a turn of a conversation. Three pure functions follow one another:
 
-1. `gather_steps`: lists of `(end, reward)` as reward functions write them -> flat tensors `Steps`;
-2. `steps_relative` (GRPO) or `steps_leave_one_out` (RLOO): rewards of steps -> advantages of steps;
-3. `token_advantages`: advantages of steps, and of the outcome, -> advantages of tokens, flat `[N]`.
+1. `gather_steps`: lists of `(last token, reward)` -> flat tensors `Steps`;
+2. `steps_relative` (GRPO) or `steps_leave_one_out` (RLOO): rewards of steps -> advantages of steps, function by
+   function (`steps_weighed`; `steps_normalised_then_summed` for GDPO);
+3. `token_advantages`: advantages of steps, and of the outcome, -> advantages of tokens, flat `[N]`, by way of
+   `credit_to_go`, which keeps one number for each end.
 
-Letters: B completions, P prompts, N completion tokens of all of them, S steps of all of them. Steps and turns differ
+Letters: B completions, P prompts, N completion tokens of all of them, S steps of all of them, F' reward functions that
+reward steps, K tokens at which something ends. Steps and turns differ
 in what they are compared with and nothing else (`COMPARED_WITH`). A reward of NaN is an abstention: it is left out of
 every mean and deviation and earns nothing, but its step still ends where it ends. Computed in float64, returned in
 float32; steps whose rewards are all equal get exact zeros.
 
-For another way of giving credit, write a function `Steps -> [S]` and hand its result to `token_advantages`.
+For another way of giving credit, write a function `Steps -> [S]` and hand its result to `token_advantages`; for a
+method of one's own, `Algorithm.step_advantages`. Not here: how reward functions say where a step ends
+(`covey.rewards.steps`), and which functions reward steps and which outcomes (`covey.trainers.credit`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,6 +54,35 @@ class Steps(NamedTuple):
     ends: Tensor
     numbers: Tensor
     rewards: Tensor
+
+
+class Credited(NamedTuple):
+    """What follows from each token at which a step, or the completion, ends; ordered by completion and end.
+
+    Attributes:
+        rows: [K] int64, the completion each belongs to.
+        ends: [K] int64, the token, counted from the completion's first.
+        to_go: [K] float64, the advantage of that token and of all before it, as far as the end before.
+    """
+
+    rows: Tensor
+    ends: Tensor
+    to_go: Tensor
+
+
+@dataclass(frozen=True)
+class CreditMix:
+    """How the credit of steps and that of the outcome make up a token's advantage.
+
+    Attributes:
+        process_weight: ω of the steps.
+        outcome_weight: ω of the outcome.
+        discount: γ in [0, 1], once for each step that lies between a token's own step and a later one.
+    """
+
+    process_weight: float = 1.0
+    outcome_weight: float = 1.0
+    discount: float = 1.0
 
 
 def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: Sequence[int]) -> Steps:
@@ -132,21 +168,100 @@ def steps_leave_one_out(
     return advantages.nan_to_num(0.0)
 
 
+StepBaseline = Callable[[Steps, Tensor], Tensor]
+"""(steps of one reward function, the prompt of each completion [B]) -> their advantages [S]."""
+
+
+def join_steps(parts: Sequence[Steps]) -> Steps:
+    """The steps of several reward functions, one function's after the other's."""
+    if not parts:
+        return gather_steps([], [])
+    return Steps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def steps_weighed(parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, baseline: StepBaseline) -> Tensor:
+    """ω_f r̃_f: each function's steps compared among themselves, then weighed; [S], in the order of `join_steps`.
+
+    Args:
+        parts: steps of each reward function that rewards steps.
+        weights_F: [F'], of each.
+        groups_B: [B] int64, the prompt of each completion.
+        baseline: `steps_relative` or `steps_leave_one_out` with its settings filled in.
+    """
+    weighed = [weight * baseline(part, groups_B) for part, weight in zip(parts, weights_F.tolist(), strict=True)]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *weighed])
+
+
+def steps_normalised_then_summed(
+    parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, compared_with: str = "group"
+) -> Tensor:
+    """Each function's steps normalised in the group, then weighed, then all of them divided by one deviation; [S].
+
+    GDPO (arXiv 2601.05242) knows outcomes alone; this is its formula with the end of a step in the place of the
+    completion: z_f = r̃_f of `steps_relative`, S = Σ_f ω_f z_f over what ends at the same token, and S / (std(S) + ε)
+    over all such tokens of the batch. With single steps that end with their completions it is `normalize_then_sum`.
+    """
+    steps = join_steps(parts)
+    normalised = partial(steps_relative, scale="group", compared_with=compared_with)
+    advantages = steps_weighed(parts, weights_F, groups_B, baseline=normalised)
+    ends, count = _numbered(torch.stack([steps.rows, steps.ends]))
+    known = _sums(~steps.rewards.isnan(), ends, count) > 0
+    sums = _sums(advantages, ends, count)[known]
+    return advantages / (nanstd(sums, dim=0) + EPSILON) if len(sums) else advantages
+
+
+def credit_to_go(
+    steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None = None, mix: CreditMix | None = None
+) -> Credited:
+    """G_j = v_j + γ G_{j+1} over the ends of each completion, v_j being the weighed advantages of what ends there.
+
+    Args:
+        steps, advantages_S, lengths_B, outcome_B: as for `token_advantages`.
+        mix: weights and discount; all 1 by default.
+    """
+    mix = mix or CreditMix()
+    assert 0 <= mix.discount <= 1, "checked with the config"
+    starts = segment_starts(lengths_B)
+    at = starts[steps.rows] + steps.ends
+    value = advantages_S.double() * mix.process_weight
+    if outcome_B is not None:
+        some = lengths_B > 0  # an empty completion has no token to credit
+        at = torch.cat([at, (starts + lengths_B - 1)[some]])
+        value = torch.cat([value, outcome_B.double()[some] * mix.outcome_weight])
+    at, which = at.unique(return_inverse=True)  # sorted, so in the order of completions
+    rows = torch.searchsorted(starts, at, right=True) - 1
+    to_go = _rewards_to_go(_sums(value, which, len(at)), rows, mix.discount)
+    return Credited(rows, at - starts[rows], to_go)
+
+
+def spread(credited: Credited, lengths_B: Tensor) -> Tensor:
+    """Every token's advantage: that of the first end at or after it in its completion, 0 after the last; [N] float32.
+
+    Args:
+        credited: ends of the B completions.
+        lengths_B: [B] int64, completion tokens of each.
+    """
+    tokens = torch.arange(int(lengths_B.sum()), device=lengths_B.device)
+    if not len(credited.rows):
+        return torch.zeros(len(tokens), device=lengths_B.device)
+    starts = segment_starts(lengths_B)
+    ends = starts[credited.rows] + credited.ends
+    following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # the step a token belongs to ...
+    last = expand(starts + lengths_B - 1, lengths_B)  # ... if it ends within the token's completion
+    inside = (ends[following] >= tokens) & (ends[following] <= last)
+    return torch.where(inside, credited.to_go[following], 0.0).float()
+
+
 def token_advantages(
-    steps: Steps,
-    advantages_S: Tensor,
-    lengths_B: Tensor,
-    outcome_B: Tensor | None = None,
-    *,
-    process_weight: float = 1.0,
-    outcome_weight: float = 1.0,
-    discount: float = 1.0,
+    steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None = None, mix: CreditMix | None = None
 ) -> Tensor:
     """A_t = Σ_{j: end_j >= t} γ^(steps between t and j) ω_j r̃_j: what follows from a token on, [N] float32.
 
     With γ = 1 and no outcome it is DeepSeekMath's Â_{i,t} = Σ_{index(j) >= t} r̃_i^index(j) (arXiv 2402.03300 §4.1.3).
     An outcome is one more step that ends with the completion. For two turns, the first of them rewarded, that is
-    MT-GRPO (arXiv 2505.11821): the first turn gets r̃ + γ A, the second A, with γ in the place of the paper's λ.
+    MT-GRPO (arXiv 2505.11821): the first turn gets r̃ + γ A, the second A, with γ in the place of the paper's λ. The
+    paper's formula is for two turns; more of them, several rewards of a turn, and a discount for each turn that lies
+    between are ours.
 
     Tokens after the last step get 0 unless there is an outcome. A step may end at a token that was not sampled (a tool
     result): the credit goes to all before it, and what reaches tokens that were not sampled is left out by their
@@ -158,9 +273,7 @@ def token_advantages(
         advantages_S: [S], of each step; `steps_relative` or `steps_leave_one_out`.
         lengths_B: [B] int64, completion tokens of each.
         outcome_B: [B], of each completion as a whole; `covey.core.advantages`.
-        process_weight: ω of the steps.
-        outcome_weight: ω of the outcome.
-        discount: γ in [0, 1], once for each step that lies between a token's own step and a later one.
+        mix: weights and discount; all 1 by default.
 
     Example:
         Steps that end at tokens 1 and 3 of five, with advantages 1 and -2:
@@ -168,24 +281,7 @@ def token_advantages(
         >>> token_advantages(steps, torch.tensor([1.0, -2.0]), torch.tensor([5])).tolist()
         [-1.0, -1.0, -2.0, -2.0, 0.0]
     """
-    assert 0 <= discount <= 1, "checked with the config"
-    starts = segment_starts(lengths_B)
-    at = starts[steps.rows] + steps.ends
-    value = advantages_S.double() * process_weight
-    if outcome_B is not None:
-        some = lengths_B > 0  # an empty completion has no token to credit
-        at = torch.cat([at, (starts + lengths_B - 1)[some]])
-        value = torch.cat([value, outcome_B.double()[some] * outcome_weight])
-    tokens = torch.arange(int(lengths_B.sum()), device=lengths_B.device)
-    if not len(at):
-        return torch.zeros(len(tokens), device=lengths_B.device)
-    ends, which = at.unique(return_inverse=True)  # sorted, so in the order of completions
-    values = _sums(value, which, len(ends))
-    to_go = _rewards_to_go(values, torch.searchsorted(starts, ends, right=True), discount)
-    following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # the step a token belongs to ...
-    last = expand(starts + lengths_B - 1, lengths_B)  # ... if it ends within the token's completion
-    inside = (ends[following] >= tokens) & (ends[following] <= last)
-    return torch.where(inside, to_go[following], 0.0).float()
+    return spread(credit_to_go(steps, advantages_S, lengths_B, outcome_B, mix), lengths_B)
 
 
 def _rewards_to_go(values: Tensor, owners: Tensor, discount: float) -> Tensor:

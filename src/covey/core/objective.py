@@ -35,6 +35,8 @@ class Objective:
             None leaves the engine's distribution uncorrected.
         mismatch_in_surrogate: the surrogate itself uses the mismatch weights (VESPO), so they are not applied again.
         zero_without_advantage: the surrogate of a token with advantage 0 is 0, whatever its ratio.
+        credits_tokens: each token is learned from by its own advantage; False where a completion's tokens share theirs,
+            so that credit for its steps would be lost.
     """
 
     surrogate: Surrogate
@@ -47,6 +49,7 @@ class Objective:
     correction: MismatchCorrection | None = None
     mismatch_in_surrogate: bool = False
     zero_without_advantage: bool = True
+    credits_tokens: bool = True
 
     @property
     def needs_every_rollout(self) -> bool:

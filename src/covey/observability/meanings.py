@@ -12,12 +12,18 @@ METRIC_MEANINGS: dict[str, str] = {
     "round of sampling, before groups were refilled: those kept for their rewards would mislead.",
     "reward_std": "Standard deviation of the total reward over all completions of a generation. Near 0 there is "
     "little left to learn from.",
-    "frac_reward_zero_std": "Share of groups whose completions all got the same reward. Such a group gives no "
-    "gradient; a high share means that the prompts are too easy or too hard, or that the reward is too coarse.",
-    "rewards/{name}/mean": "Mean reward of one function, before its weight; abstentions (None) are left out.",
+    "frac_reward_zero_std": "Share of groups whose completions all got the same reward (whose steps did, where steps "
+    "are rewarded). Such a group gives no gradient; a high share means that the prompts are too easy or too hard, or "
+    "that the reward is too coarse.",
+    "rewards/{name}/mean": "Mean reward of one function, before its weight; abstentions (None) are left out. Where it "
+    "rewards steps, the reward of a completion is the sum of theirs.",
     "rewards/{name}/std": "Standard deviation of that function's reward over a generation.",
     "reward/{name}/mean": "The same as rewards/{name}/mean, under its other name.",
     "reward/{name}/std": "The same as rewards/{name}/std, under its other name.",
+    "steps/per_completion": "Mean number of rewarded steps (or turns) per completion, where a reward function rewards "
+    "steps; a number among them counts as one.",
+    "steps/{name}/mean": "Mean reward of a step of that function, before its weight. Unlike rewards/{name}/mean it "
+    "does not grow with the number of steps.",
     "rewards/{name}/failures": "Samples for which that function raised an error or returned nonsense. They get "
     "no reward from it.",
     "rewards/{name}/timeouts": "Samples that function had not scored when its time was up.",
@@ -111,8 +117,8 @@ def meaning(name: str) -> str | None:
     """What the metric `name` means, or None if it is a user's own.
 
     Example:
-        >>> meaning("eval_rewards/accuracy_reward/mean")
-        'Mean reward of one function, before its weight; abstentions (None) are left out.'
+        >>> meaning("eval_rewards/accuracy_reward/std")
+        "Standard deviation of that function's reward over a generation."
     """
     name = name.removeprefix("eval_")
     return METRIC_MEANINGS.get(name) or next((text for key, text in _PATTERNS.items() if key.fullmatch(name)), None)

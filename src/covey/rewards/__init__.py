@@ -2,9 +2,9 @@
 
 `RewardSuite` runs the reward functions of a training run; `resolve_reward` finds one by name. The built-in rewards
 live in modules by theme (`accuracy`, `format`, `length`, `matching`, `repetition`) and are ordinary reward functions:
-anything that is called with keyword arguments and returns one number per completion is one, so adding another means
-writing it and, to give it a name on the command line, listing it in `resolve.BUILT_IN`. Everything is imported on first
-use.
+anything that is called with keyword arguments and returns one number per completion (or rewards of its steps, whose
+ends `CharEnd` and `TurnEnd` name) is one, so adding another means writing it and, to give it a name on the command
+line, listing it in `resolve.BUILT_IN`. Everything is imported on first use.
 """
 
 import importlib
@@ -25,15 +25,18 @@ if TYPE_CHECKING:
     )
     from covey.rewards.repetition import get_repetition_penalty_reward
     from covey.rewards.resolve import resolve_reward
+    from covey.rewards.steps import CharEnd, TurnEnd
     from covey.rewards.suite import RewardResult, RewardSuite
     from covey.rewards.text import completion_text
 
 _MODULES = {
+    "CharEnd": "steps",
     "RewardContext": "batch",
     "RewardError": "errors",
     "RewardResult": "suite",
     "RewardSuite": "suite",
     "RewardWarning": "errors",
+    "TurnEnd": "steps",
     "accuracy_reward": "accuracy",
     "completion_text": "text",
     "exact_match_reward": "matching",
@@ -53,11 +56,13 @@ _MODULES = {
 }
 
 __all__ = [
+    "CharEnd",
     "RewardContext",
     "RewardError",
     "RewardResult",
     "RewardSuite",
     "RewardWarning",
+    "TurnEnd",
     "accuracy_reward",
     "completion_text",
     "exact_match_reward",

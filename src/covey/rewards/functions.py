@@ -4,7 +4,7 @@ import functools
 import inspect
 import numbers
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 from covey.rewards.batch import Log, RewardBatch
 from covey.rewards.errors import RewardError
 from covey.rewards.marks import judges_each
+from covey.rewards.steps import STEPS, StepRewards, as_steps, is_steps
 
-Values = list[float | None]
-"""One value per sample: a number, None where the function abstains, NaN where it failed."""
+Value = float | None | StepRewards
+Values = Sequence[Value]
+"""One value per sample: a number, None where the function abstains, NaN where it failed, or rewards of its steps."""
 
 
 def is_async(function: Callable) -> bool:
@@ -124,10 +126,10 @@ def _bound_keywords(function: Callable) -> set[str]:
 
 
 def as_values(returned: Any, batch: RewardBatch, name: str) -> Values:
-    """Check what a reward function returned and turn it into a list of numbers.
+    """Check what a reward function returned and turn it into a list of numbers and rewards of steps.
 
     Accepted are lists and tuples of numbers, booleans, numpy or torch scalars and None, and one-dimensional arrays and
-    tensors.
+    tensors; in the place of a number, a list of (end, reward) pairs.
 
     Raises:
         RewardError: another type or length, an element that is no number, or an infinite one.
@@ -144,16 +146,23 @@ def as_values(returned: Any, batch: RewardBatch, name: str) -> Values:
             f"reward function {name!r} returned {len(items)} rewards for {len(batch)} completions; {expected}. "
             f"First sample:\n{batch.describe(0)}"
         )
-    values = [_number(item) for item in items]
-    for index, value in enumerate(values):
-        if isinstance(value, _NotANumber):
-            endless = isinstance(items[index], numbers.Real)  # infinite, or too large for float32
-            hint = " Give finite numbers of ordinary size, None where there is no reward." if endless else ""
-            raise RewardError(
-                f"reward function {name!r} returned {_shown(items[index])} for sample {index}; {expected}.{hint} That "
-                f"sample:\n{batch.describe(index)}"
-            )
-    return values  # type: ignore[return-value]
+    return [_value(item, index, batch, name, expected) for index, item in enumerate(items)]
+
+
+def _value(item: Any, index: int, batch: RewardBatch, name: str, expected: str) -> Value:
+    """What was returned for one sample."""
+    value = as_steps(item, _number) if is_steps(item) else _number(item)
+    if not isinstance(value, _NotANumber) and (value is not None or item is None):
+        return value
+    rewards = [pair[1] for pair in item if is_steps(pair) and len(pair) == 2] if is_steps(item) else [item]
+    endless = any(isinstance(one, numbers.Real) and isinstance(_number(one), _NotANumber) for one in rewards)
+    hint = " Give finite numbers of ordinary size, None where there is no reward." if endless else ""
+    if is_steps(item) and not endless:
+        hint = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
+    raise RewardError(
+        f"reward function {name!r} returned {_shown(item)} for sample {index}; {expected}, {STEPS}.{hint} That "
+        f"sample:\n{batch.describe(index)}"
+    )
 
 
 def _listed(returned: Any) -> list | None:

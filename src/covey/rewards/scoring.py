@@ -16,6 +16,7 @@ from covey.rewards.batch import Log, RewardBatch
 from covey.rewards.errors import RewardError
 from covey.rewards.functions import FunctionReward, Values
 from covey.rewards.models import ModelReward
+from covey.rewards.steps import StepRewards, total
 from covey.rewards.workers import DeadlineExceeded, await_with_deadline, call_with_deadline
 
 WithDeadline = Callable[[Callable[[], Any], float], Any]
@@ -36,7 +37,8 @@ class Outcome:
     """What a function made of a batch.
 
     Attributes:
-        values: one per sample; NaN where it abstained, failed or was late.
+        values: one per sample; NaN where it abstained, failed or was late; the sum where it rewarded steps.
+        steps: the rewards of a sample's steps, as the function returned them; None where it returned no such.
         failures: samples on which it raised or returned NaN.
         timeouts: samples that it had not scored at the deadline.
         culprit: index of the first failure.
@@ -46,6 +48,7 @@ class Outcome:
     """
 
     values: list[float]
+    steps: list[StepRewards | None]
     failures: int
     timeouts: int
     culprit: int
@@ -59,15 +62,18 @@ class Outcome:
         if isinstance(whole.error, DeadlineExceeded):
             return cls.timed_out(size, seconds)
         if whole.values is not None and whole.log is not None:
-            values, log = whole.values, whole.log
+            returned, log = whole.values, whole.log
         else:
-            values = [part.values[0] if part.values is not None else math.nan for part in parts]
+            returned = [part.values[0] if part.values is not None else math.nan for part in parts]
             log = Log.joined([part.log for part in parts])
+        steps = [value if isinstance(value, list) else None for value in returned]
+        values = [total(value) if isinstance(value, list) else value for value in returned]
         late = {index for index, part in enumerate(parts) if isinstance(part.error, DeadlineExceeded)}
         failed = [i for i, value in enumerate(values) if value is not None and math.isnan(value) and i not in late]
         partly = parts and 0 < len(failed) < size
         return cls(
             values=[math.nan if value is None else value for value in values],
+            steps=steps,
             failures=len(failed),
             timeouts=len(late),
             culprit=failed[0] if failed else 0,
@@ -79,7 +85,7 @@ class Outcome:
     @classmethod
     def timed_out(cls, size: int, seconds: float) -> "Outcome":
         """Nothing was scored in time."""
-        return cls([math.nan] * size, 0, size, 0, DeadlineExceeded(), Log(size), seconds)
+        return cls([math.nan] * size, [None] * size, 0, size, 0, DeadlineExceeded(), Log(size), seconds)
 
     @classmethod
     def joined(cls, parts: "list[Outcome]") -> "Outcome":
@@ -89,6 +95,7 @@ class Outcome:
         late = next((part.error for part in parts if part.timeouts), None)
         return cls(
             values=[value for part in parts for value in part.values],
+            steps=[steps for part in parts for steps in part.steps],
             failures=sum(part.failures for part in parts),
             timeouts=sum(part.timeouts for part in parts),
             culprit=0 if failed is None else before + parts[failed].culprit,
@@ -100,7 +107,7 @@ class Outcome:
     @classmethod
     def empty(cls) -> "Outcome":
         """Of no samples."""
-        return cls([], 0, 0, 0, None, Log(0), 0.0)
+        return cls([], [], 0, 0, 0, None, Log(0), 0.0)
 
     def describe_error(self, timeout: float) -> str:
         """Why samples failed."""

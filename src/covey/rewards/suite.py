@@ -1,4 +1,4 @@
-"""All reward functions of a run behind one call: rollouts in, a matrix of rewards out.
+"""All reward functions of a run behind one call: rollouts in, a matrix of rewards (and the rewards of steps) out.
 
 `RewardSuite` turns whatever the user passed into reward functions, runs them under a deadline (async ones beside the
 others) and applies the failure policy: a sample that cannot be scored becomes NaN, is counted and shown once; only a
@@ -23,6 +23,7 @@ from covey.rewards.errors import RewardError, RewardWarning
 from covey.rewards.functions import FunctionReward, function_name
 from covey.rewards.models import ModelReward, is_reward_model, load_reward_model, model_name
 from covey.rewards.scoring import Outcome, score, score_async
+from covey.rewards.steps import NoSuchEnd, StepRewards, resolve
 from covey.rewards.streaming import RewardStream
 from covey.rewards.workers import LOOP_GRACE, BackgroundLoop, DeadlineExceeded
 
@@ -35,12 +36,16 @@ class RewardResult:
     """Scores of a batch.
 
     Attributes:
-        rewards: [N, F] float32 on the CPU, unweighted; NaN where function f abstained or failed on sample n.
+        rewards: [N, F] float32 on the CPU, unweighted; NaN where function f abstained or failed on sample n; the sum
+            where it rewarded the sample's steps.
+        steps: of each sample, by the number of the function that rewarded its steps: pairs of a step's last token and
+            its reward, in the order of tokens, NaN where the step abstains.
         stats: for every function `rewards/{name}/failures` and `rewards/{name}/timeouts` (samples) and
             `rewards/{name}/seconds` (per call).
     """
 
     rewards: Tensor
+    steps: list[dict[int, StepRewards]]
     stats: dict[str, Stat]
 
 
@@ -56,6 +61,7 @@ class RewardSuite:
         timeout: seconds that one function may take for one batch; samples it has not scored by then become NaN.
         batch_size: samples per forward pass of a reward model.
         device: where reward models go; None leaves them where they are.
+        tokenizer: of the policy, which tells where in the tokens a `CharEnd` is.
 
     Attributes:
         names: unique names for metrics: `__name__`, the last part of a model id, `name_1` for the second of a name.
@@ -85,6 +91,7 @@ class RewardSuite:
         timeout: float = 300.0,
         batch_size: int = 8,
         device: torch.device | str | None = None,
+        tokenizer: Any = None,
     ):
         given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if not given:
@@ -102,6 +109,7 @@ class RewardSuite:
                 given, _aligned(processing_classes, len(given)), self.names, strict=True
             )
         ]
+        self._tokenizer = tokenizer
         self._loop = BackgroundLoop()
         self._has_scored = [False] * len(given)
         self._failed_batches = [0] * len(given)
@@ -135,22 +143,24 @@ class RewardSuite:
             streamed: what has been given these very rollouts as they ended.
 
         Raises:
-            RewardError: a function returned something that is no list of N rewards, asks for a column that does not
-                exist, or failed on every sample, at once or in several batches in a row.
+            RewardError: a function returned something that is no list of N rewards, ended a step where its completion
+                has no end, asks for a column that does not exist, or failed on every sample, at once or in several
+                batches in a row.
         """
         assert len(rows) == len(rollouts), "one dataset row per rollout"
         places = [place for place, rollout in enumerate(rollouts) if rollout.finish is not FinishReason.ERROR]
         rewards = torch.full((len(rollouts), len(self.names)), math.nan)
         batch = RewardBatch(rows, rollouts).scorable()
         if not len(batch):
-            return RewardResult(rewards, self._stats([Outcome.empty()] * len(self.names)))
+            nothing: list[dict[int, StepRewards]] = [{} for _ in rollouts]
+            return RewardResult(rewards, nothing, self._stats([Outcome.empty()] * len(self.names)))
         outcomes = self._score_all(batch, context.trainer_state, streamed)
         for index, outcome in enumerate(outcomes):
             self._judge(index, outcome, batch)
             outcome.log.spread(places, len(rollouts)).replay(context)
         rewards[places] = torch.tensor([outcome.values for outcome in outcomes], dtype=torch.float32).T
         self._warn_of_unscored(rewards[places], batch)
-        return RewardResult(rewards, self._stats(outcomes))
+        return RewardResult(rewards, self._resolved(outcomes, batch, places, len(rollouts)), self._stats(outcomes))
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Look, before anything is sampled, whether the functions will get the arguments they ask for.
@@ -190,6 +200,24 @@ class RewardSuite:
             outcomes |= {index: streamed.outcome(index) for index in range(len(self.functions)) if index in streamed}
         assert all(len(outcome.values) == len(batch) for outcome in outcomes.values()), "every rollout was streamed"
         return [outcomes[index] for index in range(len(self.functions))]
+
+    def _resolved(
+        self, outcomes: list[Outcome], batch: RewardBatch, places: list[int], size: int
+    ) -> list[dict[int, StepRewards]]:
+        """Rewards of steps with the tokens that they end with, by function; of all rollouts, `batch` at `places`."""
+        resolved: list[dict[int, StepRewards]] = [{} for _ in range(size)]
+        for function, outcome in enumerate(outcomes):
+            for sample, steps in enumerate(outcome.steps):
+                if steps is None:
+                    continue
+                try:
+                    resolved[places[sample]][function] = resolve(steps, batch.rollouts[sample], self._tokenizer)
+                except NoSuchEnd as error:
+                    raise RewardError(
+                        f"reward function {self.names[function]!r} ended a step of sample {sample} at {error} That "
+                        f"sample:\n{batch.describe(sample)}"
+                    ) from None
+        return resolved
 
     def _judge(self, index: int, outcome: Outcome, batch: RewardBatch) -> None:
         """Stop the run for a function that only fails; warn once about one that sometimes does."""

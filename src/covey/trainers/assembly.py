@@ -6,6 +6,7 @@ Not here: what the parts do together (`covey.trainers.online_trainer`).
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -27,6 +28,7 @@ from covey.trainers.agents import build_agency, refuse_plain_prompts
 from covey.trainers.ahead import SamplingAhead, Schedule
 from covey.trainers.collectives import Collectives
 from covey.trainers.config.base import OnlineConfig
+from covey.trainers.credit import signal
 from covey.trainers.dataset import check_prompts, first_rows
 from covey.trainers.difficulty import PromptHistory
 from covey.trainers.dynamic import Judge, PromptChooser
@@ -284,7 +286,7 @@ def sampling_params(args: Any) -> SamplingParams:
     )
 
 
-def build_rewards(args: Any, reward_funcs: Any, processing_classes: Any, accelerator: Any) -> RewardSuite:
+def build_rewards(trainer: Any, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
     """The reward functions behind one call.
 
     Raises:
@@ -292,6 +294,7 @@ def build_rewards(args: Any, reward_funcs: Any, processing_classes: Any, acceler
     """
     if reward_funcs is None:
         raise ValueError("`reward_funcs` is missing: give at least one reward function, reward model or list of them.")
+    args = trainer.args
     suite = RewardSuite(
         reward_funcs,
         weights=args.reward_weights,
@@ -299,7 +302,8 @@ def build_rewards(args: Any, reward_funcs: Any, processing_classes: Any, acceler
         model_init_kwargs=args.model_init_kwargs,
         timeout=args.reward_timeout,
         batch_size=args.per_device_train_batch_size,
-        device=accelerator.device,
+        device=trainer.accelerator.device,
+        tokenizer=trainer.processing_class,
     )
     if args.stream_rewards and not any(isinstance(function, FunctionReward) for function in suite.functions):
         warnings.warn(
@@ -353,7 +357,7 @@ def build_chooser(trainer: Any, gather: Callable[[Any], list[Any]]) -> PromptCho
             " rows), or leave the setting at its default."
         )
     history = PromptHistory(len(dataset), args.difficulty_floor) if by_difficulty else None
-    algorithm, weights = trainer.algorithm, trainer.rewards.weights
+    weights = trainer.rewards.weights
     stream = PromptStream(
         len(dataset),
         args.seed,
@@ -366,7 +370,7 @@ def build_chooser(trainer: Any, gather: Callable[[Any], list[Any]]) -> PromptCho
         trainer.algebra,
         trainer.accelerator.process_index,
         stream,
-        Judge(lambda rewards: algorithm.advantages(rewards, weights, None), weights, args.mask_truncated_completions),
+        Judge(partial(signal, trainer.algorithm, weights), weights, args.mask_truncated_completions),
         history=history,
         max_rounds=args.max_resample_times if args.dynamic_sample else None,
         gather=gather,

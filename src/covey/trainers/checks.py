@@ -77,6 +77,7 @@ RULES: tuple[Rule, ...] = (
     penalties.entropy_controller_has_room,
     penalties.adaptive_options_need_adaptive_entropy,
     penalties.rewards_carry_weight,
+    penalties.credit_is_weighed,
     penalties.reward_timeout_is_positive,
     penalties.reward_clip_is_ordered,
     penalties.scaling_is_read,

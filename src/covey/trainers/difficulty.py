@@ -29,6 +29,9 @@ class PromptHistory:
     so that scaling or shifting rewards changes nothing. Prompts not seen yet have chance 1, and all have while no
     prompt's rewards have differed.
 
+    Where steps are rewarded, R is what outcomes earned, and the variance within a group that of R and those of the
+    rewards of its steps together: group by group it is added to the mean of R².
+
     Args:
         rows: prompts of the dataset.
         floor: the least chance, above 0: how often a prompt that is always or never solved is tried again.
@@ -47,19 +50,25 @@ class PromptHistory:
         self._squares = torch.full((rows,), torch.nan, dtype=torch.float64)
         self._largest = 0.0
 
-    def update(self, prompts: Sequence[int], rewards_PG: Tensor) -> None:
+    def update(self, prompts: Sequence[int], rewards_PG: Tensor, variances_P: Tensor | None = None) -> None:
         """Take note of groups.
 
         Args:
             prompts: [P] row numbers.
             rewards_PG: [P, G] total rewards; NaN where nothing scored a completion. A group of NaN alone says nothing.
+            variances_P: [P] variance of the rewards of steps; NaN where no steps are rewarded.
         """
-        for row, rewards in zip(prompts, rewards_PG.double(), strict=True):
+        if variances_P is None:
+            variances_P = torch.full((len(rewards_PG),), torch.nan)
+        for row, rewards, of_steps in zip(prompts, rewards_PG.double(), variances_P.double(), strict=True):
             scored = rewards[~rewards.isnan()]
             if not len(scored):
-                continue
+                if of_steps.isnan():
+                    continue
+                scored = torch.zeros(1, dtype=torch.float64)
+            square = scored.square().mean() + of_steps.nan_to_num(0.0)
             newest = NEWEST if self.seen(row) else 1.0
-            for running, value in ((self.means, scored.mean()), (self._squares, scored.square().mean())):
+            for running, value in ((self.means, scored.mean()), (self._squares, square)):
                 running[row] = newest * value + ((1 - newest) * running[row] if newest < 1 else 0.0)
         self._largest = self._variances().nan_to_num(0.0).max().item()
 

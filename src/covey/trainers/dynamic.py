@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.advantages import weighted_total
 from covey.core.rollout import Rollout
 from covey.core.stats import Mean, Stat
 from covey.rollout.collector import Draw
 from covey.trainers.config.algebra import BatchAlgebra
+from covey.trainers.credit import Scores, StepRewards, spread_of_rewards
 from covey.trainers.difficulty import PromptHistory
 from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.sampler import rank_share, share_of, started
@@ -38,16 +38,23 @@ class Sampled:
         draws, rollouts: n of each, in sampling order.
         rewards: [n, F], NaN where a function abstained.
         columns: further columns of the completions table, each [n].
+        steps: [n], rewards of steps by the number of the function that gave them.
     """
 
     draws: list[Draw]
     rollouts: list[Rollout]
     rewards: Tensor
     columns: dict[str, list[Any]]
+    steps: list[dict[int, StepRewards]]
+
+    @property
+    def scores(self) -> Scores:
+        """What they earned, as it is shared with other processes."""
+        return Scores(self.rewards, self.steps, [len(rollout.completion_ids) for rollout in self.rollouts])
 
     def __getitem__(self, index: int) -> "Scored":
         cells = {name: values[index] for name, values in self.columns.items()}
-        return Scored(self.draws[index], self.rollouts[index], self.rewards[index], cells)
+        return Scored(self.draws[index], self.rollouts[index], self.rewards[index], cells, self.steps[index])
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Scored:
     rollout: Rollout
     rewards: Tensor
     cells: dict[str, Any]
+    steps: dict[int, StepRewards]
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,13 @@ class Round:
 
     Attributes:
         prompts: [P] row numbers.
-        rewards: [N, F].
+        scores: of the N completions.
         lengths, truncated, prompt_lengths: [N] sampled tokens, whether it was cut off, prompt tokens.
         has_signal: [P] whether a group gives a gradient.
     """
 
     prompts: list[int]
-    rewards: Tensor
+    scores: Scores
     lengths: list[int]
     truncated: list[bool]
     prompt_lengths: list[int]
@@ -106,23 +114,24 @@ class Judge:
     """Tells groups with a signal from others.
 
     Attributes:
-        advantages: rewards [P, G, F] -> advantages [P, G]: the algorithm's own, without a KL penalty, which would give
-            every group a difference.
+        signal: scores, completions of each group -> [N] bool, whether any token of a completion has an advantage other
+            than 0: by the algorithm's own credit, without a KL penalty, which would give every group a difference.
         weights: [F] of the reward functions.
         mask_truncated: truncated completions are not learned from, so an advantage of theirs is no signal.
     """
 
-    advantages: Callable[[Tensor], Tensor]
+    signal: Callable[[Scores, int], Tensor]
     weights: Tensor
     mask_truncated: bool
 
-    def has_signal(self, rewards_PGF: Tensor, lengths: Sequence[int], truncated: Sequence[bool]) -> list[bool]:
+    def has_signal(
+        self, scores: Scores, group_size: int, lengths: Sequence[int], truncated: Sequence[bool]
+    ) -> list[bool]:
         """[P]: whether any completion that is learned from has an advantage other than 0."""
         learned = torch.tensor(lengths) > 0
         if self.mask_truncated:
             learned &= ~torch.tensor(truncated)
-        advantages_PG = self.advantages(rewards_PGF)
-        return ((advantages_PG != 0) & learned.view(advantages_PG.shape)).any(1).tolist()
+        return (self.signal(scores, group_size) & learned).view(-1, group_size).any(1).tolist()
 
 
 def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]:
@@ -224,20 +233,19 @@ class PromptChooser:
         """Let every process know what the others' completions are worth, and take note of it."""
         pairs = zip(mine.draws, mine.rollouts, strict=True)
         facts = [(draw.prompt, one.num_sampled, one.truncated, len(one.prompt_ids)) for draw, one in pairs]
-        everyone = self._gather((mine.rewards, facts))
+        everyone = self._gather((mine.scores, facts))
         prompts, lengths, truncated, prompt_lengths = zip(*(fact for _, part in everyone for fact in part), strict=True)
-        rewards = torch.cat([part for part, _ in everyone])
+        scores = Scores.joined([part for part, _ in everyone])
         group = self.algebra.num_generations
-        rewards_PGF = rewards.view(-1, group, rewards.shape[-1])
         if self.history is not None:
-            self.history.update(prompts[::group], weighted_total(rewards_PGF, self.judge.weights))
+            self.history.update(prompts[::group], *spread_of_rewards(scores, self.judge.weights, group))
         return Round(
             prompts=list(prompts[::group]),
-            rewards=rewards,
+            scores=scores,
             lengths=list(lengths),
             truncated=list(truncated),
             prompt_lengths=list(prompt_lengths),
-            has_signal=self.judge.has_signal(rewards_PGF, lengths, truncated),
+            has_signal=self.judge.has_signal(scores, group, lengths, truncated),
         )
 
     def _collect(self, mine: list[Sampled], rounds: list[Round], kept: list[Place]) -> Sampled:
@@ -288,4 +296,5 @@ def _joined(completions: list[Scored], groups: list[Place]) -> Sampled:
         rollouts=[replace(one.rollout, group=numbers[group]) for one, group in pairs],
         rewards=torch.stack([one.rewards for one in completions]),
         columns={name: [one.cells.get(name) for one in completions] for name in names},
+        steps=[one.steps for one in completions],
     )

@@ -15,7 +15,7 @@ from transformers import set_seed
 from covey.algorithms.algorithm import Algorithm
 from covey.core.batch import TrainBatch, collate
 from covey.core.objective import policy_loss
-from covey.core.ragged import expand, segment_sum
+from covey.core.ragged import segment_sum
 from covey.core.stats import Max, Mean
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
@@ -27,6 +27,7 @@ from covey.trainers.agents import RolloutWatch
 from covey.trainers.allocator import keep_freed_memory
 from covey.trainers.arguments import accepts_old_names
 from covey.trainers.config.base import OnlineConfig
+from covey.trainers.credit import Credit, assign_credit, step_stats
 from covey.trainers.dataset import check_dataset
 from covey.trainers.dynamic import Chosen, Sampled
 from covey.trainers.experience import Experience, weigh
@@ -121,7 +122,7 @@ class OnlineTrainer(SampledGenerations):
         self.sampling = assembly.sampling_params(args)
         self.algorithm = corrected(self.algorithm, args, traits_of(engine), self.sampling)
         self.speculation = assembly.build_speculation(args, train_dataset)
-        self.rewards = assembly.build_rewards(args, reward_funcs, reward_processing_classes, self.accelerator)
+        self.rewards = assembly.build_rewards(self, reward_funcs, reward_processing_classes)
         self.entropy = assembly.entropy_controller(args)
         self.passes = assembly.build_passes(args, self.scorer, self.accelerator, lambda: self.policy)
         self.experience = Experience()
@@ -157,13 +158,13 @@ class OnlineTrainer(SampledGenerations):
             kl = self.score_behaviour(batch)
         generation = self._share(key, sampled, batch, kl)
         check_fresh_enough(generation.oldest, self.args.max_staleness)
-        advantages = self._advantages(generation)
-        batch.advantages = expand(advantages[generation.mine].to(batch.lengths.device), batch.lengths)
+        credit = self._credit(generation)
+        batch.advantages = credit.of_tokens(generation.mine).to(batch.lengths.device)
         self._weigh(batch, generation)
         entropy = sampling_entropy(sampled.rollouts, batch)
         self._entropy_known = bool(entropy)
         self.metrics.add({**entropy, **(chosen.stats if chosen is not None else {})}, self.mode)
-        self._record(generation, advantages, chosen)
+        self._record(generation, credit, chosen)
         return batch
 
     # ---- parts of a step -------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ class OnlineTrainer(SampledGenerations):
     def _share(self, key: tuple[str, int], sampled: Sampled, batch: TrainBatch, kl: Tensor | None) -> Generation:
         """Let every process know what the others sampled."""
         mine = Share(
-            rewards=sampled.rewards,
+            scores=sampled.scores,
             kl=kl,
             tokens=batch.sampled_lengths.tolist(),
             parts=-(-len(sampled.rollouts) // self._rows_per_part),
@@ -224,16 +225,13 @@ class OnlineTrainer(SampledGenerations):
         what = "gather the rewards of {} generation {}".format(*key)
         return Generation(self.collectives.gather(mine, what), self.accelerator.process_index)
 
-    def _advantages(self, generation: Generation) -> Tensor:
-        """Advantages of all processes' rollouts, [rollouts].
+    def _credit(self, generation: Generation) -> Credit:
+        """What every token of all processes' rollouts answers for.
 
         Siblings are G rollouts in the order of sampling, whatever prompts they continue: `TrainBatch.groups` is about
         forward passes alone.
         """
-        shape = (-1, self._group_size)
-        rewards_PGF = generation.rewards.view(*shape, len(self.rewards.names))
-        kl_PG = None if generation.kl is None else generation.kl.view(shape)
-        return self.algorithm.advantages(rewards_PGF, self.rewards.weights, kl_PG).flatten()
+        return assign_credit(self.algorithm, self.rewards.weights, generation.scores, self._group_size, generation.kl)
 
     def _weigh(self, batch: TrainBatch, generation: Generation) -> None:
         training = self.model.training
@@ -249,7 +247,7 @@ class OnlineTrainer(SampledGenerations):
             entropy_bonus=self.entropy.enabled,
         )
 
-    def _record(self, generation: Generation, advantages: Tensor, chosen: Chosen | None) -> None:
+    def _record(self, generation: Generation, credit: Credit, chosen: Chosen | None) -> None:
         if self.mode == "train":
             self.num_tokens += (chosen or generation).processed_tokens
             self.metrics.set("num_tokens", self.num_tokens)
@@ -257,14 +255,16 @@ class OnlineTrainer(SampledGenerations):
         stats = generation_stats(
             lengths=drawn.lengths,
             truncated=drawn.truncated,
-            rewards_NF=drawn.rewards,
+            rewards_NF=drawn.scores.rewards,
             weights_F=self.rewards.weights,
             names=self.rewards.names,
             num_generations=self._group_size,
         )
-        self.metrics.add(stats, self.mode)
+        of_steps = step_stats(drawn.scores, self.rewards.weights, self.rewards.names, self._group_size)
+        self.metrics.add({**stats, **of_steps}, self.mode)
         if self.mode == "train":
-            self.completions.add(self.state.global_step, **generation.table(self.rewards.names, advantages))
+            table = generation.table(self.rewards.names, credit.of_completions())
+            self.completions.add(self.state.global_step, **table)
 
     # ---- data, logs, checkpoints -----------------------------------------------------------------------------------
 

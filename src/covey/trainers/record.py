@@ -12,6 +12,7 @@ from covey.core.rollout import Rollout
 from covey.core.stats import Mean, Stat, merge_all
 from covey.rewards.batch import RewardContext
 from covey.rollout.collector import Draw
+from covey.trainers.credit import Scores
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Share:
     """One process's part of a generation, as every process gets to see it.
 
     Attributes:
-        rewards: [n, F], NaN where a function abstained.
+        scores: what its n completions earned.
         kl: [n] KL penalty of each completion, or None.
         tokens: trained tokens of each rollout.
         parts: nominal micro-batches.
@@ -53,7 +54,7 @@ class Share:
         table: columns of the completions table.
     """
 
-    rewards: Tensor
+    scores: Scores
     kl: Tensor | None
     tokens: list[int]
     parts: int
@@ -93,7 +94,7 @@ class Generation:
 
     def __init__(self, shares: list[Share], rank: int):
         self.shares = shares
-        self.rewards = torch.cat([share.rewards for share in shares])
+        self.scores = Scores.joined([share.scores for share in shares])
         self.kl = (
             torch.cat([share.kl for share in shares if share.kl is not None]) if shares[0].kl is not None else None
         )
@@ -111,17 +112,32 @@ class Generation:
         return len(self.lengths)
 
     def table(self, names: list[str], advantages: Tensor) -> dict[str, Any]:
-        """The completions table over all processes, as arguments of `CompletionLog.add`."""
+        """The completions table over all processes, as arguments of `CompletionLog.add`.
+
+        Args:
+            names: of the reward functions.
+            advantages: [rollouts], of each one's first token.
+        """
         cells: list[dict[str, Any]] = self._joined(lambda share: share.table["extras"])
         extra_names = dict.fromkeys(name for cell in cells for name in cell)
         return {
             "prompts": self._joined(lambda share: share.table["prompt"]),
             "completions": self._joined(lambda share: share.table["completion"]),
-            "rewards": {name: _none_for_nan(self.rewards[:, k]) for k, name in enumerate(names)},
+            "rewards": {name: _none_for_nan(self.scores.rewards[:, k]) for k, name in enumerate(names)},
             "advantages": advantages.tolist(),
-            "extras": {name: [cell.get(name) for cell in cells] for name in extra_names},
+            "extras": {name: [cell.get(name) for cell in cells] for name in extra_names} | self._steps(names),
             "finish": self._joined(lambda share: share.table["finish"]),
             "lengths": self.lengths,
+        }
+
+    def _steps(self, names: list[str]) -> dict[str, list[Any]]:
+        """A column with the steps of each process function: the last token and the reward of each."""
+        return {
+            f"{names[function]}_steps": [
+                [[float(end), None if reward != reward else reward] for end, reward in pairs]
+                for pairs in self.scores.steps_of(function)
+            ]
+            for function in self.scores.process_functions
         }
 
     def _joined(self, part: Callable[[Share], list[Any]]) -> list[Any]:

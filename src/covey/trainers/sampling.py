@@ -73,7 +73,7 @@ class SampledGenerations(PolicyUpdates):
                 scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state), stream)
         drafts = reuse_stats(rollouts) if reuse is not None else {}
         self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
-        return Sampled(draws, rollouts, without_failed(scored.rewards, rollouts), notes.columns)
+        return Sampled(draws, rollouts, without_failed(scored.rewards, rollouts), notes.columns, scored.steps)
 
     def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
         """For a `rollout_func(prompts, trainer)`, while it runs: one completion of each prompt.

@@ -32,6 +32,20 @@ class RewardFields:
         "What advantages are divided by: the standard deviation of the `group`, of the whole `batch`, or `none`. True "
         "means `group`, False `none`.",
     )
+    process_weight: float = described(
+        1.0, "Weight of the advantages of steps, where reward functions reward steps or turns."
+    )
+    outcome_weight: float = described(1.0, "Weight of the advantages of whole completions.")
+    step_discount: float = described(
+        1.0,
+        "Discount of credit for steps: what a step earns counts this much for the tokens of the step before it, the "
+        "square of it for those of the one before that, and so on.",
+    )
+    step_baseline: str = described(
+        "group",
+        "What rewards of steps are compared with: `group`, all steps of all siblings; `turn`, those of the same number "
+        "(all first ones, all second ones).",
+    )
 
 
 @dataclass

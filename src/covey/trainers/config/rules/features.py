@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from covey.core.credit import COMPARED_WITH
 from covey.core.kl import KL_ESTIMATORS
 from covey.core.ratios import RATIO_LEVELS
 from covey.trainers.config.rules.helpers import closest, is_set
@@ -18,6 +19,7 @@ WORDS = {
     "kl_estimator": tuple(KL_ESTIMATORS),
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "step_baseline": COMPARED_WITH,
     "prompt_sampler": ("uniform", "difficulty"),
     "attn_layout": ("auto", "shared_prefix", "packed", "padded"),
     "vllm_mode": ("colocate", "server"),

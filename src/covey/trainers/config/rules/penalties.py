@@ -84,6 +84,17 @@ def rewards_carry_weight(args: Any) -> None:
         )
 
 
+def credit_is_weighed(args: Any) -> None:
+    """Steps and outcomes count for something, and later steps for no more than earlier ones."""
+    for name in ("process_weight", "outcome_weight"):
+        within(args, name, "0 or more", lambda w: 0 <= w < math.inf, "1.0 is the default; 0 leaves that part out.")
+    if args.process_weight == args.outcome_weight == 0:
+        raise ValueError(
+            "process_weight=0 and outcome_weight=0 leave no advantage to learn from: set one of them above 0."
+        )
+    within(args, "step_discount", "between 0 and 1", lambda g: 0 <= g <= 1, "1.0 counts every later step in full.")
+
+
 def reward_timeout_is_positive(args: Any) -> None:
     """A reward function gets some time."""
     within(args, "reward_timeout", "above 0 (seconds)", lambda t: t > 0, "300 is the default.")
