@@ -102,3 +102,45 @@ def test_completions_of_an_earlier_run_are_pointed_out(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a resumed run goes on with its own
         Advice().on_train_begin(args, TrainerState(is_world_process_zero=True, global_step=3), TrainerControl())
+
+
+TOOLS = SimpleNamespace(**vars(ARGS), tool_parser=None, tool_timeout=60.0, max_tool_calling_iterations=4)
+LEARNS = {"frac_reward_zero_std": 0.0, "tools/call_frequency": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("no_calls", {"tools/call_frequency": 0.0}, "no rollout called a tool, .*now chosen by the chat template"),
+        ("malformed_calls", {"tools/failures/malformed": 0.6}, "could not be read .*out/completions/"),
+        ("failing_tools", {"tools/failures/exception": 0.6}, "raised an exception"),
+        (
+            "failing_tools",
+            {"tools/failures/timeout": 0.4, "tools/failures/exception": 0.2},
+            "took longer than tool_timeout=60 s",
+        ),
+        ("tool_budget", {"rollouts/tool_budget": 0.6}, "max_tool_calling_iterations=4 was used up"),
+        (
+            "slow_tools",
+            {"tools/seconds": 3.0, "rollouts/seconds": 4.0, "phase/generate": 8.0, "phase/train": 2.0},
+            "spent 75% of their time waiting for tools",
+        ),
+    ],
+)
+def test_what_goes_wrong_with_tools_is_told(name, changes, says):
+    found = advice(logs(5, **{**LEARNS, **changes}), TOOLS)
+    assert list(found) == [name] and re.search(says, found[name])
+    assert advice(logs(4, **{**LEARNS, **changes}), TOOLS) == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tools/failures/malformed": 0.5, "rollouts/tool_budget": 0.5},
+        # Rollouts wait, but a step is mostly training: nothing would be gained.
+        {"tools/seconds": 3.0, "rollouts/seconds": 4.0, "phase/generate": 2.0, "phase/train": 8.0},
+    ],
+)
+def test_tools_that_work_are_not_talked_about(changes):
+    assert advice(logs(5, **{**LEARNS, **changes}), TOOLS) == {}

@@ -123,10 +123,10 @@ def test_a_rollout_is_scored_while_its_siblings_go_on(tmp_path, kind):
         episode = engine.begin()
         await episode.sample()
         for _ in range(2000):
-            if engine.sample == 0 or scored.is_set():
+            if engine.sibling == 0 or scored.is_set():
                 break
             await asyncio.sleep(0.01)
-        assert engine.sample == 0 or scored.is_set(), "the first is not scored while the others go on"
+        assert engine.sibling == 0 or scored.is_set(), "the first is not scored while the others go on"
         return episode.done()
 
     trained = runs.trainer(

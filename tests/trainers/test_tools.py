@@ -81,7 +81,11 @@ def test_the_policy_is_answered_and_goes_on(tmp_path, method):
     assert last == {"role": "assistant", "content": "5"}
     logged = trained.state.log_history[0]
     assert logged["tools/call_frequency"] == 1 and logged["tools/failure_frequency"] == 0
-    assert logged["rollouts/turns"] == 2 and logged["rollouts/failed"] == 0
+    assert logged["rollouts/turns"] == 2 and logged["rollouts/failed"] == logged["rollouts/tool_budget"] == 0
+    assert 0 < logged["tools/seconds"] < logged["rollouts/seconds"]
+    row = trained.completions.rows[0]
+    assert (row["turns"], row["calls"], row["failed_calls"]) == (2, 1, 0)
+    assert row["completion"] == "assistant: Let me see.\n  → add(a=2, b=3)\n  ← add: 5\nassistant: 5"
     # Sampled are the call, the answer and two ends; "<bos>tool: 5<eos><bos>assistant: " is not.
     assert logged["completions/mean_length"] == len("Let me see. " + CALL) + 1 + 2
     assert logged["completions/clipped_ratio"] == 0
@@ -95,3 +99,31 @@ def test_what_goes_wrong_is_said_to_the_policy_and_counted(tmp_path):
     logged = trained.state.log_history[0]
     assert logged["tools/call_frequency"] == 3
     assert logged["tools/failures/unknown_tool"] == logged["tools/failures/malformed"] == pytest.approx(1 / 3)
+
+
+def test_a_rollout_that_runs_out_of_calls_is_counted(tmp_path):
+    limits = {"max_tool_calling_iterations": 1, "max_completion_length": 200}
+    trained = trainer(tmp_path, says(CALL), parts={"tools": [add]}, **limits)
+    trained.train()
+    logged = trained.state.log_history[0]
+    assert logged["rollouts/tool_budget"] == 1 and logged["rollouts/turns"] == 2
+    row = trained.completions.rows[0]
+    assert (row["finish"], row["calls"]) == ("tool_budget", 2)  # the second was not executed
+
+
+def test_what_failed_stands_in_the_completions_and_has_no_reward(tmp_path):
+    async def fails_at_first(row, engine):
+        episode = engine.begin()
+        await episode.sample()
+        if engine.sibling == 0:
+            raise KeyError("no such page")
+        return episode.done()
+
+    trained = trainer(tmp_path, says("well"), parts={"rollout_func": fails_at_first})
+    with pytest.warns(UserWarning, match="2 of 8 rollouts failed"):
+        trained.train()
+    logged = trained.state.log_history[0]
+    assert logged["rollouts/failed"] == 0.25 and "tools/call_frequency" not in logged
+    rows = trained.completions.rows
+    assert [row["error"] for row in rows] == ["KeyError: 'no such page'", None, None, None] * 2
+    assert all(row["advantage"] == 0 for row in rows if row["error"])

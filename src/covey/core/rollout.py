@@ -72,6 +72,8 @@ class Rollout:
             where nobody says, which means one turn that ends with the completion.
         calls: how many calls of tools had which fate: "ok", or one of `covey.rollout.tools.toolbox.Failure`.
         error: what failed outside of the policy, in words, where `finish` is ERROR.
+        seconds: from the beginning of the rollout to its end, where an agent played it.
+        tool_seconds: those of them in which it waited for its tools.
 
     Example:
         A rollout that answered "4<eos>" to "2+2=":
@@ -93,6 +95,8 @@ class Rollout:
     turn_ends: list[int] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
     error: str | None = None
+    seconds: float = 0.0
+    tool_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         assert len(self.sampled) == len(self.completion_ids), "one `sampled` flag per completion token"

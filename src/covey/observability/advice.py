@@ -98,10 +98,90 @@ def _about_masked_by_mismatch(logs: list[Log], args: Any) -> str:
     )
 
 
+def _no_calls(log: Log, args: Any) -> bool:
+    return log.get("tools/call_frequency") == 0
+
+
+def _about_no_calls(logs: list[Log], args: Any) -> str:
+    return (
+        f"In the last {len(logs)} logs ({_steps(logs)}) no rollout called a tool, so the model learns nothing about"
+        " them. Let the prompts say what the tools are for and show a call, or begin with a model that calls them now"
+        f" and then. If calls stand in the completions ({args.output_dir}/completions/) as text, they are written in"
+        f" another notation than they are read in: set tool_parser ({_parser(args)})."
+    )
+
+
+def _most_are_malformed(log: Log, args: Any) -> bool:
+    return log.get("tools/failures/malformed", 0) > 0.5
+
+
+def _about_malformed(logs: list[Log], args: Any) -> str:
+    return (
+        f"In the last {len(logs)} logs ({_steps(logs)}) more than half of the tool calls could not be read"
+        f" (tools/failures/malformed). The completions in {args.output_dir}/completions/ show what was written and why"
+        f" it could not be read. If it is another notation, set tool_parser ({_parser(args)}); if the model does not"
+        " know the notation, let the prompts show a call."
+    )
+
+
+def _parser(args: Any) -> str:
+    return f"now {args.tool_parser!r}" if args.tool_parser else "now chosen by the chat template"
+
+
+def _most_tools_fail(log: Log, args: Any) -> bool:
+    return log.get("tools/failures/exception", 0) + log.get("tools/failures/timeout", 0) > 0.5
+
+
+def _about_failing_tools(logs: list[Log], args: Any) -> str:
+    slow = sum(log.get("tools/failures/timeout", 0) for log in logs)
+    late = slow > sum(log.get("tools/failures/exception", 0) for log in logs)
+    what = f"took longer than tool_timeout={args.tool_timeout:g} s" if late else "raised an exception"
+    return (
+        f"In the last {len(logs)} logs ({_steps(logs)}) more than half of the tool calls failed although they could be"
+        f" read: most of those {what} (tools/failures). That may be the tools' doing rather than the model's: read the"
+        f" errors in {args.output_dir}/completions/, and make such a call yourself."
+    )
+
+
+def _budget_is_short(log: Log, args: Any) -> bool:
+    return log.get("rollouts/tool_budget", 0) > 0.5
+
+
+def _about_budget(logs: list[Log], args: Any) -> str:
+    return (
+        f"In the last {len(logs)} logs ({_steps(logs)}) more than half of the rollouts ended with a call that was not"
+        f" executed, because max_tool_calling_iterations={args.max_tool_calling_iterations} was used up"
+        " (rollouts/tool_budget): they have no answer to reward. Raise it, or let the prompts say how many calls there"
+        " are."
+    )
+
+
+def _tools_are_slow(log: Log, args: Any) -> bool:
+    seconds = {name: value for name, value in log.items() if name.startswith("phase/")}
+    sampling = seconds.get("phase/generate", 0) + seconds.get("phase/wait", 0)
+    waits = log.get("tools/seconds", 0) > 0.5 * log.get("rollouts/seconds", float("inf"))
+    return waits and sampling > 0.5 * sum(seconds.values())
+
+
+def _about_slow_tools(logs: list[Log], args: Any) -> str:
+    share = sum(log["tools/seconds"] for log in logs) / sum(log["rollouts/seconds"] for log in logs)
+    return (
+        f"In the last {len(logs)} logs ({_steps(logs)}) rollouts spent {share:.0%} of their time waiting for tools"
+        " (tools/seconds of rollouts/seconds), and sampling is most of a step. Have more rollouts under way at a time"
+        " (a larger generation_batch_size, or max_staleness=1 to train meanwhile), or make the tools faster: async"
+        f" ones, a cache, a smaller tool_timeout (now {args.tool_timeout:g} s)."
+    )
+
+
 FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any], str]]] = {
     "equal_rewards": (_rewards_are_equal, _about_equal_rewards),
     "all_masked": (_all_are_masked, _about_masked),
     "masked_by_mismatch": (_most_are_masked, _about_masked_by_mismatch),
+    "no_calls": (_no_calls, _about_no_calls),
+    "malformed_calls": (_most_are_malformed, _about_malformed),
+    "failing_tools": (_most_tools_fail, _about_failing_tools),
+    "tool_budget": (_budget_is_short, _about_budget),
+    "slow_tools": (_tools_are_slow, _about_slow_tools),
 }
 """Name: what each of the logs must satisfy, and the sentence about those that do."""
 

@@ -14,6 +14,8 @@ COMPLETION_CHARACTERS = 400
 CONVERSATION_CHARACTERS = 600
 """Shown of a completion that has several messages or calls a tool."""
 
+ERROR_CHARACTERS = 120
+
 INDENT = 2
 """Columns before calls and results, also where their lines are wrapped."""
 
@@ -48,7 +50,7 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
     for row in shown:
         values = [_number(row.get(name)) for name in reward_names]
         listed = "\n".join(f"{shorten(name, 15)} {value}" for name, value in zip(reward_names, values, strict=True))
-        ending = "" if row.get("finish") in (None, "stop") else f" [{row['finish']}]"
+        ending = "" if row.get("finish") in (None, "stop") else f" [{_ending(row)}]"
         table.add_row(
             Text(shorten(row["prompt"], PROMPT_CHARACTERS)),
             _completion(row, Text(ending, style="yellow")),
@@ -56,6 +58,11 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
             Text(_number(row["advantage"], signed=True), style=_colour(row["advantage"])),
         )
     return table
+
+
+def _ending(row: dict[str, Any]) -> str:
+    error = row.get("error")
+    return f"{row['finish']}: {shorten(error, ERROR_CHARACTERS)}" if error else str(row["finish"])
 
 
 def _completion(row: dict[str, Any], ending: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.core.transcript import as_text, count, is_conversation, is_messages, to_json
+from covey.core.transcript import Counts, as_text, count, is_conversation, is_messages, to_json
 from covey.observability.completion_table import completion_table
 
 Row = dict[str, Any]
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 CONVERSATION_COLUMNS = ("messages", "turns", "calls", "failed_calls")
 """What a file has beside where completions are conversations: the messages as JSON, and how many of what they hold."""
 
-FIXED_COLUMNS = ("step", "prompt", "completion", "advantage", "finish", "length", *CONVERSATION_COLUMNS)
+FIXED_COLUMNS = ("step", "prompt", "completion", "advantage", "finish", "error", "length", *CONVERSATION_COLUMNS)
 """What Covey writes; a reward function or an extra of that name gets another column name."""
 
 
@@ -74,18 +74,22 @@ class CompletionLog:
         extras: Mapping[str, Sequence[Any]] | None = None,
         finish: Sequence[str] | None = None,
         lengths: Sequence[int] | None = None,
+        counts: Sequence[Counts] | None = None,
+        errors: Sequence[str | None] | None = None,
     ) -> None:
         """Take the rollouts of a generation.
 
         Args:
             step: optimizer steps done so far.
-            prompts, completions: texts or message lists. Where a completion has several messages or calls a tool, all
-                of them get the `CONVERSATION_COLUMNS` too.
+            prompts, completions: texts or message lists. Where a completion has several turns or calls a tool, all of
+                them get the `CONVERSATION_COLUMNS` too.
             rewards: a column for each reward function; None where it abstained.
             advantages: one per completion.
             extras: columns of the users' own.
             finish: why each ended.
             lengths: sampled tokens of each.
+            counts: turns and calls of each, as its messages show by default.
+            errors: what failed outside of the policy, where something did; a column if any did.
 
         Raises:
             ValueError: a column's length is not the number of completions.
@@ -98,8 +102,9 @@ class CompletionLog:
             **{_free_name(name, "extra", self.reward_names): values for name, values in (extras or {}).items()},
             "advantage": advantages,
             **({"finish": finish} if finish is not None else {}),
+            **({"error": errors} if errors is not None and any(errors) else {}),
             **({"length": lengths} if lengths is not None else {}),
-            **_conversation_columns(completions),
+            **_conversation_columns(completions, counts),
         }
         for name, values in columns.items():
             if len(values) != len(completions):
@@ -172,10 +177,11 @@ class CompletionLog:
         return _columns_of(list(self.rows))
 
 
-def _conversation_columns(completions: Sequence[Any]) -> dict[str, list[Any]]:
-    if not any(map(is_conversation, completions)):
+def _conversation_columns(completions: Sequence[Any], counts: Sequence[Counts] | None) -> dict[str, list[Any]]:
+    if counts is None:
+        counts = [count(completion) for completion in completions]
+    if not (any(map(is_conversation, completions)) or any(one.turns > 1 or one.calls for one in counts)):
         return {}
-    counts = [count(completion) for completion in completions]
     return {
         "messages": [to_json(completion) if is_messages(completion) else None for completion in completions],
         "turns": [one.turns for one in counts],

@@ -55,6 +55,21 @@ METRIC_MEANINGS: dict[str, str] = {
     "0 if there are none.",
     "completions/max_terminated_length": "Length of the longest completion that the model ended itself; "
     "0 if there are none.",
+    "rollouts/turns": "Mean number of turns that the model took in a rollout, with tools, an environment or a "
+    "rollout_func.",
+    "rollouts/seconds": "Mean seconds from the beginning of a rollout to its end, waiting for other rollouts and for "
+    "tools included.",
+    "rollouts/failed": "Share of rollouts in which an environment or a rollout function failed. They get no reward "
+    "and advantage 0; the column error of the completions says what happened.",
+    "rollouts/tool_budget": "Share of rollouts that ended because max_tool_calling_iterations was used up and the "
+    "model called once more.",
+    "tools/call_frequency": "Mean number of tool calls per rollout, those that could not be read included.",
+    "tools/failure_frequency": "Share of tool calls that were answered with an error, for any of the reasons below.",
+    "tools/failures/{name}": "Share of tool calls that failed in one way: malformed (not to be read), unknown_tool, "
+    "wrong_argument, exception (raised by the tool), timeout (longer than tool_timeout), too_many (beyond those that "
+    "one turn may make).",
+    "tools/seconds": "Mean seconds that a rollout waited for its tools. Compare with rollouts/seconds: while a "
+    "rollout waits, others are sampled, as long as there are enough of them.",
     "num_tokens": "Tokens processed since the run began: prompts and what the model wrote, of all processes, what "
     "dynamic_sample did not keep included; tokens of tool results are not counted.",
     "step_time": "Seconds per optimizer step, sampling and scoring included.",

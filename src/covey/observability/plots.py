@@ -14,7 +14,7 @@ from covey.observability.evaluations import all_sets, prefix
 Series = tuple[list[float], list[float]]
 
 INK, FAINT, GRID = "#1f2933", "#6b7785", "#e4e7eb"
-COLOURS = ["#2563eb", "#e07a1f", "#15936b", "#9b4dca", "#c2344b", "#5b6b7d"]
+COLOURS = ["#2563eb", "#e07a1f", "#15936b", "#9b4dca", "#c2344b", "#5b6b7d", "#8a6d1f"]
 
 
 COLUMNS = 2
@@ -48,6 +48,20 @@ PANELS = (
     Panel(
         "Groups and completions",
         {"frac_reward_zero_std": "groups without signal", "completions/clipped_ratio": "completions cut off"},
+        percent=True,
+    ),
+    Panel("Turns and calls per rollout", {"rollouts/turns": "turns", "tools/call_frequency": "calls"}),
+    Panel(
+        "What went wrong",
+        {
+            "tools/failures/malformed": "calls not to be read",
+            "tools/failures/unknown_tool": "calls of no tool",
+            "tools/failures/wrong_argument": "wrong arguments",
+            "tools/failures/exception": "tool raised",
+            "tools/failures/timeout": "tool too slow",
+            "rollouts/tool_budget": "rollouts out of calls",
+            "rollouts/failed": "rollouts failed",
+        },
         percent=True,
     ),
     Panel("Entropy (nats per token)", {"entropy": "entropy"}),

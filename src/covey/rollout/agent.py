@@ -8,6 +8,7 @@ run side by side, and the engine batches what they ask for. A function of the us
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from time import perf_counter
 from typing import Any
 
 from covey.core.rollout import FinishReason, Message, Rollout
@@ -60,7 +61,11 @@ class ToolAgent:
             if rounds == self.max_iterations:
                 episode.finish = FinishReason.TOOL_BUDGET
                 return
-            results = await toolbox.answer(turn, executed)
+            began = perf_counter()
+            try:
+                results = await toolbox.answer(turn, executed)
+            finally:
+                episode.tool_seconds += perf_counter() - began
             rounds, executed = rounds + 1, executed + len(results)
             episode.calls = dict(Counter(episode.calls) + count_fates(results))
             if not episode.write([result.message() for result in results]):

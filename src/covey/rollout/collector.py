@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 from covey.core.rollout import Completion, FinishReason, Rollout
@@ -274,6 +275,7 @@ class Collector:
         row = _own_copy(draw.row)
         seed_key = (self.seed, *key, draw.prompt, draw.sample)
         engine = EpisodeEngine(merged.generate, agency.templates, params, seed_key, row, draw.sample)
+        began = perf_counter()
         try:
             async with asyncio.timeout(agency.timeout):
                 rollout = await agency.play(row, engine)
@@ -282,6 +284,7 @@ class Collector:
         if engine.failure is not None:
             raise engine.failure
         rollout.group = number
+        rollout.seconds = perf_counter() - began
         return rollout
 
     def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str) -> Rollout:

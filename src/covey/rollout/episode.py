@@ -205,6 +205,8 @@ class Episode:
         turn_ends: index of the last token of each turn of the policy.
         finish: why the episode can go no further, or None: LENGTH where no room is left. A turn that the policy ended
             itself leaves it None, since something may be written after it.
+        calls: how many calls of tools had which fate, as in a `Rollout`.
+        tool_seconds: spent waiting for tools.
     """
 
     engine: EpisodeEngine
@@ -218,6 +220,7 @@ class Episode:
     turn_ends: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     calls: dict[str, int] = field(default_factory=dict)
+    tool_seconds: float = 0.0
     _logprobs: list[float] | None = field(default_factory=list)
     _entropies: list[float] | None = field(default_factory=list)
     _versions: list[int] | None = field(default_factory=list)
@@ -377,6 +380,7 @@ class Episode:
             turn_ends=list(self.turn_ends),
             calls=dict(self.calls),
             error=error,
+            tool_seconds=self.tool_seconds,
         )
 
     def _append(

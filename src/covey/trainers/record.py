@@ -10,6 +10,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch
 from covey.core.rollout import Rollout
 from covey.core.stats import Mean, Stat, merge_all
+from covey.core.transcript import Counts, count
 from covey.rewards.batch import RewardContext
 from covey.rollout.collector import Draw
 from covey.trainers.credit import Scores
@@ -71,8 +72,17 @@ def describe(draws: list[Draw], rollouts: list[Rollout], columns: dict[str, list
         "prompt": [draw.row["prompt"] for draw in draws],
         "completion": [rollout.completion for rollout in rollouts],
         "finish": [str(rollout.finish) for rollout in rollouts],
+        "counts": [_counts(rollout) for rollout in rollouts],
+        "error": [rollout.error for rollout in rollouts],
         "extras": [{name: values[i] for name, values in columns.items()} for i in range(len(rollouts))],
     }
+
+
+def _counts(rollout: Rollout) -> Counts:
+    """Turns and calls: as the messages show, which hold calls that were not executed, and as the rollout says."""
+    shown, answered = count(rollout.completion), sum(rollout.calls.values())
+    failed = answered - rollout.calls.get("ok", 0) if answered else shown.failed_calls
+    return Counts(rollout.num_turns or shown.turns, max(answered, shown.calls), failed)
 
 
 def sampling_entropy(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, Stat]:
@@ -127,6 +137,8 @@ class Generation:
             "advantages": advantages.tolist(),
             "extras": {name: [cell.get(name) for cell in cells] for name in extra_names} | self._steps(names),
             "finish": self._joined(lambda share: share.table["finish"]),
+            "counts": self._joined(lambda share: share.table["counts"]),
+            "errors": self._joined(lambda share: share.table["error"]),
             "lengths": self.lengths,
         }
 

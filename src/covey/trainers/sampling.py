@@ -68,7 +68,7 @@ class SampledGenerations(PolicyUpdates):
                     rollouts = self.collector.collect(draws, self.sampling, key, reuse, stream)
             if self.collector.agency is not None:
                 self.rollout_watch.judge(rollouts)
-                self.metrics.add(agent_stats(rollouts), self.mode)
+                self.metrics.add(agent_stats(rollouts, self.collector.agency), self.mode)
             with self.phases("reward"):
                 scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state), stream)
         drafts = reuse_stats(rollouts) if reuse is not None else {}
