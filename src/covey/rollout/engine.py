@@ -63,6 +63,9 @@ class SampleRequest:
         draft_lenience: None accepts exactly: the completion is, token by token, the one this seed would have given
             without the draft. A number l accepts token i with probability min(1, l * p_now / p_then) (SPEC-RL,
             arXiv 2509.23232): more is reused, and the reused part stays off-policy.
+        shared: so many first tokens of `prompt_ids` begin other requests too, before and after this one, as a
+            conversation's prompt begins all its turns; 0 if that is not known. Engines may keep what they compute for
+            them while they are awake. It changes no completion.
     """
 
     prompt_ids: list[int]
@@ -73,6 +76,7 @@ class SampleRequest:
     drafts: list[list[int] | None] | None = None
     draft_logprobs: list[list[float] | None] | None = None
     draft_lenience: float | None = None
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)

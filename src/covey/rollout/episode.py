@@ -164,10 +164,11 @@ class EpisodeEngine:
         """Ask the engine in another way, such as from another event loop."""
         self._ask = wrap(self._ask)
 
-    async def _turn(self, prompt_ids: list[int], limit: int, path: tuple[int | str, ...]) -> Completion:
+    async def _turn(self, episode: "Episode", limit: int, path: tuple[int | str, ...]) -> Completion:
         params = self._params if limit >= self._params.max_tokens else replace(self._params, max_tokens=limit)
         seed = sample_seed(*self._seed_key, *path)
-        (completion,) = await self._sampled(SampleRequest(prompt_ids, 1, params, [seed]))
+        said, shared = episode.prompt_ids + episode.completion_ids, len(episode.prompt_ids)
+        (completion,) = await self._sampled(SampleRequest(said, 1, params, [seed], shared=shared))
         return completion
 
     async def _sampled(self, request: SampleRequest) -> list[Completion]:
@@ -271,7 +272,7 @@ class Episode:
         limit = room if max_tokens is None else min(max_tokens, room)
         self._sampling = True
         try:
-            completion = await self.engine._turn(self.prompt_ids + self.completion_ids, limit, path)
+            completion = await self.engine._turn(self, limit, path)
         finally:
             self._sampling = False
         self._samples += 1

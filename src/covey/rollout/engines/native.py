@@ -25,6 +25,7 @@ from covey.rollout.engines.attention import attention_of, own_attention
 from covey.rollout.engines.drafts import verify
 from covey.rollout.engines.extension import compute_dtype, extend, logit_tiles
 from covey.rollout.engines.forked_cache import FORKED_ATTENTION, ForkedCache
+from covey.rollout.engines.kept_prompts import KeptPrompts
 from covey.rollout.engines.packed_linear import packed_linears
 from covey.rollout.engines.recorded_step import NotRecorded, RecordedStep, Recorder, record_cuda_graph
 from covey.rollout.engines.requests import budget_of, check_request
@@ -74,6 +75,7 @@ class NativeEngine:
         self._rows: list[Row] = []
         self._batch: Batch | None = None
         self._cache: ForkedCache | RowCache | None = None
+        self._kept = KeptPrompts()
         self._forks: bool | None = None
         self._records: bool | None = None  # None: on CUDA
         self._recorder: Recorder = record_cuda_graph
@@ -143,6 +145,7 @@ class NativeEngine:
             ):
                 yield
         finally:
+            self._kept.clear()
             self._cache = self._recorded = None  # the policy is about to change, and training needs the memory
 
     async def _drive(self) -> None:
@@ -177,7 +180,10 @@ class NativeEngine:
         for _ in range(min(free, len(self._waiting))):
             self._admitted.append(row := self._waiting.popleft())
             groups.setdefault(tuple(row.request.prompt_ids), []).append(row)
-        admitted = list(groups.values())
+        going_on = [rows[0] for rows in groups.values() if len(rows) == 1 and self._goes_on(rows[0])]
+        if going_on:
+            self._continue(going_on)
+        admitted = [rows for rows in groups.values() if rows[0] not in going_on]
         widths = {i: len(rows[0].request.prompt_ids) for i, rows in enumerate(admitted)}
         for places in _within(PREFILL_TOKENS, widths):
             self._prefill([admitted[place] for place in places])
@@ -189,6 +195,8 @@ class NativeEngine:
         assert self._cache is not None, "made on admission"
         prompts = [group[0].request.prompt_ids for group in groups]
         prefilled = self._compute_prompts(prompts)
+        for place, group in enumerate(groups):
+            self._kept.keep(tuple(prompts[place][: group[0].request.shared]), prefilled, place)
         handles = self._cache.add_groups(prefilled, [len(prompt) - 1 for prompt in prompts])
         owned = [(owner, row) for owner, group in enumerate(groups) for row in group]
         plain = [(owner, row) for owner, row in owned if not row.draft]
@@ -203,6 +211,26 @@ class NativeEngine:
         for alike in drafted.values():
             for places in _within(PREFILL_TOKENS, {i: len(row.draft) for i, (_, row) in enumerate(alike)}):
                 self._verify(prefilled, prompts, handles, [alike[place] for place in places])
+
+    def _goes_on(self, row: Row) -> bool:
+        """Whether only the end of a row's prompt is left to compute."""
+        shared, prompt = row.request.shared, row.request.prompt_ids
+        return shared < len(prompt) and not row.draft and tuple(prompt[:shared]) in self._kept
+
+    def _continue(self, rows: list[Row]) -> None:
+        """Start rows whose prompts begin with kept ones: only what follows these is computed."""
+        assert self._cache is not None, "made on admission"
+        begins = [tuple(row.request.prompt_ids[: row.request.shared]) for row in rows]
+        rests = [row.request.prompt_ids[row.request.shared :] for row in rows]
+        kept = list(dict.fromkeys(begins))
+        prefilled = self._kept.prefilled(kept)
+        handles = dict(zip(kept, self._cache.add_groups(prefilled, [len(one) - 1 for one in kept]), strict=True))
+        for places in _within(PREFILL_TOKENS, {i: len(rest) for i, rest in enumerate(rests)}):
+            some = [rests[place] for place in places]
+            owners = [kept.index(begins[place]) for place in places]
+            _, computed = extend(self._model(), prefilled, [list(one) for one in kept], owners, some)
+            self._cache.add_rows([handles[begins[place]] for place in places], computed.own, [len(one) for one in some])
+            self._rows += [rows[place] for place in places]
 
     def _verify(
         self, prefilled: Cache | None, prompts: list[list[int]], handles: list[int], owned: list[tuple[int, Row]]
