@@ -31,6 +31,13 @@ def test_every_example_trains(name, tiny_folder, tmp_path, monkeypatch):
     assert list(tmp_path.rglob("completions_*.parquet")), "completions are written down"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_best_branches_of_trees_are_trained_on(tiny_folder, tmp_path, monkeypatch):
+    flags = ["--model", tiny_folder, "--max_steps", 2, "--output_dir", tmp_path, "--train", "best"]
+    trainer = run("tree_rollouts.py", monkeypatch, *flags)
+    assert trainer.state.global_step == 2
+
+
 def test_a_loss_of_ones_own_takes_less_than_twenty_lines():
     assert code_lines((EXAMPLES / "custom_loss.py").read_text()) < 20
 

@@ -8,9 +8,10 @@ import pytest
 import tiny
 from covey.core.rollout import Completion, FinishReason
 from covey.rollout.engine import SamplingParams
-from covey.rollout.episode import EpisodeEngine, TurnTemplates
+from covey.rollout.episode import EpisodeEngine
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.seeds import sample_seed
+from covey.rollout.tools.template import TurnTemplates
 
 TOKENIZER = tiny.tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -229,6 +230,7 @@ def test_a_turn_that_its_own_limit_cuts_off_may_go_on():
         episode = engine(asked).begin()
         first = await episode.sample(max_tokens=2)
         assert (first.text, first.finish, episode.finish) == ("12", FinishReason.LENGTH, None)
+        assert episode.done().finish is FinishReason.LENGTH, "were it left like that"
         second = await episode.sample(max_tokens=2)
         third = await episode.sample()
         assert (second.text, third.text, third.finish) == ("34", "5", FinishReason.STOP)

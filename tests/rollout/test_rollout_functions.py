@@ -1,8 +1,10 @@
 """Rollout functions of the user's own: what they are given, what they may return, what they cannot do to a run."""
 
 import asyncio
+import re
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -11,9 +13,9 @@ from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.collector import Agency, Collector, Draw
 from covey.rollout.engine import SamplingParams
 from covey.rollout.engines.scripted import ScriptedEngine
-from covey.rollout.episode import TurnTemplates
-from covey.rollout.functions import Limits, RolloutFunction
+from covey.rollout.functions import GroupFunction, Limits, RolloutFunction, form_of
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.tools.template import TurnTemplates
 
 TOKENIZER = tiny.tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -157,8 +159,10 @@ def test_an_engines_error_ends_the_batch_whatever_the_function_makes_of_it():
 )
 def test_a_rollout_that_cannot_be_trained_on_is_a_failure(changes, error):
     async def returns(row, engine):
-        fields = {"prompt_ids": [5], "completion_ids": [5, 6], "sampled": [True, True], "logprobs": None}
-        return Rollout(**{**fields, **changes}, completion="ab", finish=FinishReason.STOP)
+        rollout = Rollout([5], [5, 6], [True, True], None, "ab", FinishReason.STOP)
+        for name, value in changes.items():
+            setattr(rollout, name, value)
+        return rollout
 
     assert error in collect(collector(returns))[0].error
 
@@ -172,3 +176,132 @@ def test_what_a_function_does_to_its_row_is_no_business_of_others():
     rollouts = collect(collector(spoils), rows)
     assert [draw.row["answer"] for draw in rows] == [0] * 4 + [2] * 4
     assert TOKENIZER.decode(rollouts[0].prompt_ids) == "mine"
+
+
+# ---- a group ---------------------------------------------------------------------------------------------------------
+
+
+async def tree(row, engine, n):
+    """A first turn, and n second ones."""
+    stem = engine.begin()
+    await stem.sample()
+    branches = [stem.fork() for _ in range(n)]
+    for branch in branches:
+        branch.write(" so ")
+    await asyncio.gather(*(branch.sample() for branch in branches))
+    return [branch.done(place=place) for place, branch in enumerate(branches)]
+
+
+def test_a_group_is_played_together():
+    engine = ScriptedEngine(letters)
+    rollouts = collect(collector(tree, engine, kind=GroupFunction))
+    for group in (rollouts[:4], rollouts[4:]):
+        assert len({tuple(one.completion_ids[:8]) for one in group}) == 1, "branches share their stem"
+        assert len({tuple(one.completion_ids) for one in group}) == 4, "and differ after it"
+        assert [one.extras["place"] for one in group] == [0, 1, 2, 3]
+    assert rollouts[0].completion_ids[:4] != rollouts[4].completion_ids[:4]
+    assert [one.group for one in rollouts] == [0] * 4 + [1] * 4
+    assert [one.request.n for one in engine.served] == [1, 1, 4, 4], "branches are sampled in one request"
+
+
+def test_a_group_over_two_processes_is_two_trees():
+    made = collector(tree, kind=GroupFunction)
+    here, there = collect(made, draws(1)[:2]), collect(made, draws(1)[2:])
+    assert len(here) == len(there) == 2
+    assert here[0].completion_ids[:4] != there[0].completion_ids[:4]
+
+
+def test_a_group_function_may_play_each_by_itself():
+    async def apart(row, engine, n):
+        async def one():
+            episode = engine.begin()
+            await episode.sample()
+            return episode.done()
+
+        return await asyncio.gather(*(one() for _ in range(n)))
+
+    engine = ScriptedEngine(letters)
+    rollouts = collect(collector(apart, engine, kind=GroupFunction), draws(prompts=1))
+    assert len({tuple(one.completion_ids) for one in rollouts}) == 4
+    assert [one.request.n for one in engine.served] == [4]
+
+
+def test_a_rollout_that_is_returned_twice_counts_twice():
+    async def doubled(row, engine, n):
+        return [await once(row, engine)] * n
+
+    rollouts = collect(collector(doubled, kind=GroupFunction))
+    assert [one.group for one in rollouts] == [0] * 4 + [1] * 4
+    assert rollouts[0] is not rollouts[1] and rollouts[0].completion_ids == rollouts[1].completion_ids
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        (None, "asked for 4 rollouts of a prompt and returned None"),
+        ([1, "x", 2], "returned 3 of int, str"),
+        ([], r"returned \[\]"),
+    ],
+)
+def test_a_group_function_that_returns_something_else_costs_its_group(returned, error):
+    async def plays(row, engine, n):
+        return returned if row["answer"] == 2 else await tree(row, engine, n)
+
+    rollouts = collect(collector(plays, kind=GroupFunction))
+    assert [one.finish is FinishReason.ERROR for one in rollouts] == [False] * 4 + [True] * 4
+    assert re.search(error, rollouts[4].error)
+
+
+def test_what_a_group_function_raises_costs_its_group():
+    async def plays(row, engine, n):
+        rollouts = await tree(row, engine, n)
+        return rollouts if row["answer"] == 2 else 1 / 0
+
+    rollouts = collect(collector(plays, kind=GroupFunction))
+    assert [one.error for one in rollouts] == ["ZeroDivisionError: division by zero"] * 4 + [None] * 4
+    assert len({id(one) for one in rollouts}) == 8
+
+
+def test_a_late_group_is_given_up():
+    async def plays(row, engine, n):
+        if row["answer"] == 2:
+            await asyncio.sleep(600)
+        return await tree(row, engine, n)
+
+    rollouts = collect(collector(plays, timeout=0.5, kind=GroupFunction))
+    assert [one.error for one in rollouts] == [None] * 4 + ["the rollout took longer than rollout_timeout=0.5 s"] * 4
+
+
+# ---- the forms -------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_says_by_its_arguments_what_it_plays():
+    class Player:
+        async def __call__(self, row, engine):
+            return await once(row, engine)
+
+    async def with_settings(row, engine, depth=3):
+        return await once(row, engine)
+
+    async def anything(*args):
+        return await once(*args)
+
+    def batch(prompts, trainer):
+        return {}
+
+    assert [form_of(one) for one in (once, Player(), with_settings, anything)] == ["rollout"] * 4
+    assert [form_of(tree), form_of(partial(tree)), form_of(partial(tree, n=4))] == ["group", "group", "rollout"]
+    assert form_of(batch) == form_of(dict) == "batch"
+
+
+def test_a_function_of_another_form_is_refused():
+    async def alone(row):
+        return None
+
+    async def waits(prompts, trainer):
+        return {}
+
+    with pytest.raises(ValueError, match=r"an async function of \(row\).*`async def rollouts\(row, engine, n\)`"):
+        form_of(alone)
+    with pytest.raises(ValueError, match=r"of \(prompts, trainer\).*without async, `def rollout\(prompts, trainer\)`"):
+        form_of(waits)

@@ -35,6 +35,16 @@ async def sometimes(row, engine):
     return episode.done()
 
 
+async def too_few(row, engine, n):
+    episode = engine.begin()
+    await episode.sample()
+    return [episode.done()]
+
+
+async def waits(prompts, trainer):
+    return {}
+
+
 AGENTS = [
     Mistake(
         "Gave an environment_factory",
@@ -78,6 +88,11 @@ AGENTS = [
         ("must be a function", "got str", "async def rollout"),
     ),
     Mistake(
+        "Wrote an async rollout function with other arguments",
+        lambda b: b.build(rollout_func=waits),
+        (r"an async function of \(prompts, trainer\)", "none of the forms", r"without async, `def rollout\(prompts"),
+    ),
+    Mistake(
         "Set speculative_reuse with tools or a rollout_func",
         lambda b: conversations(b, tools=[add], settings={"speculative_reuse": "exact"}),
         ("speculative_reuse='exact'", "leave it unset"),
@@ -92,6 +107,13 @@ AGENTS = [
         "Wrote a rollout function that returns something else",
         lambda b: b.build(rollout_func=nobody).train(),
         ("all 8 rollouts failed", "returned NoneType; it must return a Rollout", r"episode.done\(\)"),
+        when=TRAINING,
+        kind=RolloutError,
+    ),
+    Mistake(
+        "Wrote a group's rollout function that returns too few",
+        lambda b: b.build(rollout_func=too_few).train(),
+        ("asked for 4 rollouts of a prompt and returned 1 of Rollout", "must return a list of 4 Rollouts"),
         when=TRAINING,
         kind=RolloutError,
     ),

@@ -17,14 +17,16 @@ from typing import Any, Protocol, TypeVar
 from covey.core.rollout import Completion, FinishReason, Rollout
 from covey.rollout.agent import Agent
 from covey.rollout.background import SamplingThread
+from covey.rollout.batch_function import BatchFunction
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.rollout.episode import EpisodeEngine, TurnTemplates
-from covey.rollout.functions import BatchFunction
+from covey.rollout.episode import EpisodeEngine
+from covey.rollout.functions import GroupFunction
 from covey.rollout.merging import MergedRequests
 from covey.rollout.prompts import PromptCodec, is_conversational
 from covey.rollout.seeds import sample_seed
 from covey.rollout.speculation import Speculation
 from covey.rollout.tools.execution import Raised, TimedOut
+from covey.rollout.tools.template import TurnTemplates
 
 T = TypeVar("T")
 
@@ -81,12 +83,12 @@ class Agency:
     """What plays rollouts that are more than one completion.
 
     Attributes:
-        play: an agent, or a function that plays a whole batch.
+        play: an agent, or a function that plays a group or a whole batch.
         templates: how conversations go on.
         timeout: seconds that one rollout may take.
     """
 
-    play: Agent | BatchFunction
+    play: Agent | GroupFunction | BatchFunction
     templates: TurnTemplates
     timeout: float
 
@@ -243,49 +245,57 @@ class Collector:
     ) -> list[Rollout]:
         merged = MergedRequests(self.engine)
 
-        async def play(place: int, draw: Draw) -> Rollout:
-            rollout = await self._play_one(agency, group.number, draw, params, key, merged)
+        async def play(begin: int, draws: list[Draw]) -> list[Rollout]:
+            rollouts = await self._play_together(agency, group.number, draws, params, key, merged)
             if ended is not None:
-                ended.on_rollouts(place, [draw.row], [rollout])
-            return rollout
+                place = group.place + begin
+                ended.on_rollouts(place, [draw.row for draw in draws], rollouts)
+            return rollouts
 
-        playing = [asyncio.ensure_future(play(group.place + i, draw)) for i, draw in enumerate(group.draws)]
+        size = len(group.draws) if isinstance(agency.play, GroupFunction) else 1
+        begins = range(0, len(group.draws), size)
+        playing = [asyncio.ensure_future(play(begin, group.draws[begin : begin + size])) for begin in begins]
         try:
-            return await asyncio.gather(*playing)
+            return [rollout for rollouts in await asyncio.gather(*playing) for rollout in rollouts]
         finally:
             for one in playing:
                 one.cancel()  # siblings of one that met the engine's failure
             merged.close()
 
-    async def _play_one(
+    async def _play_together(
         self,
         agency: Agency,
         number: int,
-        draw: Draw,
+        draws: list[Draw],
         params: SamplingParams,
         key: tuple[int | str, ...],
         merged: MergedRequests,
-    ) -> Rollout:
-        """One rollout, whatever becomes of it.
+    ) -> list[Rollout]:
+        """One rollout, or the siblings that one function plays together, whatever becomes of them.
 
         Raises:
             Exception: the engine failed, which is no fault of the rollout's.
         """
-        assert not isinstance(agency.play, BatchFunction), "played as a whole"
-        row = _own_copy(draw.row)
-        seed_key = (self.seed, *key, draw.prompt, draw.sample)
-        engine = EpisodeEngine(merged.generate, agency.templates, params, seed_key, row, draw.sample)
+        first, play = draws[0], agency.play
+        assert not isinstance(play, BatchFunction), "played as a whole"
+        row = _own_copy(first.row)
+        seed_key = (self.seed, *key, first.prompt, first.sample)
+        engine = EpisodeEngine(merged.generate, agency.templates, params, seed_key, row, first.sample)
         began = perf_counter()
         try:
             async with asyncio.timeout(agency.timeout):
-                rollout = await agency.play(row, engine)
+                if isinstance(play, GroupFunction):
+                    rollouts = await play(row, engine, len(draws))
+                else:
+                    rollouts = [await play(row, engine)]
         except Exception as error:
-            rollout = self._failed(draw.row, engine, _describe(error, agency.timeout))
+            what = _describe(error, agency.timeout)
+            rollouts = [self._failed(draw.row, engine, what) for draw in draws]
         if engine.failure is not None:
             raise engine.failure
-        rollout.group = number
-        rollout.seconds = perf_counter() - began
-        return rollout
+        for rollout in rollouts:
+            rollout.group, rollout.seconds = number, perf_counter() - began
+        return rollouts
 
     def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str) -> Rollout:
         """What there was until something failed."""

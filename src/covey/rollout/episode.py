@@ -7,16 +7,15 @@ engine as one rollout sees it: prompts as users write them, seeds and limits tak
 """
 
 import copy
-import json
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.core.rollout import Completion, FinishReason, Message, Rollout
 from covey.rollout.engine import SampleRequest, SamplingParams
-from covey.rollout.prompts import Prompt, PromptCodec, begun, is_conversational
+from covey.rollout.prompts import Prompt, begun, is_conversational
 from covey.rollout.seeds import sample_seed
-from covey.rollout.tools.template import TurnTemplate
+from covey.rollout.tools.template import TurnTemplate, TurnTemplates
 
 Ask = Callable[[SampleRequest], Coroutine[Any, Any, list[Completion]]]
 
@@ -36,34 +35,6 @@ class Reply:
     token_ids: list[int]
     finish: FinishReason
     logprobs: list[float] | None = None
-
-
-class TurnTemplates:
-    """The chat template for conversations that go on, one for each set of tools and template arguments.
-
-    Args:
-        codec: of the prompts.
-        end_ids: tokens that end a turn.
-        unstable: "raise" or "keep", as for `TurnTemplate`.
-    """
-
-    def __init__(self, codec: PromptCodec, end_ids: Sequence[int], unstable: str = "raise"):
-        self.codec = codec
-        self._end_ids = tuple(end_ids)
-        self._unstable = unstable
-        self._known: dict[str, TurnTemplate] = {}
-
-    def of(self, tools: Sequence[dict[str, Any]], row_kwargs: dict[str, Any] | None) -> TurnTemplate:
-        """The template with these tools and arguments.
-
-        Raises:
-            ValueError: it cannot render conversations that go on, or is not prefix-stable.
-        """
-        kwargs = self.codec.template_kwargs(row_kwargs)
-        key = json.dumps([list(tools), kwargs], sort_keys=True, default=repr)
-        if key not in self._known:
-            self._known[key] = TurnTemplate(self.codec.tokenizer, tools, self._end_ids, kwargs, self._unstable)
-        return self._known[key]
 
 
 class EpisodeEngine:
@@ -363,18 +334,19 @@ class Episode:
         """The finished episode.
 
         Args:
-            finish: why it ended; by default what it ended with, or STOP.
+            finish: why it ended; by default what it ended with, or STOP, or LENGTH where the last turn is still open.
             error: what failed, where that is why.
             extras: further fields, which reward functions get as keyword arguments.
         """
         text = self.engine.tokenizer.decode(self.completion_ids, skip_special_tokens=True)
+        as_it_is = FinishReason.LENGTH if self._open else FinishReason.STOP
         return Rollout(
             prompt_ids=self.prompt_ids,
             completion_ids=list(self.completion_ids),  # a copy: what failed may still be at work on the original
             sampled=list(self.sampled),
             logprobs=self._logprobs,
             completion=list(self.messages) if is_conversational(self.prompt) else text,
-            finish=finish or self.finish or FinishReason.STOP,
+            finish=finish or self.finish or as_it_is,
             entropies=self._entropies,
             versions=self._versions,
             extras=extras,

@@ -14,11 +14,12 @@ from covey.core.rollout import FinishReason, Rollout
 from covey.core.stats import Mean, Stat
 from covey.policy.loading import end_token_ids
 from covey.rollout.agent import ToolAgent
+from covey.rollout.batch_function import BatchFunction
 from covey.rollout.collector import Agency
-from covey.rollout.episode import TurnTemplates
-from covey.rollout.functions import BatchFunction, Limits, RolloutError, RolloutFunction, plays_one_rollout
+from covey.rollout.functions import GroupFunction, Limits, RolloutError, RolloutFunction, form_of
 from covey.rollout.prompts import PromptCodec, is_conversational
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
+from covey.rollout.tools.template import TurnTemplates
 from covey.rollout.tools.toolbox import Toolbox, call_stats
 
 FAILED_BATCHES = 3
@@ -55,10 +56,12 @@ def build_agency(trainer: Any, model: Any, codec: PromptCodec, tools: Any, rollo
         play = ToolAgent(toolbox, _parser(args, templates), args.max_tool_calling_iterations)
     else:
         limits = Limits(model.get_input_embeddings().num_embeddings, codec.max_context)
-        if plays_one_rollout(rollout_func):
-            play = RolloutFunction(rollout_func, args.rollout_timeout, limits)
-        else:
+        form = form_of(rollout_func)
+        if form == "batch":
             play = BatchFunction(rollout_func, trainer, args.rollout_timeout, codec, limits, ends)
+        else:
+            kind = RolloutFunction if form == "rollout" else GroupFunction
+            play = kind(rollout_func, args.rollout_timeout, limits)
     return Agency(play, templates, args.rollout_timeout)
 
 
@@ -71,7 +74,7 @@ def _refuse_combinations(args: Any, tools: Any, rollout_func: Any) -> None:
     if rollout_func is not None and not callable(rollout_func):
         raise ValueError(
             f"`rollout_func` must be a function, got {type(rollout_func).__name__}: `async def rollout(row, engine)`,"
-            " or `def rollout(prompts, trainer)`."
+            " `async def rollouts(row, engine, n)`, or `def rollout(prompts, trainer)`."
         )
     if (tools or rollout_func is not None) and args.speculative_reuse is not None:
         raise ValueError(
@@ -104,6 +107,11 @@ def _parser(args: Any, templates: TurnTemplates) -> Any:
             stacklevel=5,
         )
     return TOOL_PARSERS[name]
+
+
+def plays_functions(agency: Agency | None) -> bool:
+    """Whether functions of the user's play the rollouts: they may give reward functions any further arguments."""
+    return agency is not None and isinstance(agency.play, RolloutFunction | GroupFunction | BatchFunction)
 
 
 def refuse_plain_prompts(agency: Agency | None, rows: Sequence[dict[str, Any]], role: str) -> None:

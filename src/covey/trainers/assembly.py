@@ -24,7 +24,7 @@ from covey.rollout.collector import Collector
 from covey.rollout.engine import SamplingParams, traits_of
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
-from covey.trainers.agents import build_agency, refuse_plain_prompts
+from covey.trainers.agents import build_agency, plays_functions, refuse_plain_prompts
 from covey.trainers.ahead import SamplingAhead, Schedule
 from covey.trainers.collectives import Collectives
 from covey.trainers.config.base import OnlineConfig
@@ -386,14 +386,18 @@ def check_fit(trainer: Any) -> None:
     if trainer.train_dataset is not None:
         if hasattr(trainer.train_dataset, "__len__"):
             check_enough(len(trainer.train_dataset), trainer.algebra)
-        columns = check_prompts(trainer.train_dataset, "train_dataset", trainer.collector.codec)
-        refuse_plain_prompts(trainer.collector.agency, first_rows(trainer.train_dataset), "train_dataset")
-        trainer.rewards.check_columns(columns)
+        _check_fit(trainer, trainer.train_dataset, "train_dataset")
     given = trainer.eval_dataset
     for dataset in given.values() if isinstance(given, dict) else [given]:
         if dataset is not None:
-            trainer.rewards.check_columns(check_prompts(dataset, "eval_dataset", trainer.collector.codec))
-            refuse_plain_prompts(trainer.collector.agency, first_rows(dataset), "eval_dataset")
+            _check_fit(trainer, dataset, "eval_dataset")
+
+
+def _check_fit(trainer: Any, dataset: Any, role: str) -> None:
+    columns, agency = check_prompts(dataset, role, trainer.collector.codec), trainer.collector.agency
+    refuse_plain_prompts(agency, first_rows(dataset), role)
+    if not plays_functions(agency):  # what these give to reward functions is known when they have
+        trainer.rewards.check_columns(columns)
 
 
 def add_callbacks(trainer: Any) -> None:

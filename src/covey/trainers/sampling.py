@@ -15,9 +15,9 @@ from covey.core.batch import collate
 from covey.observability.metrics import MetricLog
 from covey.rewards import RewardSuite
 from covey.rewards.streaming import RewardStream
+from covey.rollout.batch_function import BatchFunction
 from covey.rollout.collector import Collector, Draw
 from covey.rollout.engine import SamplingParams
-from covey.rollout.functions import BatchFunction
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.trainers.agents import RolloutWatch, agent_stats, without_failed
 from covey.trainers.ahead import Flight, SamplingAhead

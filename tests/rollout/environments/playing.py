@@ -5,9 +5,9 @@ from covey.rollout.collector import Agency, Collector, Draw
 from covey.rollout.engine import SamplingParams
 from covey.rollout.engines.scripted import ScriptedEngine
 from covey.rollout.environments import EnvironmentPool, TextEnvironmentAgent, ToolEnvironmentAgent
-from covey.rollout.episode import TurnTemplates
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.parsers import TOOL_PARSERS
+from covey.rollout.tools.template import TurnTemplates
 
 # The chat template of tiny conversations, with tools in it and results.
 TEMPLATE = (

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from covey.core.rollout import Message
+from covey.rollout.prompts import PromptCodec
 
 _ASK, _SAID, _NAME, _RESULT, _THOUGHT = "coveyASK", "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"
 _CALLS = ("object", "string", "none")
@@ -247,6 +248,34 @@ class TurnTemplate:
         if not reasons and not second.endswith(alone):
             reasons.append(f"results are rendered differently later on: {_difference(alone, second[-len(alone) :])}")
         return reasons
+
+
+class TurnTemplates:
+    """The chat template for conversations that go on, one for each set of tools and template arguments.
+
+    Args:
+        codec: of the prompts.
+        end_ids: tokens that end a turn.
+        unstable: "raise" or "keep", as for `TurnTemplate`.
+    """
+
+    def __init__(self, codec: PromptCodec, end_ids: Sequence[int], unstable: str = "raise"):
+        self.codec = codec
+        self._end_ids = tuple(end_ids)
+        self._unstable = unstable
+        self._known: dict[str, TurnTemplate] = {}
+
+    def of(self, tools: Sequence[dict[str, Any]], row_kwargs: dict[str, Any] | None) -> TurnTemplate:
+        """The template with these tools and arguments.
+
+        Raises:
+            ValueError: it cannot render conversations that go on, or is not prefix-stable.
+        """
+        kwargs = self.codec.template_kwargs(row_kwargs)
+        key = json.dumps([list(tools), kwargs], sort_keys=True, default=repr)
+        if key not in self._known:
+            self._known[key] = TurnTemplate(self.codec.tokenizer, tools, self._end_ids, kwargs, self._unstable)
+        return self._known[key]
 
 
 _USER: Message = {"role": "user", "content": _ASK}
