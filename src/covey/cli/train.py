@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.config_file import RunConfig, load_run
+from covey.cli.launch import launch_if_asked
 
 
 def grpo(argv: Sequence[str]) -> int:
@@ -37,7 +38,7 @@ def main(method: str, argv: Sequence[str]) -> int:
 
         print(help_text(method, everything="--help" in argv))
         return 0
-    path, flags = take_config(list(argv))
+    path, flags = take_config(launch_if_asked(method, argv))
     train(read_run(path, flags, method))
     return 0
 

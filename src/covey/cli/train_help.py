@@ -51,7 +51,8 @@ def _introduction(method: str) -> str:
           learning_rate: 1e-6
 
         `covey explain run.yaml` says what it will do. On several processes:
-          accelerate launch -m covey.cli.main {method} --config run.yaml""")
+          covey {method} --config run.yaml --accelerate_config fsdp2 --num_processes 8
+        with one of cpu_2proc, multi_gpu, fsdp2, zero1, zero2, zero3, or an accelerate config of your own.""")
 
 
 def _section(title: str, entries: list[str]) -> str:

@@ -1,0 +1,96 @@
+"""`--accelerate_config` starts the same command on many processes; the configs are what accelerate reads."""
+
+import json
+import os
+import sys
+
+import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+from covey.cli import launch
+from covey.cli.launch import configs_folder, find_config, launch_command, launch_if_asked
+
+NAMES = ("cpu_2proc", "fsdp2", "multi_gpu", "zero1", "zero2", "zero3")
+SETS = {
+    "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"},
+    "zero1": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
+    "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    "zero3": {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"},
+    "cpu_2proc": {"CUDA_VISIBLE_DEVICES": "-1,-1"},
+    "multi_gpu": {"ACCELERATE_MIXED_PRECISION": "no"},
+}
+
+
+def test_the_configs_that_come_with_covey():
+    assert sorted(path.stem for path in configs_folder().glob("*.yaml")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_reads_each_config_as_it_is_meant(name):
+    words = ["--config_file", str(find_config(name)), "--main_process_port", "0", "train.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ""
+        _, found = prepare_deepspeed_cmd_env(args)
+    else:
+        assert args.multi_gpu or args.use_fsdp
+        found = prepare_multi_gpu_env(args)
+    assert found.items() >= SETS[name].items()
+    assert args.nproc_per_node == ("2" if name == "cpu_2proc" else "8")
+
+
+def test_what_is_launched_is_the_command_without_the_flags_of_the_launcher(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("")
+    words = ["run.yaml", f"--accelerate_config={own}", "--num_processes", "4", "--beta", "0.1", "--machine_rank=1"]
+    assert launch_command("rloo", words) == [
+        *[sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(own)],
+        *["--num_processes", "4", "--machine_rank", "1"],
+        *["--module", "covey.cli.main", "rloo", "run.yaml", "--beta", "0.1"],
+    ]
+
+
+def test_without_a_config_nothing_is_launched_and_nothing_is_taken_away(monkeypatch):
+    monkeypatch.setattr(os, "execv", lambda *command: pytest.fail("launched"))
+    words = ["run.yaml", "--num_processes", "4"]
+    assert launch_command("grpo", words) is None
+    assert launch_if_asked("grpo", words) == words
+
+
+def test_a_flag_needs_its_value():
+    with pytest.raises(ValueError, match="--accelerate_config needs a value"):
+        launch_command("grpo", ["--accelerate_config", "--beta", "0.1"])
+
+
+def test_a_config_is_found_in_the_installed_package(tmp_path, monkeypatch):
+    package = tmp_path / "covey"
+    (package / "cli").mkdir(parents=True)
+    (package / "accelerate_configs").mkdir()
+    (package / "accelerate_configs" / "fsdp2.yaml").write_text("")
+    monkeypatch.setattr(launch, "__file__", str(package / "cli" / "launch.py"))
+    assert find_config("fsdp2") == package / "accelerate_configs" / "fsdp2.yaml"
+
+
+def test_two_processes_train_from_one_command(tmp_path, tiny_folder):
+    """`covey grpo --accelerate_config cpu_2proc`, for real."""
+    from launching import free_port, run
+
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(8))
+    )
+    settings = {
+        "model": str(tiny_folder),
+        "dataset": str(tmp_path / "rows.jsonl"),
+        "reward_funcs": ["numeric_match_reward"],
+    }
+    settings |= {"output_dir": str(tmp_path / "out"), "max_steps": 1, "num_generations": 2, "max_completion_length": 4}
+    settings |= {"per_device_train_batch_size": 4, "report_to": "none"}
+    (tmp_path / "run.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "covey.cli.main", "grpo", str(tmp_path / "run.json")]
+    command += ["--accelerate_config", "cpu_2proc", "--main_process_port", str(free_port())]
+    printed = run(command, HF_DATASETS_CACHE=str(tmp_path / "cache"))
+    assert printed.count("step 1/1  reward") == 1  # the first process alone reports
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["log_history"][0]["num_tokens"] > 8 * 4  # prompts and completions of both processes

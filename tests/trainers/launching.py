@@ -1,0 +1,37 @@
+"""Launches scripts of this folder on several CPU processes, as a user would."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parents[1] / "examples" / "accelerate_configs"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a child that finds the tests' own modules, one thread and no GPU."""
+    folders = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    return {**found, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **more}
+
+
+def run(command: list[str], seconds: float = 300, **more: str) -> str:
+    """Run a command to its end; what it printed."""
+    done = subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def accelerate(config: str, *words: str, seconds: float = 300, **more: str) -> str:
+    """`accelerate launch` with a config that comes with Covey, on two processes."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
+    options = ["--num_processes", "2", "--main_process_port", str(free_port())]
+    return run([*launcher, *options, *words], seconds, **more)
