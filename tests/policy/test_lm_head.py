@@ -214,7 +214,7 @@ def test_a_sharded_head_says_what_to_do():
     class Sharded:
         weight = type("Weight", (), {"full_tensor": None})()
 
-    with pytest.raises(ValueError, match="reshard_after_forward=False"):
+    with pytest.raises(ValueError, match="inside=True"):
         score_hidden(
             torch.zeros(1, 2), torch.tensor([0]), Head(Sharded()), temperature=1.0, entropy=False, chunk_size=4
         )

@@ -1,9 +1,13 @@
-"""Mistakes with models, adapters, tokenizers and other arguments of a trainer."""
+"""Mistakes with models, adapters, tokenizers, launchers and other arguments of a trainer."""
+
+from types import SimpleNamespace
 
 import peft
+import pytest
 import runs
 import torch
-from mistakes import TRAINING, Bench, Mistake
+from accelerate.utils import DistributedType
+from mistakes import CONFIG, TRAINING, Bench, Mistake
 from transformers import (
     BitsAndBytesConfig,
     LlamaForCausalLM,
@@ -18,6 +22,7 @@ from transformers import (
 import hybrids
 import tiny
 from covey import GRPOTrainer
+from covey.cli.launch import launch_command, launch_if_asked
 
 QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
 T5 = {"vocab_size": 104, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -80,15 +85,29 @@ def of_other_logits(when=lambda asked: True):
     return model
 
 
-def launched_with(sharding):
-    """A trainer class under a launcher that shards."""
+def launched_with(**set_up):
+    """A trainer class whose accelerator says that it was set up otherwise than it was."""
+
+    class SetUp:
+        def __init__(self, accelerator):
+            self.accelerator = accelerator
+
+        def __getattr__(self, name):
+            return set_up[name] if name in set_up else getattr(self.accelerator, name)
 
     class Launched(GRPOTrainer):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
-            setattr(self, sharding, True)
+            self.accelerator = SetUp(self.accelerator)
 
     return Launched
+
+
+def call_by_a_launcher(argv):
+    """A training command in a process that torchrun has started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        launch_if_asked("grpo", argv)
 
 
 def with_config_of(cls):
@@ -284,11 +303,41 @@ ARGUMENTS = [
     ),
     *(
         Mistake(
-            "Launched with FSDP or DeepSpeed",
-            lambda b, sharding=sharding: b.build(trainer=launched_with(sharding)),
-            (f"{name} is not yet supported", "on one process or on several with DDP", f"Launch without {name}"),
+            "Launched with tensor or context parallelism, Megatron-LM or on TPUs",
+            lambda b, set_up=set_up: b.build(trainer=launched_with(**set_up)),
+            (f"set up with {name}, which Covey does not train with", "DDP, FSDP2 or DeepSpeed's ZeRO"),
         )
-        for name, sharding in {"FSDP": "is_fsdp_enabled", "DeepSpeed": "is_deepspeed_enabled"}.items()
+        for name, set_up in {
+            "MEGATRON_LM": {"distributed_type": DistributedType.MEGATRON_LM},
+            "a parallelism_config": {"parallelism_config": SimpleNamespace(sp_backend=None)},
+        }.items()
+    ),
+    Mistake(
+        "Launched with FSDP in its first version",
+        lambda b: b.build(trainer=launched_with(distributed_type=DistributedType.FSDP, is_fsdp2=False)),
+        ("FSDP is on in its first version", "fsdp_version: 2", "--accelerate_config fsdp2"),
+    ),
+    Mistake(
+        "Launched with DeepSpeed and ZeRO stage 0",
+        lambda b: b.build(
+            trainer=launched_with(
+                distributed_type=DistributedType.DEEPSPEED,
+                state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=0)),
+            )
+        ),
+        ("ZeRO stage 0, which shards nothing", "from 1 to 3"),
+    ),
+    Mistake(
+        "Named an --accelerate_config that does not exist",
+        lambda b: launch_command("grpo", ["run.yaml", "--accelerate_config", "zero_3"]),
+        ("'zero_3' is neither a file nor a config that comes with Covey", "cpu_2proc, fsdp2", "Did you mean 'zero3'"),
+        when=CONFIG,
+    ),
+    Mistake(
+        "Gave --accelerate_config to a process that torchrun has started",
+        lambda b: call_by_a_launcher(["run.yaml", "--accelerate_config", "zero3"]),
+        ("one of several already", "Use one of the two"),
+        when=CONFIG,
     ),
     Mistake(
         "Chose an output_dir that is a file or cannot be written to",

@@ -144,6 +144,25 @@ class TrainBatch:
             skipped_rows=int((self.sampled_lengths > 0).sum() - (kept.sampled_lengths > 0).sum()),
         )
 
+    def idle(self) -> "TrainBatch":
+        """One token of one made-up rollout, of which nothing is learned and nothing counted.
+
+        For a process with fewer forward passes than others, where all must run equally many.
+        """
+        device, values = self.lengths.device, {name: getattr(self, name) for name in TOKEN_FIELDS}
+        one = torch.ones(1, dtype=torch.long, device=device)
+        per_token: dict[str, Any] = {
+            name: None if value is None else value.new_zeros(1) for name, value in values.items()
+        }
+        return TrainBatch(
+            **per_token,
+            lengths=one,
+            prompt_ids=torch.zeros_like(one),
+            prompt_lengths=one,
+            groups=torch.zeros_like(one),
+            entropy_threshold=self.entropy_threshold,
+        )
+
     def state(self) -> dict[str, Any]:
         """The fields by name, tensors on the CPU: `TrainBatch(**batch.state())` is an equal batch."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -5,10 +5,9 @@ never live at once, backward included. A plain linear head is multiplied out by 
 (LoRA on the head, quantised weights, a module with hooks) is called as it is, a chunk of tokens at a time, and called
 again in the backward pass.
 
-The weight is the one that the head holds when it is scored, after the model's own forward pass: under DDP the
-parameter itself, under FSDP2 the gathered parameter if the root module keeps it until backward
-(`reshard_after_forward=False` on the root). Gradients go to that parameter by autograd, so a tied embedding gets both
-of its parts.
+The weight is the one that the head holds when it is scored. Under DDP that is the parameter itself, after the model's
+own forward pass. Where the head is whole only while it is called (FSDP2, ZeRO-3), scoring takes place inside its call
+(inside.py). Gradients go to that parameter by autograd, so a tied embedding gets both of its parts.
 """
 
 from collections.abc import Callable
@@ -50,16 +49,19 @@ class Head:
         scale: multiplies what the module gives.
         soft_cap: then z -> cap * tanh(z / cap), if any.
         float32: multiply in float32 whatever the weights' type.
+        forward: what the module does when it is called, without its hooks: for whoever is inside its call.
     """
 
     module: Callable[[Tensor], Tensor]
     scale: float = 1.0
     soft_cap: float | None = None
     float32: bool = False
+    forward: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> logits [n, V]."""
-        logits = _float32_linear(self.module, hidden) if self.float32 else self.module(hidden)
+        call = self.forward or self.module
+        logits = _float32_linear(self.module, hidden) if self.float32 else call(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         return torch.tanh(logits / self.soft_cap) * self.soft_cap if self.soft_cap else logits
@@ -104,7 +106,7 @@ def score_hidden(
         ValueError: the head holds a shard of its weight alone.
     """
     refuse_sharded(head.module)
-    linear = plain_linear(head.module)
+    linear = plain_linear(head.module, called=head.forward is not None)
     if linear is None:
         return _score_by_calls(hidden, targets, head, temperature, entropy, chunk_size)
     device = hidden.device.type
@@ -127,20 +129,29 @@ def refuse_sharded(module: Any) -> None:
     if hasattr(getattr(module, "weight", None), "full_tensor"):
         raise ValueError(
             "The LM head's weight is sharded when tokens are scored: FSDP2 gave it back after the model's forward pass."
-            " Keep the root module gathered until its backward pass: fully_shard(model, reshard_after_forward=False)"
-            " for the root, or model.set_reshard_after_forward(False, recurse=False)."
+            " Score within that pass: TokenScorer(..., inside=True)."
         )
 
 
-def plain_linear(module: Any) -> nn.Linear | None:
-    """The module, if calling it is hidden @ weight.T + bias and nothing else."""
+def plain_linear(module: Any, *, called: bool = False) -> nn.Linear | None:
+    """The module, if calling it is hidden @ weight.T + bias and nothing else.
+
+    Args:
+        module: a model's head.
+        called: asked from inside its call, where hooks have done their work, and `forward` may be the asker's.
+    """
     hooked = any(
         getattr(module, hooks, None)
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     )
-    if type(module) is not nn.Linear or hooked or "forward" in vars(module):
+    if not _is_linear(module) or (not called and (hooked or "forward" in vars(module))):
         return None
     return module if type(module.weight.data) is Tensor else None  # no tensor that multiplies in a way of its own
+
+
+def _is_linear(module: Any) -> bool:
+    """Whether it multiplies as `nn.Linear` does. FSDP2 gives what it shards a class of its own."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _score_by_calls(
@@ -151,6 +162,8 @@ def _score_by_calls(
     words = getattr(head.module, "out_features", None)
     if words:
         size = max(1, min(chunk_size, CHUNK_BYTES // (4 * words)))
+    if head.forward is not None:
+        size = max(1, len(targets))  # its parts may be sharded too, and all processes must call them equally often
     again = torch.is_grad_enabled() and len(targets) > size
 
     def score(states: Tensor, chunk: Tensor, known: list[RowSums]) -> tuple[Tensor, Tensor | None]:
@@ -217,7 +230,7 @@ def _tiles_for(x: Tensor) -> TorchTiles:
 
 
 def _float32_linear(head: Any, hidden: Tensor) -> Tensor:
-    if type(head) is not nn.Linear:
+    if not _is_linear(head):
         raise ValueError(
             f"cast_lm_head_to_fp32 needs a plain linear head, and this model's is a {type(head).__name__} (an adapter"
             " or quantised weights). Set cast_lm_head_to_fp32=False, or keep the head out of the adapter."

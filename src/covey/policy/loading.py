@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from covey.policy.weights import whole_shape
+
 OWN_VOCABULARY = 0.5
 """A tokenizer with a smaller share of the model's vocabulary is taken for another model's."""
 
@@ -257,7 +259,7 @@ def _check_is_tokenizer(tokenizer: Any) -> None:
 
 def _check_vocabulary(tokenizer: Any, model: Any) -> None:
     """Refuse a tokenizer with more tokens than the model has, point out one with far fewer."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = whole_shape(model.get_input_embeddings().weight)[0]
     if len(tokenizer) > vocabulary:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens but the model embeds only {vocabulary}: they do not belong"

@@ -7,6 +7,8 @@ for.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch
 from covey.core.modes import inference_mode_of
 from covey.policy.attention import PACKED_ATTENTION
+from covey.policy.inside import scores_inside
 from covey.policy.layout_choice import choose_layout, made_up_rollouts
 from covey.policy.layouts import LAYOUTS
 from covey.policy.lm_head import TokenScores, head_of, score_hidden
@@ -32,6 +35,7 @@ class TokenScorer:
         pad_token_id: fills padded rows.
         chunk_size: tokens whose logits live at once.
         float32_head: multiply by the head in float32.
+        inside: score inside the call of the head, for models whose wrappers need all of their hooks (FSDP, DeepSpeed).
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class TokenScorer:
         pad_token_id: int = 0,
         chunk_size: int = 1024,
         float32_head: bool = False,
+        inside: bool = False,
     ):
         self.unwrap = unwrap
         self.temperature = temperature
@@ -51,6 +56,7 @@ class TokenScorer:
         self.pad_token_id = pad_token_id
         self.chunk_size = chunk_size
         self.float32_head = float32_head
+        self.inside = inside
         self._wanted = layout
         self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
@@ -105,18 +111,27 @@ class TokenScorer:
         inner = self.unwrap(model)
         inputs = LAYOUTS[layout](batch, self.pad_token_id)
         use_attention_of(layout, inner)
-        with capture_decoder_output(inner) as captured:
-            # The model is called whole, so that wrappers see their forward pass; its head sees one position.
-            model(**inputs.kwargs, **batch.forward_kwargs, use_cache=False, logits_to_keep=1)
         learned = batch.sampled.nonzero()[:, 0]
-        scores = score_hidden(
-            captured[0].flatten(0, 1)[inputs.predictors[learned]],
-            batch.token_ids[learned],
-            head_of(inner, float32=self.float32_head),
+        head = head_of(inner, float32=self.float32_head)
+        wanted = inputs.predictors[learned]
+        score = partial(
+            score_hidden,
+            targets=batch.token_ids[learned],
             temperature=self.temperature,
             entropy=entropy,
             chunk_size=self.chunk_size,
         )
+        if self.inside:
+
+            def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
+                return score(hidden.flatten(0, 1)[wanted], head=replace(head, forward=forward))
+
+            scores = scores_inside(model, head.module, answer, **inputs.kwargs, **batch.forward_kwargs)
+        else:
+            with capture_decoder_output(inner) as captured:
+                # The model is called whole, so that wrappers see their forward pass; its head sees one position.
+                model(**inputs.kwargs, **batch.forward_kwargs, use_cache=False, logits_to_keep=1)
+            scores = score(captured[0].flatten(0, 1)[wanted], head=head)
         return scores if len(learned) == batch.num_tokens else scores.among(learned, batch.num_tokens)
 
     @torch.no_grad()
@@ -124,7 +139,7 @@ class TokenScorer:
         """On a few rollouts: the head is understood, and the layout agrees with the padded one."""
         few = made_up_rollouts(inner.config, device)
         with inference_mode_of(inner):
-            _check_head(inner, LAYOUTS["padded"](few, self.pad_token_id).kwargs, self.float32_head)
+            _check_head(inner, LAYOUTS["padded"](few, self.pad_token_id).kwargs, self.float32_head, self.inside)
             return choose_layout(
                 self._wanted,
                 inner,
@@ -148,16 +163,26 @@ def use_attention_of(layout: str, model: Any) -> None:
         model.set_attn_implementation(PACKED_ATTENTION)
 
 
-def _check_head(model: Any, inputs: dict[str, Any], float32: bool) -> None:
+def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside: bool) -> None:
     """The head as we apply it must give the model's own logits.
 
     Raises:
         ValueError: it does not.
     """
-    with capture_decoder_output(model) as captured:
-        theirs = model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1].float()
-    ours = head_of(model, float32=float32)(captured[0][:, -1]).float()
-    difference = (ours - theirs).abs().max().item()
+    head, ours = head_of(model, float32=float32), []
+    if inside:
+
+        def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
+            ours.append(replace(head, forward=forward)(hidden[:, -1]).float())
+            return TokenScores(ours[0], None)
+
+        scores_inside(model, head.module, answer, **inputs)
+        theirs = model(**inputs, use_cache=False).logits[:, -1].float()
+    else:
+        with capture_decoder_output(model) as captured:
+            theirs = model(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+        ours.append(head(captured[0][:, -1]).float())
+    difference = (ours[0] - theirs).abs().max().item()
     if difference > 1e-2 * max(1.0, theirs.abs().max().item()):
         raise ValueError(
             f"{type(model).__name__} turns hidden states into logits in a way Covey does not know (they differ by"

@@ -1,8 +1,8 @@
 """Sources of weights: what a policy looks like to an engine that has a copy of its own.
 
-Whatever the policy is wrapped in (DDP, torch.compile, PEFT) or sharded by (DTensor), its tensors come out under the
-names of a Hugging Face checkpoint, so that whoever can load the model can take them. Adapters are merged one module at
-a time into copies; the policy's own parameters are never written to. Not here: where the tensors go
+Whatever the policy is wrapped in (DDP, torch.compile, PEFT) or sharded by (FSDP2, ZeRO-3), its tensors come out under
+the names of a Hugging Face checkpoint, so that whoever can load the model can take them. Adapters are merged one module
+at a time into copies; the policy's own parameters are never written to. Not here: where the tensors go
 (`covey.rollout.engines`), or when (`covey.trainers.weight_sync`).
 """
 
@@ -41,6 +41,7 @@ def weight_update(
             there is no adapter, or several are active, and one was to be sent.
     """
     model = unwrapped(model)
+    reshard(model)
     base = base_model(model)
     if not adapter_only:
         _check_not_quantised(base, is_adapted=base is not model)
@@ -74,7 +75,26 @@ def has_adapter(model: Any) -> bool:
 
 def is_sharded(model: Any) -> bool:
     """Whether a pass over the weights takes all processes."""
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    return any(is_shard(parameter) for parameter in model.parameters())
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether this process holds a part of it: a DTensor, as FSDP2 makes them, or a parameter of ZeRO-3."""
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of weights that FSDP2 has put together and keeps, as it does with the last ones after a forward pass."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """The shape of all shards together."""
+    return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def active_adapter(model: Any) -> str:
@@ -178,7 +198,7 @@ def _model_parts(base: nn.Module, merge: bool) -> list[_Part]:
     for prefix, source in _sources(base, merge):
         names = []
         for key, tensor in source.now().items():
-            name = _clean(f"{prefix}.{key}" if prefix else key)
+            name = checkpoint_name(f"{prefix}.{key}" if prefix else key)
             if not (name in tied and id(tensor) in seen):
                 names.append((key, name))
             seen.add(id(tensor))
@@ -203,7 +223,7 @@ class _Source:
 def _module_part(source: _Source, names: list[tuple[str, str]]) -> _Part:
     def make() -> dict[str, Tensor]:
         state = (source.merged or source.now)()
-        return {name: _whole(state[key]) for key, name in names}
+        return {name: whole(state[key]) for key, name in names}
 
     state = source.now()
     return _Part({name: _meta(state[key]) for key, name in names}, make)
@@ -254,7 +274,7 @@ def _twin(module: nn.Module) -> Any:
         if isinstance(value, (list, dict)):
             _set(twin, name, copy.copy(value))
     # A tensor that two modules share is copied twice here: each copy is merged at most once.
-    parameters = {k: p if p is None else nn.Parameter(_whole(p).clone(), False) for k, p in module._parameters.items()}
+    parameters = {k: p if p is None else nn.Parameter(whole(p).clone(), False) for k, p in module._parameters.items()}
     _set(twin, "_parameters", parameters)
     _set(twin, "_modules", {k: m if m is None else _twin(m) for k, m in module._modules.items()})
     return twin
@@ -319,11 +339,11 @@ def _adapter_parts(model: Any, name: str) -> list[_Part]:
     state = get_peft_model_state_dict(
         model, state_dict=model.state_dict(keep_vars=True), adapter_name=name, save_embedding_layers=False
     )
-    return [_one(_clean(key), tensor) for key, tensor in state.items()]
+    return [_one(checkpoint_name(key), tensor) for key, tensor in state.items()]
 
 
 def _one(name: str, tensor: Tensor) -> _Part:
-    return _Part({name: _meta(tensor)}, lambda: {name: _whole(tensor)})
+    return _Part({name: _meta(tensor)}, lambda: {name: whole(tensor)})
 
 
 def _plain(value: Any) -> Any:
@@ -361,17 +381,25 @@ def _check_not_quantised(base: Any, is_adapted: bool) -> None:
     )
 
 
-def _clean(name: str) -> str:
+def checkpoint_name(name: str) -> str:
+    """A parameter's name without those of modules that wrap others."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """The tensor from all its shards; under sharding every process must ask for it."""
-    gather = getattr(tensor, "full_tensor", None)
-    return (gather() if gather is not None else tensor).detach()
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor from all its shards, on the device that they are gathered on; every process must ask for it."""
+    if hasattr(tensor, "ds_id"):
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    if not hasattr(tensor, "full_tensor"):
+        return tensor.detach()
+    shard: Any = tensor.detach()
+    return shard.to(shard.device_mesh.device_type).full_tensor()  # shards may be kept on the CPU, which has no NCCL
 
 
 def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")

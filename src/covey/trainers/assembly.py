@@ -39,6 +39,7 @@ from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.read_ahead import prompt_source
 from covey.trainers.sampler import check_enough
 from covey.trainers.servers import generation_extras
+from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
 from covey.trainers.staleness import refuse_shared_weights
 from covey.trainers.weight_sync import WeightSync
 
@@ -88,20 +89,6 @@ def refuse_environments(environment_factory: Any) -> None:
         )
 
 
-def refuse_sharding(trainer: Any) -> None:
-    """Weights spread over processes come with a later version: the built-in engine samples from whole ones.
-
-    Raises:
-        ValueError: FSDP or DeepSpeed is on, by config or by accelerate's launcher.
-    """
-    for name, enabled in (("FSDP", trainer.is_fsdp_enabled), ("DeepSpeed", trainer.is_deepspeed_enabled)):
-        if enabled:
-            raise ValueError(
-                f"{name} is not yet supported: this version trains whole models, on one process or on several with DDP."
-                f" Launch without {name}; a `peft_config` saves most of the optimizer's memory."
-            )
-
-
 def build_collectives(trainer: Any) -> Collectives:
     """How this run's processes meet; `ddp_timeout` is how long one waits for the others."""
     ranks = trainer.accelerator
@@ -142,20 +129,26 @@ def build_scorer(args: Any, tokenizer: Any, accelerator: Any) -> TokenScorer:
         pad_token_id=tokenizer.pad_token_id,
         chunk_size=args.logprob_chunk_size,
         float32_head=args.cast_lm_head_to_fp32,
+        inside=sharding_of(accelerator).gradients,
     )
 
 
-def build_passes(args: Any, scorer: TokenScorer, accelerator: Any, policy: Callable[[], Any]) -> Passes:
+def build_passes(
+    args: Any, scorer: TokenScorer, accelerator: Any, policy: Callable[[], Any], collectives: Collectives
+) -> Passes:
     """What cuts batches by tokens and survives running out of memory."""
+    sharding = sharding_of(accelerator)
     return Passes(
         lambda: policy().parameters(),
         lambda: scorer.layout,
         accelerator.device.type,
         args.max_tokens_per_micro_batch,
+        most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
+        repeats=not sharding.gradients,
     )
 
 
-def build_reference(args: Any, algorithm: Algorithm, model: Any) -> Reference | None:
+def build_reference(args: Any, algorithm: Algorithm, model: Any, accelerator: Any) -> Reference | None:
     """The reference, if anything is measured against it.
 
     Raises:
@@ -163,7 +156,7 @@ def build_reference(args: Any, algorithm: Algorithm, model: Any) -> Reference | 
     """
     if algorithm.beta == 0:
         return None
-    reference = Reference(model)
+    reference = Reference(model, lambda copy: prepare_frozen(accelerator, copy))
     if args.sync_ref_model and reference.adapter_off:
         raise ValueError(
             "sync_ref_model=True with an adapter: the reference is the model without the adapter and cannot follow it."
@@ -295,16 +288,17 @@ def build_rewards(trainer: Any, reward_funcs: Any, processing_classes: Any) -> R
     if reward_funcs is None:
         raise ValueError("`reward_funcs` is missing: give at least one reward function, reward model or list of them.")
     args = trainer.args
-    suite = RewardSuite(
-        reward_funcs,
-        weights=args.reward_weights,
-        processing_classes=processing_classes,
-        model_init_kwargs=args.model_init_kwargs,
-        timeout=args.reward_timeout,
-        batch_size=args.per_device_train_batch_size,
-        device=trainer.accelerator.device,
-        tokenizer=trainer.processing_class,
-    )
+    with whole_models(trainer.accelerator):
+        suite = RewardSuite(
+            reward_funcs,
+            weights=args.reward_weights,
+            processing_classes=processing_classes,
+            model_init_kwargs=args.model_init_kwargs,
+            timeout=args.reward_timeout,
+            batch_size=args.per_device_train_batch_size,
+            device=trainer.accelerator.device,
+            tokenizer=trainer.processing_class,
+        )
     if args.stream_rewards and not any(isinstance(function, FunctionReward) for function in suite.functions):
         warnings.warn(
             "`stream_rewards=True` has no effect: every reward is a model, and models score a generation as a whole"

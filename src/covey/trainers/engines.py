@@ -3,13 +3,17 @@
 To add one, write a function like those in `ENGINES` and put it there under a name that `engine_of` gives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from covey.policy.gathered import GatheredPolicy
 from covey.policy.loading import end_token_ids
 from covey.rollout.engine import RolloutEngine
 from covey.rollout.engines.native import NativeEngine
 from covey.rollout.engines.stateful import StatefulEngine, is_stateful
+from covey.trainers.parity import AUTOCAST
+from covey.trainers.sharding import sharding_of
 
 
 def build_engine(
@@ -42,6 +46,16 @@ def _built_in(
         "max_context": context,
         "forward_context": accelerator.autocast,
     }
+    if sharding_of(accelerator).weights:
+        gathered = GatheredPolicy(model, policy, AUTOCAST.get(accelerator.mixed_precision))
+
+        @contextmanager
+        def forward_context() -> Iterator[None]:
+            with gathered.whole(), accelerator.autocast():
+                yield
+
+        policy = lambda: gathered.model  # noqa: E731
+        common["forward_context"] = forward_context
     if not is_stateful(model):
         return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, **common)
     if args.speculative_reuse is not None:

@@ -18,6 +18,7 @@ from covey.core.batch import TrainBatch
 from covey.core.ratios import MismatchCorrection, mismatch_weights
 from covey.rollout.engine import EngineTraits, SamplingParams, traits_of
 from covey.trainers.parity import AUTOCAST, EngineCheck, tolerance
+from covey.trainers.sharding import sharding_of
 
 RESHAPING = frozenset(
     {
@@ -113,5 +114,6 @@ def build_engine_check(
         tolerance=tolerance(model.dtype, AUTOCAST.get(trainer.accelerator.mixed_precision), traits.dtype),
         bos_token_id=trainer.processing_class.bos_token_id,
         corrected=trainer.algorithm.objective.correction is not None,
+        together=sharding_of(trainer.accelerator).weights,
         comparable=not (traits.reports_after_cut and reshapes(args, trainer.sampling)),
     )

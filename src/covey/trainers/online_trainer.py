@@ -35,6 +35,7 @@ from covey.trainers.mismatch import build_engine_check, corrected
 from covey.trainers.record import Generation, Share, describe, sampling_entropy
 from covey.trainers.sampler import train_loader
 from covey.trainers.sampling import SampledGenerations
+from covey.trainers.sharding import shard_on_cpu, sharding_of
 from covey.trainers.staleness import check_fresh_enough, fresh_rows, oldest
 
 
@@ -107,7 +108,7 @@ class OnlineTrainer(SampledGenerations):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        assembly.refuse_sharding(self)
+        self.sharding = sharding_of(self.accelerator)
         self.collectives = assembly.build_collectives(self)
         if self.accelerator.device.type == "cpu":
             keep_freed_memory()
@@ -115,7 +116,7 @@ class OnlineTrainer(SampledGenerations):
         self.algorithm: Algorithm = self.make_algorithm(args)
         self.algebra = args.algebra(args.world_size)
         self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator)
-        self.reference = assembly.build_reference(args, self.algorithm, model)
+        self.reference = assembly.build_reference(args, self.algorithm, model, self.accelerator)
         self.collector = assembly.build_collector(self, model, tokenizer, engine, tools, rollout_func)
         engine = self.collector.engine
         self.weight_sync = assembly.build_weight_sync(args, engine, lambda: self.policy, self.collectives)
@@ -124,7 +125,7 @@ class OnlineTrainer(SampledGenerations):
         self.speculation = assembly.build_speculation(args, train_dataset)
         self.rewards = assembly.build_rewards(self, reward_funcs, reward_processing_classes)
         self.entropy = assembly.entropy_controller(args)
-        self.passes = assembly.build_passes(args, self.scorer, self.accelerator, lambda: self.policy)
+        self.passes = assembly.build_passes(args, self.scorer, self.accelerator, lambda: self.policy, self.collectives)
         self.experience = Experience()
         self.rollout_watch = RolloutWatch()
         gather = self.collectives.named
@@ -266,7 +267,12 @@ class OnlineTrainer(SampledGenerations):
             table = generation.table(self.rewards.names, credit.of_completions())
             self.completions.add(self.state.global_step, **table)
 
-    # ---- data, logs, checkpoints -----------------------------------------------------------------------------------
+    # ---- processes, data, logs, checkpoints ------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Called by `Trainer` when it is made."""
+        super().create_accelerator_and_postprocess()
+        shard_on_cpu(self)
 
     @staticmethod
     def _check_data(args: Any, train_dataset: Any, eval_dataset: Any) -> None:

@@ -60,6 +60,7 @@ class Comparison:
         tolerance: mean difference that is taken for rounding.
         bos_token_id: what tokenizers put in front, if anything.
         agreed: an earlier comparison found the two alike.
+        alone: this process may score by itself; else causes that would have to are not looked for.
     """
 
     batch: TrainBatch
@@ -69,6 +70,7 @@ class Comparison:
     tolerance: float
     bos_token_id: int | None = None
     agreed: bool = False
+    alone: bool = True
 
     @property
     def engine(self) -> Tensor:
@@ -122,7 +124,7 @@ def stale_weights(c: Comparison) -> str | None:
 def other_temperature(c: Comparison) -> str | None:
     """The trainer's numbers at another temperature are the engine's."""
     for other in dict.fromkeys((1.0, c.temperature**2, *TEMPERATURES)):
-        if other == c.temperature or not c.explains(c.rescore(c.batch, other)):
+        if not c.alone or other == c.temperature or not c.explains(c.rescore(c.batch, other)):
             continue
         if other == 1.0:
             return (
@@ -152,7 +154,7 @@ def shifted(c: Comparison) -> str | None:
 def beginning_of_text(c: Comparison) -> str | None:
     """The engine saw the prompt with one beginning-of-text token more, or one less."""
     bos = c.bos_token_id
-    if bos is None:
+    if bos is None or not c.alone:
         return None
     for what, prompts in {
         "one beginning-of-text token more": [[bos, *prompt.tolist()] for prompt in c.batch.prompts()],
@@ -249,6 +251,7 @@ class EngineCheck:
         tolerance: largest mean difference in nats.
         bos_token_id: of the tokenizer.
         corrected: the loss makes use of the log-probs, so an engine that reports none is worth a warning.
+        together: scoring takes all processes, each in step with the others.
         comparable: False if the engine reports a distribution that sampling has cut, which nothing here can score.
     """
 
@@ -264,6 +267,7 @@ class EngineCheck:
         tolerance: float,
         bos_token_id: int | None = None,
         corrected: bool = False,
+        together: bool = False,
         comparable: bool = True,
     ):
         self._action = action
@@ -275,6 +279,7 @@ class EngineCheck:
         self._tolerance = tolerance
         self._bos_token_id = bos_token_id
         self._corrected = corrected
+        self._together = together
         self.comparable = comparable
         self._left = CHECKS if action != "off" and comparable else 0
         self._asked = 0
@@ -313,22 +318,24 @@ class EngineCheck:
 
     def _compare(self, batch: TrainBatch) -> str | None:
         """What is wrong, "" if nothing is, None if there is nothing to look at."""
-        if batch.engine_logprobs is None or not batch.num_tokens:
-            return None
-        told = segment_sum(batch.sampled & batch.engine_logprobs.isfinite(), batch.lengths) > 0
-        if told.any():  # rollouts of the user's own making may come without log-probs, beside others that have some
-            batch = batch.select(told.nonzero()[:, 0])
+        reported = batch.engine_logprobs
+        if reported is not None:  # rollouts of the user's own making may come without, beside others that have some
+            told = segment_sum(batch.sampled & reported.isfinite(), batch.lengths) > 0
+            batch = batch.select(told.nonzero()[:, 0]) if told.any() else batch
         few = batch.select(first_and_last(batch))
-        if not len(few):
+        usable = reported is not None and bool(few.sampled.any())
+        scored = self._rescore(few, self._temperature) if usable or self._together else None
+        if not usable or scored is None:
             return None
         comparison = Comparison(
             few,
-            self._rescore(few, self._temperature),
+            scored,
             self._rescore,
             self._temperature,
             self._tolerance,
             self._bos_token_id,
             self._agreed,
+            alone=not self._together,
         )
         if comparison.scored.isnan().any() or (comparison.gap <= self._tolerance and no_numbers(comparison) is None):
             return ""  # NaN of the trainer's own are not the engine's fault

@@ -31,6 +31,9 @@ class Passes:
         device_type: "cpu", "cuda", ...
         max_tokens: most tokens of a pass, as the user set it (`max_tokens_per_micro_batch`); None derives it from the
             padded size of a nominal micro-batch.
+        most: collective: how many passes this process has to how many any has, where a forward pass takes all
+            processes; those that have fewer run idle ones besides. None: processes need not run equally many.
+        repeats: a pass that ran out of memory may be run again, in parts; not where others take part in it.
     """
 
     def __init__(
@@ -39,7 +42,11 @@ class Passes:
         layout: Callable[[], str],
         device_type: str,
         max_tokens: int | None = None,
+        most: Callable[[int], int] | None = None,
+        repeats: bool = True,
     ):
+        self._most = most
+        self._repeats = repeats
         self._parameters = parameters
         self._layout = layout
         self._device_type = device_type
@@ -113,6 +120,8 @@ class Passes:
         """
         values = torch.zeros(batch.num_tokens, device=batch.token_ids.device)
         todo = self._planned(batch, rows)[::-1]
+        for idle in self.idle(batch, len(todo)):
+            score(idle)
         while todo:
             chosen = todo.pop()
             part = batch.select(chosen)
@@ -128,6 +137,11 @@ class Passes:
             self._shrink(part)
             todo.append(chosen)
         return values
+
+    def idle(self, batch: TrainBatch, passes: int) -> list[TrainBatch]:
+        """What a process with so many forward passes runs besides, to take part in those of the others. Collective."""
+        missing = 0 if self._most is None else self._most(passes) - passes
+        return [batch.idle() for _ in range(missing)]
 
     # ---- running out of memory -------------------------------------------------------------------------------------
 
@@ -164,8 +178,14 @@ class Passes:
         """Let the error go on if it is another one, or if there is nothing left to cut."""
         if not is_out_of_memory(error):
             raise error
+        tokens = int(part.prompt_lengths.sum() + part.lengths.sum())
+        if not self._repeats:
+            raise torch.OutOfMemoryError(
+                f"memory does not suffice for a pass over {len(part)} rollouts of {tokens} tokens, and under FSDP or"
+                " DeepSpeed a pass cannot be repeated in parts, as all processes take part in it. Set"
+                f" max_tokens_per_micro_batch={max(1, tokens // 2)} or gradient_checkpointing=True."
+            ) from error
         if len(part) <= 1:
-            tokens = int(part.prompt_lengths.sum() + part.lengths.sum())
             raise torch.OutOfMemoryError(
                 f"memory does not suffice for a single rollout of {tokens} tokens, prompt included. Set"
                 " gradient_checkpointing=True, a smaller max_completion_length, or use_peft/a smaller model."

@@ -27,6 +27,7 @@ from covey.trainers.evaluation import SampledEvaluation
 from covey.trainers.experience import Experience, nominal_parts, pool
 from covey.trainers.gradients import average_gradients
 from covey.trainers.passes import Passes
+from covey.trainers.sharding import Sharding
 
 
 class PolicyUpdates(SampledEvaluation):
@@ -38,6 +39,7 @@ class PolicyUpdates(SampledEvaluation):
     experience: Experience
     entropy: EntropyController
     phases: PhaseTimer
+    sharding: Sharding
     _entropy_known: bool
     """The engine measured entropies while sampling this generation."""
     _layouts_agree = False
@@ -134,9 +136,11 @@ class PolicyUpdates(SampledEvaluation):
         if self.accelerator.is_main_process:
             mine.skipped_tokens, mine.skipped_rows = stretch.skipped_tokens, stretch.skipped_rows
         planned = self.passes.plan(mine, rows, at_least=most)
-        self.experience.spread(planned, micro_steps)
         self._step_passes += len(planned)
         self.metrics.add(self._plan_stats(planned, mine.skipped_rows), "train")
+        if self.sharding.gradients:
+            planned += [stretch.idle() for _ in range(most - len(planned))]
+        self.experience.spread(planned, micro_steps)
 
     def _plan_stats(self, planned: list[TrainBatch], skipped: int) -> dict[str, Stat]:
         tokens = sum(pass_tokens(part, range(len(part)), self.scorer.layout) for part in planned)
@@ -164,9 +168,11 @@ class PolicyUpdates(SampledEvaluation):
         if isinstance(model, DistributedDataParallel):
             model = model.module  # no collective in a pass: processes need not run equally many
         loss = torch.zeros((), device=self.accelerator.device)
-        for part in passes:
-            loss = loss + self.passes.run(part, backward)
-        if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
+        for number, part in enumerate(passes, 1):
+            with self.sharding.around_pass(self.accelerator, model, last=number == len(passes)):
+                loss = loss + self.passes.run(part, backward)
+        averaged = self.sharding.gradients or self.accelerator.num_processes == 1
+        if self.accelerator.sync_gradients and not averaged:
             with self.collectives.together("average the gradients"):
                 average_gradients([p for p in self.policy.parameters() if p.requires_grad])
         return loss
@@ -182,6 +188,7 @@ class PolicyUpdates(SampledEvaluation):
         self._settle_layout(batch)
         kept = batch if self._every_rollout_counts else batch.without_signal_dropped()
         parts = self.passes.plan(kept, self._rows_per_part)
+        parts += self.passes.idle(batch, len(parts))
         return sum(self.passes.run(part, forward).item() for part in parts)
 
     def _settle_layout(self, batch: TrainBatch) -> None:

@@ -19,7 +19,7 @@ from covey.trainers import checks
 from covey.trainers.config import groups
 from covey.trainers.config.algebra import BatchAlgebra, planned_world_size, steps_of
 from covey.trainers.config.aliases import AcceptsAliases
-from covey.trainers.config.hardware import has_accelerator, multiplies_bf16
+from covey.trainers.config.hardware import by_deepspeed, has_accelerator, launched, multiplies_bf16
 
 DICT_FIELDS = (
     "model_init_kwargs",
@@ -190,6 +190,12 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
                 setattr(self, new, getattr(self, old))
 
     def _settle_hardware(self) -> None:
+        if launched() and not has_accelerator():
+            if by_deepspeed():  # it comes to a CPU by another way than the rest of accelerate
+                self.use_cpu, self.bf16 = False, bool(self.bf16)
+                self.ddp_backend = self.ddp_backend or "gloo"
+            else:
+                self.use_cpu = True  # else each process would take itself for the only one
         if self.bf16 is None:
             self.bf16 = not self.fp16 and multiplies_bf16(self.use_cpu)
             if self.bf16 and not has_accelerator():

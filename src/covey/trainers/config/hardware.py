@@ -1,5 +1,6 @@
-"""What the machine's arithmetic units can do."""
+"""What the machine's arithmetic units can do, and who has launched this process on it."""
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,16 @@ _CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
 def has_accelerator() -> bool:
     """Whether something other than a CPU is there to compute on."""
     return torch.accelerator.is_available()
+
+
+def launched() -> bool:
+    """Whether a launcher (torchrun, `accelerate launch`, DeepSpeed's) has started this process as one of a run's."""
+    return int(os.environ.get("LOCAL_RANK", "-1")) >= 0
+
+
+def by_deepspeed() -> bool:
+    """Whether it was launched to be trained by DeepSpeed."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def multiplies_bf16(use_cpu: bool = False) -> bool:

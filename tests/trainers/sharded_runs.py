@@ -1,0 +1,133 @@
+"""Runs of a tiny model whose weights are the same however many processes hold them, and in which way.
+
+Usage under a launcher: sharded_runs.py OUTPUT CASE [CASE ...]
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import runs
+import torch
+
+import tiny
+from covey.core.batch import TrainBatch
+from covey.policy.weights import is_sharded, weight_update
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sums_of_odd(prompts, completion_ids, **kwargs):
+    """Prompts of even numbers give no signal."""
+    return [float(sum(ids) % 7 * (int(p[0]) % 2)) for p, ids in zip(prompts, completion_ids, strict=True)]
+
+
+def signal_of_seven(prompts, completion_ids, **kwargs):
+    """One prompt of eight gives a signal, and of its completions one: most processes have nothing to train on."""
+    return [float(p.startswith("7") and sum(ids) % 4 == 1) for p, ids in zip(prompts, completion_ids, strict=True)]
+
+
+def lora():
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+BASE = {
+    "max_steps": 5,
+    "gradient_accumulation_steps": 2,
+    "optim": "adamw_torch",
+    "adam_epsilon": 1e-4,  # a step of Adam's is then no sign of noise where a gradient is nearly 0
+    "max_grad_norm": 0.5,
+    "max_tokens_per_micro_batch": 60,
+}
+CASES = {
+    "grpo": {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5},
+    "rloo": {"method": "rloo", "num_iterations": 2, "gradient_checkpointing": True},
+    "grpo, lora": {"peft": True, "beta": 0.05},
+    "rloo, lora": {"method": "rloo", "peft": True, "beta": 0.05, "gradient_checkpointing": True},
+    # 6 prompts are 3 micro-steps: the second update of an epoch has one. 3 prompts of evaluation: the last is alone.
+    "uneven last batches": {
+        "steps_per_generation": 1,
+        "train_dataset": tiny.rows(6),
+        "eval_dataset": tiny.rows(3),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "attn_layout": "padded",
+    },
+    "a rank with no signal": {"reward_funcs": signal_of_seven, "beta": 0.0, "tie_word_embeddings": False},
+    "a rank whose completions are all truncated": {"mask_truncated_completions": True, "reward_funcs": runs.longer},
+    "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "method": "rloo"},
+    "a head of its own": {"tie_word_embeddings": False, "cast_lm_head_to_fp32": True, "num_generations": 8},
+}
+
+
+def train(case, output):
+    """Train one case in this process or, under a launcher, together with the others."""
+    settings = {**BASE, "per_device_train_batch_size": 8 // PROCESSES, "per_device_eval_batch_size": 8 // PROCESSES}
+    settings |= CASES[case]
+    parts = {name: settings.pop(name) for name in ("train_dataset", "eval_dataset", "reward_funcs") if name in settings}
+    parts.setdefault("reward_funcs", sums_of_odd)
+    if "tie_word_embeddings" in settings:
+        parts["model"] = tiny.model(tie_word_embeddings=settings.pop("tie_word_embeddings"))
+    if settings.pop("peft", False):
+        parts["peft_config"] = lora()
+    trained = runs.trainer(output, settings.pop("method", "grpo"), parts=parts, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained.train()
+    return trained
+
+
+class IdlePasses:
+    """Counts those that processes run to keep step with others, by case."""
+
+    def __init__(self):
+        self.count = 0
+        make = TrainBatch.idle
+
+        def idle(batch):
+            self.count += 1
+            return make(batch)
+
+        TrainBatch.idle = idle
+
+    def take(self):
+        """How many there were at any process since the last time."""
+        found = [None] * PROCESSES
+        torch.distributed.all_gather_object(found, self.count)
+        self.count = 0
+        return found
+
+
+def outcome(trained):
+    """What every way of holding the weights must agree on, and how they were held."""
+    policy = trained.policy
+    weights = {name: tensor.clone() for name, tensor in weight_update(policy, 0).tensors()}
+    names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "eval_reward", "eval_loss", "learning_rate")
+    held = sum(part_of(parameter).numel() for parameter in policy.parameters())
+    return {
+        "weights": weights,
+        "history": {name: runs.history(trained, name) for name in names},
+        "sharding": trained.sharding.name,
+        "sharded": is_sharded(policy),
+        "share": held / sum(parameter.numel() for parameter in tiny.model().parameters()),
+    }
+
+
+def part_of(parameter):
+    """What this process holds of a parameter."""
+    return getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    found, idle = {}, IdlePasses()
+    for case in sys.argv[2:]:
+        done = train(case, folder / case)
+        found[case] = {**outcome(done), "idle": idle.take()}
+    if done.accelerator.is_main_process:
+        torch.save(found, folder / "result.pt")
+    torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter
