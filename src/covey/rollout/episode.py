@@ -306,7 +306,9 @@ class Episode:
                 " turn into the prompt, `engine.begin(prompt)`, and what comes before any other into one `write`."
             )
         template = self.engine._template(self.tools)
-        return [*(template.ending() if self._open else ()), *template.continuation(messages)]
+        if self._open:
+            return [*template.ending(), *template.continuation(messages)]
+        return template.continuation(messages, ended_with=self.completion_ids[-1] if self.completion_ids else None)
 
     def _encoded(self, text: str) -> list[int]:
         return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -76,12 +76,14 @@ class TurnTemplate:
                 " as they were, or set unstable_chat_template='keep' and keep them yourself wherever the model is used."
             )
 
-    def continuation(self, results: Sequence[Message]) -> list[int]:
+    def continuation(self, results: Sequence[Message], ended_with: int | None = None) -> list[int]:
         """Tokens that follow a sampled turn, whose last token ended it, up to where the policy goes on.
 
         Args:
             results: messages that answer the turn: of tools, or of a user. Their texts cannot hold control tokens:
                 one is broken up by a zero-width space, so that a result cannot end its own turn.
+            ended_with: the turn's last token, if known. Where the template begins the results with it (FunctionGemma's
+                does with `<start_function_response>`), it is not said twice.
 
         Raises:
             ValueError: the template cannot render them.
@@ -93,7 +95,8 @@ class TurnTemplate:
             if len(shown) == 1:
                 raise
             text = self._after_one_call(shown)
-        return self._encode_after_end(text)
+        ids = self._encode_after_end(text)
+        return ids[1:] if ended_with is not None and ids[:1] == [ended_with] else ids
 
     def ending(self) -> list[int]:
         """Tokens that end a turn which the policy has not ended itself; `continuation` follows them.
@@ -138,8 +141,9 @@ class TurnTemplate:
         turn = turn or self._turn(results)
         alone, whole = self._render([*before, turn], False), self._render([*before, turn, *results], answer)
         begin, _, cut = self._end_of_turn(alone)
-        ended = alone[begin:cut]
-        at = whole.find(ended)  # the first one: what is before it holds no marks, whatever the results hold
+        ended, at = alone[begin:cut], -1
+        for _ in range(alone[:cut].count(ended)):  # calls may look alike; what comes after them, the results may hold
+            at = whole.find(ended, at + 1)
         if begin < 0 or at < 0:
             raise ValueError(f"the chat template changes a turn when results follow: {_difference(alone, whole)}")
         return whole[at + len(ended) :]
