@@ -14,6 +14,7 @@ from covey.trainers.ahead import SamplingAhead, Schedule
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.read_ahead import prompt_source
 from covey.trainers.sampler import train_loader
+from covey.trainers.watching import Watched
 
 EIGHT = tiny.rows(8)
 
@@ -58,7 +59,7 @@ class Run:
             max_staleness,
             next_key=lambda: ("train", next(self.keys)),
             send_weights=self._send,
-            stream=lambda: None,
+            watch=Watched,
             waiting=nullcontext,
         )
         self.loader = train_loader(rows, self.a, 0, shuffle=True, seed=1, starts=True)

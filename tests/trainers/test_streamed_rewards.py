@@ -138,3 +138,31 @@ def test_a_rollout_is_scored_while_its_siblings_go_on(tmp_path, kind):
     trained.train()
     assert calls == [1] * 8
     assert runs.history(trained, "rollouts/failed") == [0.0]
+
+
+def test_a_log_and_the_timeline_tell_what_was_scored_beside_sampling(tmp_path):
+    @per_completion
+    async def judge(completions, **kwargs):
+        await asyncio.sleep(0.05)
+        return [1.0] * len(completions)
+
+    async def waits(row, engine):
+        episode = engine.begin()
+        await episode.sample()
+        await asyncio.sleep(0.2 * engine.sibling)
+        return episode.done()
+
+    def run(name, function):
+        parts = {"reward_funcs": function, "rollout_func": waits}
+        trained = runs.trainer(tmp_path / name, max_steps=2, num_generations=4, parts=parts)
+        trained.train()
+        return trained
+
+    trained = run("marked", judge)
+    # Of the four calls of a group, 0.05 s each and 0.2 s apart, the last begins when no rollout is under way any more.
+    assert all(overlap > 0.1 for overlap in runs.history(trained, "overlap/reward"))
+    timeline = trained.timeline
+    assert timeline.lanes() == ["trainer", "rollouts", "judge"]
+    assert len(timeline.spans("rollouts")) == 8 and len(timeline.spans("judge")) == 8
+    assert {"generate", "reward", "train"} <= {name for name, _ in timeline.spans("trainer")}
+    assert runs.history(run("unmarked", runs.longer), "overlap/reward") == []

@@ -178,15 +178,17 @@ def write_results(output_dir: Path, trainer: Any, before: list[Any], after: list
     """The curves, the page and, last of all, `summary.json`."""
     from covey.observability.plots import plot_curves
     from covey.observability.report import write_report
+    from covey.observability.timeline import plot_timeline
 
     history = trainer.state.log_history
     curves = plot_curves(history, output_dir / "curves.png", title="SmolLM2-135M-Instruct learns one-digit sums")
+    timeline = plot_timeline(trainer.timeline, output_dir / "timeline.png")
     write_report(
         output_dir / "summary.html",
         title="Covey demo: SmolLM2-135M-Instruct learns one-digit sums",
         config=trainer.args.to_dict(),
         log_history=history,
-        figures=[curves],
+        figures=[curves, *([timeline] if timeline else [])],
         before=before[:SHOWN],
         after=after[:SHOWN],
         summary={

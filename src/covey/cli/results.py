@@ -15,7 +15,7 @@ SHOWN = 8
 
 
 def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> None:
-    """Write `curves.png` and `summary.html` into the output folder, and print where everything is.
+    """Write `curves.png`, `timeline.png` and `summary.html` into the output folder, and print where everything is.
 
     Args:
         trainer: after training.
@@ -25,6 +25,7 @@ def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> N
     from covey.observability.advice import advice
     from covey.observability.plots import plot_curves
     from covey.observability.report import write_report
+    from covey.observability.timeline import plot_timeline
 
     assert run.args.output_dir is not None, "transformers fills it in"
     output_dir = Path(run.args.output_dir)
@@ -32,13 +33,14 @@ def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> N
     title = f"{run.method.upper()}: {run.model}"
     figures = [plot_curves(history, output_dir / "curves.png", title)] if _has_rewards(history) else []
     weights = dict(zip(trainer.rewards.names, trainer.rewards.weights.tolist(), strict=True))
+    timeline = plot_timeline(trainer.timeline, output_dir / "timeline.png")
     before, after = samples(output_dir / "completions", weights, trainer.state.global_step, since)
     report = write_report(
         output_dir / "summary.html",
         title=title,
         config=settings(run),
         log_history=history,
-        figures=figures,
+        figures=[*figures, *([timeline] if timeline else [])],
         before=before,
         after=after,
         summary=key_figures(history),

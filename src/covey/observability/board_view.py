@@ -29,6 +29,7 @@ def board_view(
     figures: list[tuple[str, str]],
     evaluations: dict[str, list[tuple[str, str]]],
     phases: dict[str, float],
+    overlaps: dict[str, float] | None = None,
 ) -> RenderableType:
     """Everything, one part below the other; a part without values is left out.
 
@@ -39,6 +40,7 @@ def board_view(
         figures: labels and formatted values.
         evaluations: the same by name of the evaluation set ("" for one without).
         phases: seconds by phase.
+        overlaps: seconds of a phase's work that was done beside another phase.
     """
     left = "estimating" if seconds_left is None else duration(seconds_left)
     bar = Table.grid(padding=(0, 2))
@@ -57,7 +59,7 @@ def board_view(
     for name, values in evaluations.items():
         parts.append(Text.assemble((f"eval {name}  ".ljust(7), "dim"), _figures(values)))
     if sum(phases.values()) > 0:
-        parts.append(phase_bar(phases))
+        parts.append(phase_bar(phases, overlaps))
     return Group(*parts)
 
 
@@ -86,8 +88,13 @@ def sparkline(values: list[float]) -> str:
     )
 
 
-def phase_bar(phases: dict[str, float]) -> Text:
-    """A bar divided like the time, with a legend; phases in order of time spent."""
+def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None) -> Text:
+    """A bar divided like the time, with a legend; phases in order of time spent.
+
+    Example:
+        >>> phase_bar({"generate": 3.0, "reward": 1.0}, {"reward": 2.0}).plain.split("  ", 1)[1].strip()
+        '██████████████████████████████  ■ generate 75%  ■ reward 25% (+50% beside)'
+    """
     total = sum(phases.values())
     ordered = sorted(phases.items(), key=lambda item: -item[1])
     bar, legend, end = Text.assemble(("time   ", "dim")), Text(), 0.0
@@ -97,6 +104,8 @@ def phase_bar(phases: dict[str, float]) -> Text:
         colour = PHASE_COLOURS.get(name, "white")
         bar.append("█" * cells, style=colour)
         legend.append("  ■ ", style=colour).append(f"{name} {seconds / total:.0%}")
+        if beside := (overlaps or {}).get(name):
+            legend.append(f" (+{beside / total:.0%} beside)", style="dim")
     return bar + legend
 
 

@@ -79,7 +79,14 @@ class Board:
 
     def phases(self) -> dict[str, float]:
         """Seconds by phase in the last window."""
-        return {name.removeprefix("phase/"): value for name, value in self.logs.items() if name.startswith("phase/")}
+        return self._named("phase/")
+
+    def overlaps(self) -> dict[str, float]:
+        """Seconds in the last window in which a phase's work was done beside another phase."""
+        return self._named("overlap/")
+
+    def _named(self, start: str) -> dict[str, float]:
+        return {name.removeprefix(start): value for name, value in self.logs.items() if name.startswith(start)}
 
 
 def readable(logs: dict[str, float]) -> list[tuple[str, str]]:
@@ -217,6 +224,7 @@ class _Drawing:
             figures=board.figures(),
             evaluations={name: readable(metrics) for name, metrics in board.evaluations.items()},
             phases=board.phases(),
+            overlaps=board.overlaps(),
         )
 
 

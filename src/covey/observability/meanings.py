@@ -81,6 +81,9 @@ METRIC_MEANINGS: dict[str, str] = {
     "is sampled), score (log-probabilities under the old and the reference policy), train (forward, backward and "
     "optimizer), wait (with max_staleness: for samples that are not there yet; near 0 when training is what takes the "
     "time).",
+    "overlap/reward": "Seconds between two logs in which reward functions worked while rollouts of the same generation "
+    "were still under way: time that phase/reward would have cost in addition. With functions marked per_completion, "
+    "or stream_rewards.",
     "passes/count": "Forward and backward passes per optimizer step in one process. Unlike gradient_accumulation_steps "
     "it follows from the tokens there are to train on.",
     "passes/tokens": "Mean number of tokens in such a pass, prompts included; max_tokens_per_micro_batch bounds it.",

@@ -14,6 +14,7 @@ class PhaseTimer:
     Args:
         clock: seconds since some fixed moment.
         notice: called with the name of each phase that begins or goes on.
+        span: called with name, begin and end of every stretch of time that is charged to a phase.
 
     Example:
         >>> phases = PhaseTimer()
@@ -25,10 +26,14 @@ class PhaseTimer:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, notice: Callable[[str], None] = lambda name: None
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        notice: Callable[[str], None] = lambda name: None,
+        span: Callable[[str, float, float], None] = lambda name, begin, end: None,
     ):
         self._clock = clock
         self._notice = notice
+        self._span = span
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._since = 0.0
@@ -63,4 +68,5 @@ class PhaseTimer:
         now = self._clock()
         if name := self.current:
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+            self._span(name, self._since, now)
         self._since = now

@@ -97,7 +97,7 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
     reward, *others = PANELS
     panels = [_with_evaluations(reward, log_history), *others, *_reward_panels(log_history)]
     panels = [panel for panel in panels if _has_curve(log_history, panel)]
-    phases = _phases(log_history)
+    phases, overlap = _phases(log_history), _phases(log_history, "overlap/")
     count = len(panels) + bool(phases[1])
     if not count:
         raise ValueError("the logs hold no metric to draw; was anything logged (logging_steps, logging_strategy)?")
@@ -111,6 +111,7 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
         _draw_panel(axis, log_history, panel)
     if phases[1]:
         _draw_phases(axes[-1], *phases)
+        _draw_overlap(axes[-1], *overlap)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -210,19 +211,35 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _phases(log_history: list[dict[str, Any]]) -> tuple[list[float], dict[str, list[float]]]:
+def _phases(log_history: list[dict[str, Any]], start: str = "phase/") -> tuple[list[float], dict[str, list[float]]]:
     """Steps of the logs that hold times, and the seconds of every phase there."""
     entries = [entry for entry in log_history if any(key.startswith("phase/") for key in entry)]
-    names = dict.fromkeys(key for entry in entries for key in entry if key.startswith("phase/"))
+    names = dict.fromkeys(key for entry in entries for key in entry if key.startswith(start))
     steps = [float(entry.get("step", index)) for index, entry in enumerate(entries)]
-    return steps, {name.removeprefix("phase/"): [entry.get(name, 0.0) for entry in entries] for name in names}
+    return steps, {name.removeprefix(start): [entry.get(name, 0.0) for entry in entries] for name in names}
+
+
+def _widths(steps: list[float]) -> list[float]:
+    """Optimizer steps that each log is about."""
+    widths = [step - before for step, before in zip(steps, [0.0, *steps[:-1]], strict=True)]
+    return [width if width > 0 else 1.0 for width in widths]
+
+
+def _draw_overlap(axis: Any, steps: list[float], seconds: dict[str, list[float]]) -> None:
+    """Work that was done beside a phase: a line across the bars, since it adds nothing to their height."""
+    widths = _widths(steps)
+    for name, values in seconds.items():
+        per_step = [value / width for value, width in zip(values, widths, strict=True)]
+        if any(per_step):
+            begins = [step - width for step, width in zip(steps, widths, strict=True)]
+            axis.hlines(per_step, begins, steps, color=INK, linewidth=1.2, linestyle=":", label=f"{name} beside")
+            axis.legend(fontsize=7.5, frameon=False, ncols=3, loc="upper left", labelcolor=INK, columnspacing=1)
 
 
 def _draw_phases(axis: Any, steps: list[float], seconds: dict[str, list[float]]) -> None:
     """Seconds per optimizer step, phases stacked."""
     _style(axis, "Seconds per step by phase")
-    widths = [step - before for step, before in zip(steps, [0.0, *steps[:-1]], strict=True)]
-    widths = [width if width > 0 else 1.0 for width in widths]
+    widths = _widths(steps)
     ordered = sorted(seconds, key=lambda name: -sum(seconds[name]))
     base = [0.0] * len(steps)
     for colour, name in zip(_cycle(len(ordered)), ordered, strict=True):

@@ -23,6 +23,10 @@ MAX_PROMPT, MAX_COMPLETION = 1200, 3000
 """Characters shown of a prompt and of a completion."""
 
 
+HEADINGS = {"timeline": "The latest generation over time"}
+"""Above a figure, by its file's name; above any other stands Curves."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One completion to show.
@@ -96,8 +100,9 @@ def _key_figures(summary: Mapping[str, Any]) -> str:
 
 def _figure(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode("ascii")
+    heading = HEADINGS.get(path.stem, "Curves")
     return (
-        f'<section><h2>Curves</h2><img alt="Training curves from {_text(path.name)}" '
+        f'<section><h2>{heading}</h2><img alt="{heading} from {_text(path.name)}" '
         f'src="data:image/png;base64,{data}"></section>\n'
     )
 

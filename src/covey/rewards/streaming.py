@@ -23,7 +23,7 @@ LATE_PARTS = 3
 """After this many calls in which an ordinary function was late, it is not called for the rest of the generation."""
 
 Span = tuple[float, float]
-"""Begin and end of a call, by `time.monotonic`."""
+"""Begin and end of a call, by `time.perf_counter`."""
 
 
 class RewardStream:
@@ -128,9 +128,9 @@ class _AsyncLane:
 
     def start(self, batch: RewardBatch) -> "Future[Outcome]":
         future = self._loop.start(score_async(self._function, batch, self._state, self._timeout))
-        begun = time.monotonic()
-        self._begun[future] = begun, len(batch)
-        future.add_done_callback(lambda _: self.spans.append((begun, time.monotonic())))
+        self._begun[future] = time.monotonic(), len(batch)
+        begun = time.perf_counter()
+        future.add_done_callback(lambda _: self.spans.append((begun, time.perf_counter())))
         return future
 
     def result(self, future: "Future[Outcome]") -> Outcome:
@@ -183,8 +183,8 @@ class _ThreadLane:
     def _score(self, batch: RewardBatch) -> Outcome:
         if self._late >= LATE_PARTS:
             return Outcome.timed_out(len(batch), 0.0)
-        begun = time.monotonic()
+        begun = time.perf_counter()
         outcome = score(self._function, batch, self._state, self._timeout, self._call)
-        self.spans.append((begun, time.monotonic()))
+        self.spans.append((begun, time.perf_counter()))
         self._late += bool(outcome.timeouts)
         return outcome

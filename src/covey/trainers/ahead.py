@@ -18,17 +18,17 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from covey.core.rollout import FinishReason, Rollout
-from covey.rewards.streaming import RewardStream
 from covey.rollout.background import SamplingThread
 from covey.rollout.collector import Collector, Draw
 from covey.rollout.engine import SamplingParams, traits_of
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.read_ahead import PromptSource
+from covey.trainers.watching import Watched
 
 SUBMITTED = 30.0
 """Seconds that a launch waits for the engine to have been given its requests. It goes on without, which only means that
@@ -75,7 +75,7 @@ class Flight:
         version: of the weights that it was launched with.
         draws: of this process.
         work: the rollouts, in the draws' order.
-        stream: scores rollouts as they end; None where rewards wait for the generation's turn.
+        watched: hears of rollouts as they end.
     """
 
     generation: int
@@ -83,7 +83,7 @@ class Flight:
     version: int
     draws: list[Draw]
     work: "Future[list[Rollout]]"
-    stream: RewardStream | None = None
+    watched: Watched = field(default_factory=Watched)
 
     def rollouts(self) -> list[Rollout]:
         """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
@@ -117,7 +117,7 @@ class SamplingAhead:
             more.
         next_key: names the samples of one more generation.
         send_weights: (version) brings the engine's weights up to date. Collective where several processes train.
-        stream: begins to score a generation's rollouts as they end, if that is wanted.
+        watch: makes what hears of a generation's rollouts as they end.
         waiting: a context that counts the time in which nothing but sampling goes on.
     """
 
@@ -131,7 +131,7 @@ class SamplingAhead:
         *,
         next_key: Callable[[], tuple[str, int]],
         send_weights: Callable[[int], None],
-        stream: Callable[[], RewardStream | None],
+        watch: Callable[[], Watched],
         waiting: Callable[[], AbstractContextManager[None]],
     ):
         self.max_staleness = max_staleness
@@ -141,7 +141,7 @@ class SamplingAhead:
         self._schedule = schedule
         self._next_key = next_key
         self._send_weights = send_weights
-        self._stream = stream
+        self._watch = watch
         self._waiting = waiting
         self._thread = SamplingThread()
         self._in_front = collector.run
@@ -248,17 +248,16 @@ class SamplingAhead:
 
     def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[Draw]) -> None:
         """Launch a generation, and wait until the engine has its requests: what comes next comes after them."""
-        submitted, stream = threading.Event(), self._stream()
-        work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, stream))
+        submitted, watched = threading.Event(), self._watch()
+        work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, watched))
         work.add_done_callback(lambda _: submitted.set())
-        self._flights.append(Flight(generation, key, version, draws, work, stream))
+        self._flights.append(Flight(generation, key, version, draws, work, watched))
         submitted.wait(SUBMITTED)
 
     def _give_up(self) -> None:
         for flight in self._flights:
             flight.work.cancel()
-            if flight.stream is not None:
-                flight.stream.__exit__()
+            flight.watched.__exit__()
         self._flights.clear()
 
     def _restart(self, generation: int, version: int) -> None:

@@ -41,6 +41,7 @@ from covey.trainers.sampler import check_enough
 from covey.trainers.servers import generation_extras
 from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
 from covey.trainers.staleness import refuse_shared_weights
+from covey.trainers.watching import Watched
 from covey.trainers.weight_sync import WeightSync
 
 __all__ = ["load_tokenizer"]
@@ -205,7 +206,7 @@ def build_ahead(
         args.max_staleness,
         next_key=next_key,
         send_weights=send_weights,
-        stream=lambda: trainer.rewards.stream(trainer.state, args.stream_rewards),
+        watch=lambda: Watched(trainer.rewards.stream(trainer.state, args.stream_rewards)),
         waiting=lambda: trainer.phases("wait"),
     )
 

@@ -19,6 +19,7 @@ from covey.core.ragged import segment_sum
 from covey.core.stats import Max, Mean
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
+from covey.observability.timeline import Timeline
 from covey.policy.loading import has_dropout
 from covey.rollout.collector import Draw
 from covey.rollout.engine import traits_of
@@ -130,7 +131,8 @@ class OnlineTrainer(SampledGenerations):
         self.rollout_watch = RolloutWatch()
         gather = self.collectives.named
         self.metrics = MetricLog(gather("put the metrics together"))
-        self.phases = PhaseTimer(notice=self.collectives.note)
+        self.timeline = Timeline()
+        self.phases = PhaseTimer(notice=self.collectives.note, span=self.timeline.phase)
         self.completions = assembly.build_completions(args, self.is_world_process_zero())
         self.num_tokens = 0
         self._generations = {"train": 0, "eval": 0}
@@ -303,6 +305,7 @@ class OnlineTrainer(SampledGenerations):
         """Add the window's metrics to what Hugging Face logs, and write down its completions."""
         if "loss" in logs:
             self.metrics.add({f"phase/{name}": Max(s) for name, s in self.phases.drain().items()}, "train")
+            self.metrics.add({f"overlap/{name}": Max(s) for name, s in self.timeline.drain().items()}, "train")
             logs = {**logs, **self.metrics.drain("train")}
             self.completions.publish(self.state.global_step)
         super().log(logs, start_time)

@@ -5,16 +5,17 @@ Not here: what is launched ahead, and when (`covey.trainers.ahead`), and what be
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from covey.core.batch import collate
 from covey.observability.metrics import MetricLog
+from covey.observability.timeline import Timeline
 from covey.rewards import RewardSuite
-from covey.rewards.streaming import RewardStream
 from covey.rollout.batch_function import BatchFunction
 from covey.rollout.collector import Collector, Draw
 from covey.rollout.engine import SamplingParams
@@ -28,6 +29,7 @@ from covey.trainers.record import Notes
 from covey.trainers.sampler import started
 from covey.trainers.staleness import staleness_stats
 from covey.trainers.updates import PolicyUpdates
+from covey.trainers.watching import Watched
 from covey.trainers.weight_sync import WeightSync
 
 PROBE_ROWS, PROBE_TOKENS = 4, 32
@@ -44,6 +46,7 @@ class SampledGenerations(PolicyUpdates):
     metrics: MetricLog
     weight_sync: WeightSync
     engine_check: EngineCheck
+    timeline: Timeline
     rollout_watch: RolloutWatch
     ahead: SamplingAhead | None = None
     """What is sampled while a generation is trained on, with `max_staleness` above 0."""
@@ -58,19 +61,23 @@ class SampledGenerations(PolicyUpdates):
         reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
         ahead = flight if number == 0 else None
         notes = Notes()
-        with self._saying_when(key), self._reward_stream(ahead) as stream:
+        if number == 0 and self.model.training:
+            self.timeline.begin(perf_counter())
+        with self._saying_when(key), self._watched(ahead) as watched:
             if ahead is not None:
                 rollouts = ahead.rollouts()
                 self.metrics.add(staleness_stats(rollouts, self.state.global_step), "train")
             else:
                 self._bring_weights()
                 with self.phases("generate"):
-                    rollouts = self.collector.collect(draws, self.sampling, key, reuse, stream)
+                    rollouts = self.collector.collect(draws, self.sampling, key, reuse, watched)
             if self.collector.agency is not None:
                 self.rollout_watch.judge(rollouts)
                 self.metrics.add(agent_stats(rollouts, self.collector.agency), self.mode)
             with self.phases("reward"):
-                scored = self.rewards([draw.row for draw in draws], rollouts, notes.context(self.state), stream)
+                rows = [draw.row for draw in draws]
+                scored = self.rewards(rows, rollouts, notes.context(self.state), watched.stream)
+            watched.tell(self.timeline, self.rewards.names)
         drafts = reuse_stats(rollouts) if reuse is not None else {}
         self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
         return Sampled(draws, rollouts, without_failed(scored.rewards, rollouts), notes.columns, scored.steps)
@@ -111,11 +118,11 @@ class SampledGenerations(PolicyUpdates):
             error.add_note(f"This was at step {self.state.global_step}, in {key[0]} generation {key[1]}.")
             raise
 
-    def _reward_stream(self, ahead: Flight | None) -> AbstractContextManager[RewardStream | None]:
-        """What has scored the rollouts of this round as they ended, or will; None where they are scored together."""
+    def _watched(self, ahead: Flight | None) -> Watched:
+        """What hears, or has heard, of the rollouts of this round as they end."""
         if ahead is not None:
-            return ahead.stream or nullcontext()
-        return self.rewards.stream(self.state, self.args.stream_rewards) or nullcontext()
+            return ahead.watched
+        return Watched(self.rewards.stream(self.state, self.args.stream_rewards))
 
     def _generation_key(self) -> tuple[str, int]:
         """A name for this generation that no other has: its samples are seeded with it."""
