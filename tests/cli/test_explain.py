@@ -174,6 +174,9 @@ def test_the_rows_of_local_data_are_counted(run_file, data, capsys):
         (["--dataset", "none.jsonl"], "will fail: there is no data file or folder 'none.jsonl'"),
         (["--reward_funcs", "exact_match"], "did you mean 'exact_match_reward'?"),
         (["--reward_funcs", "get_repetition_penalty_reward"], "is a factory"),
+        (["--tools", "none.py:add"], "will fail: tool file"),
+        (["--tools", "os:getcwd", "json:dumps"], "tool 'dumps' cannot be described"),
+        (["--rollout_func", "operator.nothing"], "'nothing' does not exist. There: "),
         (["--per_device_train_batch_size", "32"], "has 7 prompt(s) but one generation draws 16"),
     ],
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,9 +12,35 @@ import pytest
 from covey.cli.config_file import RUN_KEYS, config_of
 from covey.cli.main import main
 from covey.cli.results import key_figures, samples
-from covey.cli.train import adapter, resume_from, rewards, take_config
+from covey.cli.train import adapter, read_run, resume_from, rewards, take_config, train
 from covey.cli.train_help import help_text
 
+ACTING = '''
+from covey.rollout.tools.tool import Tool
+
+seen = []
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+by_hand = Tool("look", {"type": "function", "function": {"name": "look", "parameters": {}}}, lambda: "nothing")
+number = 5
+
+
+async def play(row, engine):
+    episode = engine.begin()
+    await episode.sample()
+    seen.append(row["prompt"])
+    return episode.done()
+'''
 REWARD = "def brief(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
 
 
@@ -84,6 +111,48 @@ def test_mistakes_are_one_line_and_no_traceback(run_file, capsys, flags, message
     shown = [line for line in error if line.startswith("covey: error:")]
     assert len(shown) == 1 and message in shown[0]
     assert "Traceback" not in "".join(error)
+
+
+@pytest.fixture
+def acting(run_file):
+    (run_file.parent / "acting.py").write_text(ACTING)
+    messages = ({"prompt": [{"role": "user", "content": f"{i}+1="}]} for i in range(8))
+    (run_file.parent / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in messages))
+    return [str(run_file), "--dataset", "chats.jsonl"]
+
+
+@pytest.mark.filterwarnings("ignore:the chat template does not tell the model about tools")
+def test_tools_are_named_like_rewards(acting, capsys):
+    flags = ["--tools", "acting.py:add", "acting.py:by_hand", "--max_tool_calling_iterations", "2", "--max_steps", "1"]
+    trained = train(read_run(acting[0], [*acting[1:], *flags], "grpo"))
+    assert list(trained.collector.agency.play.toolbox.tools) == ["add", "look"]
+    assert trained.collector.agency.play.max_iterations == 2
+    assert "rollouts/turns" in trained.state.log_history[0]
+    report = (Path(trained.args.output_dir) / "summary.html").read_text()
+    assert "acting.py:add, acting.py:by_hand" in report
+
+
+def test_a_rollout_function_is_named_like_a_reward(acting):
+    from covey.core.references import resolve
+
+    assert main(["rloo", *acting, "--rollout_func", "acting.py:play", "--max_steps", "1"]) == 0
+    assert len(resolve("acting.py:seen", "list", needs_call=False)) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tools", "acting.py:addd"], "tool 'acting.py:addd': 'addd' does not exist. There: Tool, add, play"),
+        (["--tools", "nothing.py:add"], "nothing.py' does not exist"),
+        (["--tools", "add"], "tool 'add' names no function. Write 'path/to/file.py:name'"),
+        (["--tools", "acting.py:number"], "tools must be functions"),
+        (["--rollout_func", "acting.py:number"], "rollout_func 'acting.py:number': 'number' is not callable"),
+        (["--rollout_func", "acting.py:play", "--tools", "acting.py:add"], "give one of the two"),
+    ],
+)
+def test_what_names_no_function_is_told(acting, capsys, flags, message):
+    assert main(["grpo", *acting, *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_what_a_run_lacks_is_asked_for(tmp_path, capsys):

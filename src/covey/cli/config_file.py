@@ -31,9 +31,14 @@ RUN_KEYS = {
     "dataset_split": "Split of the dataset to train on.",
     "eval_dataset": "Evaluation prompts, given like `dataset`; without it there is no evaluation.",
     "reward_funcs": "Reward functions: built-in names, import paths (package.module.function), model ids or folders.",
+    "tools": "Functions that the model may call, each as path/to/file.py:name or package.module:name.",
+    "rollout_func": "A function that plays rollouts in the place of the built-in loop, named like a tool.",
     "peft": "Train a LoRA adapter instead of all weights: arguments of peft.LoraConfig (a mapping or JSON).",
 }
 """What a run file holds beside config fields."""
+
+_LISTS = ("reward_funcs", "tools")
+"""Those of which there may be several."""
 
 _OTHER_NAMES = {
     "model_name_or_path": "model",
@@ -54,6 +59,8 @@ class RunConfig:
         dataset_split: split of `dataset`.
         eval_dataset: hub id or file, or None.
         reward_funcs: names and import paths, as written.
+        tools: import paths, as written.
+        rollout_func: an import path, or None.
         peft: arguments of `peft.LoraConfig`, or None.
         args: the `GRPOConfig` or `RLOOConfig`.
     """
@@ -64,6 +71,8 @@ class RunConfig:
     dataset_split: str
     eval_dataset: str | None
     reward_funcs: list[Any]
+    tools: list[Any]
+    rollout_func: Any
     peft: dict[str, Any] | None
     args: OnlineConfig
 
@@ -117,6 +126,8 @@ def load_run(
         dataset_split=run.get("dataset_split") or "train",
         eval_dataset=run.get("eval_dataset"),
         reward_funcs=_as_list(run.get("reward_funcs")),
+        tools=_as_list(run.get("tools")),
+        rollout_func=run.get("rollout_func"),
         peft=_as_mapping("peft", run.get("peft")),
         args=args,
     )
@@ -172,7 +183,7 @@ def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
 
     parser = Parser([config_class], add_help=False, allow_abbrev=False)  # type: ignore[list-item]
     for key, help in RUN_KEYS.items():
-        parser.add_argument(f"--{key}", nargs="+" if key == "reward_funcs" else None, help=help)
+        parser.add_argument(f"--{key}", nargs="+" if key in _LISTS else None, help=help)
     for other, key in _OTHER_NAMES.items():
         parser.add_argument(f"--{other}", dest=key, help=argparse.SUPPRESS)
     fields = {field.name for field in dataclasses.fields(config_class)}

@@ -1,4 +1,4 @@
-"""Whether a run would start: its data and rewards, as far as this machine can tell without going online.
+"""Whether a run would start: its data, rewards and tools, as far as this machine can tell without going online.
 
 What is here is loaded and counted; what would be fetched is named as not checked. Models are not loaded.
 """
@@ -49,6 +49,9 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
         _check_enough(start, algebra)
     for name in run.reward_funcs:
         _check_reward(name, start)
+    for kind, reference in [*(("tool", tool) for tool in run.tools), ("rollout_func", run.rollout_func)]:
+        if reference:
+            _check_named(reference, kind, start)
     if run.model and not Path(run.model).is_dir():
         start.unchecked.append(f"model {run.model!r}, which is no folder here and so comes from the hub")
     return start
@@ -87,3 +90,15 @@ def _check_reward(name: object, start: Start) -> None:
         return
     if isinstance(found, str) and not Path(found).is_dir():
         start.unchecked.append(f"reward {found!r}, which names no function and so is a reward model from the hub")
+
+
+def _check_named(reference: object, kind: str, start: Start) -> None:
+    from covey.cli.train import named
+    from covey.rollout.tools.tool import Tool
+
+    try:
+        found = named(reference, kind)
+        if kind == "tool":
+            Tool.of(found)
+    except Exception as error:  # a user's module may raise anything when it is imported
+        start.problems.append(str(error) if isinstance(error, ValueError) else f"{kind} {reference!r}: {error!r}")

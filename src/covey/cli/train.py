@@ -110,6 +110,8 @@ def build_trainer(run: RunConfig) -> Any:
         args=run.args,
         train_dataset=load_rows(run.dataset, run.dataset_split),
         eval_dataset=load_rows(run.eval_dataset, None) if run.eval_dataset else None,
+        tools=[named(tool, "tool") for tool in run.tools] or None,
+        rollout_func=named(run.rollout_func, "rollout_func") if run.rollout_func else None,
         peft_config=adapter(run.peft),
     )
 
@@ -129,6 +131,23 @@ def rewards(names: Sequence[Any]) -> list[Any]:
                 "[accuracy_reward]` or `['get_cosine_scaled_reward(max_len=512)']`."
             )
     return [resolve_reward(name) for name in names]
+
+
+def named(reference: Any, kind: str) -> Any:
+    """What a run names: a function, or a tool with a schema of its own.
+
+    Args:
+        reference: `path/to/file.py:name`, `module:name` or `module.name`.
+        kind: what it is to be, for messages.
+
+    Raises:
+        ValueError: something that is no name, or names nothing.
+    """
+    from covey.core.references import FORMS, resolve
+
+    if not isinstance(reference, str):
+        raise ValueError(f"{kind} {reference!r} is a {type(reference).__name__}; name a function as {FORMS}.")
+    return resolve(reference, kind, needs_call=kind != "tool")
 
 
 def adapter(settings: dict[str, Any] | None) -> Any:

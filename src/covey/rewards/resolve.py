@@ -2,16 +2,12 @@
 
 import ast
 import difflib
-import functools
 import importlib
-import importlib.util
 import inspect
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
+from covey.core.references import is_reference, resolve
 from covey.core.registry import Registry
 
 BUILT_IN: Registry[str] = Registry("built-in reward function")
@@ -74,58 +70,12 @@ def _look_up(reference: str) -> Callable | str:
         return getattr(importlib.import_module(BUILT_IN[reference]), reference)
     if os.path.isdir(reference):
         return reference
-    source, colon, attribute = reference.rpartition(":")
-    if colon and source.endswith(".py"):
-        return _attribute(_load_file(Path(source).resolve()), attribute, reference)
-    if colon and _is_dotted(source):
-        return _attribute(_import(source, reference), attribute, reference)
-    if "." in reference and _is_dotted(reference):
-        source, _, attribute = reference.rpartition(".")
-        return _attribute(_import(source, reference), attribute, reference)
+    if is_reference(reference):
+        return resolve(reference, "reward", FORMS)
     close = difflib.get_close_matches(reference, BUILT_IN, n=1)
     if close and "/" not in reference:
         raise ValueError(f"reward {reference!r} is unknown; did you mean {close[0]!r}? A reward is {FORMS}.")
     return reference
-
-
-def _is_dotted(text: str) -> bool:
-    return all(part.isidentifier() for part in text.split("."))
-
-
-def _import(module: str, reference: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
-            raise  # the module is there; something it imports is not
-        raise ValueError(f"reward {reference!r}: there is no module {error.name!r}. A reward is {FORMS}.") from error
-
-
-@functools.cache
-def _load_file(path: Path) -> Any:
-    """The module in a file, run once."""
-    if not path.is_file():
-        raise ValueError(f"reward file {str(path)!r} does not exist.")
-    name = path.stem if path.stem not in sys.modules else f"reward_file_{path.stem}"  # never replace a module
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that what it defines can be pickled
-    spec.loader.exec_module(module)
-    return module
-
-
-def _attribute(module: Any, attribute: str, reference: str) -> Callable:
-    found = getattr(module, attribute, None)
-    if callable(found):
-        return found
-    functions = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
-    what = "is not callable" if hasattr(module, attribute) else "does not exist"
-    raise ValueError(
-        f"reward {reference!r}: {attribute!r} {what}. There: {', '.join(functions[:30]) or 'no functions'}."
-    )
 
 
 def _refuse_factory(found: Callable, reference: str) -> None:
