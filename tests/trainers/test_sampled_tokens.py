@@ -19,12 +19,13 @@ import tiny
 from covey.algorithms import grpo, rloo
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate
 from covey.core.objective import LossInputs, policy_loss
-from covey.core.ragged import expand, segment_sum
+from covey.core.ragged import segment_sum
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
 from covey.rollout.engine import EngineTraits, SamplingParams
 from covey.rollout.engines.scripted import ScriptedEngine
+from covey.trainers.credit import Scores, assign_credit
 from covey.trainers.experience import weigh
 from covey.trainers.mismatch import corrected
 from covey.trainers.record import sampling_entropy
@@ -50,6 +51,7 @@ SMOOTH = {
     "dapo with an entropy bonus": {"loss_type": "dapo", "entropy_coef": 0.1},
     "luspo by sequences": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "sapo": {"loss_type": "sapo"},
+    "dapo with credit for steps": {"loss_type": "dapo", "steps": True},
     "gmpo": {"loss_type": "gmpo"},
     "rloo": {"method": "rloo", "beta": 0.05},
 }
@@ -59,6 +61,8 @@ LOSSES = {  # these hold some of their numbers fixed, so that their gradient is 
     "vespo": {"loss_type": "vespo"},
     "dapo by sequences and tokens": {"loss_type": "dapo", "importance_sampling_level": "sequence_token"},
 }
+STEPS = [{0: pairs} for pairs in ([(1, 0.5), (3, 0.0), (5, 1.0)], [(0, 1.0)], [(3, 0.0)], [], [(1, 2.0)], [], [], [])]
+"""Rewarded steps of each: some end at a token that the policy did not sample."""
 STEP = 1e-5
 
 
@@ -83,7 +87,7 @@ class Step:
 
     def __post_init__(self) -> None:
         settings = {**COMMON, "mask_truncated_completions": True, **self.settings}
-        method = settings.pop("method", "grpo")
+        method, self.steps = settings.pop("method", "grpo"), settings.pop("steps", False)
         self.config = runs.config("unused", method, **settings)
         made = (grpo if method == "grpo" else rloo).algorithm(self.config)
         self.algorithm = corrected(made, self.config, EngineTraits(), SamplingParams(max_tokens=6))
@@ -105,11 +109,13 @@ class Step:
                 batch.old_logprobs, batch.engine_logprobs, batch.sampled, batch.lengths
             )
             batch.mismatch_weights = weights.weights
-        rewards_PGF = torch.tensor([1.0, 0.0, 0.5, 0.25, 0.0, 1.0, 1.0, 0.0]).view(2, 4, 1)
-        kl_B = segment_sum(torch.where(batch.sampled, batch.old_logprobs - batch.ref_logprobs, 0.0), batch.lengths)
-        kl_PG = kl_B.view(2, 4) if self.algorithm.kl_in_reward else None
-        advantages = self.algorithm.advantages(rewards_PGF, torch.ones(1), kl_PG).flatten().double()
-        batch.advantages = expand(advantages, batch.lengths)
+        rewards = torch.tensor([1.0, 0.0, 0.5, 0.25, 0.0, 1.0, 1.0, 0.0])[:, None]
+        kl = segment_sum(torch.where(batch.sampled, batch.old_logprobs - batch.ref_logprobs, 0.0), batch.lengths)
+        scores = Scores(rewards, STEPS if self.steps else [{}] * 8, batch.lengths.tolist())
+        credit = assign_credit(
+            self.algorithm, torch.ones(1), scores, 4, kl.float() if self.algorithm.kl_in_reward else None
+        )
+        batch.advantages = credit.of_tokens(slice(None)).double()
         weigh(
             batch,
             self.algorithm.weighting,
@@ -238,6 +244,7 @@ def test_every_number_that_a_loss_may_look_at_is_tried():
     batches = [Step("packed", settings).batch for settings in LOSSES.values()]
     tried = {field for batch in batches for field in TOKEN_FIELDS[2:] if getattr(batch, field) is not None}
     assert tried == {*TOKEN_FIELDS[2:]}
+    assert len(Step("packed", LOSSES["dapo with credit for steps"]).batch.advantages[:6].unique()) == 3
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------
