@@ -25,7 +25,7 @@ from covey.rollout.merging import MergedRequests
 from covey.rollout.prompts import PromptCodec, is_conversational
 from covey.rollout.seeds import sample_seed
 from covey.rollout.speculation import Speculation
-from covey.rollout.tools.execution import Raised, TimedOut
+from covey.rollout.tools.execution import Raised, TimedOut, describe
 from covey.rollout.tools.template import TurnTemplates
 
 T = TypeVar("T")
@@ -356,9 +356,7 @@ def _describe(error: BaseException, timeout: float) -> str:
     """What failed, in words."""
     if isinstance(error, TimedOut | TimeoutError):
         return f"the rollout took longer than rollout_timeout={timeout:g} s"
-    if isinstance(error, Raised):
-        error = error.error
-    return f"{type(error).__name__}: {error}"
+    return error.text if isinstance(error, Raised) else describe(error)
 
 
 def _siblings(draws: Sequence[Draw]) -> list[Siblings]:

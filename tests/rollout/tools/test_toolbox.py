@@ -1,6 +1,7 @@
 """Tools: described, checked, called under a deadline; whatever they do, the policy gets an answer."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -308,10 +309,56 @@ class Point:
         ("half \ud83d", "half ?"),
         ("x" * 30, "x" * 20 + "\n[10 more characters left out]"),
         (["y" * 30], '["yyyyyyyyyyyyyyyyyy\n[14 more characters left out]'),
+        (["y"] * 100, '["y", "y", "y", "y",\n[more characters left out]'),
     ],
 )
 def test_results_of_any_type_become_text(result, text):
     assert answer(lambda: result, max_result_chars=20).content == text
+
+
+def nested(depth, width):
+    """A list of lists with width ** depth members at the end."""
+    result = []
+    for _ in range(depth):
+        result = [result] * width
+    return result
+
+
+def itself():
+    result = []
+    result.append(result)
+    return result
+
+
+class Liar(str):
+    def __len__(self):
+        return -1
+
+    def encode(self, *args):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: nested(60, 2), "[[[[[[[[[[[[[[[[[[[[\n[more characters left out]"),
+        (lambda: [object, nested(60, 2)], "[<class 'object'>, [\n[more characters left out]"),
+        (itself, "[...]"),
+        (lambda: ({object}, (3,), collections.deque([{1: 2}])), "({<class 'object'>},\n[23 more characters left out]"),
+        (lambda: nested(100_000, 1), "[[[[[[[[[[[[[[[[[[[[\n[more characters left out]"),
+        (lambda: [0] * 10**8, "[0, 0, 0, 0, 0, 0, 0\n[more characters left out]"),
+        (lambda: Liar("fine"), "fine"),
+    ],
+)
+def test_results_without_end_are_rendered_as_far_as_they_are_shown(make, text):
+    assert answer(make, max_result_chars=20).content == text
+
+
+def test_a_coroutine_that_is_returned_is_awaited():
+    async def outer():
+        return wait(0.01)
+
+    assert answer(lambda: wait(0.01)).content == answer(outer).content == "awake"
 
 
 def test_images_stay_images():
@@ -363,6 +410,7 @@ def recursive():
         (raising(Unprintable()), "Error: Unprintable"),
         (lambda: sys.exit("out"), "Error: SystemExit: out"),
         (Unshowable, "Error: ValueError: not shown"),
+        (lambda: (number for number in ()), "Error: TypeError: the tool returned a generator"),
         (lambda missing: 1, "Error: TypeError"),
         (recursive, "Error: RecursionError"),
         (raising(ValueError("z" * 10_000)), "zzz..."),

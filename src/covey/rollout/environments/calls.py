@@ -92,7 +92,7 @@ class Caller:
         except TimedOut:
             raise EnvironmentFailed(f"{name} took longer than tool_timeout={self.seconds:g} s") from None
         except Raised as raised:
-            raise EnvironmentFailed(f"{name} raised {describe(raised.error)}") from raised.error
+            raise EnvironmentFailed(f"{name} raised {raised.text}") from raised.error
 
     async def raw_call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The same, for callers that tell failures apart.
@@ -156,13 +156,3 @@ class Caller:
 
     def _lose(self, name: str) -> None:
         self.lost = self.lost or f"{name} was given up after {self.seconds:g} s or less, and may still be at work"
-
-
-def describe(error: BaseException) -> str:
-    """Kind and message of an exception, even of one that cannot be printed."""
-    try:
-        text = str(error)
-    except Exception:
-        text = ""
-    kind = type(error).__name__
-    return f"{kind}: {text[:500]}" if text else kind

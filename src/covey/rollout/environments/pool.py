@@ -16,8 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from covey.rollout.environments.calls import Caller, EnvironmentFailed, describe
-from covey.rollout.tools.execution import CoroutineLoop
+from covey.rollout.environments.calls import Caller, EnvironmentFailed
+from covey.rollout.tools.execution import CoroutineLoop, describe
 
 CLOSING_GRACE = 1.0
 """Seconds beyond the deadline of `close` that the pool waits for all of them."""

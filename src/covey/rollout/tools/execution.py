@@ -10,9 +10,11 @@ import contextvars
 import ctypes
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,10 +26,16 @@ class TimedOut(Exception):
 
 
 class Raised(Exception):
-    """The code raised. `error` is what: wrapped, since not every exception may pass through a coroutine."""
+    """The code raised.
+
+    Attributes:
+        error: what, wrapped, since not every exception may pass through a coroutine.
+        text: kind and message, as `describe` gives them: read where the code ran, under its deadline.
+    """
 
     def __init__(self, error: BaseException):
-        super().__init__(repr(type(error)))
+        self.text = describe(error)
+        super().__init__(self.text)
         self.error = error
 
 
@@ -35,36 +43,58 @@ class _Stop(BaseException):
     """Raised within a late thread. Not an `Exception`, so that a tool's own `except Exception` cannot swallow it."""
 
 
+DESCRIBED = 500
+"""Characters of an exception's message that are kept."""
+
+
+def describe(error: BaseException) -> str:
+    """Kind and message of an exception, even of one that cannot be printed. The message is the exception's own code."""
+    kind = type(error).__name__
+    try:
+        text = str.__str__(str(error))
+    except BaseException:  # whatever it raises, this is about the first one
+        return kind
+    if len(text) > DESCRIBED:
+        text = f"{text[:DESCRIBED]}..."
+    return f"{kind}: {text}" if text else kind
+
+
 async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
     """Return `function()`, run on a new thread; raise `TimedOut` once `seconds` have passed, `Raised` if it raises.
 
-    A late thread is told to stop, which reaches Python code and not a call into C that does not return.
+    A late thread is told to stop, which reaches Python code and not a call into C that does not return. Code that
+    catches that, as a bare `except` does, is told again whenever something else is run.
     """
     future: Future[T] = Future()
     context = contextvars.copy_context()
 
     def work() -> None:
-        try:
-            settle(future, result=context.run(function))
-        except BaseException as error:  # SystemExit too: it must not pass for an answer
-            settle(future, error=error)
+        with suppress(_Stop):  # it may come when all is done
+            try:
+                settle(future, result=context.run(function))
+            except BaseException as error:  # SystemExit too: it must not pass for an answer
+                settle(future, error=error)
 
+    _stop_late_ones()
     thread = threading.Thread(target=work, name="covey-tool", daemon=True)
     thread.start()
     try:
         return await _within(future, seconds)
     except (TimedOut, asyncio.CancelledError):
         stop_thread(thread)
+        _late.add(thread)
         raise
 
 
 async def _within(future: "Future[T]", seconds: float) -> T:
     waiting = asyncio.wrap_future(future)
-    await asyncio.wait({waiting}, timeout=max(seconds, 0.0))
-    if not waiting.done():
-        waiting.cancel()
+    try:
+        await asyncio.wait({waiting}, timeout=max(seconds, 0.0))
+        if waiting.done():
+            return waiting.result()
         raise TimedOut
-    return waiting.result()
+    finally:
+        waiting.cancel()  # nobody will ask what becomes of it
 
 
 def settle(future: "Future[Any]", result: Any = None, error: BaseException | None = None) -> None:
@@ -77,6 +107,18 @@ def stop_thread(thread: threading.Thread) -> None:
     """Stop the Python code that a thread runs; a call into C that does not return goes on."""
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
+
+
+_late: set[threading.Thread] = set()
+"""Threads that were told to stop and may not have."""
+
+
+def _stop_late_ones() -> None:
+    for thread in list(_late):
+        if thread.is_alive():
+            stop_thread(thread)
+        else:
+            _late.discard(thread)
 
 
 class Handover:
@@ -125,11 +167,14 @@ class Handovers:
 
 
 class CoroutineLoop:
-    """An event loop on a daemon thread, shared by the async tools of a run and started with the first call."""
+    """An event loop on a daemon thread, shared by the async tools of a run and started with the first call.
+
+    It lives until `close`, or until nobody refers to this object any more.
+    """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._served: _Served | None = None
+        self._lock = threading.Lock()
         self._handovers = Handovers()
 
     async def run(self, start: Callable[[], Awaitable[T]], seconds: float) -> T:
@@ -139,7 +184,8 @@ class CoroutineLoop:
         it blocks the loop, the next call gets a new one; other calls that are under way on the blocked loop wait for it
         until their own deadlines.
         """
-        loop, thread = self._running()
+        served = self._running()
+        loop = served.loop
         future: Future[T] = Future()
         task: list[asyncio.Task[None]] = []
 
@@ -151,47 +197,122 @@ class CoroutineLoop:
 
         there = self._handovers.to(loop)
         there.give(lambda: task.append(loop.create_task(work())))
-        try:
-            return await _within(future, seconds)
-        except (TimedOut, asyncio.CancelledError):
-            there.give(lambda: task[0].cancel())
-            if not await _responds(loop):
-                if self._loop is loop:
-                    self._loop = None
-                stop_thread(thread)
-            raise
+        with served.used():
+            try:
+                return await _within(future, seconds)
+            except (TimedOut, asyncio.CancelledError):
+                there.give(lambda: task[0].cancel())
+                if not await _responds(loop):
+                    self._abandon(served)
+                raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Run a coroutine on the loop and come back at once. For code that is trusted not to block."""
-        return asyncio.run_coroutine_threadsafe(work, self._running()[0])
+        return asyncio.run_coroutine_threadsafe(work, self._running().loop)
 
     def close(self) -> None:
         """Let the thread end; the next call starts another."""
-        loop, self._loop, self._thread = self._loop, None, None
-        if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+        with self._lock:
+            served, self._served = self._served, None
+        if served is not None:
+            served.end()
 
     def is_here(self) -> bool:
         """Whether this code runs on the loop's thread, where nothing may wait for the loop."""
-        return threading.current_thread() is self._thread
+        return self._served is not None and threading.current_thread() is self._served.thread
 
-    def _running(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-        if self._loop is None or self._thread is None or not self._thread.is_alive():
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="covey-async-tools", daemon=True)
-            self._thread.start()
-        return self._loop, self._thread
+    def _running(self) -> "_Served":
+        with self._lock:
+            if self._served is None or not self._served.thread.is_alive():
+                self._served = _Served(weakref.ref(self))
+            return self._served
+
+    def _abandon(self, served: "_Served") -> None:
+        """Have the next call start another loop; this one ends with the last call that is under way on it."""
+        with self._lock:
+            if self._served is served:
+                self._served = None
+        served.unwanted = True
+        stop_thread(served.thread)
+
+
+class _Served:
+    """An event loop and the thread that runs it, whatever code on it raises.
+
+    Args:
+        owner: it ends soon after nobody refers to that any more.
+
+    Attributes:
+        loop, thread: as above.
+        unwanted: it ends as soon as nobody uses it.
+    """
+
+    def __init__(self, owner: "weakref.ref[CoroutineLoop]") -> None:
+        self.loop = asyncio.new_event_loop()
+        self.unwanted = False
+        self._ending = threading.Event()
+        self._users = 0
+        self._lock = threading.Lock()
+        # The thread refers to none of us, so that all can be collected as garbage.
+        work = partial(_serve, self.loop, self._ending, owner)
+        self.thread = threading.Thread(target=work, name="covey-async-tools", daemon=True)
+        self.thread.start()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within this context the loop is needed."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                idle = not self._users
+            if idle and self.unwanted:
+                self.end()
+
+    def end(self) -> None:
+        """Give up what is under way, and let the thread end as soon as nothing blocks it."""
+        self._ending.set()
+        with suppress(RuntimeError):  # it has ended
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 _RESPONSE_SECONDS = 1.0
+_LOOK_SECONDS = 1.0
+
+
+def _serve(loop: asyncio.AbstractEventLoop, ending: threading.Event, owner: "weakref.ref[CoroutineLoop]") -> None:
+    """Run a loop until it is to end. A task that raises SystemExit or stops the loop does not end it for the others."""
+
+    def look() -> None:  # and no finalizer, which would run in the middle of whatever code collects garbage
+        if owner() is None:
+            ending.set()
+            loop.stop()
+        loop.call_later(_LOOK_SECONDS, look)
+
+    with suppress(_Stop):
+        loop.call_soon(look)
+        while not (ending.is_set() or loop.is_closed()):
+            with suppress(BaseException):
+                loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        with suppress(BaseException):
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks, timeout=_RESPONSE_SECONDS))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 async def _responds(loop: asyncio.AbstractEventLoop) -> bool:
     answer: Future[None] = Future()
-    loop.call_soon_threadsafe(lambda: settle(answer))
     try:
+        loop.call_soon_threadsafe(lambda: settle(answer))
         await _within(answer, _RESPONSE_SECONDS)
-    except TimedOut:
+    except (TimedOut, RuntimeError):  # the latter from a loop that is closed
         return False
     return True
 

@@ -1,12 +1,32 @@
-"""What a tool returned, as the content of a message: text, or text and images."""
+"""What a tool returned, as the content of a message: text, or text and images.
 
+A result may be of any size, nested without end, or broken: rendering stops as soon as there is more text than is
+shown. It runs the result's own code (`__str__`, `__repr__`), so it belongs under the tool's deadline.
+"""
+
+import collections
 import dataclasses
+import inspect
 import json
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 Content = str | list[dict[str, Any]]
 """A text, or parts `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`."""
+
+BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"),
+    tuple: ("(", ")"),
+    set: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+    collections.deque: ("deque([", "])"),
+}
+DEPTH = 50
+"""Containers that JSON cannot hold are shown down to this depth."""
+MOST_PARTS = 1000
+"""Members of a list that are looked at for images, and shown if there are any."""
 
 
 def content_of(result: Any, limit: int) -> Content:
@@ -17,34 +37,88 @@ def content_of(result: Any, limit: int) -> Content:
 
     Args:
         result: what the tool returned.
-        limit: characters of text that are kept of each part; a note says how many were left out.
+        limit: characters of text that are kept of each part; a note says what was left out.
+
+    Raises:
+        TypeError: it is a generator, which is the promise of a result.
+        Exception: whatever printing it raises.
     """
-    if isinstance(result, list | tuple) and any(_is_image(item) or _is_part(item) for item in result):
-        return [_part(item, limit) for item in result]
+    if isinstance(result, list | tuple):
+        first = list(islice(result, MOST_PARTS))
+        if any(_is_image(item) or _is_part(item) for item in first):
+            return [_part(item, limit) for item in first]
     return [_part(result, limit)] if _is_image(result) else text_of(result, limit)
 
 
 def text_of(result: Any, limit: int) -> str:
     """A result as text that every tokenizer can encode."""
+    whole = True
     if isinstance(result, str):
-        text = result
+        text = str.__str__(result)
     elif isinstance(result, bytes | bytearray):
-        text = bytes(result[: 4 * limit]).decode("utf-8", "replace")
+        text = bytes(result[: 4 * limit + 4]).decode("utf-8", "replace")
+    elif inspect.isgenerator(result) or inspect.isasyncgen(result):
+        raise TypeError("the tool returned a generator instead of a result; let it return a list or a string")
     else:
-        try:
-            text = json.dumps(_plain(result), ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError):
-            text = str(result)
-    return _cut(text, limit).encode("utf-8", "replace").decode()
+        text, whole = _printed(result, limit)
+    return _cut(text, limit, whole).encode("utf-8", "replace").decode()
 
 
-def _cut(text: str, limit: int) -> str:
+def _cut(text: str, limit: int, whole: bool) -> str:
     left_out = len(text) - limit
-    return text if left_out <= 0 else f"{text[:limit]}\n[{left_out} more characters left out]"
+    if left_out <= 0:
+        return text
+    return f"{text[:limit]}\n[{f'{left_out} ' if whole else ''}more characters left out]"
+
+
+def _printed(result: Any, limit: int) -> tuple[str, bool]:
+    """As JSON if it can be, else by `str`; containers not far beyond `limit`. And whether that is all of it."""
+    # Written piece by piece in Python: a deadline can stop that, and it may be left in the middle.
+    written = json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(result)
+    try:
+        return _begin(written, 4 * limit)
+    except (TypeError, ValueError, RecursionError):
+        return _begin(_shown(result), 4 * limit)
+
+
+def _begin(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
+    """The first pieces, with `limit` characters or more if there are so many, and whether these are all."""
+    taken: list[str] = []
+    length = 0
+    for piece in pieces:
+        taken.append(piece)
+        length += len(piece)
+        if length > limit:
+            return "".join(taken), False
+    return "".join(taken), True
 
 
 def _plain(result: Any) -> Any:
-    return dataclasses.asdict(result) if dataclasses.is_dataclass(result) and not isinstance(result, type) else result
+    """A data class as a dictionary, one level at a time."""
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    raise TypeError(f"JSON cannot hold {type(result).__name__}")
+
+
+def _shown(value: Any, above: tuple[int, ...] = ()) -> Iterator[str]:
+    """Like `str`, in pieces."""
+    kind = type(value)
+    if kind is not dict and kind not in BRACKETS:
+        yield str.__str__(repr(value) if above else str(value))
+        return
+    if id(value) in above or len(above) == DEPTH:
+        yield "..."
+        return
+    above = (*above, id(value))
+    left, right = BRACKETS.get(kind, ("{", "}"))
+    yield left
+    for number, item in enumerate(value):
+        yield ", " if number else ""
+        yield from _shown(item, above)
+        if kind is dict:
+            yield ": "
+            yield from _shown(value[item], above)
+    yield ",)" if kind is tuple and len(value) == 1 else right
 
 
 def _part(item: Any, limit: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from covey.core.rollout import Message, Rollout
 from covey.core.stats import Mean, Stat
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
-from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, finish, is_async, run_in_thread
+from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, describe, finish, is_async, run_in_thread
 from covey.rollout.tools.results import Content, content_of, text_of
 from covey.rollout.tools.schema import WrongArgument
 from covey.rollout.tools.tool import Tool
@@ -158,9 +158,9 @@ class Toolbox:
         except TimedOut:
             failure, text = Failure.TIMEOUT, f"{name} took longer than {self.timeout:g} s and was given up"
         except Raised as raised:
-            failure, text = Failure.EXCEPTION, _describe(raised.error)
+            failure, text = Failure.EXCEPTION, _short(raised.text)
         except RuntimeError as error:  # no thread could be started
-            failure, text = Failure.EXCEPTION, _describe(error)
+            failure, text = Failure.EXCEPTION, describe(error)
         return _failed(name, number, failure, text, perf_counter() - started)
 
     async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
@@ -169,7 +169,8 @@ class Toolbox:
         if is_async(tool.function):
 
             async def run_async() -> Content:
-                return render(await tool.function(**arguments))
+                result = await tool.function(**arguments)
+                return render(await result if inspect.isawaitable(result) else result)
 
             return await self._loop.run(run_async, self.timeout)
 
@@ -195,12 +196,3 @@ def _call_id(number: int) -> str:
 
 def _short(text: str, limit: int = 500) -> str:
     return text_of(text if len(text) <= limit else f"{text[:limit]}...", limit + 3)
-
-
-def _describe(error: BaseException) -> str:
-    """Kind and message of an exception, even of one that cannot be printed."""
-    try:
-        text = str(error)
-    except Exception:
-        text = ""
-    return _short(f"{type(error).__name__}: {text}" if text else type(error).__name__)
