@@ -61,7 +61,7 @@ LOSSES = {  # these hold some of their numbers fixed, so that their gradient is 
     "vespo": {"loss_type": "vespo"},
     "dapo by sequences and tokens": {"loss_type": "dapo", "importance_sampling_level": "sequence_token"},
 }
-STEPS = [{0: pairs} for pairs in ([(1, 0.5), (3, 0.0), (5, 1.0)], [(0, 1.0)], [(3, 0.0)], [], [(1, 2.0)], [], [], [])]
+STEPS = [{0: pairs} for pairs in ([(1, 0.25), (3, 0.0), (5, 2.0)], [(0, 1.0)], [(3, 0.0)], [], [(1, 2.0)], [], [], [])]
 """Rewarded steps of each: some end at a token that the policy did not sample."""
 STEP = 1e-5
 
