@@ -7,12 +7,13 @@ BIN := .venv/bin
 # vLLM brings a torch and a transformers of its own choice, so it lives apart from the rest.
 VLLM_BIN := .venv-vllm/bin
 SGLANG_BIN := .venv-sglang/bin
+ENVIRONMENTS_BIN := .venv-environments/bin
 # SGLang's package with the plain Python packages that its request classes import. Its kernels need a GPU and stay out.
 SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sentencepiece==0.2.1 loguru
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-slow test-gpu test-vllm test-sglang lint bench clean
+.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments lint bench clean
 
 .venv/torch.done:
 	@echo "Setting up .venv; the first time takes a few minutes."
@@ -76,6 +77,21 @@ test-vllm: .venv-vllm/covey.done
 test-sglang: .venv-sglang/covey.done
 	$(SGLANG_BIN)/python -m pytest -m sglang tests/rollout/remote
 
+.venv-environments/covey.done: .venv-environments/torch.done pyproject.toml
+	@echo "Installing OpenEnv and verifiers into .venv-environments; the first time takes a few minutes."
+	$(ENVIRONMENTS_BIN)/pip install --quiet --disable-pip-version-check -e '.[gym,openenv,verifiers]' marble-v1 'pytest>=8' \
+		'hypothesis>=6.100'
+	touch $@
+
+.venv-environments/torch.done:
+	$(PYTHON) -m venv .venv-environments
+	$(ENVIRONMENTS_BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	touch $@
+
+# Environments of OpenEnv and verifiers from the package index, unmodified; their servers run here.
+test-environments: .venv-environments/covey.done
+	$(ENVIRONMENTS_BIN)/python -m pytest tests/real_environments tests/rollout/environments tests/examples/test_examples.py
+
 .venv/bench.done: .venv/dev.done
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
 	touch $@
@@ -85,4 +101,4 @@ bench: .venv/bench.done
 	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-sglang .venv-environments .pytest_cache .mypy_cache .ruff_cache

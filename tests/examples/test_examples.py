@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
+import tiny
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+NEEDS = {
+    "environment_gym.py": "gymnasium",
+    "environment_openenv.py": "openenv",
+    "environment_verifiers.py": "marble_v1",
+}
+"""What an example needs beside Covey; `make test-environments` has all of it."""
+LONG_PROMPTS = {"environment_verifiers.py"}
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")
 
 
@@ -24,7 +33,10 @@ def run(name, monkeypatch, *flags):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_example_trains(name, tiny_folder, tmp_path, monkeypatch):
-    trainer = run(name, monkeypatch, "--model", tiny_folder, "--max_steps", 2, "--output_dir", tmp_path)
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    model = tiny.folder(tmp_path / "wide", max_position_embeddings=4096) if name in LONG_PROMPTS else tiny_folder
+    trainer = run(name, monkeypatch, "--model", model, "--max_steps", 2, "--output_dir", tmp_path)
     assert trainer.state.global_step == 2
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses and all(loss == loss for loss in losses), "every logged loss is a number"

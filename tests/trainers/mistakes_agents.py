@@ -47,11 +47,6 @@ async def waits(prompts, trainer):
 
 AGENTS = [
     Mistake(
-        "Gave an environment_factory",
-        lambda b: b.build(environment_factory=dict),
-        ("`environment_factory`", "not available in this version", "as `tools`"),
-    ),
-    Mistake(
         "Gave tools and a rollout_func",
         lambda b: conversations(b, tools=[add], rollout_func=nobody),
         ("`tools` would not be called", "give one of the two"),
@@ -100,7 +95,7 @@ AGENTS = [
     Mistake(
         "Set max_tool_calling_iterations without tools",
         lambda b: b.build({"max_tool_calling_iterations": 2}),
-        ("max_tool_calling_iterations=2", "no effect without `tools`"),
+        ("max_tool_calling_iterations=2", "no effect without `tools` or an `environment_factory`"),
         kind=UserWarning,
     ),
     Mistake(

@@ -20,6 +20,7 @@ from mistakes import Bench
 from mistakes_agents import AGENTS
 from mistakes_colocate import COLOCATION, SHOWN_BY_VLLM
 from mistakes_data import DATASETS, REWARDS
+from mistakes_environments import ENVIRONMENTS
 from mistakes_models import ARGUMENTS, MODELS, TOKENIZERS
 from mistakes_remote import REMOTE
 from mistakes_runtime import RUNTIME
@@ -34,6 +35,7 @@ MISTAKES += WEIGHTS
 MISTAKES += COLOCATION
 MISTAKES += REMOTE
 MISTAKES += AGENTS
+MISTAKES += ENVIRONMENTS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 

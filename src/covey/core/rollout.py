@@ -71,6 +71,7 @@ class Rollout:
         turn_ends: where each of the policy's turns ends: the index of its last token among `completion_ids`. Empty
             where nobody says, which means one turn that ends with the completion.
         calls: how many calls of tools had which fate: "ok", or one of `covey.rollout.tools.toolbox.Failure`.
+        prompt: what the episode started from, text or messages, where that need not be the row's prompt; else None.
         error: what failed outside of the policy, in words, where `finish` is ERROR.
         seconds: from the beginning of the rollout to its end, where an agent played it.
         tool_seconds: those of them in which it waited for its tools.
@@ -97,6 +98,7 @@ class Rollout:
     error: str | None = None
     seconds: float = 0.0
     tool_seconds: float = 0.0
+    prompt: str | list[Message] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.sampled) == len(self.completion_ids), "one `sampled` flag per completion token"
@@ -104,6 +106,10 @@ class Rollout:
         assert self.entropies is None or len(self.entropies) == len(self.completion_ids), "one entropy per token"
         assert self.versions is None or len(self.versions) == len(self.completion_ids), "one version per token"
         assert all(0 <= end < len(self.completion_ids) for end in self.turn_ends), "turns end at tokens"
+
+    def asked(self, row: dict[str, Any]) -> Any:
+        """The prompt as reward functions and logs get it: the episode's own, or the row's."""
+        return row.get("prompt") if self.prompt is None else self.prompt
 
     @property
     def truncated(self) -> bool:

@@ -29,6 +29,7 @@ METRIC_MEANINGS: dict[str, str] = {
     "rewards/{name}/timeouts": "Samples that function had not scored when its time was up.",
     "rewards/{name}/seconds": "Seconds per call of that function; where it scores rollouts as they end, of its calls "
     "for a whole generation added up.",
+    "environment/{name}": "Mean of a reward or metric that an environment of verifiers gives beside its weighted sum.",
     "dynamic_sampling/first_signal": "Share of groups with a signal (an advantage other than 0) as first drawn, before "
     "any refilling, with dynamic_sample.",
     "dynamic_sampling/trained_signal": "Share of the groups trained on that have a signal; 1 when every group without "

@@ -53,7 +53,7 @@ class RewardBatch:
 
     def describe(self, index: int) -> str:
         """Prompt and completion of a sample, shortened, for messages."""
-        return describe_sample(self.rows[index].get("prompt"), self.rollouts[index].completion)
+        return describe_sample(self.rollouts[index].asked(self.rows[index]), self.rollouts[index].completion)
 
     @cached_property
     def arguments(self) -> dict[str, list]:
@@ -70,7 +70,7 @@ class RewardBatch:
         completion_ids = [rollout.completion_ids for rollout in self.rollouts]
         return {
             **columns,
-            "prompts": [row.get("prompt") for row in self.rows],
+            "prompts": [rollout.asked(row) for row, rollout in zip(self.rows, self.rollouts, strict=True)],
             "completions": [rollout.completion for rollout in self.rollouts],
             "completion_ids": completion_ids,
             "completions_ids": completion_ids,

@@ -8,7 +8,7 @@ coroutine of its own, which goes on as fast as its tools and turns allow; one th
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -91,6 +91,18 @@ class Agency:
     play: Agent | GroupFunction | BatchFunction
     templates: TurnTemplates
     timeout: float
+
+    def release(self, rollouts: Iterable[Rollout]) -> None:
+        """What these rollouts hold, such as environments, is needed no more: their rewards are scored."""
+        release = getattr(self.play, "release", None)
+        if release is not None:
+            release(rollouts)
+
+    def close(self) -> None:
+        """No rollout is under way any more, nor about to be."""
+        close = getattr(self.play, "close", None)
+        if close is not None:
+            close()
 
 
 class Collector:

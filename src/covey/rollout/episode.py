@@ -356,6 +356,7 @@ class Episode:
             calls=dict(self.calls),
             error=error,
             tool_seconds=self.tool_seconds,
+            prompt=self.prompt,
         )
 
     def _append(

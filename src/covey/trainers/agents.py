@@ -5,6 +5,7 @@ Not here: how an agent plays (`covey.rollout.agent`), how conversations become t
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from covey.policy.loading import end_token_ids
 from covey.rollout.agent import ToolAgent
 from covey.rollout.batch_function import BatchFunction
 from covey.rollout.collector import Agency
+from covey.rollout.environments.agent import EnvironmentAgent, TextEnvironmentAgent
 from covey.rollout.functions import GroupFunction, Limits, RolloutError, RolloutFunction, form_of
-from covey.rollout.prompts import PromptCodec, is_conversational
+from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
 from covey.rollout.tools.template import TurnTemplates
 from covey.rollout.tools.toolbox import Toolbox, call_stats
+from covey.trainers.environments import build_environment
 
 FAILED_BATCHES = 3
 """After this many generations in a row in which every rollout failed, the run stops."""
@@ -30,7 +33,9 @@ class RolloutWarning(UserWarning):
     """A rollout failed, and the run goes on."""
 
 
-def build_agency(trainer: Any, model: Any, codec: PromptCodec, tools: Any, rollout_func: Any) -> Agency | None:
+def build_agency(
+    trainer: Any, model: Any, codec: PromptCodec, tools: Any, rollout_func: Any, environment_factory: Any
+) -> Agency | None:
     """What plays rollouts that are more than one completion; None where each is one.
 
     Args:
@@ -38,24 +43,26 @@ def build_agency(trainer: Any, model: Any, codec: PromptCodec, tools: Any, rollo
         model: the policy.
         codec: of the prompts; gets the tools' schemas.
         tools: callables, or None.
-        rollout_func: the user's, or None.
+        rollout_func, environment_factory: the user's, or None.
 
     Raises:
         ValueError: arguments that exclude each other, tools without a schema, a chat template that cannot do it.
     """
     args = trainer.args
-    _refuse_combinations(args, tools, rollout_func)
-    if not tools and rollout_func is None:
+    _refuse_combinations(args, tools, rollout_func, environment_factory)
+    if not tools and rollout_func is None and environment_factory is None:
         return None
     ends = end_token_ids(model, codec.tokenizer)
     templates = TurnTemplates(codec, sorted(ends), args.unstable_chat_template)
+    limits = Limits(model.get_input_embeddings().num_embeddings, codec.max_context)
     play: Any
-    if rollout_func is None:
+    if environment_factory is not None:
+        parser = partial(_parser, args, templates)
+        play = build_environment(args, environment_factory, _listed(tools or []), limits, parser)
+    elif rollout_func is None:
         toolbox = Toolbox(_listed(tools), timeout=args.tool_timeout)
-        codec.tools = toolbox.schemas
-        play = ToolAgent(toolbox, _parser(args, templates), args.max_tool_calling_iterations)
+        play = ToolAgent(toolbox, _parser(args, templates, toolbox.schemas), args.max_tool_calling_iterations)
     else:
-        limits = Limits(model.get_input_embeddings().num_embeddings, codec.max_context)
         form = form_of(rollout_func)
         if form == "batch":
             play = BatchFunction(rollout_func, trainer, args.rollout_timeout, codec, limits, ends)
@@ -65,7 +72,12 @@ def build_agency(trainer: Any, model: Any, codec: PromptCodec, tools: Any, rollo
     return Agency(play, templates, args.rollout_timeout)
 
 
-def _refuse_combinations(args: Any, tools: Any, rollout_func: Any) -> None:
+def _refuse_combinations(args: Any, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
+    if rollout_func is not None and environment_factory is not None:
+        raise ValueError(
+            "`rollout_func` plays the whole rollout, so the environments of `environment_factory` would not be used:"
+            " give one of the two. A rollout function makes its environments itself."
+        )
     if tools and rollout_func is not None:
         raise ValueError(
             "`rollout_func` plays the whole rollout, so `tools` would not be called: give one of the two. In a rollout"
@@ -76,14 +88,16 @@ def _refuse_combinations(args: Any, tools: Any, rollout_func: Any) -> None:
             f"`rollout_func` must be a function, got {type(rollout_func).__name__}: `async def rollout(row, engine)`,"
             " `async def rollouts(row, engine, n)`, or `def rollout(prompts, trainer)`."
         )
-    if (tools or rollout_func is not None) and args.speculative_reuse is not None:
+    plays = tools or rollout_func is not None or environment_factory is not None
+    if plays and args.speculative_reuse is not None:
         raise ValueError(
-            f"speculative_reuse={args.speculative_reuse!r} reuses completions that are one turn; with tools or a"
-            " rollout_func, leave it unset."
+            f"speculative_reuse={args.speculative_reuse!r} reuses completions that are one turn; with tools, an"
+            " environment_factory or a rollout_func, leave it unset."
         )
-    if args.max_tool_calling_iterations is not None and not tools:
+    if args.max_tool_calling_iterations is not None and not tools and environment_factory is None:
         warnings.warn(
-            f"`max_tool_calling_iterations={args.max_tool_calling_iterations}` has no effect without `tools`.",
+            f"`max_tool_calling_iterations={args.max_tool_calling_iterations}` has no effect without `tools` or an"
+            " `environment_factory`.",
             stacklevel=4,
         )
 
@@ -94,9 +108,10 @@ def _listed(tools: Any) -> list[Any]:
     return list(tools)
 
 
-def _parser(args: Any, templates: TurnTemplates) -> Any:
-    """How calls are read; says so where the chat template leaves that open."""
-    turns = templates.of(templates.codec.tools, None)
+def _parser(args: Any, templates: TurnTemplates, schemas: list[dict[str, Any]]) -> Any:
+    """Show these tools in prompts. Returns how calls are read; says so where the chat template leaves that open."""
+    templates.codec.tools = schemas
+    turns = templates.of(schemas, None)
     template = templates.codec.tokenizer.chat_template
     name = args.tool_parser or parser_for(template)
     if not turns.shows_tools and args.tool_parser is None:
@@ -115,17 +130,19 @@ def plays_functions(agency: Agency | None) -> bool:
 
 
 def refuse_plain_prompts(agency: Agency | None, rows: Sequence[dict[str, Any]], role: str) -> None:
-    """Tools are called in conversations.
+    """Tools and environments need conversations.
 
     Raises:
         ValueError: a prompt is a string.
     """
-    if agency is None or not isinstance(agency.play, ToolAgent):
+    if agency is None or not isinstance(agency.play, ToolAgent | EnvironmentAgent):
         return
-    plain = next((number for number, row in enumerate(rows) if not is_conversational(row["prompt"])), None)
+    needs = "tools need" if isinstance(agency.play, ToolAgent) else "an environment needs"
+    strings = (number for number, row in enumerate(rows) if isinstance(row.get("prompt"), str))
+    plain = next(strings, None)
     if plain is not None:
         raise ValueError(
-            f"row {plain} of `{role}` has a prompt that is a string, and tools need conversations. Write it as"
+            f"row {plain} of `{role}` has a prompt that is a string, and {needs} conversations. Write it as"
             f' [{{"role": "user", "content": {str(rows[plain]["prompt"])[:40]!r}}}].'
         )
 
@@ -174,7 +191,7 @@ def agent_stats(rollouts: Sequence[Rollout], agency: Agency) -> dict[str, Stat]:
     def share(finish: FinishReason) -> Stat:
         return Mean.of([float(rollout.finish is finish) for rollout in rollouts])
 
-    own = isinstance(agency.play, RolloutFunction | BatchFunction)
+    own = isinstance(agency.play, RolloutFunction | BatchFunction | TextEnvironmentAgent)
     tools = not own or any(rollout.calls for rollout in rollouts)
     seconds: dict[str, Stat] = {"tools/seconds": Mean.of([rollout.tool_seconds for rollout in rollouts])}
     return {

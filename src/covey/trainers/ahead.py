@@ -26,6 +26,7 @@ from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.background import SamplingThread
 from covey.rollout.collector import Collector, Draw
 from covey.rollout.engine import SamplingParams, traits_of
+from covey.rollout.environments.agent import OBJECTS
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.read_ahead import PromptSource
 from covey.trainers.watching import Watched
@@ -94,8 +95,12 @@ class Flight:
         return rollouts
 
     def state(self) -> dict[str, Any]:
-        """Plain values. What has failed is left out, and sampled anew by the run that goes on from here."""
+        """Plain values. What has failed is left out, and sampled anew by the run that goes on from here.
+
+        So is what holds environments, whose rewards are not scored: objects that live in this process alone.
+        """
         done = self.work.done() and not self.work.cancelled() and self.work.exception() is None
+        done = done and not any(OBJECTS in rollout.extras for rollout in self.work.result())
         return {
             "generation": self.generation,
             "key": list(self.key),

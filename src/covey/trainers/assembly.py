@@ -24,20 +24,19 @@ from covey.rollout.collector import Collector
 from covey.rollout.engine import SamplingParams, traits_of
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
-from covey.trainers.agents import build_agency, plays_functions, refuse_plain_prompts
+from covey.trainers.agents import build_agency
 from covey.trainers.ahead import SamplingAhead, Schedule
 from covey.trainers.collectives import Collectives
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.credit import signal
-from covey.trainers.dataset import check_prompts, first_rows
 from covey.trainers.difficulty import PromptHistory
 from covey.trainers.dynamic import Judge, PromptChooser
 from covey.trainers.engines import build_engine
 from covey.trainers.entropy import EntropyController
+from covey.trainers.environments import RewardSources
 from covey.trainers.passes import Passes
 from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.read_ahead import prompt_source
-from covey.trainers.sampler import check_enough
 from covey.trainers.servers import generation_extras
 from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
 from covey.trainers.staleness import refuse_shared_weights
@@ -75,19 +74,6 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
             " would be lost. Choose another."
         )
     return args
-
-
-def refuse_environments(environment_factory: Any) -> None:
-    """Environments come with a later version; until then the argument is refused rather than ignored.
-
-    Raises:
-        ValueError: it is given.
-    """
-    if environment_factory is not None:
-        raise ValueError(
-            "`environment_factory`: environments are not available in this version. Give their methods as `tools`, or"
-            " play them in a `rollout_func`."
-        )
 
 
 def build_collectives(trainer: Any) -> Collectives:
@@ -212,7 +198,13 @@ def build_ahead(
 
 
 def build_collector(
-    trainer: Any, model: Any, tokenizer: Any, engine: Any = None, tools: Any = None, rollout_func: Any = None
+    trainer: Any,
+    model: Any,
+    tokenizer: Any,
+    engine: Any = None,
+    tools: Any = None,
+    rollout_func: Any = None,
+    environment_factory: Any = None,
 ) -> Collector:
     """The engine (the one that is given, or the one that the config names), what feeds it prompts, and who plays."""
     args = trainer.args
@@ -230,7 +222,7 @@ def build_collector(
             " no context length (max_position_embeddings). Set max_completion_length."
         )
     codec = PromptCodec(tokenizer, args.chat_template_kwargs, context)
-    agency = build_agency(trainer, model, codec, tools, rollout_func)  # before an engine, which may be slow to start
+    agency = build_agency(trainer, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
         engine = build_engine(args, model, tokenizer, trainer.accelerator, lambda: trainer.policy, context)
     return Collector(engine, codec, args.seed, agency)
@@ -281,19 +273,23 @@ def sampling_params(args: Any) -> SamplingParams:
 
 
 def build_rewards(trainer: Any, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
-    """The reward functions behind one call.
+    """The reward functions behind one call, that of the environments among them.
 
     Raises:
         ValueError: none were given.
     """
-    if reward_funcs is None:
-        raise ValueError("`reward_funcs` is missing: give at least one reward function, reward model or list of them.")
-    args = trainer.args
+    args, agency = trainer.args, trainer.collector.agency
+    sources = RewardSources.of(reward_funcs, args.reward_weights, processing_classes, agency and agency.play)
+    if sources.functions is None:
+        raise ValueError(
+            "`reward_funcs` is missing: give at least one reward function, reward model or list of them. Environments"
+            " with `get_reward` need none."
+        )
     with whole_models(trainer.accelerator):
         suite = RewardSuite(
-            reward_funcs,
-            weights=args.reward_weights,
-            processing_classes=processing_classes,
+            sources.functions,
+            weights=sources.weights,
+            processing_classes=sources.processing_classes,
             model_init_kwargs=args.model_init_kwargs,
             timeout=args.reward_timeout,
             batch_size=args.per_device_train_batch_size,
@@ -370,29 +366,6 @@ def build_chooser(trainer: Any, gather: Callable[[Any], list[Any]]) -> PromptCho
         max_rounds=args.max_resample_times if args.dynamic_sample else None,
         gather=gather,
     )
-
-
-def check_fit(trainer: Any) -> None:
-    """Look at what no part of a trainer can see alone: whether its data suit its tokenizer, rewards and batch sizes.
-
-    Raises:
-        ValueError: too few prompts, one that cannot be encoded, or a column that a reward function asks for is missing.
-    """
-    if trainer.train_dataset is not None:
-        if hasattr(trainer.train_dataset, "__len__"):
-            check_enough(len(trainer.train_dataset), trainer.algebra)
-        _check_fit(trainer, trainer.train_dataset, "train_dataset")
-    given = trainer.eval_dataset
-    for dataset in given.values() if isinstance(given, dict) else [given]:
-        if dataset is not None:
-            _check_fit(trainer, dataset, "eval_dataset")
-
-
-def _check_fit(trainer: Any, dataset: Any, role: str) -> None:
-    columns, agency = check_prompts(dataset, role, trainer.collector.codec), trainer.collector.agency
-    refuse_plain_prompts(agency, first_rows(dataset), role)
-    if not plays_functions(agency):  # what these give to reward functions is known when they have
-        trainer.rewards.check_columns(columns)
 
 
 def add_callbacks(trainer: Any) -> None:

@@ -26,12 +26,13 @@ USUAL_NAMES = ("prompts", "question", "problem", "query", "instruction", "input"
 LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
 
 
-def check_dataset(dataset: Any, role: str) -> None:
+def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> None:
     """Refuse what cannot be trained or evaluated on.
 
     Args:
         dataset: a `datasets.Dataset`, an iterable dataset, or a sequence of rows.
         role: "train_dataset" or "eval_dataset", for the message.
+        prompts_required: every row must have a prompt.
 
     Raises:
         ValueError: no dataset, nothing in it, no `prompt` column, a column with a reserved name, or prompts of the
@@ -40,9 +41,11 @@ def check_dataset(dataset: Any, role: str) -> None:
     _check_container(dataset, role)
     rows = first_rows(dataset)
     for number, row in enumerate(rows):
-        _check_row(row, number, role)
+        _check_row(row, number, role, prompts_required)
     first_of: dict[str, int] = {}
     for number, prompt in _prompts(dataset, rows):
+        if prompt is None and not prompts_required:
+            continue  # the environment gives it
         first_of.setdefault(_kind(prompt, number, role), number)
     if len(first_of) > 1:
         raise ValueError(
@@ -66,6 +69,8 @@ def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
         number: dataset[number] for number in _longest(_prompts(dataset, first), codec) if number not in numbered
     }
     for number, row in numbered.items():
+        if row.get("prompt") is None:
+            continue  # the environment gives it
         try:
             codec.encode(row["prompt"], row.get("chat_template_kwargs"))
         except ValueError as error:
@@ -84,10 +89,12 @@ def first_rows(dataset: Any) -> list[Any]:
 
 def _prompts(dataset: Any, rows: list[Any]) -> Iterator[tuple[int, Any]]:
     """Row numbers and prompts: of the whole dataset where they come without the rest of its rows, else of `rows`."""
+    if not any("prompt" in row for row in rows):
+        return iter(())
     if hasattr(dataset, "__len__") and hasattr(dataset, "select_columns") and dataset.format["type"] is None:
         batches = dataset.select_columns("prompt").iter(batch_size=1000)
         return enumerate(prompt for batch in batches for prompt in batch["prompt"])
-    return ((number, row["prompt"]) for number, row in enumerate(rows))
+    return ((number, row.get("prompt")) for number, row in enumerate(rows))
 
 
 def _longest(numbered: Iterator[tuple[int, Any]], codec: PromptCodec) -> list[int]:
@@ -100,7 +107,7 @@ def _longest(numbered: Iterator[tuple[int, Any]], codec: PromptCodec) -> list[in
 
 def _text_bytes(prompt: Any) -> int:
     """UTF-8 bytes of a prompt's text; tokenizers make at most about one token of each."""
-    texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
+    texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt or ()]
     return sum(len(text.encode(errors="replace")) for text in texts)
 
 
@@ -128,13 +135,13 @@ def _check_container(dataset: Any, role: str) -> None:
         raise ValueError(f"`{role}` is empty. Give at least one row with a 'prompt' column.")
 
 
-def _check_row(row: Any, number: int, role: str) -> None:
+def _check_row(row: Any, number: int, role: str, prompt_required: bool) -> None:
     if not isinstance(row, dict):
         raise ValueError(
             f"row {number} of `{role}` must be a dictionary of columns, such as {{'prompt': ...}}, got"
             f" {type(row).__name__}: {row!r:.80}."
         )
-    if "prompt" not in row:
+    if prompt_required and "prompt" not in row:
         raise ValueError(
             f"`{role}` has no 'prompt' column; its columns are {sorted(map(str, row))}. {_rename_hint(list(row))}"
         )

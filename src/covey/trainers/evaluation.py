@@ -23,6 +23,12 @@ class SampledEvaluation(AtomicCheckpoints):
     algebra: BatchAlgebra
     metrics: MetricLog
     _generations: dict[str, int]
+    _prompts_required: bool
+    """Rows must have a prompt; an environment may give it otherwise."""
+
+    def _end_rollouts(self) -> None:
+        """No rollout follows: close what they act in."""
+        raise NotImplementedError
 
     def gather_experience(self, draws: list[Draw]) -> TrainBatch:
         """Sample, score and assign credit to draws."""
@@ -42,7 +48,7 @@ class SampledEvaluation(AtomicCheckpoints):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
-        check_dataset(dataset, "eval_dataset")
+        check_dataset(dataset, "eval_dataset", self._prompts_required)
         self.algebra.check_eval()
         return eval_loader(dataset, self.algebra, self.accelerator.process_index)
 
@@ -75,6 +81,8 @@ class SampledEvaluation(AtomicCheckpoints):
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         finally:
             self.model.train(was_training)
+            if not self.is_in_train:
+                self._end_rollouts()
         metrics = self.metrics.drain("eval", prefix=f"{metric_key_prefix}_")
         metrics[f"{metric_key_prefix}_loss"] = losses / max(rows, 1)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]

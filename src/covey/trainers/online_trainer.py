@@ -32,6 +32,7 @@ from covey.trainers.credit import Credit, assign_credit, step_stats
 from covey.trainers.dataset import check_dataset
 from covey.trainers.dynamic import Chosen, Sampled
 from covey.trainers.experience import Experience, weigh
+from covey.trainers.fit import check_fit
 from covey.trainers.mismatch import build_engine_check, corrected
 from covey.trainers.record import Generation, Share, describe, sampling_entropy
 from covey.trainers.sampler import train_loader
@@ -58,7 +59,8 @@ class OnlineTrainer(SampledGenerations):
         tools: functions that the policy may call; their type hints and docstrings describe them to it.
         rollout_func: plays rollouts in the place of the built-in loop: `async (row, engine) -> Rollout` for one, or
             `(prompts, trainer) -> dict` for a whole generation (`covey.rollout.functions`).
-        environment_factory: not available in this version.
+        environment_factory: makes the environments that rollouts act in, one for each: a class or a function without
+            arguments, or an adapter (`covey.environments`).
         engine: samples in the place of the one that the config names (`covey.rollout.engine.RolloutEngine`).
 
     Raises:
@@ -93,8 +95,8 @@ class OnlineTrainer(SampledGenerations):
         engine: Any = None,
     ):
         args = assembly.resolve_args(args, model, self.config_class)
-        assembly.refuse_environments(environment_factory)
         assembly.check_engine_choice(args, engine)
+        self._prompts_required = environment_factory is None
         self._check_data(args, train_dataset, eval_dataset)
         set_seed(args.seed)  # before an adapter is initialised
         model = assembly.build_policy(args, model, quantization_config, peft_config)
@@ -118,7 +120,9 @@ class OnlineTrainer(SampledGenerations):
         self.algebra = args.algebra(args.world_size)
         self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator)
         self.reference = assembly.build_reference(args, self.algorithm, model, self.accelerator)
-        self.collector = assembly.build_collector(self, model, tokenizer, engine, tools, rollout_func)
+        self.collector = assembly.build_collector(
+            self, model, tokenizer, engine, tools, rollout_func, environment_factory
+        )
         engine = self.collector.engine
         self.weight_sync = assembly.build_weight_sync(args, engine, lambda: self.policy, self.collectives)
         self.sampling = assembly.sampling_params(args)
@@ -139,7 +143,7 @@ class OnlineTrainer(SampledGenerations):
         self._entropy_known = False
         self._forget_step()
         self.engine_check = build_engine_check(self, gather("compare engine and trainer"), self._rescore)
-        assembly.check_fit(self)
+        check_fit(self)
         self.chooser = assembly.build_chooser(self, gather("choose the groups to train on"))
         assembly.add_callbacks(self)
 
@@ -276,14 +280,13 @@ class OnlineTrainer(SampledGenerations):
         super().create_accelerator_and_postprocess()
         shard_on_cpu(self)
 
-    @staticmethod
-    def _check_data(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
+    def _check_data(self, args: Any, train_dataset: Any, eval_dataset: Any) -> None:
         if train_dataset is not None:
-            check_dataset(train_dataset, "train_dataset")
+            check_dataset(train_dataset, "train_dataset", self._prompts_required)
         evaluations = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in evaluations:
             if dataset is not None:
-                check_dataset(dataset, "eval_dataset")
+                check_dataset(dataset, "eval_dataset", self._prompts_required)
                 args.algebra(args.world_size).check_eval()
 
     def get_train_dataloader(self) -> Any:

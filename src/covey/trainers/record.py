@@ -69,7 +69,7 @@ class Share:
 def describe(draws: list[Draw], rollouts: list[Rollout], columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """The completions table's columns that do not depend on other processes."""
     return {
-        "prompt": [draw.row["prompt"] for draw in draws],
+        "prompt": [rollout.asked(draw.row) or "" for draw, rollout in zip(draws, rollouts, strict=True)],
         "completion": [rollout.completion for rollout in rollouts],
         "finish": [str(rollout.finish) for rollout in rollouts],
         "counts": [_counts(rollout) for rollout in rollouts],

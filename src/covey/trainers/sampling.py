@@ -74,9 +74,13 @@ class SampledGenerations(PolicyUpdates):
             if self.collector.agency is not None:
                 self.rollout_watch.judge(rollouts)
                 self.metrics.add(agent_stats(rollouts, self.collector.agency), self.mode)
-            with self.phases("reward"):
-                rows = [draw.row for draw in draws]
-                scored = self.rewards(rows, rollouts, notes.context(self.state), watched.stream)
+            try:
+                with self.phases("reward"):
+                    rows = [draw.row for draw in draws]
+                    scored = self.rewards(rows, rollouts, notes.context(self.state), watched.stream)
+            finally:
+                if self.collector.agency is not None:
+                    self.collector.agency.release(rollouts)
             watched.tell(self.timeline, self.rewards.names)
         drafts = reuse_stats(rollouts) if reuse is not None else {}
         self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
@@ -150,6 +154,10 @@ class SampledGenerations(PolicyUpdates):
         if self.ahead is None or generation is None:
             return None
         return self.ahead.take(generation, self.state.global_step)
+
+    def _end_rollouts(self) -> None:
+        if self.collector.agency is not None:
+            self.collector.agency.close()
 
     def _forget_ahead(self) -> None:
         if self.ahead is not None:

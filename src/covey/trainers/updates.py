@@ -69,6 +69,7 @@ class PolicyUpdates(SampledEvaluation):
                 return super().train(*args, **kwargs)
             finally:
                 self._forget_ahead()
+                self._end_rollouts()
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One micro-step of Hugging Face's loop: draws (or nothing) in, gradients out.

@@ -14,7 +14,7 @@ from typing import Any
 from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.agent import ToolAgent
 from covey.rollout.environments.calls import EnvironmentFailed
-from covey.rollout.environments.methods import accepted, tool_methods
+from covey.rollout.environments.methods import accepted, required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool, Held
 from covey.rollout.environments.results import (
     Reward,
@@ -43,11 +43,13 @@ class EnvironmentAgent(ABC):
     Args:
         pool: of the environments.
         gives_reward: whether the environments have a reward of their own.
+        needs: columns that `reset` cannot do without.
     """
 
-    def __init__(self, pool: EnvironmentPool, gives_reward: bool):
+    def __init__(self, pool: EnvironmentPool, gives_reward: bool, needs: Sequence[str] = ()):
         self.pool = pool
         self.gives_reward = gives_reward
+        self.needs = list(needs)
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
         """Play one rollout.
@@ -122,7 +124,7 @@ class ToolEnvironmentAgent(EnvironmentAgent):
         tools: Sequence[Callable[..., Any] | Tool] = (),
         max_iterations: int | None = None,
     ):
-        super().__init__(pool, gives_reward)
+        super().__init__(pool, gives_reward, required(example.reset))
         self._methods = [Tool.of(method) for method in tool_methods(example)]
         self._others = [Tool.of(tool) for tool in tools]
         self.toolbox = Toolbox([*self._methods, *self._others], timeout=pool.seconds)
@@ -184,13 +186,18 @@ class TextEnvironmentAgent(EnvironmentAgent):
     Args:
         pool: of the environments.
         max_turns: turns of the policy; None: until the environment is done or the completion is full.
-        turn_end: makes the end of turn k, as reward functions name it.
+        turn_end: makes the end of turn k, as reward functions name it; None: the turns' rewards are added up.
+        needs: columns that `reset` cannot do without.
     """
 
     def __init__(
-        self, pool: EnvironmentPool, max_turns: int | None = None, turn_end: Callable[[int], Any] | None = None
+        self,
+        pool: EnvironmentPool,
+        max_turns: int | None = None,
+        turn_end: Callable[[int], Any] | None = None,
+        needs: Sequence[str] = (),
     ):
-        super().__init__(pool, gives_reward=True)
+        super().__init__(pool, True, needs)
         self.max_turns = max_turns
         self._turn_end = turn_end
 

@@ -93,7 +93,9 @@ class ChatSession:
         return self.episode
 
     def _response(self, episode: Episode, reply: Reply) -> dict[str, Any]:
-        turn = read_turn(episode.engine.tokenizer, reply.token_ids, self._parser) if episode.tools else None
+        turn = (
+            read_turn(episode.engine.tokenizer, reply.token_ids, self._parser, episode.tools) if episode.tools else None
+        )
         message: Message = {"role": "assistant", "content": reply.text}
         if turn is not None:
             message = as_message(turn, reply.text)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from covey.core.rollout import Message
+from covey.rollout.environments.methods import library
 
 
 class GymEnvironment:
@@ -81,9 +82,7 @@ class GymEnvironment:
             ValueError: nothing says which action an answer means.
         """
         if isinstance(self.make, str):
-            import gymnasium
-
-            environment = gymnasium.make(self.make, **self.settings)
+            environment = library("gymnasium", "gym").make(self.make, **self.settings)
         else:
             environment = self.make()
         return GymText(environment, self.parse, self.show, self.invalid_reward)

@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 NOT_TOOLS = frozenset({"reset", "step", "close", "get_reward"})
@@ -42,3 +44,17 @@ def required(function: Callable[..., Any]) -> list[str]:
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
+
+
+def library(name: str, extra: str) -> ModuleType:
+    """A package that an adapter is for.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"{name} cannot be imported ({error}). Install it with: pip install 'covey[{extra}]'"
+        ) from error

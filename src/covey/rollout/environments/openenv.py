@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from covey.core.rollout import Message
+from covey.rollout.environments.methods import library
 
 NOT_SHOWN = frozenset({"done", "reward", "metadata"})
 """Fields of an observation that say nothing to the policy."""
@@ -85,9 +86,7 @@ class OpenEnvironment:
         if not isinstance(self.client, str):
             client = self.client()
         else:
-            from openenv.core import GenericEnvClient
-
-            client = GenericEnvClient(base_url=self.client)
+            client = library("openenv.core", "openenv").GenericEnvClient(base_url=self.client)
         return client.sync() if hasattr(client, "sync") else client
 
 

@@ -160,18 +160,19 @@ class EnvironmentPool:
                     return
 
     def _begin_closing(self, held: Held) -> None:
-        future = self.loop.start(_close(held, self.loop, self.seconds))
+        future = self.loop.start(_close(held, self._shelf, self.loop, self.seconds))
         self._closing.add(future)
         future.add_done_callback(self._closing.discard)
 
 
 class _Shelf:
-    """Which environments there are."""
+    """Which environments there are, and what went wrong with those that there were."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a finalizer may run while it is held
         self.idle: list[Held] = []
         self.lent: dict[int, Held] = {}
+        self.unclosed: list[str] = []
 
     def knows(self, environment: Any) -> bool:
         return id(environment) in self.lent or any(held.environment is environment for held in self.idle)
@@ -188,19 +189,24 @@ def _close_all(shelf: _Shelf, loop: CoroutineLoop, closing: "set[Future[None]]",
     everything = shelf.clear()
     waiting = list(closing)
     try:
-        waiting += [loop.start(_close(held, loop, seconds)) for held in everything]
+        waiting += [loop.start(_close(held, shelf, loop, seconds)) for held in everything]
     except RuntimeError:  # the interpreter is shutting down and starts no more threads
         for held in everything:
-            _close_here(held)
+            _close_here(held, shelf)
     if loop.is_here():  # collected as garbage there: the closing cannot be waited for
         return
-    if concurrent.futures.wait(waiting, timeout=seconds + CLOSING_GRACE).not_done:
-        warnings.warn("not every environment could be closed in time.", EnvironmentWarning, stacklevel=3)
+    late = concurrent.futures.wait(waiting, timeout=seconds + CLOSING_GRACE).not_done
+    shelf.unclosed += ["it took too long"] * len(late)
     loop.close()
+    if shelf.unclosed:
+        many = "an environment" if len(shelf.unclosed) == 1 else f"{len(shelf.unclosed)} environments"
+        message = f"{many} could not be closed: {shelf.unclosed[0]}."
+        shelf.unclosed.clear()
+        warnings.warn(message, EnvironmentWarning, stacklevel=3)
 
 
-async def _close(held: Held, loop: CoroutineLoop, seconds: float) -> None:
-    """Close an environment; what goes wrong is a warning."""
+async def _close(held: Held, shelf: _Shelf, loop: CoroutineLoop, seconds: float) -> None:
+    """Close an environment; what goes wrong is noted."""
     close = getattr(held.environment, "close", None)
     try:
         if callable(close):
@@ -209,20 +215,15 @@ async def _close(held: Held, loop: CoroutineLoop, seconds: float) -> None:
             await caller.call(f"{held.kind}.close", close)
             caller.end()
     except Exception as error:
-        _warn_of_close(error)
+        shelf.unclosed.append(str(error) if isinstance(error, EnvironmentFailed) else describe(error))
     finally:
         held.caller.end()
 
 
-def _close_here(held: Held) -> None:
+def _close_here(held: Held, shelf: _Shelf) -> None:
     close = getattr(held.environment, "close", None)
     try:
         if callable(close):
             close()
     except Exception as error:
-        _warn_of_close(error)
-
-
-def _warn_of_close(error: BaseException) -> None:
-    text = str(error) if isinstance(error, EnvironmentFailed) else describe(error)
-    warnings.warn(f"an environment could not be closed: {text}.", EnvironmentWarning, stacklevel=2)
+        shelf.unclosed.append(describe(error))

@@ -19,6 +19,7 @@ from covey.core.rollout import FinishReason, Message, Rollout
 from covey.rollout.environments.agent import REWARD
 from covey.rollout.environments.calls import EnvironmentFailed
 from covey.rollout.environments.endpoint import ChatEndpoint, ChatSession
+from covey.rollout.environments.methods import library
 from covey.rollout.environments.pool import EnvironmentWarning
 from covey.rollout.environments.results import checked_number
 from covey.rollout.episode import EpisodeEngine
@@ -43,6 +44,7 @@ class VerifiersEnvironment:
         max_turns: turns of the policy.
 
     Raises:
+        ImportError: verifiers is not installed.
         ValueError: the environment is played by several agents.
     """
 
@@ -55,9 +57,7 @@ class VerifiersEnvironment:
         harness: str | None = None,
         max_turns: int | None = None,
     ):
-        import verifiers.v1 as vf
-        from verifiers.v1.configs.agent import agent_config_fields
-
+        vf: Any = library("verifiers.v1", "verifiers")
         from covey.rollout.environments.verifiers_harness import register
 
         given: dict[str, Any] = {"taskset": {"id": taskset, **(options or {})}, **(environment or {})}
@@ -71,7 +71,6 @@ class VerifiersEnvironment:
         seat = {"harness": {"id": harness or register()}, "runtime": {"type": "subprocess"}, "max_turns": max_turns}
         given[roles[0]] = {**seat, **dict(given.get(roles[0]) or {})}
         self.environment = vf.load_environment(vf.resolve_env_config(given))
-        assert list(agent_config_fields(self.environment.config)) == roles
         self._tasks: list[Any] = []
         self._stream: Any = None
         self._service: _Service | None = None

@@ -57,8 +57,9 @@ class ConversationHarness(Harness[HarnessConfig]):
             messages.append({"role": "user", "content": prompt})
         elif prompt is not None:
             messages += [message_to_wire(message) for message in prompt]
+        patient = aiohttp.ClientTimeout(total=None)  # a whole rollout has a deadline, and sampling may take long
         async with (
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"}) as client,
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"}, timeout=patient) as client,
             client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages}) as response,
         ):
             text = await response.text()

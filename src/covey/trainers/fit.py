@@ -1,0 +1,37 @@
+"""Whether the parts of a trainer suit each other: its data, tokenizer, batch sizes, rewards and environments.
+
+Not here: what the data alone show (`covey.trainers.dataset`), and what the config alone does (`covey.trainers.config`).
+"""
+
+from typing import Any
+
+from covey.trainers.agents import plays_functions, refuse_plain_prompts
+from covey.trainers.dataset import check_prompts, first_rows
+from covey.trainers.environments import check_columns, given_by
+from covey.trainers.sampler import check_enough
+
+
+def check_fit(trainer: Any) -> None:
+    """Look at what no part of a trainer can see alone: whether its data suit its tokenizer, rewards and batch sizes.
+
+    Raises:
+        ValueError: too few prompts, one that cannot be encoded, or a column that a reward function asks for is missing.
+    """
+    if trainer.train_dataset is not None:
+        if hasattr(trainer.train_dataset, "__len__"):
+            check_enough(len(trainer.train_dataset), trainer.algebra)
+        _check_fit(trainer, trainer.train_dataset, "train_dataset")
+    given = trainer.eval_dataset
+    for dataset in given.values() if isinstance(given, dict) else [given]:
+        if dataset is not None:
+            _check_fit(trainer, dataset, "eval_dataset")
+
+
+def _check_fit(trainer: Any, dataset: Any, role: str) -> None:
+    agency = trainer.collector.agency
+    player = None if agency is None else agency.play
+    columns = check_prompts(dataset, role, trainer.collector.codec)
+    refuse_plain_prompts(agency, first_rows(dataset), role)
+    check_columns(player, columns, role)
+    if not plays_functions(agency):  # what these give to reward functions is known when they have
+        trainer.rewards.check_columns(columns | given_by(player))
