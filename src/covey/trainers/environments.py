@@ -17,10 +17,11 @@ from covey.rollout.environments.agent import (
     TextEnvironmentAgent,
     ToolEnvironmentAgent,
 )
-from covey.rollout.environments.calls import EnvironmentFailed, describe
+from covey.rollout.environments.calls import EnvironmentFailed
 from covey.rollout.environments.methods import required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning
 from covey.rollout.functions import Limits, RolloutFunction
+from covey.rollout.tools.execution import describe
 from covey.rollout.tools.tool import Tool
 
 
