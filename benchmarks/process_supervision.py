@@ -164,10 +164,10 @@ def table(found: dict[tuple[str, int], list[list[float]]]) -> str:
         for length in lengths:
             curves = found.get((method, length), [])
             reached = [steps for curve in curves if (steps := steps_to_master(curve)) is not None]
-            some = "" if len(reached) == len(curves) else f" ({len(reached)} of {len(curves)} runs)"
-            span = f"{statistics.median(reached):.0f} ({min(reached)} to {max(reached)})" if reached else "never"
+            some = "" if len(reached) == len(curves) else f", {len(reached)} of {len(curves)} runs"
+            span = f"{statistics.median(reached):g} ({min(reached)} to {max(reached)}{some})" if reached else "never"
             ends = [statistics.fmean(curve[-WINDOW:]) for curve in curves]
-            cells += [span + (some if reached else ""), f"{statistics.fmean(ends):.1%}" if ends else ""]
+            cells += [span, f"{statistics.fmean(ends):.1%}"] if curves else ["", ""]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -24,9 +24,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.core.advantages import nanstd, weighted_total
 from covey.core.credit import Credited, credit_to_go, gather_steps, join_steps, spread
 from covey.core.stats import Mean, Stat
-
-StepRewards = list[tuple[int, float]]
-"""Pairs of a step's last token and its reward, NaN where the step abstains."""
+from covey.rewards.steps import StepRewards
 
 GENERATIONS_WITHOUT_STEPS = 3
 """After so many at the beginning, settings of steps are pointed out as unread."""
@@ -38,7 +36,8 @@ class Scores:
 
     Attributes:
         rewards: [N, F] unweighted, NaN where a function abstained; the sum where it rewarded steps.
-        steps: [N], by the number of the function that rewarded the completion's steps.
+        steps: [N], by the number of the function that rewarded the completion's steps: pairs of a step's last token and
+            its reward.
         lengths: [N] completion tokens, those of tool results included.
     """
 
