@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
+from covey.core.failures import describe
 from covey.core.rollout import Completion, FinishReason, Rollout
 from covey.rollout.agent import Agent
 from covey.rollout.background import SamplingThread
@@ -25,7 +26,7 @@ from covey.rollout.merging import MergedRequests
 from covey.rollout.prompts import PromptCodec, is_conversational
 from covey.rollout.seeds import sample_seed
 from covey.rollout.speculation import Speculation
-from covey.rollout.tools.execution import Raised, TimedOut, describe
+from covey.rollout.tools.execution import Raised, TimedOut
 from covey.rollout.tools.template import TurnTemplates
 
 T = TypeVar("T")
