@@ -35,7 +35,7 @@ def noted(trainer):
         if trainer.model.training:
             slots = [(draw.prompt, draw.sample) for draw in sampled.draws]
             completions = [tuple(rollout.completion_ids) for rollout in sampled.rollouts]
-            versions = sorted({v for rollout in sampled.rollouts for v in rollout.versions})
+            versions = sorted({v for rollout in sampled.rollouts for v in rollout.versions or ()})
             found.append((trainer.state.global_step, slots, completions, versions))
         return share(key, sampled, batch, kl)
 

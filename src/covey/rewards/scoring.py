@@ -6,14 +6,12 @@ The deadline covers both. Breaking the contract (`RewardError`) is no failure of
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from covey.core.failures import describe
 from covey.rewards.batch import Log, RewardBatch
 from covey.rewards.errors import RewardError
 from covey.rewards.functions import FunctionReward, Values
@@ -27,23 +25,11 @@ WithDeadline = Callable[[Callable[[], Any], float], Any]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One call: its values and log, or what it ended with.
+    """One call: its values and log, or what it ended with."""
 
-    Attributes:
-        values, log: None if it failed.
-        error: what it raised, or `DeadlineExceeded`.
-        text: the error in words.
-    """
-
-    values: Values | None = None
-    log: Log | None = None
-    error: BaseException | None = None
-    text: str = ""
-
-    @property
-    def late(self) -> bool:
-        """Whether it was not done by the deadline."""
-        return isinstance(self.error, DeadlineExceeded)
+    values: Values | None
+    log: Log | None
+    error: Exception | DeadlineExceeded | None
 
 
 @dataclass(frozen=True)
@@ -57,7 +43,6 @@ class Outcome:
         timeouts: samples that it had not scored at the deadline.
         culprit: index of the first failure.
         error: what the culprit raised, or the call on the whole batch if every sample failed.
-        text: that error in words.
         log: what the successful calls logged.
         seconds: wall time.
     """
@@ -67,15 +52,14 @@ class Outcome:
     failures: int
     timeouts: int
     culprit: int
-    error: BaseException | None
+    error: Exception | DeadlineExceeded | None
     log: Log
     seconds: float
-    text: str = ""
 
     @classmethod
     def of(cls, size: int, whole: Attempt, parts: list[Attempt], seconds: float) -> "Outcome":
         """From the attempt on the whole batch and, if that raised, the attempts on its samples."""
-        if whole.late:
+        if isinstance(whole.error, DeadlineExceeded):
             return cls.timed_out(size, seconds)
         if whole.values is not None and whole.log is not None:
             returned, log = whole.values, whole.log
@@ -84,19 +68,18 @@ class Outcome:
             log = Log.joined([part.log for part in parts])
         steps = [value if isinstance(value, list) else None for value in returned]
         values = [total(value) if isinstance(value, list) else value for value in returned]
-        late = {index for index, part in enumerate(parts) if part.late}
+        late = {index for index, part in enumerate(parts) if isinstance(part.error, DeadlineExceeded)}
         failed = [i for i, value in enumerate(values) if value is not None and math.isnan(value) and i not in late]
-        culprit = parts[failed[0]] if parts and 0 < len(failed) < size else whole
+        partly = parts and 0 < len(failed) < size
         return cls(
             values=[math.nan if value is None else value for value in values],
             steps=steps,
             failures=len(failed),
             timeouts=len(late),
             culprit=failed[0] if failed else 0,
-            error=culprit.error,
+            error=parts[failed[0]].error if partly else whole.error,
             log=log,
             seconds=seconds,
-            text=culprit.text,
         )
 
     @classmethod
@@ -117,7 +100,6 @@ class Outcome:
             timeouts=sum(part.timeouts for part in parts),
             culprit=0 if failed is None else before + parts[failed].culprit,
             error=late if failed is None else parts[failed].error,
-            text="" if failed is None else parts[failed].text,
             log=Log.joined([part.log for part in parts]),
             seconds=sum(part.seconds for part in parts),
         )
@@ -133,7 +115,7 @@ class Outcome:
             return "it returned NaN; None is how to abstain"
         if isinstance(self.error, DeadlineExceeded):
             return f"no answer within {timeout:g} s"
-        return self.text
+        return f"{type(self.error).__name__}: {self.error}"
 
 
 def score(
@@ -163,48 +145,28 @@ def _score(
 
     def attempt(some: RewardBatch) -> Attempt:
         log = Log(len(some))
-
-        def tried() -> Attempt:
-            try:
-                return Attempt(function(some, trainer_state, log), log)
-            except DeadlineExceeded:
-                raise
-            except BaseException as error:  # SystemExit too, as code that a completion holds may raise it
-                if _is_interrupt(error):
-                    raise
-                return Attempt(error=error, text=describe(error))  # here: it may be slow, or broken
-
         try:
-            return call(tried, timeout - (time.monotonic() - start))
-        except DeadlineExceeded as error:
-            return Attempt(error=error)
+            left = timeout - (time.monotonic() - start)
+            return Attempt(call(lambda: function(some, trainer_state, log), left), log, None)
+        except (Exception, DeadlineExceeded) as error:
+            return Attempt(None, None, error)
 
     whole = attempt(batch)
     parts = [attempt(sample) for sample in samples_to_retry(whole, batch)]
     return Outcome.of(len(batch), whole, parts, time.monotonic() - start)
 
 
-def _is_interrupt(error: BaseException) -> bool:
-    """Whether it is Ctrl-C, which only the main thread hears."""
-    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
-
-
 async def score_async(function: FunctionReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> Outcome:
     """Score with an async function; the samples of a batch that raised are tried concurrently."""
     start = time.monotonic()
 
-    async def tried(some: RewardBatch) -> Attempt:
+    async def attempt(some: RewardBatch) -> Attempt:
         log = Log(len(some))
         try:
-            return Attempt(await function.call_async(some, trainer_state, log), log)
-        except BaseException as error:  # SystemExit would end the loop; cancellation comes when nobody waits any more
-            return Attempt(error=error, text=describe(error))
-
-    async def attempt(some: RewardBatch) -> Attempt:
-        try:
-            return await await_with_deadline(tried(some), timeout - (time.monotonic() - start))
-        except DeadlineExceeded as error:
-            return Attempt(error=error)
+            left = timeout - (time.monotonic() - start)
+            return Attempt(await await_with_deadline(function.call_async(some, trainer_state, log), left), log, None)
+        except (Exception, DeadlineExceeded) as error:
+            return Attempt(None, None, error)
 
     whole = await attempt(batch)
     parts = await asyncio.gather(*(attempt(sample) for sample in samples_to_retry(whole, batch)))
@@ -219,4 +181,4 @@ def samples_to_retry(whole: Attempt, batch: RewardBatch) -> list[RewardBatch]:
     """
     if isinstance(whole.error, RewardError):
         raise whole.error
-    return [] if whole.error is None or whole.late else [batch.sample(index) for index in range(len(batch))]
+    return [batch.sample(index) for index in range(len(batch))] if isinstance(whole.error, Exception) else []

@@ -5,6 +5,7 @@ completions of one request.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from covey.core.rollout import Completion
@@ -18,6 +19,7 @@ class _Batch:
     params: SamplingParams
     requests: list[SampleRequest] = field(default_factory=list)
     answers: list["asyncio.Future[list[Completion]]"] = field(default_factory=list)
+    sent: list[Callable[[], None]] = field(default_factory=list)
 
 
 class MergedRequests:
@@ -35,8 +37,13 @@ class MergedRequests:
         self._waiting: dict[tuple[int, ...], list[_Batch]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def generate(self, request: SampleRequest) -> list[Completion]:
-        """As the engine's. Raises what the engine raises, to everybody whose request was merged."""
+    async def generate(self, request: SampleRequest, sent: Callable[[], None] | None = None) -> list[Completion]:
+        """As the engine's. Raises what the engine raises, to everybody whose request was merged.
+
+        Args:
+            request: what is asked for.
+            sent: called once the engine has been given it.
+        """
         loop = asyncio.get_running_loop()
         key = tuple(request.prompt_ids)
         batches = self._waiting.setdefault(key, [])
@@ -49,6 +56,8 @@ class MergedRequests:
         answer: asyncio.Future[list[Completion]] = loop.create_future()
         batch.requests.append(request)
         batch.answers.append(answer)
+        if sent is not None:
+            batch.sent.append(sent)
         return await answer
 
     def _send(self, key: tuple[int, ...], batch: _Batch) -> None:
@@ -65,6 +74,8 @@ class MergedRequests:
         if not asked:
             return  # all who asked have been given up
         seeds = [seed for request, _ in asked for seed in request.seeds]
+        for sent in batch.sent:
+            asyncio.get_running_loop().call_soon(sent)  # when the engine has gone as far as it can at once
         try:
             completions = await self._engine.generate(replace(asked[0][0], n=len(seeds), seeds=seeds))
         except BaseException as error:

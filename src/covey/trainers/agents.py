@@ -191,7 +191,7 @@ def agent_stats(rollouts: Sequence[Rollout], agency: Agency) -> dict[str, Stat]:
     def share(finish: FinishReason) -> Stat:
         return Mean.of([float(rollout.finish is finish) for rollout in rollouts])
 
-    own = isinstance(agency.play, RolloutFunction | BatchFunction | TextEnvironmentAgent)
+    own = plays_functions(agency) or isinstance(agency.play, TextEnvironmentAgent)
     tools = not own or any(rollout.calls for rollout in rollouts)
     seconds: dict[str, Stat] = {"tools/seconds": Mean.of([rollout.tool_seconds for rollout in rollouts])}
     return {

@@ -14,6 +14,7 @@ here: the prompts of a generation that the dataloader has not come to (`covey.tr
 """
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from covey.core.plain import odd_part
 from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.background import SamplingThread
 from covey.rollout.collector import Collector, Draw
@@ -97,16 +99,26 @@ class Flight:
     def state(self) -> dict[str, Any]:
         """Plain values. What has failed is left out, and sampled anew by the run that goes on from here.
 
-        So is what holds environments, whose rewards are not scored: objects that live in this process alone.
+        So is what holds something that a checkpoint cannot: environments whose rewards are not scored, which live in
+        this process alone, and objects that a rollout function has put among the extras.
         """
         done = self.work.done() and not self.work.cancelled() and self.work.exception() is None
         done = done and not any(OBJECTS in rollout.extras for rollout in self.work.result())
+        rollouts = [_plain(rollout) for rollout in self.rollouts()] if done else None
+        odd = next((odd for odd in (_odd_part(one) for one in rollouts or ()) if odd is not None), None)
+        if odd is not None:
+            warnings.warn(
+                "what was sampled ahead is not in the checkpoint and is sampled again by a run that goes on from it: a"
+                f" rollout's {odd}, and checkpoints hold numbers, text, tensors, and lists and dictionaries of them.",
+                stacklevel=2,
+            )
+            rollouts = None
         return {
             "generation": self.generation,
             "key": list(self.key),
             "version": self.version,
             "slots": [[draw.prompt, draw.sample] for draw in self.draws],
-            "rollouts": [_plain(rollout) for rollout in self.rollouts()] if done else None,
+            "rollouts": rollouts,
         }
 
 
@@ -277,6 +289,10 @@ def _plain(rollout: Rollout) -> dict[str, Any]:
     """A rollout's fields as values that a checkpoint holds."""
     fields = {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
     return {**fields, "finish": str(rollout.finish)}
+
+
+def _odd_part(fields: dict[str, Any]) -> str | None:
+    return next((odd for odd in (odd_part(value, name) for name, value in fields.items()) if odd is not None), None)
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:
