@@ -249,6 +249,20 @@ def test_few_environments_are_enough_for_a_generation(tmp_path):
     assert logged["completions/clipped_ratio"] == 1  # the environment wanted to go on
 
 
+def test_a_tool_may_be_called_play(tmp_path):
+    class Game(Counter):
+        async def play(self, move: str) -> str:
+            """Play.
+
+            Args:
+                move: what to play.
+            """
+            return move
+
+    trained = trainer(tmp_path, Game)
+    assert list(trained.collector.agency.play.toolbox.tools) == ["play", "add"]
+
+
 class Plays:
     """Plays rollouts itself, as the adapter of verifiers does."""
 

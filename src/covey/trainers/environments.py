@@ -3,6 +3,7 @@
 Not here: how a rollout in an environment is played (`covey.rollout.environments`).
 """
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -74,7 +75,7 @@ def build_environment(
     Raises:
         ValueError: no factory, or one that makes nothing that can be played.
     """
-    if hasattr(factory, "play"):
+    if not isinstance(factory, type) and inspect.iscoroutinefunction(getattr(factory, "play", None)):
         _refuse_tools(tools, type(factory).__name__)
         return PlayedEnvironment(factory, args.rollout_timeout, limits)
     if not callable(factory) or isinstance(factory, str):

@@ -29,8 +29,8 @@ def tool_methods(environment: Any) -> list[Callable[..., Any]]:
 
 def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
     """The columns of a row that a function takes as keyword arguments."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    parameters = _parameters(function)
+    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return row
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return {name: value for name, value in row.items() if name in named}
@@ -40,10 +40,18 @@ def required(function: Callable[..., Any]) -> list[str]:
     """The columns that a function cannot do without."""
     return [
         parameter.name
-        for parameter in inspect.signature(function).parameters.values()
+        for parameter in _parameters(function) or ()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """None where a function tells nothing about itself, as some written in C do."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        return None
 
 
 def library(name: str, extra: str) -> ModuleType:
