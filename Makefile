@@ -8,12 +8,13 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 SGLANG_BIN := .venv-sglang/bin
 ENVIRONMENTS_BIN := .venv-environments/bin
+DEEPSPEED_BIN := .venv-deepspeed/bin
 # SGLang's package with the plain Python packages that its request classes import. Its kernels need a GPU and stay out.
 SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sentencepiece==0.2.1 loguru
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments lint bench clean
+.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed lint bench clean
 
 .venv/torch.done:
 	@echo "Setting up .venv; the first time takes a few minutes."
@@ -92,6 +93,17 @@ test-sglang: .venv-sglang/covey.done
 test-environments: .venv-environments/covey.done
 	$(ENVIRONMENTS_BIN)/python -m pytest tests/real_environments tests/rollout/environments tests/examples/test_examples.py
 
+.venv-deepspeed/covey.done: pyproject.toml
+	$(PYTHON) -m venv .venv-deepspeed
+	@echo "Installing DeepSpeed into .venv-deepspeed; the first time takes a few minutes."
+	$(DEEPSPEED_BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(DEEPSPEED_BIN)/pip install --quiet --disable-pip-version-check -e '.[peft,deepspeed]' 'pytest>=8' 'hypothesis>=6.100'
+	touch $@
+
+# ZeRO-1, 2 and 3 on two CPU processes. Apart from the rest, because everything imports DeepSpeed where it is installed.
+test-deepspeed: .venv-deepspeed/covey.done
+	$(DEEPSPEED_BIN)/python -m pytest -m deepspeed tests/trainers
+
 .venv/bench.done: .venv/dev.done
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
 	touch $@
@@ -101,4 +113,4 @@ bench: .venv/bench.done
 	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-environments .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-sglang .venv-environments .venv-deepspeed .pytest_cache .mypy_cache .ruff_cache

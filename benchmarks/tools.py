@@ -36,11 +36,13 @@ LEARNING: dict[str, Any] = {
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 2,
     "gradient_checkpointing": False,
-    "max_completion_length": 80,
 }
 """8 questions with 8 rollouts each, all of them in one optimizer step; the demo's learning rate."""
 
-CURVES = {"rewards/right_call/mean": "the right call", "rewards/right_answer/mean": "the right answer"}
+COLUMNS = ("calls", "answer")
+"""Of a row, for the reward functions."""
+
+CURVES = {"rewards/right_calls/mean": "the right calls", "rewards/right_answer/mean": "the right answer"}
 
 ALSO_KEPT = ("completions/mean_length", "tools/call_frequency", "tools/failure_frequency")
 
@@ -78,37 +80,54 @@ def multiply(a: int, b: int) -> int:
 TOOLS: dict[str, Callable[[int, int], int]] = {"plus": add, "minus": subtract, "times": multiply}
 
 
-def question(word: str, a: int, b: int) -> dict[str, str]:
-    """What the user asks."""
-    return {"role": "user", "content": f"What is {a} {word} {b}?"}
+def problem(first: int, *steps: tuple[str, int]) -> dict[str, Any]:
+    """A question, the calls that answer it, what they return, and the answer.
+
+    Example:
+        `problem(345, ("times", 12), ("minus", 140))` asks "What is 345 times 12, minus 140?"
+    """
+    text, value, calls, results = f"What is {first}", first, [], []
+    for number, (word, operand) in enumerate(steps):
+        text += f"{',' if number else ''} {word} {operand}"
+        calls.append({"name": TOOLS[word].__name__, "arguments": {"a": value, "b": operand}})
+        value = TOOLS[word](value, operand)
+        results.append(str(value))
+    asked = {"role": "user", "content": f"{text}?"}
+    return {"question": asked, "calls": calls, "results": results, "answer": str(value)}
 
 
-def opening() -> list[dict[str, str]]:
+def opening(calls: int) -> list[dict[str, str]]:
     """What stands before every question: SmolLM2's chat template says nothing of tools, so the prompt has to."""
-    call = json.dumps({"name": "multiply", "arguments": {"a": 345, "b": 12}})
-    return [
+    example = problem(345, *(("times", 12), ("minus", 140))[:calls])
+    messages = [
         {"role": "system", "content": "Use the tools add, subtract and multiply. Answer with the number only."},
-        question("times", 345, 12),
-        {"role": "assistant", "content": call},
-        {"role": "tool", "content": "4140"},
-        {"role": "assistant", "content": "4140"},
+        example["question"],
     ]
+    for call, result in zip(example["calls"], example["results"], strict=True):
+        messages += [{"role": "assistant", "content": json.dumps(call)}, {"role": "tool", "content": result}]
+    return [*messages, {"role": "assistant", "content": example["answer"]}]
 
 
-def questions(seed: int, training: int, held_out: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows to train on and to measure with, the three operations in turn; no question is there twice."""
+def questions(
+    seed: int, training: int, held_out: int, calls: int = 1
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows to train on and to measure with, the operations in turn; no question is there twice.
+
+    Args:
+        seed: of the numbers.
+        training: how many to train on.
+        held_out: how many to measure with.
+        calls: that a question takes, 1 or 2.
+    """
     chance = random.Random(seed)
-    rows: list[dict[str, Any]] = []
-    known = set()
+    rows: dict[str, dict[str, Any]] = {}
     while len(rows) < training + held_out:
-        word = list(TOOLS)[len(rows) % len(TOOLS)]
-        b, a = sorted((chance.randint(101, 999), chance.randint(101, 999)))
-        if (word, a, b) not in known:
-            known.add((word, a, b))
-            tool = TOOLS[word]
-            prompt = [*opening(), question(word, a, b)]
-            rows.append({"prompt": prompt, "tool": tool.__name__, "a": a, "b": b, "answer": str(tool(a, b))})
-    return rows[held_out:], rows[:held_out]
+        words = [list(TOOLS)[len(rows) % 3], list(TOOLS)[len(rows) // 3 % 3]][:calls]
+        *operands, first = sorted(chance.randint(101, 999) for _ in range(calls + 1))
+        asked = problem(first, *zip(words, operands, strict=True))
+        row = {"prompt": [*opening(calls), asked["question"]], **{column: asked[column] for column in COLUMNS}}
+        rows.setdefault(asked["question"]["content"], row)
+    return list(rows.values())[held_out:], list(rows.values())[:held_out]
 
 
 def right_answer(completions: Any, answer: Sequence[str], **kwargs: Any) -> list[float]:
@@ -119,26 +138,33 @@ def right_answer(completions: Any, answer: Sequence[str], **kwargs: Any) -> list
     ]
 
 
-def right_call(completions: Any, tool: Sequence[str], a: Sequence[int], b: Sequence[int], **kwargs: Any) -> list[float]:
-    """1 where the rollout's one and only call is of the right tool with the right numbers."""
+def right_calls(completions: Any, calls: Sequence[list[dict[str, Any]]], **kwargs: Any) -> list[float]:
+    """The share of the calls that are right before the first wrong one; 0 if more are made than the question takes."""
     scores = []
-    for completion, name, *numbers in zip(completions, tool, a, b, strict=True):
-        calls = [call["function"] for message in completion for call in message.get("tool_calls", [])]
+    for completion, wanted in zip(completions, calls, strict=True):
+        made = [call["function"] for message in completion for call in message.get("tool_calls", [])]
         answered = sum(message["role"] == "tool" for message in completion)  # calls that cannot be read, too
-        orders = [numbers] if name == "subtract" else [numbers, numbers[::-1]]
-        wanted = [{"name": name, "arguments": dict(zip("ab", order, strict=True))} for order in orders]
-        scores.append(float(len(calls) == answered == 1 and calls[0] in wanted))
+        right = [_is_same(*pair) for pair in zip(made, wanted, strict=False)][:answered]
+        leading = right.index(False) if False in right else len(right)
+        scores.append(leading / len(wanted) if max(len(made), answered) <= len(wanted) else 0.0)
     return scores
+
+
+def _is_same(call: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether a call is the wanted one; sums and products may be turned round."""
+    a, b = wanted["arguments"]["a"], wanted["arguments"]["b"]
+    orders = [{"a": a, "b": b}] if wanted["name"] == "subtract" else [{"a": a, "b": b}, {"a": b, "b": a}]
+    return call["name"] == wanted["name"] and call["arguments"] in orders
 
 
 def build(
     model: str, train: list[dict[str, Any]], output: Path, seed: int, steps: int, engine: Any = None, **settings: Any
 ) -> Any:
-    """The trainer.
+    """The trainer, which lets as many rounds of calls be made as the questions take.
 
     Args:
         model: folder.
-        train: rows of `questions`.
+        train: rows of `questions`, all with as many calls.
         output: folder for completions.
         seed: of sampling and training.
         steps: optimizer steps.
@@ -147,29 +173,32 @@ def build(
     """
     from covey import GRPOConfig, GRPOTrainer
 
+    rounds = len(train[0]["calls"])
+    chosen = LEARNING | {"max_completion_length": 40 + 40 * rounds, "max_tool_calling_iterations": rounds} | settings
     args = GRPOConfig(
         output_dir=str(output),
         max_steps=steps,
-        max_tool_calling_iterations=1,
         tool_parser="json",
         reward_weights=[1.0, 0.5],
         logging_steps=1,
         save_strategy="no",
         report_to="none",
         seed=seed,
-        **LEARNING | settings,
+        **chosen,
     )
     return GRPOTrainer(
         model=model,
         tools=list(TOOLS.values()),
-        reward_funcs=[right_answer, right_call],
+        reward_funcs=[right_answer, right_calls],
         args=args,
         train_dataset=train,
         engine=engine,
     )
 
 
-def learn(model: str, seed: int, steps: int, output: Path, held_out: int = 60, **settings: Any) -> dict[str, Any]:
+def learn(
+    model: str, seed: int, steps: int, output: Path, held_out: int = 60, calls: int = 1, **settings: Any
+) -> dict[str, Any]:
     """Train once, and measure before and after.
 
     Args:
@@ -178,9 +207,10 @@ def learn(model: str, seed: int, steps: int, output: Path, held_out: int = 60, *
         steps: optimizer steps.
         output: folder for completions.
         held_out: questions to measure with.
+        calls: that a question takes, 1 or 2.
         settings: further config fields.
     """
-    train, test = questions(seed, steps * 8, held_out)
+    train, test = questions(seed, steps * 8, held_out, calls)
     trainer = build(model, train, output, seed, steps, **settings)
     before = measure(trainer, test, "before", seed)
     start, computed = time.perf_counter(), time.process_time()
@@ -190,6 +220,7 @@ def learn(model: str, seed: int, steps: int, output: Path, held_out: int = 60, *
     return {
         "seed": seed,
         "steps": steps,
+        "calls": calls,
         "before": before,
         "after": measure(trainer, test, "after", seed),
         "seconds": round(seconds, 1),
@@ -208,13 +239,14 @@ def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> d
     for way, params, samples in (("sampled", trainer.sampling, SAMPLES), ("greedy", greedy, 1)):
         draws = [Draw(row, number, sample) for number, row in enumerate(rows) for sample in range(samples)]
         completions = [one.completion for one in trainer.collector.collect(draws, params, ("tools", name, way))]
-        columns = {column: [draw.row[column] for draw in draws] for column in ("tool", "a", "b", "answer")}
-        call, answer = right_call(completions, **columns), right_answer(completions, **columns)
-        both = [c * a for c, a in zip(call, answer, strict=True)]
+        columns = {column: [draw.row[column] for draw in draws] for column in COLUMNS}
+        call = [score == 1 for score in right_calls(completions, **columns)]
+        answer = [score == 1 for score in right_answer(completions, **columns)]
+        both = [c and a for c, a in zip(call, answer, strict=True)]
         found[way] = {
             what: {
                 "mean": statistics.mean(right),
-                "interval": clustered_interval(list(map(bool, right)), samples, seed),
+                "interval": clustered_interval(right, samples, seed),
             }
             for what, right in (("call", call), ("answer", answer), ("both", both))
         }
@@ -230,7 +262,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         return f"{share['mean']:.1%} ({low:.1%} to {high:.1%})"
 
     lines = [
-        "| seed | right call, before | after | right answer, before | after | greedily, before | after | minutes |",
+        "| seed | right calls, before | after | right answer, before | after | greedily, before | after | minutes |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:
@@ -270,17 +302,20 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--calls", type=int, default=1, choices=(1, 2), help="that a question takes")
     parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct unless given")
     parser.add_argument("--output", type=Path, default=Path("runs/tools"), help="for completions and records")
     parser.add_argument("--plot", type=Path, default=Path("docs/images/tools.png"))
     given = parser.parse_args()
     records = Records(given.output / "records.jsonl")
+    alike = {"steps": given.steps, "calls": given.calls}
     for seed in given.seeds:
-        if not records.find(seed=seed, steps=given.steps):
-            found = learn(model_path(given.model), seed, given.steps, given.output / f"seed-{seed}")
+        if not records.find(seed=seed, **alike):
+            folder = given.output / f"seed-{seed}-calls-{given.calls}"
+            found = learn(model_path(given.model), seed, given.steps, folder, calls=given.calls)
             records.add(**found, machine=describe(torch_threads()))
-    runs = [records.find(seed=seed, steps=given.steps)[-1] for seed in given.seeds]
+    runs = [records.find(seed=seed, **alike)[-1] for seed in given.seeds]
     plot(runs, given.plot)
     print(table(runs))
 

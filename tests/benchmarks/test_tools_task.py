@@ -9,7 +9,8 @@ import tiny
 from benchmarks import tools
 from covey.rollout.engines.scripted import ScriptedEngine
 
-ASKED = {"tool": ["multiply"], "a": [317], "b": [468], "answer": ["148356"]}
+ONE = tools.problem(317, ("times", 468))
+TWO = tools.problem(345, ("times", 12), ("minus", 140))
 
 
 def call(name, **arguments):
@@ -39,13 +40,26 @@ def says(text):
     ],
 )
 def test_the_right_call_is_the_only_one_and_names_tool_and_numbers(completion, is_right):
-    assert tools.right_call([completion], **ASKED) == [float(is_right)]
+    (score,) = tools.right_calls([completion], calls=[ONE["calls"]])
+    assert (score == 1) == is_right
 
 
 def test_only_sums_and_products_may_be_turned_round():
-    columns = {"tool": ["subtract"], "a": [468], "b": [317]}
-    assert tools.right_call([[call("subtract", a=468, b=317), result("151")]], **columns) == [1.0]
-    assert tools.right_call([[call("subtract", a=317, b=468), result("-151")]], **columns) == [0.0]
+    wanted = [tools.problem(468, ("minus", 317))["calls"]]
+    assert tools.right_calls([[call("subtract", a=468, b=317), result("151")]], calls=wanted) == [1.0]
+    assert tools.right_calls([[call("subtract", a=317, b=468), result("-151")]], calls=wanted) == [0.0]
+
+
+def test_a_second_call_takes_the_result_of_the_first():
+    first, second = call("multiply", a=345, b=12), call("subtract", a=4140, b=140)
+    for completion, score in (
+        ([first, result("4140"), second, result("4000"), says("4000")], 1.0),
+        ([first, result("4140"), says("4140")], 0.5),
+        ([first, result("4140"), call("subtract", a=345, b=140), result("205")], 0.5),
+        ([second, result("4000"), first, result("4140")], 0.0),  # it cannot know the number yet
+        ([first, result("4140"), second, result("4000"), second, result("4000")], 0.0),
+    ):
+        assert tools.right_calls([completion], calls=[TWO["calls"]]) == [score]
 
 
 def test_the_right_answer_is_the_number_alone():
@@ -56,17 +70,27 @@ def test_the_right_answer_is_the_number_alone():
         ([says("148,356")], 0.0),
         ([call("multiply", a=317, b=468), result("148356")], 0.0),
     ):
-        assert tools.right_answer([completion], **ASKED) == [score]
+        assert tools.right_answer([completion], answer=[ONE["answer"]]) == [score]
 
 
-def test_no_question_is_asked_twice():
-    train, held_out = tools.questions(0, 300, 60)
+def test_an_example_shows_its_calls_and_results():
+    assert [message["content"] for message in tools.opening(2)[1:]] == [
+        "What is 345 times 12, minus 140?",
+        '{"name": "multiply", "arguments": {"a": 345, "b": 12}}',
+        "4140",
+        '{"name": "subtract", "arguments": {"a": 4140, "b": 140}}',
+        "4000",
+        "4000",
+    ]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_no_question_is_asked_twice(calls):
+    train, held_out = tools.questions(0, 300, 60, calls)
     asked = [row["prompt"][-1]["content"] for row in train + held_out]
     assert len(asked) == len(set(asked)) == 360
-    assert [row["tool"] for row in held_out[:4]] == ["add", "subtract", "multiply", "add"]
-    assert all(
-        row["answer"] == str(tools.TOOLS[row["prompt"][-1]["content"].split()[3]](row["a"], row["b"])) for row in train
-    )
+    kinds = [tuple(one["name"] for one in row["calls"]) for row in train + held_out]
+    assert {kinds.count(kind) for kind in set(kinds)} == {360 // 3**calls}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +107,7 @@ SMALL = {
 
 
 def test_a_policy_that_calls_and_answers_is_found_to_be_right(folder, tmp_path):
-    """Scripted: it calls rightly, and answers with the last digit missing if the question was a difference."""
+    """Scripted: it calls rightly, and forgets the last digit of the answer where the question was a difference."""
     tokenizer = tiny.tokenizer()
 
     def policy(prompt_ids, seed):

@@ -40,6 +40,14 @@ async def play(row, engine):
     await episode.sample()
     seen.append(row["prompt"])
     return episode.done()
+
+
+class Room:
+    def reset(self, **row):
+        return " Go."
+
+    def step(self, text):
+        return "on", float(len(text)), True, {}
 '''
 REWARD = "def brief(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
 
@@ -139,10 +147,21 @@ def test_a_rollout_function_is_named_like_a_reward(acting):
     assert len(resolve("acting.py:seen", "list", needs_call=False)) == 4
 
 
+def test_environments_are_named_like_rewards_and_may_need_none(acting):
+    run_file = Path(acting[0])
+    run = json.loads(run_file.read_text())
+    run_file.write_text(json.dumps({key: value for key, value in run.items() if key != "reward_funcs"}))
+    flags = ["--environment_factory", "acting.py:Room", "--max_steps", "1"]
+    trained = train(read_run(acting[0], [*acting[1:], *flags], "grpo"))
+    assert trained.rewards.names == ["environment"]
+    assert "acting.py:Room" in (Path(trained.args.output_dir) / "summary.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tools", "acting.py:addd"], "tool 'acting.py:addd': 'addd' does not exist. There: Tool, add, play"),
+        (["--environment_factory", "acting.py:Hall"], "environment_factory 'acting.py:Hall': 'Hall' does not exist"),
+        (["--tools", "acting.py:addd"], "tool 'acting.py:addd': 'addd' does not exist. There: Room, Tool, add, play"),
         (["--tools", "nothing.py:add"], "nothing.py' does not exist"),
         (["--tools", "add"], "tool 'add' names no function. Write 'path/to/file.py:name'"),
         (["--tools", "acting.py:number"], "tools must be functions"),

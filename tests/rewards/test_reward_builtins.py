@@ -1,5 +1,6 @@
 """The built-in rewards beyond their documented examples, which are run here too."""
 
+import collections
 import doctest
 import importlib
 import math
@@ -11,6 +12,7 @@ import pytest
 
 from covey import rewards
 from covey.rewards import (
+    accuracy,
     accuracy_reward,
     exact_match_reward,
     get_cosine_scaled_reward,
@@ -26,6 +28,7 @@ from covey.rewards import (
     think_format_reward,
 )
 from covey.rewards.matching import last_number
+from covey.rewards.workers import WorkerFailed
 
 MODULES = (
     *("accuracy", "batch", "errors", "format", "functions", "length", "matching", "models", "repetition", "resolve"),
@@ -260,3 +263,48 @@ def test_numeric_match():
     completions = said("so 2/4", "about 0.3333", "no idea", "7")
     assert numeric_match_reward(completions, answer=["0.5", "1/3", "1", "seven"]) == [1.0, 0.0, 0.0, None]
     assert get_numeric_match_reward(0.001)(completions, solution=["0.5", "1/3", "1", None]) == [1.0, 1.0, 0.0, None]
+
+
+class Scripted:
+    """A worker that fails on what holds "hard", and takes down what it is asked and how long it is given."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, request, seconds):
+        self.asked.append((request["answer"], seconds))
+        if "hard" in request["answer"]:
+            raise WorkerFailed("no answer")
+        return {"correct": True, "gold": ["4"], "answer": ["4"]}
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    scripted = Scripted()
+    monkeypatch.setattr(accuracy, "_worker", lambda: scripted)
+    monkeypatch.setattr(accuracy, "_failures", collections.deque(maxlen=accuracy.RECENT))
+    accuracy._compared.cache_clear()
+    yield scripted
+    accuracy._compared.cache_clear()
+
+
+def test_a_pair_is_compared_once_whichever_calls_it_comes_in(worker):
+    for _ in range(2):  # one call for each completion, as when rollouts are scored as they end
+        assert accuracy_reward(["four"], ["4"]) == accuracy_reward(["4.0"], ["4"]) == [1.0]
+    assert [answer for answer, _ in worker.asked] == ["four", "4.0"]
+
+
+def test_a_check_that_failed_is_tried_again_by_the_next_call_alone(worker):
+    assert all(map(math.isnan, accuracy_reward(["hard", "hard"], ["4", "4"])))
+    assert len(worker.asked) == 1
+    assert math.isnan(accuracy_reward(["hard"], ["4"])[0])
+    assert len(worker.asked) == 2
+
+
+def test_checks_that_keep_failing_are_given_less_time_until_others_succeed(worker):
+    for number in range(accuracy.PATIENCE + 1):
+        accuracy_reward([f"hard {number}"], ["4"])
+    assert [seconds for _, seconds in worker.asked] == [5.0] * accuracy.PATIENCE + [1.0]
+    for number in range(accuracy.RECENT):
+        accuracy_reward([f"easy {number}"], ["4"])
+    assert worker.asked[-1][1] == 5.0

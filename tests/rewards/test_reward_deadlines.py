@@ -1,6 +1,7 @@
 """Nothing waits for ever: functions, coroutines and worker processes that hang."""
 
 import asyncio
+import contextlib
 import os
 import re
 import subprocess
@@ -48,6 +49,59 @@ def timed(function):
 @pytest.mark.parametrize("hanging", [sleeps, backtracks, swallows])
 def test_a_call_on_the_main_thread_is_interrupted(hanging):
     assert timed(lambda: call_with_deadline(hanging, 0.2)) < 2.0
+
+
+def computes_and_catches_everything():
+    while True:
+        try:
+            while True:
+                pass
+        except:  # noqa: E722 (the point)
+            continue
+
+
+def waits_and_catches_everything():
+    while True:
+        try:
+            time.sleep(30)
+        except BaseException:
+            time.sleep(30)
+
+
+def catches_everything_twice():
+    while True:
+        with contextlib.suppress(BaseException):
+            computes_and_catches_everything()
+
+
+@pytest.mark.parametrize(
+    "stubborn", [computes_and_catches_everything, waits_and_catches_everything, catches_everything_twice]
+)
+def test_a_call_on_the_main_thread_ends_whatever_it_catches(stubborn, monkeypatch):
+    monkeypatch.setattr("covey.rewards.interrupts.GRACE", 0.1)
+    assert timed(lambda: call_with_deadline(stubborn, 0.2)) < 5.0
+
+
+def test_interrupts_strike_nowhere_but_in_the_function(monkeypatch):
+    """Calls that end at about their deadline: interrupts come before, at and after the end."""
+    monkeypatch.setattr("covey.rewards.interrupts.GRACE", 0.001)
+    until, ends = time.monotonic() + 1.0, set()
+    while time.monotonic() < until:
+        for seconds in (0.003, 0.006, 0.012, 0.024):
+            end = time.monotonic() + 0.01
+
+            def spin(end=end):
+                while time.monotonic() < end:
+                    pass
+
+            try:
+                call_with_deadline(spin, seconds)
+                ends.add("in time")
+            except DeadlineExceeded:
+                ends.add("late")
+    time.sleep(0.05)
+    assert ends == {"in time", "late"}
+    assert not [thread for thread in threading.enumerate() if thread.name == "covey-deadline"]
 
 
 def test_a_call_on_another_thread_is_left_behind():

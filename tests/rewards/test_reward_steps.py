@@ -155,6 +155,25 @@ def test_a_message_that_lacks_the_call_after_it_has_its_own_characters():
     assert ends([(CharEnd(7), 1.0)], one) == [6]
 
 
+@pytest.mark.parametrize(
+    ("sampled", "prefill", "seen", "tokens"),
+    [
+        ("  4+4 ", "", "4+4", [2, 3, 6]),
+        ("  4+4 ", "so", "so  4+4", [None, None, 0]),
+        ("  4+4 <call>", "", "4+4", [2, 3, 4]),
+        ("4+4 ", "", "4+4", [0, 1, 4]),
+    ],
+    ids=["around", "after what was begun", "before a call", "after"],
+)
+def test_a_message_without_the_white_space_around_it_has_its_own_characters(sampled, prefill, seen, tokens):
+    """The last character of a turn without a call is its end, the token that ends it included."""
+    one = rollout(sampled, prefill=prefill, conversational=True)
+    one.completion = [{"role": "assistant", "content": seen}]
+    for count, token in enumerate(tokens, 1):
+        if token is not None:
+            assert ends([(CharEnd(count), 1.0)], one) == [token]
+
+
 def test_a_text_that_the_tokens_do_not_spell_has_no_characters():
     one = rollout("abc")
     one.completion = "something else"

@@ -1,5 +1,6 @@
 """How functions are named, called and believed, and what a failure costs."""
 
+import asyncio
 import functools
 import math
 
@@ -57,6 +58,56 @@ def test_one_function_cannot_disturb_the_next(score):
         return [0.0] * count
 
     assert score(RewardSuite([vandal, constant(1.0)]), ["a", "b"])[0] == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def spoil(value):
+    """Change everything that can be changed, all the way down."""
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        spoil(one)
+    if isinstance(value, dict | list):
+        value.clear()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nothing_that_a_function_does_to_its_arguments_reaches_anybody_else(context, rollout, asynchronous):
+    def vandal(**kwargs):
+        count = len(kwargs["completions"])
+        spoil({name: value for name, value in kwargs.items() if isinstance(value, list)})
+        return [0.0] * count
+
+    async def async_vandal(**kwargs):
+        return vandal(**kwargs)
+
+    def told(**kwargs):
+        seen.append({name: value for name, value in kwargs.items() if isinstance(value, list)})
+        return [1.0, 1.0]
+
+    def sample():
+        said = [{"role": "assistant", "content": "4", "tool_calls": [{"function": {"arguments": {"a": [1]}}}]}]
+        return {"prompt": [{"role": "user", "content": "?"}], "tests": [["x"], {"y": [2]}]}, rollout(
+            said, (1, 2), k=[3]
+        )
+
+    seen = []
+    rows, rollouts = zip(*[sample(), sample()], strict=True)
+    hostile = async_vandal if asynchronous else vandal
+    RewardSuite([hostile, told])(list(rows), list(rollouts), context)
+    RewardSuite([told])(list(rows), list(rollouts), context)
+    assert seen[0] == seen[1] and seen[0]["tests"] == [[["x"], {"y": [2]}]] * 2
+    assert (list(rows), list(rollouts)) == tuple(map(list, zip(*[sample(), sample()], strict=True)))
+
+
+def test_objects_that_are_no_plain_data_are_given_as_they_are(context, rollout):
+    class World:
+        pass
+
+    world = World()
+
+    def reward(worlds, **kwargs):
+        assert worlds == [world]
+        return [1.0]
+
+    assert RewardSuite(reward)([{"prompt": "p"}], [rollout("a", worlds=world)], context).rewards.tolist() == [[1.0]]
 
 
 def test_keywords_bound_by_partial_stay_bound_and_the_name_is_the_functions(score):
@@ -216,6 +267,51 @@ def test_a_raising_sample_costs_only_itself(score, function):
     assert "'q2'" in message and f"rewards/{name}/failures" in message
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise SystemExit(0)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), asyncio.CancelledError(), Unprintable()])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_whatever_a_function_raises_costs_its_sample_alone(score, error, asynchronous):
+    """Code of a completion may well call `exit()`."""
+
+    def raises(completions):
+        if "bad" in completions:
+            raise error
+        return [1.0] * len(completions)
+
+    async def raises_async(completions):
+        return raises(completions)
+
+    suite = RewardSuite([raises_async if asynchronous else raises, constant(2.0)])
+    with pytest.warns(RewardWarning, match=type(error).__name__):
+        assert score(suite, ["good", "bad"])[0] == [[1.0, 2.0], [None, 2.0]]
+    assert score(suite, ["good"])[0] == [[1.0, 2.0]]
+
+
+def test_ctrl_c_is_no_failure(score):
+    def interrupted(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(RewardSuite(interrupted), ["a"])
+
+
+def test_a_task_that_exits_does_not_keep_others_from_their_answers(score):
+    async def exits():
+        raise SystemExit(0)
+
+    async def reward(completions):
+        task = asyncio.get_running_loop().create_task(exits())
+        await asyncio.sleep(0.05)
+        assert isinstance(task.exception(), SystemExit)
+        return [1.0]
+
+    assert score(RewardSuite([reward, reward]), ["a"])[0] == [[1.0, 1.0]]
+
+
 def test_failures_are_warned_about_once_but_always_counted(score, recwarn):
     suite = RewardSuite([parses, constant(0.0)])
     for _ in range(3):
@@ -283,6 +379,27 @@ def test_what_functions_log_reaches_the_trainer(score, context):
 
     score(RewardSuite(logs), ["a", "bcd"])
     assert context.extras == {"length": [1, 3]} and context.metrics == [("longest", 3.0)]
+
+
+def test_what_is_logged_is_plain_data(score, context):
+    class Broken:
+        def __str__(self):
+            raise ValueError("no words")
+
+    def reward(completions, log_extra, log_metric):
+        values = [1, [math], {"a": {2}}, np.float32(0.5)]
+        log_extra("kept", values)
+        log_metric(3, torch.tensor(2.0))
+        values[1].append(1)
+        if "bad" in completions:
+            log_extra("broken", [Broken()] * len(completions))
+        return [1.0] * len(completions)
+
+    score(RewardSuite(reward), ["a", "b", "c", "d"])
+    assert context.extras["kept"] == [1, [str(math)], {"a": "{2}"}, 0.5]
+    assert context.metrics == [("3", 2.0)]
+    with pytest.raises(RewardError, match="no words"):
+        score(RewardSuite(reward), ["bad"] * 4)
 
 
 def test_a_failed_call_logs_nothing_and_retried_samples_are_joined(score, context):

@@ -69,6 +69,12 @@ def test_every_prompt_comes_as_often_as_it_is_to_be_completed():
     assert all(one.finish is FinishReason.STOP and one.sampled == [True] * 4 for one in rollouts)
 
 
+def test_processes_that_share_a_group_sample_its_completions_differently():
+    everything = [Draw({"prompt": "1+1="}, 0, sample) for sample in range(4)]
+    ranks = [collector(sampled).collect(share, PARAMS, ("train", 0)) for share in (everything[:2], everything[2:])]
+    assert len({tuple(one.completion_ids) for share in ranks for one in share}) == 4
+
+
 def test_settings_may_differ_and_those_that_do_not_exist_are_refused():
     engine = ScriptedEngine(letters)
 

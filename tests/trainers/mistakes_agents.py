@@ -6,6 +6,7 @@ from mistakes import CONFIG, TRAINING, Bench, Mistake
 from test_tools import TEMPLATE, add
 
 import tiny
+from covey.rewards import CharEnd, RewardError
 from covey.rollout.functions import RolloutError
 from covey.trainers.agents import RolloutWarning
 
@@ -31,6 +32,18 @@ async def sometimes(row, engine):
     if engine.sibling == 0:
         raise RuntimeError("no luck")
     episode = engine.begin()
+    await episode.sample()
+    return episode.done()
+
+
+def characters_of_a_conversation(completions, **kwargs):
+    return [[(CharEnd(1), 1.0)] for _ in completions]
+
+
+async def asked_again(row, engine):
+    episode = engine.begin()
+    await episode.sample(max_tokens=2)
+    episode.write("and?")
     await episode.sample()
     return episode.done()
 
@@ -125,6 +138,21 @@ AGENTS = [
         ("must return a dictionary with prompt_ids, completion_ids, logprobs", r"got \['prompt_ids'\]"),
         when=TRAINING,
         kind=RolloutError,
+    ),
+    Mistake(
+        "Gave a character of a conversation as the end of a step",
+        lambda b: conversations(
+            b,
+            settings={"max_completion_length": 40},
+            rollout_func=asked_again,
+            reward_funcs=characters_of_a_conversation,
+        ).train(),
+        (
+            r"sample 0 at CharEnd\(1\), but the completion has 3 messages",
+            r"give TurnEnd\(k\), else the index of a token",
+        ),
+        when=TRAINING,
+        kind=RewardError,
     ),
     Mistake(
         "Named a tool_parser that does not exist",

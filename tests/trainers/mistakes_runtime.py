@@ -99,6 +99,16 @@ OTHER_LOG_PROBS = "Sampled with an engine whose log-probs are not the trainer's"
 
 RUNTIME = [
     Mistake(
+        "Set what is about steps where no steps are rewarded",
+        lambda b: b.train({"max_steps": 4, "step_discount": 0.5, "step_baseline": "turn"}),
+        (
+            "step_discount=0.5, step_baseline='turn': has had no effect in 3 generations",
+            r"Return \(end, reward\) pairs for a completion, or leave it unset",
+        ),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
         "Insisted on an attn_layout that the model cannot use",
         lambda b: b.train({"attn_layout": "packed"}, model=stable_lm()),
         ("attn_layout='packed' is wrong for StableLmForCausalLM", "Set attn_layout='auto' or 'padded'"),

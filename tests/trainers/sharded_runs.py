@@ -1,6 +1,6 @@
 """Runs of a tiny model whose weights are the same however many processes hold them, and in which way.
 
-Usage under a launcher: sharded_runs.py OUTPUT CASE [CASE ...]
+Usage under a launcher: sharded_runs.py OUTPUT CASE [CASE ...]; OUTPUT/model holds a saved model.
 """
 
 import os
@@ -12,6 +12,7 @@ import runs
 import torch
 
 import tiny
+from covey import GRPOTrainer, RLOOTrainer
 from covey.core.batch import TrainBatch
 from covey.policy.weights import is_sharded, weight_update
 
@@ -42,10 +43,11 @@ BASE = {
     "max_grad_norm": 0.5,
     "max_tokens_per_micro_batch": 60,
 }
+SAVED = {"save_strategy": "steps", "save_steps": 3}
 CASES = {
-    "grpo": {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5},
+    "grpo": {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, **SAVED},
     "rloo": {"method": "rloo", "num_iterations": 2, "gradient_checkpointing": True},
-    "grpo, lora": {"peft": True, "beta": 0.05},
+    "grpo, lora": {"peft": True, "beta": 0.05, **SAVED},
     "rloo, lora": {"method": "rloo", "peft": True, "beta": 0.05, "gradient_checkpointing": True},
     # 6 prompts are 3 micro-steps: the second update of an epoch has one. 3 prompts of evaluation: the last is alone.
     "uneven last batches": {
@@ -60,24 +62,39 @@ CASES = {
     "a rank whose completions are all truncated": {"mask_truncated_completions": True, "reward_funcs": runs.longer},
     "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "method": "rloo"},
     "a head of its own": {"tie_word_embeddings": False, "cast_lm_head_to_fp32": True, "num_generations": 8},
+    "a model that is read from a folder": {"model": "model", "beta": 0.05, "max_steps": 2},
 }
 
 
-def train(case, output):
-    """Train one case in this process or, under a launcher, together with the others."""
+def train(case, output, resume=None):
+    """Train one case in this process or, under a launcher, together with the others; from a checkpoint if given."""
     settings = {**BASE, "per_device_train_batch_size": 8 // PROCESSES, "per_device_eval_batch_size": 8 // PROCESSES}
     settings |= CASES[case]
     parts = {name: settings.pop(name) for name in ("train_dataset", "eval_dataset", "reward_funcs") if name in settings}
-    parts.setdefault("reward_funcs", sums_of_odd)
-    if "tie_word_embeddings" in settings:
-        parts["model"] = tiny.model(tie_word_embeddings=settings.pop("tie_word_embeddings"))
+    parts = {"train_dataset": tiny.rows(), "reward_funcs": sums_of_odd, **parts}
+    parts["model"] = tiny.model(tie_word_embeddings=settings.pop("tie_word_embeddings", True))
+    if "model" in settings:
+        parts["model"] = str(output.parent / settings.pop("model"))
     if settings.pop("peft", False):
         parts["peft_config"] = lora()
-    trained = runs.trainer(output, settings.pop("method", "grpo"), parts=parts, **settings)
+    method = settings.pop("method", "grpo")
+    args = runs.config(output, method, **settings)
+    if args.deepspeed_plugin is not None:  # these weights are so small that ZeRO-3 would leave them whole
+        args.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    kind = GRPOTrainer if method == "grpo" else RLOOTrainer
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trained.train()
+        trained = kind(args=args, processing_class=tiny.tokenizer(), **parts)
+        trained.train(resume_from_checkpoint=resume)
     return trained
+
+
+def saved_and_resumed(trained, case, output):
+    """Save what was trained; how far the run is from one that was interrupted at its checkpoint and resumed."""
+    trained.save_model(str(output / "final"))
+    again = outcome(train(case, output.with_name(f"{case}, resumed"), str(output / "checkpoint-3")))
+    weights = outcome(trained)["weights"]
+    return max((again["weights"][name] - tensor).abs().max().item() for name, tensor in weights.items())
 
 
 class IdlePasses:
@@ -124,10 +141,16 @@ def part_of(parameter):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed.comm.torch
+
+        deepspeed.comm.torch.build_shm_op = lambda: None  # takes minutes to compile; gloo does the same
     found, idle = {}, IdlePasses()
     for case in sys.argv[2:]:
         done = train(case, folder / case)
         found[case] = {**outcome(done), "idle": idle.take()}
+        if "save_steps" in CASES[case]:
+            found[case]["resumed"] = saved_and_resumed(done, case, folder / case)
     if done.accelerator.is_main_process:
         torch.save(found, folder / "result.pt")
     torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter

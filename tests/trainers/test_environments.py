@@ -137,6 +137,28 @@ def test_without_get_reward_a_reward_function_is_needed(tmp_path):
         trainer(tmp_path, Silent)
 
 
+def test_rewards_of_turns(tmp_path):
+    class Turns(Talk):
+        turn_rewards = True
+
+        def step(self, text):
+            observation, reward, done, info = super().step(text)
+            return observation, None if text == "x" else reward, done, info
+
+    def script(prompt_ids, seed):
+        second = TOKENIZER.decode(prompt_ids).count("<bos>assistant: ") == 2
+        text = "x" if second and seed % 3 == 0 else str(seed)[: 1 + seed % 4]
+        return [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
+
+    rows = [{"seed": i} for i in range(8)]
+    trained = trainer(tmp_path, Turns, ScriptedEngine(script), rows=rows, max_steps=1, step_baseline="turn")
+    batch = trained.gather_experience(next(iter(trained.get_train_dataloader())))
+    ends = batch.sampled & (batch.token_ids == TOKENIZER.eos_token_id)
+    per_turn = batch.advantages[ends].view(-1, 2)
+    assert (per_turn[:, 0] != per_turn[:, 1]).any()  # each turn has an advantage of its own
+    assert trained.rewards.names == ["environment"]
+
+
 def test_text_environments_need_no_prompts(tmp_path):
     rows = [{"seed": i} for i in range(8)]
     trained = trainer(tmp_path, Talk, says("12", "3"), rows=rows, log_completions=False)

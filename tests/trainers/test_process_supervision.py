@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import runs
 import torch
+from engines import CopyEngine
 
 import tiny
 from covey.core.objective import LossInputs, policy_loss
@@ -22,6 +23,10 @@ EPSILON = 1e-4
 def places(completion_ids, **kwargs):
     """A step for every token whose id 3 divides, worth 0 to 7 eighths: many in some completions, none in others."""
     return [[(t, (id % 8) / 8) for t, id in enumerate(ids) if id % 3 == 0] for ids in completion_ids]
+
+
+def by_turns(completion_ids, **kwargs):
+    return [[(TurnEnd(0), float(sum(ids) % 4))] for ids in completion_ids]
 
 
 def halves(completion_ids, **kwargs):
@@ -408,6 +413,25 @@ def test_a_resumed_run_goes_on_with_the_credit_it_had(tmp_path):
     again = runs.trainer(tmp_path / "cut", parts=parts, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-1"))
     assert all(torch.equal(a, b) for a, b in zip(runs.weights(whole), runs.weights(again), strict=True))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_steps_of_generations_that_are_sampled_ahead_survive_a_checkpoint(tmp_path, streamed):
+    """What is under way is saved as rollouts, and scored when its turn comes, or before it: the same either way."""
+
+    def make(folder, **saving):
+        engine = CopyEngine(tiny.model())
+        settings = {"max_staleness": 2, "max_steps": 5, "num_generations": 4, "step_discount": 0.5, **saving}
+        parts = {"reward_funcs": [places, by_turns], "engine": engine}
+        return runs.trainer(tmp_path / folder, parts=parts, stream_rewards=streamed, engine_parity="off", **settings)
+
+    straight = make("a")
+    straight.train()
+    make("b", save_strategy="steps", save_steps=2).train()
+    resumed = make("b")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+    assert runs.history(resumed, "steps/per_completion") == runs.history(straight, "steps/per_completion")
+    assert all(torch.equal(a, b) for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True))
 
 
 # ---- which prompts ---------------------------------------------------------------------------------------------------

@@ -4,27 +4,32 @@ import pytest
 import sharded_runs
 import torch
 from launching import HERE, accelerate
+from transformers import AutoModelForCausalLM
 
 import tiny
 from covey.policy.weights import weight_update
 
-SCRIPT = str(HERE / "sharded_runs.py")
+peft = pytest.importorskip("peft")
+
 SHARED = ("eval_reward", "eval_loss", "learning_rate", "reward", "num_tokens", "kl", "grad_norm", "loss")
+SAVED = [case for case, settings in sharded_runs.CASES.items() if "save_steps" in settings]
+FEWER = ("rloo", "grpo, lora", "a rank with no signal", "a model that is read from a folder")
+"""Cases for ways of sharding that have most in common with another."""
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Each case by this process alone, once."""
     folder = tmp_path_factory.mktemp("alone")
+    tiny.folder(folder / "model")
     torch.set_num_threads(1)
     return {case: sharded_runs.outcome(sharded_runs.train(case, folder / case)) for case in sharded_runs.CASES}
 
 
-@pytest.fixture(scope="module")
-def fsdp2(tmp_path_factory):
-    """Every case in one launch of two processes."""
-    folder = tmp_path_factory.mktemp("fsdp2")
-    accelerate("fsdp2", SCRIPT, str(folder), *sharded_runs.CASES)
+def launch(config, folder, cases):
+    """Cases in one launch of two processes, with a config that comes with Covey."""
+    tiny.folder(folder / "model")
+    accelerate(config, str(HERE / "sharded_runs.py"), str(folder), *cases, seconds=600)
     return torch.load(folder / "result.pt", weights_only=True)
 
 
@@ -34,6 +39,37 @@ def assert_alike(one, two):
         torch.testing.assert_close(two["weights"][name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     for name in SHARED:
         assert two["history"][name] == pytest.approx(one["history"][name], rel=1e-3, abs=1e-5), name
+
+
+def assert_loads(folder, case, found):
+    """What was saved is what was trained, for whoever knows nothing of sharding."""
+    if case == "grpo, lora":
+        loaded = peft.PeftModel.from_pretrained(tiny.model(), folder / case / "final")
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(folder / case / "final")
+        assert loaded.config.architectures == ["LlamaForCausalLM"]
+    for name, tensor in weight_update(loaded, 0).tensors():
+        torch.testing.assert_close(tensor, found[case]["weights"][name], rtol=0, atol=1e-6)
+
+
+def test_the_cases_train(alone):
+    start = dict(weight_update(tiny.model(), 0).tensors())
+    for case in ("grpo", "rloo"):
+        moved = max((alone[case]["weights"][name] - tensor).abs().max().item() for name, tensor in start.items())
+        assert moved > 1e-2
+
+
+# ---- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fsdp2_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fsdp2")
+
+
+@pytest.fixture(scope="module")
+def fsdp2(fsdp2_folder):
+    return launch("fsdp2", fsdp2_folder, sharded_runs.CASES)
 
 
 @pytest.mark.parametrize("case", sharded_runs.CASES)
@@ -48,8 +84,46 @@ def test_processes_with_less_to_do_keep_step(fsdp2, case):
     assert sum(fsdp2[case]["idle"]) > 0
 
 
-def test_the_cases_train(alone):
-    start = dict(weight_update(tiny.model(), 0).tensors())
-    for case in ("grpo", "rloo"):
-        moved = max((alone[case]["weights"][name] - tensor).abs().max().item() for name, tensor in start.items())
-        assert moved > 1e-2
+@pytest.mark.parametrize("case", SAVED)
+def test_a_run_under_fsdp2_is_resumed_exactly_and_loads_anywhere(fsdp2, fsdp2_folder, case):
+    assert fsdp2[case]["resumed"] == 0.0
+    assert_loads(fsdp2_folder, case, fsdp2)
+
+
+# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def zero3_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("zero3")
+
+
+@pytest.fixture(scope="module")
+def zero3(zero3_folder):
+    return launch("zero3", zero3_folder, sharded_runs.CASES)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("case", sharded_runs.CASES)
+def test_zero3_ends_where_one_process_does(alone, zero3, case):
+    assert_alike(alone[case], zero3[case])
+    assert (zero3[case]["sharding"], zero3[case]["sharded"]) == ("ZeRO-3", True)
+    assert zero3[case]["share"] < 0.65
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("case", SAVED)
+def test_a_run_under_zero3_is_resumed_exactly_and_loads_anywhere(zero3, zero3_folder, case):
+    assert zero3[case]["resumed"] == 0.0
+    assert_loads(zero3_folder, case, zero3)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_with_whole_weights_ends_where_one_process_does(alone, tmp_path, stage):
+    found = launch(f"zero{stage}", tmp_path, FEWER)
+    for case in FEWER:
+        assert_alike(alone[case], found[case])
+        assert (found[case]["sharding"], found[case]["sharded"]) == (f"ZeRO-{stage}", False)
+    assert found["grpo, lora"]["resumed"] == 0.0
+    assert_loads(tmp_path, "grpo, lora", found)

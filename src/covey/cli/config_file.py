@@ -33,6 +33,7 @@ RUN_KEYS = {
     "reward_funcs": "Reward functions: built-in names, import paths (package.module.function), model ids or folders.",
     "tools": "Functions that the model may call, each as path/to/file.py:name or package.module:name.",
     "rollout_func": "A function that plays rollouts in the place of the built-in loop, named like a tool.",
+    "environment_factory": "What makes the environments that rollouts act in, named like a tool.",
     "peft": "Train a LoRA adapter instead of all weights: arguments of peft.LoraConfig (a mapping or JSON).",
 }
 """What a run file holds beside config fields."""
@@ -60,7 +61,7 @@ class RunConfig:
         eval_dataset: hub id or file, or None.
         reward_funcs: names and import paths, as written.
         tools: import paths, as written.
-        rollout_func: an import path, or None.
+        rollout_func, environment_factory: an import path, or None.
         peft: arguments of `peft.LoraConfig`, or None.
         args: the `GRPOConfig` or `RLOOConfig`.
     """
@@ -73,8 +74,14 @@ class RunConfig:
     reward_funcs: list[Any]
     tools: list[Any]
     rollout_func: Any
+    environment_factory: Any
     peft: dict[str, Any] | None
     args: OnlineConfig
+
+    @property
+    def needed(self) -> list[str]:
+        """What a run has to name. Environments may bring a reward of their own."""
+        return ["model", "dataset"] if self.environment_factory else ["model", "dataset", "reward_funcs"]
 
     def require(self, *names: str) -> None:
         """Make sure that each named attribute was given.
@@ -128,6 +135,7 @@ def load_run(
         reward_funcs=_as_list(run.get("reward_funcs")),
         tools=_as_list(run.get("tools")),
         rollout_func=run.get("rollout_func"),
+        environment_factory=run.get("environment_factory"),
         peft=_as_mapping("peft", run.get("peft")),
         args=args,
     )

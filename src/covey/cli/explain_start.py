@@ -40,7 +40,7 @@ class Start:
 
 def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
     """Look at everything that the run names."""
-    start = Start(missing=[name for name in ("model", "dataset", "reward_funcs") if not getattr(run, name)])
+    start = Start(missing=[name for name in run.needed if not getattr(run, name)])
     if run.dataset:
         start.rows = _rows(run.dataset, run.dataset_split, start)
     if run.eval_dataset:
@@ -49,7 +49,8 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
         _check_enough(start, algebra)
     for name in run.reward_funcs:
         _check_reward(name, start)
-    for kind, reference in [*(("tool", tool) for tool in run.tools), ("rollout_func", run.rollout_func)]:
+    players = ("rollout_func", "environment_factory")
+    for kind, reference in [*(("tool", tool) for tool in run.tools), *((one, getattr(run, one)) for one in players)]:
         if reference:
             _check_named(reference, kind, start)
     if run.model and not Path(run.model).is_dir():

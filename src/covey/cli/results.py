@@ -86,6 +86,7 @@ def settings(run: RunConfig) -> dict[str, Any]:
     }
     named |= {"eval_dataset": run.eval_dataset, "reward_funcs": ", ".join(map(str, run.reward_funcs)), "peft": run.peft}
     named |= {"tools": ", ".join(map(str, run.tools)) or None, "rollout_func": run.rollout_func}
+    named |= {"environment_factory": run.environment_factory}
     changed = {
         name: value for name, value in values.items() if value != defaults.get(name, value) and not _is_secret(name)
     }

@@ -76,7 +76,7 @@ def read_run(path: str | None, flags: Sequence[str], method: str) -> RunConfig:
         run = load_run(path, flags, method=method)
     except TypeError as error:  # an unknown setting
         raise ValueError(str(error)) from error
-    run.require("model", "dataset", "reward_funcs")
+    run.require(*run.needed)
     return run
 
 
@@ -106,12 +106,15 @@ def build_trainer(run: RunConfig) -> Any:
     assert run.dataset is not None, "required when the run was read"
     return trainer_class(
         model=run.model,
-        reward_funcs=rewards(run.reward_funcs),
+        reward_funcs=rewards(run.reward_funcs) or None,
         args=run.args,
         train_dataset=load_rows(run.dataset, run.dataset_split),
         eval_dataset=load_rows(run.eval_dataset, None) if run.eval_dataset else None,
         tools=[named(tool, "tool") for tool in run.tools] or None,
         rollout_func=named(run.rollout_func, "rollout_func") if run.rollout_func else None,
+        environment_factory=(
+            named(run.environment_factory, "environment_factory") if run.environment_factory else None
+        ),
         peft_config=adapter(run.peft),
     )
 
@@ -134,7 +137,7 @@ def rewards(names: Sequence[Any]) -> list[Any]:
 
 
 def named(reference: Any, kind: str) -> Any:
-    """What a run names: a function, or a tool with a schema of its own.
+    """What a run names: a function, a tool with a schema of its own, or a maker of environments.
 
     Args:
         reference: `path/to/file.py:name`, `module:name` or `module.name`.
@@ -147,7 +150,7 @@ def named(reference: Any, kind: str) -> Any:
 
     if not isinstance(reference, str):
         raise ValueError(f"{kind} {reference!r} is a {type(reference).__name__}; name a function as {FORMS}.")
-    return resolve(reference, kind, needs_call=kind != "tool")
+    return resolve(reference, kind, needs_call=kind == "rollout_func")
 
 
 def adapter(settings: dict[str, Any] | None) -> Any:

@@ -144,7 +144,7 @@ def _about_failing_tools(logs: list[Log], args: Any) -> str:
 
 
 def _budget_is_short(log: Log, args: Any) -> bool:
-    return log.get("rollouts/tool_budget", 0) > 0.5
+    return log.get("rollouts/tool_budget", 0) > 0.5 and args.max_tool_calling_iterations is not None
 
 
 def _about_budget(logs: list[Log], args: Any) -> str:

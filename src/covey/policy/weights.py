@@ -83,6 +83,13 @@ def is_shard(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
 
 
+def original_class(model: nn.Module) -> type:
+    """The class a module had before FSDP2 gave it one of its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
 def reshard(model: nn.Module) -> None:
     """Let go of weights that FSDP2 has put together and keeps, as it does with the last ones after a forward pass."""
     from torch.distributed.fsdp import FSDPModule

@@ -21,8 +21,10 @@ CHECK_SECONDS = 5.0
 """Deadline for parsing and comparing one pair."""
 
 RECENT = 64
+"""Checks whose success decides how patient the next one is."""
+
 PATIENCE = 8
-"""While so many of the most recent checks have failed the deadline is a second, so that they cannot use up a call's."""
+"""While so many of the recent checks have failed the deadline is a second, so that they cannot use up a call's own."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from covey.core.copies import ATOMS
 from covey.core.rollout import FinishReason, Rollout
 from covey.rewards.errors import RewardError, describe_sample
 
@@ -96,6 +97,22 @@ def _columns(records: list[dict[str, Any]]) -> dict[str, list]:
     return {name: [record.get(name) for record in records] for name in names}
 
 
+def _loggable(value: Any) -> Any:
+    """A value of a logged column: plain data copied, numbers of numpy and torch as numbers, the rest as text.
+
+    Here, under the deadline of the function that logs, not where tables are written: it may be slow, or broken.
+    """
+    if type(value) in (list, tuple):
+        return [_loggable(one) for one in value]
+    if type(value) is dict:
+        return {str(name): _loggable(one) for name, one in value.items()}
+    if type(value) in ATOMS:
+        return value
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    return str.__str__(str(value))
+
+
 @dataclass
 class Log:
     """What one call of a reward function logged; kept back until the call has succeeded.
@@ -117,11 +134,11 @@ class Log:
         values = list(values)
         if len(values) != self.size:
             raise RewardError(f"log_extra({column!r}, ...) was given {len(values)} values for {self.size} samples.")
-        self.extras[column] = values
+        self.extras[str(column)] = [_loggable(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
         """What reward functions receive as `log_metric`."""
-        self.metrics.append((name, float(value)))
+        self.metrics.append((str(name), float(value)))
 
     def replay(self, context: RewardContext) -> None:
         """Hand everything on to the trainer."""

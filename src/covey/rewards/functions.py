@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.core.copies import PlainCopies
 from covey.rewards.batch import Log, RewardBatch
 from covey.rewards.errors import RewardError
 from covey.rewards.marks import judges_each
@@ -68,18 +69,17 @@ class FunctionReward:
         return self.check(await self.function(**self.arguments(batch, trainer_state, log)), batch)
 
     def arguments(self, batch: RewardBatch, trainer_state: Any, log: Log) -> dict[str, Any]:
-        """What the function is called with; lists are copies, so that one function cannot disturb the next.
+        """What the function is called with: copies, so that it can disturb neither the next function nor training.
 
         Raises:
             RewardError: it asks for something that neither the trainer nor the dataset has.
         """
-        available: dict[str, Any] = {name: list(values) for name, values in batch.arguments.items()}
-        available["completions_ids"] = available["completion_ids"]
+        available: dict[str, Any] = dict(batch.arguments)
         available |= {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
         self.require(available)
-        bound = _bound_keywords(self.function)
+        bound, copies = _bound_keywords(self.function), PlainCopies()
         return {
-            name: value
+            name: copies.copy(value)
             for name, value in available.items()
             if name not in bound and (self._takes_all or name in self._names)
         }

@@ -6,12 +6,14 @@ The deadline covers both. Breaking the contract (`RewardError`) is no failure of
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from covey.core.failures import describe
 from covey.rewards.batch import Log, RewardBatch
 from covey.rewards.errors import RewardError
 from covey.rewards.functions import FunctionReward, Values
@@ -25,11 +27,23 @@ WithDeadline = Callable[[Callable[[], Any], float], Any]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One call: its values and log, or what it ended with."""
+    """One call: its values and log, or what it ended with.
 
-    values: Values | None
-    log: Log | None
-    error: Exception | DeadlineExceeded | None
+    Attributes:
+        values, log: None if it failed.
+        error: what it raised, or `DeadlineExceeded`.
+        text: the error in words.
+    """
+
+    values: Values | None = None
+    log: Log | None = None
+    error: BaseException | None = None
+    text: str = ""
+
+    @property
+    def late(self) -> bool:
+        """Whether it was not done by the deadline."""
+        return isinstance(self.error, DeadlineExceeded)
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,7 @@ class Outcome:
         timeouts: samples that it had not scored at the deadline.
         culprit: index of the first failure.
         error: what the culprit raised, or the call on the whole batch if every sample failed.
+        text: that error in words.
         log: what the successful calls logged.
         seconds: wall time.
     """
@@ -52,14 +67,15 @@ class Outcome:
     failures: int
     timeouts: int
     culprit: int
-    error: Exception | DeadlineExceeded | None
+    error: BaseException | None
     log: Log
     seconds: float
+    text: str = ""
 
     @classmethod
     def of(cls, size: int, whole: Attempt, parts: list[Attempt], seconds: float) -> "Outcome":
         """From the attempt on the whole batch and, if that raised, the attempts on its samples."""
-        if isinstance(whole.error, DeadlineExceeded):
+        if whole.late:
             return cls.timed_out(size, seconds)
         if whole.values is not None and whole.log is not None:
             returned, log = whole.values, whole.log
@@ -68,18 +84,19 @@ class Outcome:
             log = Log.joined([part.log for part in parts])
         steps = [value if isinstance(value, list) else None for value in returned]
         values = [total(value) if isinstance(value, list) else value for value in returned]
-        late = {index for index, part in enumerate(parts) if isinstance(part.error, DeadlineExceeded)}
+        late = {index for index, part in enumerate(parts) if part.late}
         failed = [i for i, value in enumerate(values) if value is not None and math.isnan(value) and i not in late]
-        partly = parts and 0 < len(failed) < size
+        culprit = parts[failed[0]] if parts and 0 < len(failed) < size else whole
         return cls(
             values=[math.nan if value is None else value for value in values],
             steps=steps,
             failures=len(failed),
             timeouts=len(late),
             culprit=failed[0] if failed else 0,
-            error=parts[failed[0]].error if partly else whole.error,
+            error=culprit.error,
             log=log,
             seconds=seconds,
+            text=culprit.text,
         )
 
     @classmethod
@@ -100,6 +117,7 @@ class Outcome:
             timeouts=sum(part.timeouts for part in parts),
             culprit=0 if failed is None else before + parts[failed].culprit,
             error=late if failed is None else parts[failed].error,
+            text="" if failed is None else parts[failed].text,
             log=Log.joined([part.log for part in parts]),
             seconds=sum(part.seconds for part in parts),
         )
@@ -115,7 +133,7 @@ class Outcome:
             return "it returned NaN; None is how to abstain"
         if isinstance(self.error, DeadlineExceeded):
             return f"no answer within {timeout:g} s"
-        return f"{type(self.error).__name__}: {self.error}"
+        return self.text
 
 
 def score(
@@ -145,28 +163,48 @@ def _score(
 
     def attempt(some: RewardBatch) -> Attempt:
         log = Log(len(some))
+
+        def tried() -> Attempt:
+            try:
+                return Attempt(function(some, trainer_state, log), log)
+            except DeadlineExceeded:
+                raise
+            except BaseException as error:  # SystemExit too, as code that a completion holds may raise it
+                if _is_interrupt(error):
+                    raise
+                return Attempt(error=error, text=describe(error))  # here: it may be slow, or broken
+
         try:
-            left = timeout - (time.monotonic() - start)
-            return Attempt(call(lambda: function(some, trainer_state, log), left), log, None)
-        except (Exception, DeadlineExceeded) as error:
-            return Attempt(None, None, error)
+            return call(tried, timeout - (time.monotonic() - start))
+        except DeadlineExceeded as error:
+            return Attempt(error=error)
 
     whole = attempt(batch)
     parts = [attempt(sample) for sample in samples_to_retry(whole, batch)]
     return Outcome.of(len(batch), whole, parts, time.monotonic() - start)
 
 
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether it is Ctrl-C, which only the main thread hears."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
 async def score_async(function: FunctionReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> Outcome:
     """Score with an async function; the samples of a batch that raised are tried concurrently."""
     start = time.monotonic()
 
-    async def attempt(some: RewardBatch) -> Attempt:
+    async def tried(some: RewardBatch) -> Attempt:
         log = Log(len(some))
         try:
-            left = timeout - (time.monotonic() - start)
-            return Attempt(await await_with_deadline(function.call_async(some, trainer_state, log), left), log, None)
-        except (Exception, DeadlineExceeded) as error:
-            return Attempt(None, None, error)
+            return Attempt(await function.call_async(some, trainer_state, log), log)
+        except BaseException as error:  # SystemExit would end the loop; cancellation comes when nobody waits any more
+            return Attempt(error=error, text=describe(error))
+
+    async def attempt(some: RewardBatch) -> Attempt:
+        try:
+            return await await_with_deadline(tried(some), timeout - (time.monotonic() - start))
+        except DeadlineExceeded as error:
+            return Attempt(error=error)
 
     whole = await attempt(batch)
     parts = await asyncio.gather(*(attempt(sample) for sample in samples_to_retry(whole, batch)))
@@ -181,4 +219,4 @@ def samples_to_retry(whole: Attempt, batch: RewardBatch) -> list[RewardBatch]:
     """
     if isinstance(whole.error, RewardError):
         raise whole.error
-    return [batch.sample(index) for index in range(len(batch))] if isinstance(whole.error, Exception) else []
+    return [] if whole.error is None or whole.late else [batch.sample(index) for index in range(len(batch))]

@@ -178,10 +178,8 @@ def _characters(end: CharEnd, rollout: Rollout, tokenizer: Any) -> CharacterEnds
 def _of_character(end: CharEnd, rollout: Rollout, characters: CharacterEnds) -> int:
     text = rollout.completion
     seen = text if isinstance(text, str) else content_text(text[0].get("content"))
-    sampled = characters.text
-    whole = seen.endswith(sampled)
-    begun = len(seen) - len(sampled) if whole else 0  # what the prompt had begun of the message
-    if not whole and not sampled.startswith(seen):  # a message of a turn with calls has what precedes them
+    begun, whole = _begun(seen, characters.text)
+    if begun is None:
         raise NoSuchEnd(
             f"{end!r}, but the completion's text is not what its tokens decode to, so its characters belong to no"
             " tokens: give indexes of tokens instead."
@@ -199,6 +197,23 @@ def _of_character(end: CharEnd, rollout: Rollout, characters: CharacterEnds) -> 
             " only continued: leave steps out that end there."
         )
     return characters.token(end - begun)
+
+
+def _begun(seen: str, sampled: str) -> tuple[int | None, bool]:
+    """How a message lies on the sampled text. A turn that was read for calls is one without white space around it.
+
+    Returns:
+        The characters of the message before the sampled ones, negative where it lacks the first of these, None if it is
+        another text; and whether it holds all to the end, not only what precedes a call.
+    """
+    bare, blank = sampled.strip(), len(sampled) - len(sampled.lstrip())
+    if seen.endswith(sampled):
+        return len(seen) - len(sampled), True
+    if bare and seen.endswith(bare):
+        return len(seen) - len(bare) - blank, True
+    if sampled.startswith(seen):
+        return 0, False
+    return (-blank if sampled.lstrip().startswith(seen) else None), False
 
 
 def _counted(count: int, thing: str) -> str:

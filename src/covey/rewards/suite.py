@@ -227,7 +227,7 @@ class RewardSuite:
             self._failed_batches[index] = 0
         else:
             self._failed_batches[index] += 1
-            broken = isinstance(outcome.error, Exception) and not self._has_scored[index]
+            broken = bool(outcome.text) and not self._has_scored[index]
             if broken or self._failed_batches[index] >= FAILED_BATCHES:
                 raise RewardError(
                     f"reward function {name!r} failed on all {size} samples"

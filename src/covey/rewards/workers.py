@@ -3,10 +3,8 @@
 `call_with_deadline` runs an ordinary function, `BackgroundLoop` runs coroutines and `ScriptWorker` runs code that can
 hang where nothing but killing its process helps. Nothing here knows what a reward is.
 
-An ordinary function stays on the main thread when it is called there, because reward functions are written for it:
-`signal.alarm` (math-verify's own timeouts), sqlite connections, the current CUDA device and torch's gradient mode all
-belong to a thread. A timer interrupts it as Ctrl-C would, which also stops a runaway regular expression. Elsewhere it
-runs on a thread of its own that is left behind when it is late.
+An ordinary function stays on the main thread when it is called there, and is interrupted (`covey.rewards.interrupts`).
+Elsewhere it runs on a thread of its own that is left behind when it is late.
 """
 
 import asyncio
@@ -14,90 +12,33 @@ import atexit
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from covey.core.children import Child
+from covey.core.loop_thread import LoopThread
+from covey.rewards.interrupts import CAN_INTERRUPT, call_interruptibly
+from covey.rewards.interrupts import DeadlineExceeded as DeadlineExceeded
 
 T = TypeVar("T")
 
 LOOP_GRACE = 2.0
 """Seconds after the deadline at which an event loop that does not answer is given up."""
 
-CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")
-
-
-class DeadlineExceeded(BaseException):
-    """The deadline passed. Not an `Exception`, so that a reward's own `except Exception` cannot swallow it."""
-
 
 def call_with_deadline(function: Callable[[], T], seconds: float) -> T:
-    """Return `function()`, or raise `DeadlineExceeded` once `seconds` have passed.
-
-    Code inside a C extension that neither returns nor looks for signals cannot be interrupted on the main thread.
-    """
+    """Return `function()`, or raise `DeadlineExceeded` once `seconds` have passed."""
     if seconds <= 0:
         raise DeadlineExceeded
     if CAN_INTERRUPT and threading.current_thread() is threading.main_thread():
-        with _interrupted_after(seconds):
-            return function()
+        return call_interruptibly(function, seconds)
     return _call_on_thread(function, seconds)
-
-
-_interrupt_at: float | None = None
-"""When the call on the main thread is late (`time.monotonic`), or None while none is running."""
-
-
-def _on_timer(signum: int, frame: FrameType | None) -> None:
-    global _interrupt_at
-    now = time.monotonic()
-    if _interrupt_at is not None and now >= _interrupt_at:
-        _interrupt_at = now + 1.0  # again, should the function swallow this one; never twice in a row
-        raise DeadlineExceeded
-
-
-@contextmanager
-def _interrupted_after(seconds: float) -> Iterator[None]:
-    """Within this context, on the main thread, `DeadlineExceeded` is raised after `seconds`, then again every second.
-
-    Two clocks send the same signal. A thread follows the wall clock and reaches code that waits; an interval timer
-    follows CPU time and reaches code that computes without ever letting another thread run. The handler stays installed
-    afterwards and then does nothing: a last signal under way must not find the default action, which ends the process.
-    """
-    global _interrupt_at
-    main_thread = threading.get_ident()
-    done = threading.Event()
-
-    def watch() -> None:
-        wait = seconds
-        while not done.wait(wait):
-            signal.pthread_kill(main_thread, signal.SIGVTALRM)
-            wait = 1.0
-
-    signal.signal(signal.SIGVTALRM, _on_timer)
-    watcher = threading.Thread(target=watch, name="covey-deadline", daemon=True)
-    outer, _interrupt_at = _interrupt_at, time.monotonic() + seconds
-    watcher.start()
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
-    try:
-        try:
-            yield
-        finally:
-            _interrupt_at = outer  # an interrupt that lands on this very line is what the outer `finally` is for
-    finally:
-        _interrupt_at = outer
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        done.set()
-        watcher.join()
 
 
 def _call_on_thread(function: Callable[[], T], seconds: float) -> T:
@@ -190,24 +131,25 @@ def _finished(future: "Future[Any]", seconds: float) -> bool:
 class BackgroundLoop:
     """An event loop on a daemon thread, so that coroutines run beside whatever the caller does next.
 
-    It lives as long as the process, so clients and locks that reward functions keep between calls stay valid. A loop
+    It lives as long as this object, so clients and locks that reward functions keep between calls stay valid. A loop
     that a coroutine blocks (with `time.sleep`, say) is left behind, and the next call starts another.
     """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._served: LoopThread | None = None
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Schedule `coroutine` and return at once."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="covey-async-rewards", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        if self._served is None:
+            self._served = LoopThread(self, "covey-async-rewards")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._served.loop)
 
     def wait(self, future: "Future[T]", seconds: float) -> T:
         """The result of `future`; `DeadlineExceeded`, and a fresh loop next time, if it takes longer."""
         if not _finished(future, seconds):
-            self._loop = None
+            if self._served is not None:
+                self._served.end()  # as soon as it is no longer blocked
+            self._served = None
             raise DeadlineExceeded
         return future.result()
 

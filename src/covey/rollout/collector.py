@@ -183,7 +183,8 @@ class Collector:
         ended: Ended | None,
     ) -> list[Rollout]:
         """All rollouts at once, by a function of the user's."""
-        with function.sampling(MergedRequests(self.engine), self.codec, params, (self.seed, *key)):
+        first = [number for draw in draws[:1] for number in (draw.prompt, draw.sample)]  # other processes have others
+        with function.sampling(MergedRequests(self.engine), self.codec, params, (self.seed, *key, *first)):
             rollouts = await function([draw.row["prompt"] for draw in draws])
         for group in siblings(draws):
             mine = rollouts[group.place : group.place + len(group.draws)]

@@ -13,6 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
+from covey.core.failures import describe
 from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.agent import Agent
 from covey.rollout.batch_function import BatchFunction
@@ -22,7 +23,7 @@ from covey.rollout.episode import Ask, EpisodeEngine
 from covey.rollout.functions import GroupFunction
 from covey.rollout.merging import MergedRequests
 from covey.rollout.prompts import PromptCodec, is_conversational
-from covey.rollout.tools.execution import Raised, TimedOut, describe
+from covey.rollout.tools.execution import Raised, TimedOut
 from covey.rollout.tools.template import TurnTemplates
 
 

@@ -28,7 +28,8 @@ from covey.trainers.agents import build_agency
 from covey.trainers.ahead import SamplingAhead, Schedule
 from covey.trainers.collectives import Collectives
 from covey.trainers.config.base import OnlineConfig
-from covey.trainers.credit import signal
+from covey.trainers.config.rules.helpers import is_set
+from covey.trainers.credit import UnreadSettings, signal
 from covey.trainers.difficulty import PromptHistory
 from covey.trainers.dynamic import Judge, PromptChooser
 from covey.trainers.engines import build_engine
@@ -303,6 +304,12 @@ def build_rewards(trainer: Any, reward_funcs: Any, processing_classes: Any) -> R
             stacklevel=2,
         )
     return suite
+
+
+def unread_settings(args: Any) -> UnreadSettings:
+    """What points out settings of steps where no steps are rewarded, which only a run can tell."""
+    names = ("process_weight", "step_discount", "step_baseline")
+    return UnreadSettings({name: getattr(args, name) for name in names if is_set(args, name)})
 
 
 def entropy_controller(args: Any) -> EntropyController:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from covey.policy.saving import save_sharded
 from covey.trainers.collectives import Collectives
+from covey.trainers.sharding import Sharding
 
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
@@ -28,6 +30,8 @@ class AtomicCheckpoints(Trainer):
 
     args: Any
     collectives: Collectives
+    sharding: Sharding
+    processing_class: Any
     _staging = False
     _pushes: list[str]
 
@@ -108,6 +112,21 @@ class AtomicCheckpoints(Trainer):
         else:
             with self.args.keys_aside():  # it writes the config
                 super()._push_from_checkpoint(checkpoint_folder)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model so that `from_pretrained` reads it, however its weights are spread. Collective."""
+        if not self.sharding.weights:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = output_dir or self.args.output_dir
+        with self.collectives.together("write the model"):
+            save_sharded(self.accelerator.unwrap_model(self.model_wrapped), folder, writes=self.args.should_save)
+        if self.args.should_save:
+            self.processing_class.save_pretrained(folder)
+            with self.args.keys_aside():
+                torch.save(self.args, os.path.join(folder, "training_args.bin"))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         with self.args.keys_aside():  # it writes the config

@@ -12,8 +12,10 @@ steps, K ends of steps.
 
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +24,10 @@ from covey.algorithms.algorithm import Algorithm
 from covey.core.advantages import nanstd, weighted_total
 from covey.core.credit import Credited, credit_to_go, gather_steps, join_steps, spread
 from covey.core.stats import Mean, Stat
+from covey.rewards.steps import StepRewards
 
-StepRewards = list[tuple[int, float]]
-"""Pairs of a step's last token and its reward, NaN where the step abstains."""
+GENERATIONS_WITHOUT_STEPS = 3
+"""After so many at the beginning, settings of steps are pointed out as unread."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Scores:
 
     Attributes:
         rewards: [N, F] unweighted, NaN where a function abstained; the sum where it rewarded steps.
-        steps: [N], by the number of the function that rewarded the completion's steps.
+        steps: [N], by the number of the function that rewarded the completion's steps: pairs of a step's last token and
+            its reward.
         lengths: [N] completion tokens, those of tool results included.
     """
 
@@ -142,6 +146,34 @@ def assign_credit(
 def signal(algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int) -> Tensor:
     """[N] bool, the completions of which any token has an advantage other than 0, whatever a KL penalty would add."""
     return assign_credit(algorithm, weights_F, scores, group_size).has_signal()
+
+
+class UnreadSettings:
+    """Points out settings of steps in a run that rewards none.
+
+    Args:
+        settings: those that differ from their defaults, by name.
+    """
+
+    def __init__(self, settings: dict[str, Any]):
+        self._settings = settings
+        self._patience = GENERATIONS_WITHOUT_STEPS
+
+    def look(self, scores: Scores) -> None:
+        """Take note of a generation; after a few without steps, say once what has had no effect."""
+        if not self._settings:
+            return
+        if scores.process_functions:
+            self._settings = {}
+            return
+        self._patience -= 1
+        if self._patience == 0:
+            given = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
+            warnings.warn(
+                f"{given}: has had no effect in {GENERATIONS_WITHOUT_STEPS} generations, in which no reward function"
+                " rewarded steps. Return (end, reward) pairs for a completion, or leave it unset.",
+                stacklevel=2,
+            )
 
 
 def _with_penalty(scores: Scores, group_size: int, kl: Tensor | None) -> Tensor:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from covey.core.rollout import Rollout
 from covey.core.stats import Mean, Stat
+from covey.rewards.steps import StepRewards
 from covey.rollout.collector import Draw
 from covey.trainers.config.algebra import BatchAlgebra
-from covey.trainers.credit import Scores, StepRewards, spread_of_rewards
+from covey.trainers.credit import Scores, spread_of_rewards
 from covey.trainers.difficulty import PromptHistory
 from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.sampler import rank_share, share_of, started

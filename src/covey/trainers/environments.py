@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.rewards import TurnEnd
 from covey.rollout.collector import run_async
 from covey.rollout.environments.agent import (
     OBJECTS,
@@ -91,7 +92,8 @@ def build_environment(
     if callable(getattr(example, "step", None)):
         _refuse_tools(tools, kind)
         max_turns = _setting(factory, example, "max_turns", args.max_tool_calling_iterations)
-        return TextEnvironmentAgent(pool, max_turns, needs=required(example.reset))
+        turn_end = TurnEnd if _setting(factory, example, "turn_rewards", False) else None
+        return TextEnvironmentAgent(pool, max_turns, turn_end, required(example.reset))
     methods = tool_methods(example)
     if not methods:
         raise ValueError(

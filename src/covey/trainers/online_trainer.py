@@ -129,6 +129,7 @@ class OnlineTrainer(SampledGenerations):
         self.algorithm = corrected(self.algorithm, args, traits_of(engine), self.sampling)
         self.speculation = assembly.build_speculation(args, train_dataset)
         self.rewards = assembly.build_rewards(self, reward_funcs, reward_processing_classes)
+        self._unread = assembly.unread_settings(args)
         self.entropy = assembly.entropy_controller(args)
         self.passes = assembly.build_passes(args, self.scorer, self.accelerator, lambda: self.policy, self.collectives)
         self.experience = Experience()
@@ -238,6 +239,7 @@ class OnlineTrainer(SampledGenerations):
         Siblings are G rollouts in the order of sampling, whatever prompts they continue: `TrainBatch.groups` is about
         forward passes alone.
         """
+        self._unread.look(generation.scores)
         return assign_credit(self.algorithm, self.rewards.weights, generation.scores, self._group_size, generation.kl)
 
     def _weigh(self, batch: TrainBatch, generation: Generation) -> None:

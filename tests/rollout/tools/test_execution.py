@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, describe, run_in_thread
+from covey.core.failures import describe
+from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, run_in_thread
 
 
 def wait_until(condition, seconds=10.0):

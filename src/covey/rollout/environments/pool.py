@@ -16,8 +16,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from covey.core.failures import describe
 from covey.rollout.environments.calls import Caller, EnvironmentFailed
-from covey.rollout.tools.execution import CoroutineLoop, describe
+from covey.rollout.tools.execution import CoroutineLoop
 
 CLOSING_GRACE = 1.0
 """Seconds beyond the deadline of `close` that the pool waits for all of them."""

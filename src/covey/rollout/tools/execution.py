@@ -10,13 +10,14 @@ import contextvars
 import ctypes
 import inspect
 import threading
-import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
+
+from covey.core.failures import describe
+from covey.core.loop_thread import LoopThread
 
 T = TypeVar("T")
 
@@ -41,22 +42,6 @@ class Raised(Exception):
 
 class _Stop(BaseException):
     """Raised within a late thread. Not an `Exception`, so that a tool's own `except Exception` cannot swallow it."""
-
-
-DESCRIBED = 500
-"""Characters of an exception's message that are kept."""
-
-
-def describe(error: BaseException) -> str:
-    """Kind and message of an exception, even of one that cannot be printed. The message is the exception's own code."""
-    kind = type(error).__name__
-    try:
-        text = str.__str__(str(error))
-    except BaseException:  # whatever it raises, this is about the first one
-        return kind
-    if len(text) > DESCRIBED:
-        text = f"{text[:DESCRIBED]}..."
-    return f"{kind}: {text}" if text else kind
 
 
 async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
@@ -173,7 +158,7 @@ class CoroutineLoop:
     """
 
     def __init__(self) -> None:
-        self._served: _Served | None = None
+        self._served: LoopThread | None = None
         self._lock = threading.Lock()
         self._handovers = Handovers()
 
@@ -221,13 +206,13 @@ class CoroutineLoop:
         """Whether this code runs on the loop's thread, where nothing may wait for the loop."""
         return self._served is not None and threading.current_thread() is self._served.thread
 
-    def _running(self) -> "_Served":
+    def _running(self) -> LoopThread:
         with self._lock:
             if self._served is None or not self._served.thread.is_alive():
-                self._served = _Served(weakref.ref(self))
+                self._served = LoopThread(self, "covey-async-tools")
             return self._served
 
-    def _abandon(self, served: "_Served") -> None:
+    def _abandon(self, served: LoopThread) -> None:
         """Have the next call start another loop; this one ends with the last call that is under way on it."""
         with self._lock:
             if self._served is served:
@@ -236,75 +221,7 @@ class CoroutineLoop:
         stop_thread(served.thread)
 
 
-class _Served:
-    """An event loop and the thread that runs it, whatever code on it raises.
-
-    Args:
-        owner: it ends soon after nobody refers to that any more.
-
-    Attributes:
-        loop, thread: as above.
-        unwanted: it ends as soon as nobody uses it.
-    """
-
-    def __init__(self, owner: "weakref.ref[CoroutineLoop]") -> None:
-        self.loop = asyncio.new_event_loop()
-        self.unwanted = False
-        self._ending = threading.Event()
-        self._users = 0
-        self._lock = threading.Lock()
-        # The thread refers to none of us, so that all can be collected as garbage.
-        work = partial(_serve, self.loop, self._ending, owner)
-        self.thread = threading.Thread(target=work, name="covey-async-tools", daemon=True)
-        self.thread.start()
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Within this context the loop is needed."""
-        with self._lock:
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                idle = not self._users
-            if idle and self.unwanted:
-                self.end()
-
-    def end(self) -> None:
-        """Give up what is under way, and let the thread end as soon as nothing blocks it."""
-        self._ending.set()
-        with suppress(RuntimeError):  # it has ended
-            self.loop.call_soon_threadsafe(self.loop.stop)
-
-
 _RESPONSE_SECONDS = 1.0
-_LOOK_SECONDS = 1.0
-
-
-def _serve(loop: asyncio.AbstractEventLoop, ending: threading.Event, owner: "weakref.ref[CoroutineLoop]") -> None:
-    """Run a loop until it is to end. A task that raises SystemExit or stops the loop does not end it for the others."""
-
-    def look() -> None:  # and no finalizer, which would run in the middle of whatever code collects garbage
-        if owner() is None:
-            ending.set()
-            loop.stop()
-        loop.call_later(_LOOK_SECONDS, look)
-
-    with suppress(_Stop):
-        loop.call_soon(look)
-        while not (ending.is_set() or loop.is_closed()):
-            with suppress(BaseException):
-                loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        with suppress(BaseException):
-            if tasks:
-                loop.run_until_complete(asyncio.wait(tasks, timeout=_RESPONSE_SECONDS))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
 
 
 async def _responds(loop: asyncio.AbstractEventLoop) -> bool:

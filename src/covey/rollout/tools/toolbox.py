@@ -16,10 +16,11 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from covey.core.failures import describe
 from covey.core.rollout import Message, Rollout
 from covey.core.stats import Mean, Stat
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
-from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, describe, finish, is_async, run_in_thread
+from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, finish, is_async, run_in_thread
 from covey.rollout.tools.results import Content, content_of, text_of
 from covey.rollout.tools.schema import WrongArgument
 from covey.rollout.tools.tool import Tool

@@ -1,0 +1,112 @@
+"""A sharded policy as a folder that `from_pretrained` reads, without the whole model ever being in one process.
+
+Weights are gathered one module at a time, merged with no adapter, and written in files of bounded size by one process.
+Of a PEFT model the adapters are written. Not here: what a run resumes from (`covey.trainers.checkpoint`).
+"""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from covey.core.weights import TensorSpec
+from covey.policy.weights import has_adapter, original_class, reshard, unwrapped, weight_update, whole
+
+FILE_BYTES = 5 * 10**9
+"""Most bytes of a file, unless one tensor has more."""
+
+
+def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: int = FILE_BYTES) -> None:
+    """Write the policy's weights and config. Collective: every process calls it.
+
+    Args:
+        policy: a transformers or PEFT model, sharded.
+        folder: for the files; made where it is missing.
+        writes: whether this process is the one that writes.
+        file_bytes: most bytes of a file; also what the writing process holds of them at a time.
+    """
+    policy, folder = unwrapped(policy), Path(folder)
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+    if has_adapter(policy):
+        _save_adapters(policy, folder, writes)
+        return
+    update = weight_update(policy, 0)
+    files = plan_files(update.specs, file_bytes)
+    _write_files(update.tensors(), files, folder, writes)
+    if not writes:
+        return
+    if len(files) > 1:
+        index = {spec.name: name for name, specs in files.items() for spec in specs}
+        listing = {"metadata": {"total_size": update.nbytes}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(listing, indent=2))
+    _save_config(policy, folder)
+
+
+def plan_files(specs: tuple[TensorSpec, ...], file_bytes: int) -> dict[str, list[TensorSpec]]:
+    """Which tensors go into which file: in order, each file as full as it may be.
+
+    Example:
+        Tensors of 4, 3 and 5 bytes in files of 8: `model-00001-of-00002` with two, `model-00002-of-00002` with one.
+    """
+    groups: list[list[TensorSpec]] = [[]]
+    for spec in specs:
+        if groups[-1] and sum(one.nbytes for one in groups[-1]) + spec.nbytes > file_bytes:
+            groups.append([])
+        groups[-1].append(spec)
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _write_files(
+    tensors: Iterator[tuple[str, Tensor]], files: dict[str, list[TensorSpec]], folder: Path, writes: bool
+) -> None:
+    from safetensors.torch import save_file
+
+    for file, specs in files.items():
+        held = {}
+        for spec in specs:
+            name, tensor = next(tensors)
+            assert name == spec.name, "a pass has the order of its specs"
+            if writes:
+                held[name] = tensor.cpu().contiguous()
+        if writes:
+            save_file(held, folder / file, metadata={"format": "pt"})
+
+
+def _save_config(model: Any, folder: Path) -> None:
+    from transformers.dynamic_module_utils import custom_object_save
+
+    config = copy.deepcopy(model.config)
+    config.architectures = [original_class(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    if getattr(model, "_auto_class", None) is not None:
+        custom_object_save(model, str(folder), config=config)
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def _save_adapters(policy: Any, folder: Path, writes: bool) -> None:
+    """Everything that PEFT has added, and the embeddings, which it saves beside where they were changed."""
+    reshard(policy)
+    embeddings = [policy.get_input_embeddings(), policy.get_output_embeddings()]
+    beside = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}
+    base = {id(parameter) for name, parameter in policy.named_parameters() if not _is_added(policy, name)}
+    state = {}
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad or id(parameter) not in base or id(parameter) in beside:
+            tensor = whole(parameter)
+            if writes:
+                state[name] = tensor.cpu()
+    if writes:
+        policy.save_pretrained(folder, state_dict=state)
+
+
+def _is_added(policy: Any, name: str) -> bool:
+    marks = (policy.base_model.prefix, "modules_to_save", "trainable_tokens")
+    return any(part.startswith(marks) for part in name.split("."))

@@ -1,0 +1,39 @@
+"""The benchmark of slow tools plays real rollouts: a sleep changes nothing, and a call that hangs costs its own."""
+
+import pytest
+from benchmarks.concurrency import judge, play, sleeping
+
+from benchmarks import concurrency
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(concurrency, "PROMPTS", 1)
+    monkeypatch.setattr(concurrency, "GROUP", 4)
+    monkeypatch.setattr(concurrency, "TOOL_TIMEOUT", 0.3)
+    monkeypatch.setattr(concurrency, "TURNS", 2)
+
+
+def test_rollouts_say_the_same_however_long_the_tool_takes(small):
+    engine = concurrency.ENGINES["scripted"]()
+    quick, slow = play(engine, sleeping(0.0, False, False)), play(engine, sleeping(0.05, True, False))
+    assert quick.digests() == slow.digests() and len(set(quick.digests())) == 4
+    assert [rollout.calls for rollout in slow.rollouts] == [{"ok": 1}] * 4
+    assert slow.seconds >= 0.05
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_call_that_hangs_changes_its_own_rollout_alone(small, blocking):
+    engine = concurrency.ENGINES["scripted"]()
+    usual, hung = play(engine, sleeping(0.0, blocking, False)), play(engine, sleeping(0.0, blocking, True))
+    (one,) = [place for place, rollout in enumerate(hung.rollouts) if rollout.calls.get("timeout")]
+    assert hung.rollouts[one].calls == {"timeout": 1}
+    for place in range(4):
+        assert (hung.digests()[place] == usual.digests()[place]) is (place != one)
+    assert hung.ends[one] >= 0.3
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rewards_are_timed_with_the_rollouts(small, streamed):
+    engine = concurrency.ENGINES["scripted"]()
+    assert concurrency._scored(engine, sleeping(0.0, False, False), judge, streamed, 0) >= 0.5
