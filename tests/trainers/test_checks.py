@@ -248,6 +248,7 @@ POINTED_OUT = [
     (penalties.kl_options_need_kl, RLOOConfig, {"use_bias_correction_kl": False}, "carries no gradient"),
     (penalties.adaptive_options_need_adaptive_entropy, GRPOConfig, {"entropy_target": 1.0}, "use_adaptive_entropy is"),
     (penalties.scaling_is_read, RLOOConfig, {"scale_rewards": "batch"}, "RLOO's baseline"),
+    (penalties.credit_is_weighed, RLOOConfig, {"outcome_weight": 0.0}, "leaves out RLOO's KL penalty .beta=0.05"),
     (
         penalties.scaling_is_read,
         GRPOConfig,

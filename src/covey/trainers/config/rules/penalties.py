@@ -4,7 +4,7 @@ import math
 from numbers import Real
 from typing import Any
 
-from covey.trainers.config.rules.helpers import ignored, within
+from covey.trainers.config.rules.helpers import ignored, warn, within
 
 
 def kl_weight_is_not_negative(args: Any) -> None:
@@ -91,6 +91,11 @@ def credit_is_weighed(args: Any) -> None:
     if args.process_weight == args.outcome_weight == 0:
         raise ValueError(
             "process_weight=0 and outcome_weight=0 leave no advantage to learn from: set one of them above 0."
+        )
+    if args.method == "rloo" and args.outcome_weight == 0 < args.beta:
+        warn(
+            f"outcome_weight=0 leaves out RLOO's KL penalty (beta={args.beta}), which is part of the outcome. Set"
+            " outcome_weight above 0, or beta=0 to save the reference model."
         )
     within(args, "step_discount", "between 0 and 1", lambda g: 0 <= g <= 1, "1.0 counts every later step in full.")
 
