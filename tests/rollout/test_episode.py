@@ -259,6 +259,26 @@ def test_a_turn_that_its_own_limit_cuts_off_is_ended_by_what_is_written():
     assert rollout.sampled[:3] == [True, True, False]  # the policy has not chosen to end its turn
 
 
+@pytest.mark.parametrize("said", ["call", ""])
+def test_a_turn_that_the_engine_stops_at_a_text_is_ended_by_what_is_written(said):
+    """Servers can be told to stop at a text: the token that ends the turn is missing then."""
+
+    async def stops(request):
+        return [Completion(tokens(said), None, FinishReason.STOP)]
+
+    async def write():
+        episode = engine(stops).begin()
+        await episode.sample()
+        assert episode.write("More.") and episode.finish is None
+        return episode.done()
+
+    rollout = play(write())
+    assert rollout.prompt_ids + rollout.completion_ids == rendered(
+        [*QUESTION, {"role": "assistant", "content": said}, {"role": "user", "content": "More."}], answer=True
+    )
+    assert rollout.num_sampled == len(tokens(said))
+
+
 def test_a_limit_beyond_the_room_is_the_room():
     episode = engine(Says("123456"), max_tokens=4).begin()
     assert play(episode.sample(max_tokens=4)).text == "1234" and episode.finish is FinishReason.LENGTH

@@ -306,9 +306,11 @@ class Episode:
                 " turn into the prompt, `engine.begin(prompt)`, and what comes before any other into one `write`."
             )
         template = self.engine._template(self.tools)
-        if self._open:
+        last = self.completion_ids[-1] if self.completion_ids else None
+        cut = self._open or not template.ends_with(last)  # by its own limit, or by a text that a server stops at
+        if cut:
             return [*template.ending(), *template.continuation(messages)]
-        return template.continuation(messages, ended_with=self.completion_ids[-1] if self.completion_ids else None)
+        return template.continuation(messages, ended_with=last)
 
     def _encoded(self, text: str) -> list[int]:
         return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])

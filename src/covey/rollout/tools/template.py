@@ -98,6 +98,10 @@ class TurnTemplate:
         ids = self._encode_after_end(text)
         return ids[1:] if ended_with is not None and ids[:1] == [ended_with] else ids
 
+    def ends_with(self, token: int | None) -> bool:
+        """Whether a turn whose last token this is has ended; always so where no token ends turns."""
+        return token in self._ends.values() or not self._ends
+
     def ending(self) -> list[int]:
         """Tokens that end a turn which the policy has not ended itself; `continuation` follows them.
 
