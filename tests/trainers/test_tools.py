@@ -4,7 +4,12 @@ import pytest
 import runs
 
 import tiny
+from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.engines.scripted import ScriptedEngine
+from covey.rollout.functions import RolloutError
+from covey.trainers.agents import RolloutWatch
+
+ERROR = FinishReason.ERROR
 
 # The chat template of tiny conversations, with tools in it and results.
 TEMPLATE = (
@@ -127,3 +132,21 @@ def test_what_failed_stands_in_the_completions_and_has_no_reward(tmp_path):
     rows = trained.completions.rows
     assert [row["error"] for row in rows] == ["KeyError: 'no such page'", None, None, None] * 2
     assert all(row["advantage"] == 0 for row in rows if row["error"])
+
+
+def of(finish, count):
+    return [Rollout([1], [], [], None, "", finish, error="no server" if finish is ERROR else None)] * count
+
+
+def test_the_run_ends_where_the_rollouts_of_all_processes_failed_and_not_where_those_of_one_did():
+    """One process has few rollouts, which may all fail by chance."""
+    working = [[], 0, 4]
+    watch = RolloutWatch(lambda mine: [mine, working])
+    with pytest.warns(UserWarning, match="2 of 6 rollouts failed"):
+        watch.judge(of(ERROR, 2))
+    lucky = RolloutWatch(lambda mine: [mine, [["no route"], 4, 4]])
+    with pytest.warns(UserWarning, match="4 of 6 rollouts failed"):
+        lucky.judge(of(FinishReason.STOP, 2))
+    broken = RolloutWatch(lambda mine: [mine, [["no route"], 4, 4]])
+    with pytest.raises(RolloutError, match=r"all 6 rollouts failed\. The first one: no server"):
+        broken.judge(of(ERROR, 2))

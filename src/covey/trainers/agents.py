@@ -4,7 +4,7 @@ Not here: how an agent plays (`covey.rollout.agent`), how conversations become t
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -148,32 +148,45 @@ def refuse_plain_prompts(agency: Agency | None, rows: Sequence[dict[str, Any]], 
 
 
 class RolloutWatch:
-    """Decides what failed rollouts lead to: a failed one costs itself; if all fail, the run stops."""
+    """Decides what failed rollouts lead to: a failed one costs itself; if all fail, the run stops.
 
-    def __init__(self) -> None:
+    Args:
+        gather: called with this process's object, returns one such object per process in the order of ranks. None for a
+            single process.
+    """
+
+    def __init__(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
+        self._gather = gather or (lambda mine: [mine])
         self._has_worked = False
         self._failed_batches = 0
         self._warned = False
 
     def judge(self, rollouts: Sequence[Rollout]) -> None:
-        """Look at a generation.
+        """Look at a generation. Collective: all processes call it together, since one of them may fare badly by chance.
+
+        Args:
+            rollouts: of this process.
 
         Raises:
-            RolloutError: every rollout failed, and none has ever worked or it is not the first such generation.
+            RolloutError: every rollout of every process failed, and none has ever worked or it is not the first such
+                generation.
         """
-        failed = [rollout for rollout in rollouts if rollout.finish is FinishReason.ERROR]
-        if len(failed) < len(rollouts):
+        mine = [rollout.error for rollout in rollouts if rollout.finish is FinishReason.ERROR]
+        everyone = self._gather((mine[:1], len(mine), len(rollouts)))
+        failed, total = sum(count for _, count, _ in everyone), sum(count for _, _, count in everyone)
+        first = next((error for errors, _, _ in everyone for error in errors), None)
+        if failed < total:
             self._has_worked, self._failed_batches = True, 0
-        elif rollouts:
+        elif total:
             self._failed_batches += 1
             if not self._has_worked or self._failed_batches >= FAILED_BATCHES:
                 often = f", {self._failed_batches} generations in a row" if self._has_worked else ""
-                raise RolloutError(f"all {len(rollouts)} rollouts failed{often}. The first one: {failed[0].error}")
+                raise RolloutError(f"all {total} rollouts failed{often}. The first one: {first}")
         if failed and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{len(failed)} of {len(rollouts)} rollouts failed; they get no reward and are counted in"
-                f" rollouts/failed. The first one: {failed[0].error}",
+                f"{failed} of {total} rollouts failed; they get no reward and are counted in rollouts/failed. The first"
+                f" one: {first}",
                 RolloutWarning,
                 stacklevel=4,
             )

@@ -133,8 +133,8 @@ class OnlineTrainer(SampledGenerations):
         self.entropy = assembly.entropy_controller(args)
         self.passes = assembly.build_passes(args, self.scorer, self.accelerator, lambda: self.policy, self.collectives)
         self.experience = Experience()
-        self.rollout_watch = RolloutWatch()
         gather = self.collectives.named
+        self.rollout_watch = RolloutWatch(gather("count failed rollouts"))
         self.metrics = MetricLog(gather("put the metrics together"))
         self.timeline = Timeline()
         self.phases = PhaseTimer(notice=self.collectives.note, span=self.timeline.phase)
