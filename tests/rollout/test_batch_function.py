@@ -1,6 +1,7 @@
 """Functions of the user's own that play a whole generation: `(prompts, trainer) -> dict`."""
 
 import asyncio
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -183,6 +184,8 @@ def test_completions_are_there_only_while_the_function_runs():
 def test_what_it_raises_and_a_late_answer_end_the_batch():
     with pytest.raises(ZeroDivisionError):
         collector(lambda prompts, complete: 1 / 0).collect(draws(), PARAMS, ("train", 0))
+    with pytest.raises(RolloutError, match="rollout_func raised SystemExit: 0"):  # which would end the program silently
+        collector(lambda prompts, complete: sys.exit(0)).collect(draws(), PARAMS, ("train", 0))
     late = threading.Event()
     with pytest.raises(RolloutError, match=r"longer than rollout_timeout=0.2 s for 4 prompts"):
         collector(lambda prompts, complete: late.wait(5), timeout=0.2).collect(draws(), PARAMS, ("train", 0))

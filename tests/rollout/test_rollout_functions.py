@@ -27,10 +27,17 @@ def letters(prompt_ids, seed):
     return [14 + seed % 7, 14 + seed // 7 % 7, 14 + seed // 49 % 7, EOS]
 
 
-def collector(function, engine=None, timeout=60.0, kind=RolloutFunction):
+def wait_for(condition, seconds=10.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def collector(function, engine=None, timeout=60.0, kind=RolloutFunction, limits=False):
     codec = PromptCodec(TOKENIZER, None, None)
-    play = kind(function, timeout, Limits(tiny.config().vocab_size, None))
-    agency = Agency(play, TurnTemplates(codec, [EOS]), timeout)
+    bounds = Limits(tiny.config().vocab_size, None)
+    agency = Agency(kind(function, timeout, bounds), TurnTemplates(codec, [EOS]), timeout, bounds if limits else None)
     return Collector(engine or ScriptedEngine(letters), codec, 7, agency)
 
 
@@ -154,7 +161,15 @@ def test_an_engines_error_ends_the_batch_whatever_the_function_makes_of_it():
         ({"completion_ids": [5, True]}, "token True of a rollout"),
         ({"prompt_ids": []}, "an empty prompt"),
         ({"logprobs": [float("nan"), 0.0]}, "log-probs that are not finite"),
-        ({"entropies": [0.0]}, "one value a token"),
+        ({"logprobs": [-1.0, 5.0]}, "a log-prob of 5, and probabilities are at most 1"),
+        ({"entropies": [0.0]}, "one entropy per token"),
+        ({"completion": 5}, "text or a list of messages with a 'role', not int"),
+        ({"completion": ["a"]}, "text or a list of messages"),
+        ({"finish": "done"}, "'done' is not a valid FinishReason"),
+        ({"extras": None}, "has no attribute 'items'"),
+        ({"versions": ["new", "newer"]}, "invalid literal for int"),
+        ({"turn_ends": [7]}, "turns end at tokens"),
+        ({"calls": {"ok": "many"}}, "invalid literal for int"),
     ],
 )
 def test_a_rollout_that_cannot_be_trained_on_is_a_failure(changes, error):
@@ -165,6 +180,108 @@ def test_a_rollout_that_cannot_be_trained_on_is_a_failure(changes, error):
         return rollout
 
     assert error in collect(collector(returns))[0].error
+
+
+class Endless:
+    def __str__(self):
+        while True:
+            pass
+
+
+def test_what_a_function_returns_is_read_under_its_deadline():
+    async def returns(row, engine):
+        rollout = await once(row, engine)
+        if engine.sibling == 1:
+            rollout.completion = [{"role": "assistant", "content": Endless()}]
+        return rollout
+
+    rollouts = collect(collector(returns, timeout=0.5), draws(prompts=1))
+    assert rollouts[0].error is None and "took longer than rollout_timeout=0.5 s" in rollouts[1].error
+
+
+def test_a_rollout_is_nobody_elses():
+    """One that is kept, returned again and changed later is a rollout of its own each time."""
+    kept = []
+
+    async def returns(row, engine):
+        if not kept:
+            kept.append(await once(row, engine))
+        kept[0].group = 5
+        return kept[0]
+
+    first, second, *_ = collect(collector(returns))
+    kept[0].completion_ids.clear()
+    kept[0].extras["answer"] = "spoilt"
+    assert first is not second and len(first.completion_ids) == 4 and first.extras == {"answer": 0}
+
+
+def test_what_a_failing_function_has_put_into_its_episode_is_not_trained_on():
+    async def spoils(row, engine):
+        episode = engine.begin()
+        await episode.sample()
+        if engine.sibling == 1:
+            episode.completion_ids.append(10**9)
+        if engine.sibling == 2:
+            episode.messages.append({"role": "user", "content": "no turn of mine"})
+            episode.sampled.clear()
+        if engine.sibling:
+            raise RuntimeError("enough")
+        return episode.done()
+
+    rollouts = collect(collector(spoils, limits=True), draws(prompts=1))
+    assert [one.error for one in rollouts] == [None] + ["RuntimeError: enough"] * 3
+    assert [len(one.completion_ids) for one in rollouts] == [4, 0, 0, 4]
+
+
+def test_nothing_is_sampled_for_a_rollout_that_has_ended():
+    tasks = []
+
+    async def leaves_a_task(row, engine):
+        async def samples_on():
+            while True:
+                await engine.generate("more", max_tokens=2)
+
+        tasks.append(asyncio.get_running_loop().create_task(samples_on()))
+        return await once(row, engine)
+
+    engine = ScriptedEngine(letters)
+    made = collector(leaves_a_task, engine)
+    collect(made, draws(prompts=1, group=2))
+    before = len(engine.served)
+    wait_for(lambda: all(task.done() for task in tasks))
+    assert len(engine.served) == before
+    assert all("the rollout has ended" in str(one.exception()) for one in tasks if not one.cancelled())
+
+
+def test_a_function_that_will_not_be_cancelled_is_left_behind():
+    release = threading.Event()
+
+    async def goes_on(row, engine):
+        if engine.sibling:
+            return await once(row, engine)
+        while not release.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+        return await once(row, engine)
+
+    rollouts = collect(collector(goes_on, timeout=0.3), draws(prompts=1))
+    assert [one.finish is FinishReason.ERROR for one in rollouts] == [True, False, False, False]
+    assert "took longer than rollout_timeout=0.3 s" in rollouts[0].error
+    release.set()
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
+def test_whatever_a_function_raises_costs_its_rollout(error):
+    async def raises(row, engine):
+        if engine.sibling == 1:
+            raise error
+        return await once(row, engine)
+
+    rollouts = collect(collector(raises))
+    assert [i for i, one in enumerate(rollouts) if one.error] == [1, 5]
+    assert rollouts[1].error.startswith(type(error).__name__)
 
 
 def test_what_a_function_does_to_its_row_is_no_business_of_others():

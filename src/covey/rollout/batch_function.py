@@ -153,7 +153,9 @@ class BatchFunction:
                 " rollout_timeout, or find out what it waits for."
             ) from None
         except Raised as raised:
-            raise raised.error from None
+            if isinstance(raised.error, Exception):
+                raise raised.error from None
+            raise RolloutError(f"rollout_func raised {raised.text}") from raised.error  # SystemExit would end silently
 
     def _rollouts(self, prompts: Sequence[Any], returned: Any) -> list[Rollout]:
         needed = ("prompt_ids", "completion_ids", "logprobs")
@@ -193,8 +195,7 @@ class BatchFunction:
                 extras={name: _of(values, i) for name, values in extras.items()},
                 turn_ends=[end for end, (now, then) in enumerate(pairwise([*sampled, False])) if now and not then],
             )
-            self._limits.check(rollout)
-            rollouts.append(rollout)
+            rollouts.append(self._limits.checked(rollout))
         return rollouts
 
 

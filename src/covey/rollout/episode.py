@@ -84,6 +84,7 @@ class EpisodeEngine:
         self._params = params
         self._seed_key = seed_key
         self._asides = 0
+        self._closed = False
 
     def begin(self, prompt: Prompt | None = None, tools: Sequence[dict[str, Any]] | None = None) -> "Episode":
         """Start an episode.
@@ -131,6 +132,10 @@ class EpisodeEngine:
         seeds = [sample_seed(*self._seed_key, "aside", aside, i) for i in range(n)]
         return [self._reply(one) for one in await self._sampled(SampleRequest(ids, n, params, seeds))]
 
+    def close(self) -> None:
+        """Sample nothing more: the rollout is done, and so is whatever it has started and not awaited."""
+        self._closed = True
+
     def ask_through(self, wrap: Callable[[Ask], Ask]) -> None:
         """Ask the engine in another way, such as from another event loop."""
         self._ask = wrap(self._ask)
@@ -143,6 +148,8 @@ class EpisodeEngine:
         return completion
 
     async def _sampled(self, request: SampleRequest) -> list[Completion]:
+        if self._closed:
+            raise ValueError("the rollout has ended: nothing is sampled for it any more.")
         try:
             return await self._ask(request)
         except Exception as error:

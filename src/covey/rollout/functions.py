@@ -10,59 +10,21 @@ here: functions that play all of a generation at once (`batch_function`).
 """
 
 import asyncio
-import copy
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from covey.core.rollout import Completion, Rollout
 from covey.rollout.engine import SampleRequest
 from covey.rollout.episode import Ask, EpisodeEngine
-from covey.rollout.tools.execution import CoroutineLoop, Handovers, is_async
+from covey.rollout.limits import Limits as Limits
+from covey.rollout.limits import RolloutError as RolloutError
+from covey.rollout.tools.execution import CoroutineLoop, Handovers, Raised, is_async
 
 T = TypeVar("T")
-
-
-class RolloutError(ValueError):
-    """Rollouts cannot be had from what the user gave: a function, an environment or tools."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the tokens of a rollout must keep to.
-
-    Attributes:
-        vocabulary: number of tokens that the model knows.
-        context: most tokens of prompt and completion together; None when unlimited.
-    """
-
-    vocabulary: int
-    context: int | None
-
-    def check(self, rollout: Rollout) -> None:
-        """Look at a rollout that the user's code put together.
-
-        Raises:
-            RolloutError: it cannot be trained on.
-        """
-        ids = [*rollout.prompt_ids, *rollout.completion_ids]
-        wrong = next((one for one in ids if type(one) is not int or not 0 <= one < self.vocabulary), None)
-        if wrong is not None:
-            raise RolloutError(f"token {wrong!r} of a rollout is no token of the model, which has {self.vocabulary}.")
-        if not rollout.prompt_ids:
-            raise RolloutError("a rollout has an empty prompt; its prompt_ids need one token at least.")
-        if self.context is not None and len(ids) > self.context:
-            raise RolloutError(f"a rollout of {len(ids)} tokens exceeds the model's context of {self.context}.")
-        reported = [rollout.logprobs, rollout.entropies, rollout.versions]
-        if any(len(one) != len(rollout.completion_ids) for one in (rollout.sampled, *reported) if one is not None):
-            raise RolloutError("a rollout's sampled, logprobs, entropies and versions need one value a token.")
-        if any(not math.isfinite(one) for one in rollout.logprobs or ()):
-            raise RolloutError("a rollout has log-probs that are not finite; leave `logprobs` None if there are none.")
 
 
 class _Apart:
@@ -81,14 +43,24 @@ class _Apart:
         self._loop = CoroutineLoop()
         self._handovers = Handovers()
 
-    async def _returned(self, engine: EpisodeEngine, *arguments: Any) -> Any:
-        """What the function returns.
+    async def _read(self, engine: EpisodeEngine, read: Callable[[Any], T], *arguments: Any) -> T:
+        """What `read` makes of what the function returns; there too, for that may hang or change as long as it likes.
 
         Raises:
             TimedOut, Raised: as `CoroutineLoop.run`.
+            RolloutError: what `read` says of it.
         """
         engine.ask_through(partial(self._across, asyncio.get_running_loop()))
-        return await self._loop.run(lambda: self._function(*arguments), self._timeout)
+
+        async def play() -> T:
+            return read(await self._function(*arguments))
+
+        try:
+            return await self._loop.run(play, self._timeout)
+        except Raised as raised:
+            if isinstance(raised.error, RolloutError):
+                raise raised.error from None
+            raise
 
     def _across(self, home: asyncio.AbstractEventLoop, ask: Ask) -> Ask:
         """The engine for code on another loop. What is asked there in one turn is asked here in one turn too."""
@@ -111,14 +83,15 @@ class RolloutFunction(_Apart):
             TimedOut, Raised: it took too long, or raised.
             RolloutError: what it returned is no rollout that can be trained on.
         """
-        rollout = await self._returned(engine, row, engine)
-        if not isinstance(rollout, Rollout):
+        return await self._read(engine, self._one, row, engine)
+
+    def _one(self, returned: Any) -> Rollout:
+        if not isinstance(returned, Rollout):
             raise RolloutError(
-                f"the rollout function returned {type(rollout).__name__}; it must return a Rollout, such as"
+                f"the rollout function returned {type(returned).__name__}; it must return a Rollout, such as"
                 " `episode.done()` gives."
             )
-        self._limits.check(rollout)
-        return rollout
+        return self._limits.checked(returned)
 
 
 class GroupFunction(_Apart):
@@ -131,7 +104,9 @@ class GroupFunction(_Apart):
             TimedOut, Raised: it took too long, or raised.
             RolloutError: what it returned are not n rollouts that can be trained on.
         """
-        returned = await self._returned(engine, row, engine, n)
+        return await self._read(engine, partial(self._several, n), row, engine, n)
+
+    def _several(self, n: int, returned: Any) -> list[Rollout]:
         rollouts = list(returned) if isinstance(returned, list | tuple) else []
         if len(rollouts) != n or not all(isinstance(rollout, Rollout) for rollout in rollouts):
             kinds = sorted({type(rollout).__name__ for rollout in rollouts})
@@ -140,9 +115,7 @@ class GroupFunction(_Apart):
                 f"the rollout function was asked for {n} rollouts of a prompt and returned {got}; it must return a list"
                 f" of {n} Rollouts, such as `episode.done()` gives."
             )
-        for rollout in rollouts:
-            self._limits.check(rollout)
-        return [copy.copy(rollout) for rollout in rollouts]  # one that is returned twice counts twice
+        return [self._limits.checked(rollout) for rollout in rollouts]  # copies: one that is returned twice is two
 
 
 def _answer(work: Coroutine[Any, Any, T], answer: "Future[T]") -> None:

@@ -21,10 +21,14 @@ from covey.rollout.draws import Draw, Siblings
 from covey.rollout.engine import RolloutEngine, SamplingParams
 from covey.rollout.episode import Ask, EpisodeEngine
 from covey.rollout.functions import GroupFunction
+from covey.rollout.limits import Limits
 from covey.rollout.merging import MergedRequests
 from covey.rollout.prompts import PromptCodec, is_conversational
-from covey.rollout.tools.execution import Raised, TimedOut
+from covey.rollout.tools.execution import Raised, TimedOut, run_in_thread
 from covey.rollout.tools.template import TurnTemplates
+
+SALVAGE_SECONDS = 5.0
+"""For reading what there is of a rollout that failed."""
 
 
 class Ended(Protocol):
@@ -47,11 +51,13 @@ class Agency:
         play: an agent, or a function that plays a group or a whole batch.
         templates: how conversations go on.
         timeout: seconds that one rollout may take.
+        limits: of tokens, where the user's code may have written them.
     """
 
     play: Agent | GroupFunction | BatchFunction
     templates: TurnTemplates
     timeout: float
+    limits: Limits | None = None
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """What these rollouts hold, such as environments, is needed no more: their rewards are scored."""
@@ -166,17 +172,26 @@ class Playing:
                     rollouts = [await play(row, engine)]
         except Exception as error:
             what = _describe(error, timeout)
-            rollouts = [self._failed(draw.row, engine, what) for draw in draws]
+            rollouts = [await self._failed(draw.row, engine, what) for draw in draws]
+        finally:
+            engine.close()  # what the rollout has left behind may be at work still
         if engine.failure is not None:
             raise engine.failure
         for rollout in rollouts:
             rollout.group, rollout.seconds = number, perf_counter() - began
         return rollouts
 
-    def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str) -> Rollout:
-        """What there was until something failed."""
+    async def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str) -> Rollout:
+        """What there was until something failed, if that is a rollout."""
+        limits = self.agency.limits
+
+        def salvaged() -> Rollout:
+            rollout = engine.episodes[0].done(FinishReason.ERROR, error)
+            return rollout if limits is None else limits.checked(rollout)
+
         if engine.episodes:
-            return engine.episodes[0].done(FinishReason.ERROR, error)
+            with suppress(Raised, TimedOut):  # the user's code may have put anything into its episode
+                return await run_in_thread(salvaged, SALVAGE_SECONDS)
         prompt = row.get("prompt")
         try:
             prompt_ids = self.codec.encode(prompt, row.get("chat_template_kwargs"))

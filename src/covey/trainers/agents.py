@@ -69,7 +69,7 @@ def build_agency(
         else:
             kind = RolloutFunction if form == "rollout" else GroupFunction
             play = kind(rollout_func, args.rollout_timeout, limits)
-    return Agency(play, templates, args.rollout_timeout)
+    return Agency(play, templates, args.rollout_timeout, limits)
 
 
 def _refuse_combinations(args: Any, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
