@@ -4,6 +4,7 @@ That conversations grow by the tokens which the template would have written is i
 """
 
 import json
+import warnings
 
 import pytest
 from families import FAMILIES, LLAMA3, QWEN, TOKENIZERS, tokenizer_of
@@ -124,6 +125,11 @@ LAST_THINKS = QWEN.replace(
     "{{ m.content if loop.index0 >= messages | length - 2 else m.content.split('</think>')[-1] }}{% for c",
 )
 KEEPS_THINKING = QWEN.replace("{{ m.content }}{% for c", "{% set t = '</think>' %}{{ m.content }}{% for c")
+FORGETS_WITH_A_USER = QWEN.replace(
+    "{{ m.content }}{% for c",
+    "{% set after = messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list %}"
+    "{{ m.content.split('</think>')[-1] if after and m.role == 'assistant' else m.content }}{% for c",
+)
 COUNTS = QWEN.replace("# Tools", "# Tools, {{ messages | length }} messages so far")
 GREETS = QWEN.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nSure: {% endif %}")
 NUMBERS = QWEN.replace("<tool_response>\n{{", "<tool_response>\n{{ loop.index }}: {{")
@@ -148,6 +154,23 @@ def test_a_template_that_is_not_prefix_stable_is_refused_with_the_reason(templat
     text = tokenizer.decode(kept.continuation([{"role": "tool", "content": "4"}]))
     assert "<tool_response>" in text
     assert "</tool_response><|im_end|>\n<|im_start|>assistant\n" in text
+
+
+def test_a_user_after_whom_earlier_thinking_is_dropped_is_warned_of_once():
+    """Qwen3's template keeps the thinking while tools answer, and drops it when a user goes on."""
+    tokenizer = tokenizer_of(FAMILIES["qwen"], FORGETS_WITH_A_USER)
+    turns, kept = TurnTemplate(tokenizer, TOOLS), TurnTemplate(tokenizer, TOOLS, unstable="keep")
+    said = [{"role": "user", "content": "Again."}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        turns.continuation([{"role": "tool", "content": "4"}])
+        kept.continuation(said)
+    with pytest.warns(UserWarning, match="where a user goes on: it drops the thinking of earlier turns"):
+        ids = turns.continuation(said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert turns.continuation(said) == ids
+        TurnTemplate(tokenizer_of(FAMILIES["qwen"], KEEPS_THINKING), TOOLS).continuation(said)
 
 
 def test_a_template_that_keeps_thinking_is_stable():
