@@ -55,6 +55,27 @@ def test_samples_do_not_depend_on_their_neighbours(tiny_model):
     assert tokens(alone)[0] == reference[0]
 
 
+def test_what_nobody_waits_for_any_more_is_not_decoded_on(tiny_model):
+    """As where a rollout ran out of time: its row and its request that waits must not hold up the others."""
+    engine, params = engine_of(tiny_model, max_rows=2, eos=frozenset()), SamplingParams(max_tokens=200)
+
+    async def run():
+        asked = [SampleRequest(prompt, 1, params, [i]) for i, prompt in enumerate(PROMPTS[:3])]
+        late = [asyncio.create_task(engine.generate(one)) for one in asked]
+        await asyncio.sleep(0)
+        short = SampleRequest([5, 6], 1, SamplingParams(max_tokens=4), [9])
+        for _ in range(4):  # two are decoded, the third waits for a place
+            await asyncio.sleep(0)
+        for one in late:
+            one.cancel()
+        (answer,) = await engine.generate(short)
+        return answer, [len(row.token_ids) for row in engine._rows], len(engine._waiting)
+
+    with engine.awake():
+        answer, decoded, waiting = asyncio.run(run())
+    assert len(answer.token_ids) == 4 and (decoded, waiting) == ([], 0)
+
+
 def test_another_seed_gives_another_sample(tiny_model):
     (group,) = sample(engine_of(tiny_model), prompts=PROMPTS[:1], n=8)
     assert len({tuple(completion.token_ids) for completion in group}) > 1
