@@ -6,11 +6,11 @@ import time
 
 import runs
 from datasets import Dataset, DatasetDict
-from mistakes import TRAINING, Mistake
+from mistakes import CONFIG, TRAINING, Mistake
 from transformers import LlamaForSequenceClassification
 
 import tiny
-from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd
+from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd, per_completion
 
 CHAT = [{"role": "user", "content": "2+2="}]
 ROW = "must be a string or a non-empty list of messages with 'role' and 'content'"
@@ -236,6 +236,13 @@ async def broken_server(completions, **kwargs):
     raise OSError("connection refused")
 
 
+class Judge:
+    """Scores with a method."""
+
+    def score(self, completions, **kwargs):
+        return [1.0] * len(completions)
+
+
 def abstaining(completions, **kwargs):
     return [None] * len(completions)
 
@@ -459,6 +466,13 @@ REWARDS = [
         "no reward function scored 8 of 8 samples; their advantage is 0",
         "has the columns answer, prompt",
         kind=RewardWarning,
+    ),
+    Mistake(
+        "Marked a method of an object per_completion",
+        lambda b: b.build(reward_funcs=per_completion(Judge().score)),
+        ("cannot be marked per_completion", "mark the function where it is defined"),
+        when=CONFIG,  # at the mark, before anything is made
+        kind=RewardError,
     ),
     Mistake(
         "Asked for stream_rewards with reward models alone",
