@@ -1,7 +1,7 @@
 """Tools: the model looks a price up and then answers; what it is told back is not trained on.
 
 A tool is a function with type hints and a docstring. SmolLM2's chat template shows models no tools, so every prompt
-begins with an example of a call; most models of today need none.
+begins with two examples of a call; most models of today need none.
 """
 
 import json
@@ -10,6 +10,7 @@ from common import parser, settings
 from covey import GRPOConfig, GRPOTrainer
 
 PRICES = {"tea": 3, "soap": 14, "rope": 29, "lamp": 47, "boots": 85, "chair": 62, "kettle": 38, "mirror": 91}
+EXAMPLES = ("tea", "soap")
 
 
 def price(item: str) -> int:
@@ -22,10 +23,14 @@ def price(item: str) -> int:
 
 
 def conversation(item):
-    """An example with tea, and a question."""
-    call = json.dumps({"name": "price", "arguments": {"item": "tea"}})
-    turns = [("user", "Price of tea?"), ("assistant", call), ("tool", str(PRICES["tea"])), ("assistant", "3")]
-    return [{"role": role, "content": text} for role, text in [*turns, ("user", f"Price of {item}?")]]
+    """Two examples and a question."""
+    messages = []
+    for known in EXAMPLES:
+        call = json.dumps({"name": "price", "arguments": {"item": known}})
+        turns = {"user": f"Price of {known}?", "assistant": call, "tool": str(PRICES[known])}
+        messages += [{"role": role, "content": text} for role, text in turns.items()]
+        messages.append({"role": "assistant", "content": str(PRICES[known])})
+    return [*messages, {"role": "user", "content": f"Price of {item}?"}]
 
 
 def looked_up(completions, item, **kwargs):
@@ -50,7 +55,7 @@ def main():
             tool_timeout=5,  # seconds for each
             tool_parser="json",  # where the template does not say how calls are written
         ),
-        train_dataset=[{"prompt": conversation(item), "item": item} for item in PRICES if item != "tea"],
+        train_dataset=[{"prompt": conversation(item), "item": item} for item in PRICES if item not in EXAMPLES],
     )
     trainer.train()
     return trainer

@@ -19,7 +19,7 @@ NEEDS = {
     "environment_verifiers.py": "marble_v1",
 }
 """What an example needs beside Covey; `make test-environments` has all of it."""
-LONG_PROMPTS = {"environment_verifiers.py"}
+LONG_PROMPTS = {"environment_verifiers.py", "tools.py"}
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")
 
 
