@@ -281,7 +281,7 @@ class NativeEngine:
         softcap = model.config._attn_implementation == "eager"  # transformers' SDPA ignores it
         if self._forks is None:
             with torch.autocast(next(model.parameters()).device.type, enabled=False):  # its rounding is no objection
-                objection = self._objection_to_forking(ForkedCache(model.dtype, softcap))
+                objection = self._objection_to_forking(ForkedCache(model.dtype, softcap), dtype)
             self._forks = objection is None
             if objection is not None:
                 warnings.warn(
@@ -298,8 +298,8 @@ class NativeEngine:
             )
         return cache
 
-    def _objection_to_forking(self, cache: ForkedCache) -> str | None:
-        """Why two rows behind a shared prompt would not see what an ordinary pass sees; None: they do."""
+    def _objection_to_forking(self, cache: ForkedCache, dtype: torch.dtype) -> str | None:
+        """Why two rows would not see a shared prompt as an ordinary pass, in `dtype`, sees it; None: they do."""
         model = self._model()
         if not getattr(model, "_supports_attention_backend", False):
             return "its attention is of its own make"
@@ -315,7 +315,7 @@ class NativeEngine:
         except (TypeError, AttributeError) as error:  # no such keyword, no number of its layer
             return f"its attention cannot be told of a shared one ({type(error).__name__}: {error})"
         difference = (torch.stack(got, dim=1).float() - expected).abs().max()
-        allowed = 0.05 if model.dtype.itemsize >= 4 else 0.2  # bfloat16 alone moves logits by a tenth of the largest
+        allowed = 0.05 if dtype.itemsize >= 4 else 0.2  # bfloat16 alone moves logits by a tenth of the largest
         if not cache.attended or not difference <= allowed * expected.abs().max():
             return f"its attention does not read a shared one as it should (logits differ by {difference.item():.2g})"
         return None
