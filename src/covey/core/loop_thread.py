@@ -44,13 +44,21 @@ class LoopThread:
     def __init__(self, owner: Any, name: str):
         self.loop = asyncio.new_event_loop()
         self.unwanted = False
-        self._ending = threading.Event()
+        self._ending, self._answered = threading.Event(), threading.Event()
         self._users = 0
         self._lock = threading.Lock()
         # The thread refers neither to the owner nor to this object, so that both can be collected as garbage.
         work = partial(_serve, self.loop, self._ending, weakref.ref(owner))
         self.thread = threading.Thread(target=work, name=name, daemon=True)
         self.thread.start()
+
+    def is_blocked(self) -> bool:
+        """Whether it has done nothing since this was last asked, which should be a while ago."""
+        blocked = self.thread.is_alive() and not self._answered.is_set()
+        self._answered = threading.Event()
+        with suppress(RuntimeError):  # it has ended
+            self.loop.call_soon_threadsafe(self._answered.set)
+        return blocked
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, finish, is_async, settle, stop_thread
+from covey.core.stopping import stop_thread
+from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, finish, is_async, settle
 
 
 class EnvironmentFailed(Exception):

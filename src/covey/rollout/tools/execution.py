@@ -7,7 +7,6 @@ own, so that clients which tools keep between calls stay valid, and replaces tha
 
 import asyncio
 import contextvars
-import ctypes
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from covey.core.failures import describe
 from covey.core.loop_thread import LoopThread
+from covey.core.stopping import Stop, stop_thread
 
 T = TypeVar("T")
 
@@ -40,34 +40,27 @@ class Raised(Exception):
         self.error = error
 
 
-class _Stop(BaseException):
-    """Raised within a late thread. Not an `Exception`, so that a tool's own `except Exception` cannot swallow it."""
-
-
 async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
     """Return `function()`, run on a new thread; raise `TimedOut` once `seconds` have passed, `Raised` if it raises.
 
-    A late thread is told to stop, which reaches Python code and not a call into C that does not return. Code that
-    catches that, as a bare `except` does, is told again whenever something else is run.
+    A late thread is told to stop, which reaches Python code and not a call into C that does not return.
     """
     future: Future[T] = Future()
     context = contextvars.copy_context()
 
     def work() -> None:
-        with suppress(_Stop):  # it may come when all is done
+        with suppress(Stop):  # it may come when all is done
             try:
                 settle(future, result=context.run(function))
             except BaseException as error:  # SystemExit too: it must not pass for an answer
                 settle(future, error=error)
 
-    _stop_late_ones()
     thread = threading.Thread(target=work, name="covey-tool", daemon=True)
     thread.start()
     try:
         return await _within(future, seconds)
     except (TimedOut, asyncio.CancelledError):
         stop_thread(thread)
-        _late.add(thread)
         raise
 
 
@@ -86,24 +79,6 @@ def settle(future: "Future[Any]", result: Any = None, error: BaseException | Non
     """Answer whoever waits for a future, with a result or with `Raised`."""
     with suppress(InvalidStateError):  # nobody waits any more
         future.set_result(result) if error is None else future.set_exception(Raised(error))
-
-
-def stop_thread(thread: threading.Thread) -> None:
-    """Stop the Python code that a thread runs; a call into C that does not return goes on."""
-    if thread.ident is not None and thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
-
-
-_late: set[threading.Thread] = set()
-"""Threads that were told to stop and may not have."""
-
-
-def _stop_late_ones() -> None:
-    for thread in list(_late):
-        if thread.is_alive():
-            stop_thread(thread)
-        else:
-            _late.discard(thread)
 
 
 class Handover:
@@ -218,7 +193,8 @@ class CoroutineLoop:
             if self._served is served:
                 self._served = None
         served.unwanted = True
-        stop_thread(served.thread)
+        served.is_blocked()
+        stop_thread(served.thread, served.is_blocked)
 
 
 _RESPONSE_SECONDS = 1.0
