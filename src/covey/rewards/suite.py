@@ -149,7 +149,7 @@ class RewardSuite:
         """
         assert len(rows) == len(rollouts), "one dataset row per rollout"
         places = [place for place, rollout in enumerate(rollouts) if rollout.finish is not FinishReason.ERROR]
-        rewards = torch.full((len(rollouts), len(self.names)), math.nan)
+        rewards = torch.full((len(rollouts), len(self.names)), math.nan, dtype=torch.float32)
         batch = RewardBatch(rows, rollouts).scorable()
         if not len(batch):
             nothing: list[dict[int, StepRewards]] = [{} for _ in rollouts]

@@ -28,6 +28,7 @@ from covey.trainers.parity import EngineCheck
 from covey.trainers.record import Notes
 from covey.trainers.sampler import started
 from covey.trainers.staleness import staleness_stats
+from covey.trainers.surroundings import kept_surroundings
 from covey.trainers.updates import PolicyUpdates
 from covey.trainers.watching import Watched
 from covey.trainers.weight_sync import WeightSync
@@ -69,13 +70,13 @@ class SampledGenerations(PolicyUpdates):
                 self.metrics.add(staleness_stats(rollouts, self.state.global_step), "train")
             else:
                 self._bring_weights()
-                with self.phases("generate"):
+                with self.phases("generate"), kept_surroundings():
                     rollouts = self.collector.collect(draws, self.sampling, key, reuse, watched)
             if self.collector.agency is not None:
                 self.rollout_watch.judge(rollouts)
                 self.metrics.add(agent_stats(rollouts, self.collector.agency), self.mode)
             try:
-                with self.phases("reward"):
+                with self.phases("reward"), kept_surroundings():
                     rows = [draw.row for draw in draws]
                     scored = self.rewards(rows, rollouts, notes.context(self.state), watched.stream)
             finally:
