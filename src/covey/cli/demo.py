@@ -27,6 +27,7 @@ SHOWN = 12
 
 RESULTS = {
     "curves.png": "the curves",
+    "timeline.png": "what ran when in the latest generation",
     "summary.html": "curves, samples before and after, metrics and settings on one page",
     "summary.json": "the figures above",
     "completions": "every completion of the run",

@@ -179,7 +179,8 @@ class NativeEngine:
         groups: dict[tuple[int, ...], list[Row]] = {}
         for _ in range(min(free, len(self._waiting))):
             self._admitted.append(row := self._waiting.popleft())
-            groups.setdefault(tuple(row.request.prompt_ids), []).append(row)
+            if not row.leaves:
+                groups.setdefault(tuple(row.request.prompt_ids), []).append(row)
         going_on = [rows[0] for rows in groups.values() if len(rows) == 1 and self._goes_on(rows[0])]
         if going_on:
             self._continue(going_on)
@@ -378,10 +379,9 @@ class NativeEngine:
         assert self._cache is not None, "a batch has a cache"
         self._batch.settle()
         self._batch = None
-        finished = [row.finish is not None for row in self._rows]
-        for row in self._rows:
-            if row.finish is not None:
-                row.resolve()
+        finished = [row.leaves for row in self._rows]
+        for row in [row for row in self._rows if row.finish is not None]:
+            row.resolve()
         moves = closing_moves(finished)
         self._cache.move(moves, finished.count(False))
         self._rows = apply_moves(self._rows, moves, finished.count(False))

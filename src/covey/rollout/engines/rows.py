@@ -36,6 +36,11 @@ class Row:
     finish: FinishReason | None = None
 
     @property
+    def leaves(self) -> bool:
+        """Whether it needs no further token: it is finished, or nobody waits for it any more."""
+        return self.finish is not None or self.done.done()
+
+    @property
     def seed(self) -> int:
         """The seed as a signed 64-bit number."""
         return (self.request.seeds[self.index] + (1 << 63)) % (1 << 64) - (1 << 63)

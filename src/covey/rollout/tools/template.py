@@ -13,6 +13,7 @@ Not here: reading calls (`parsers`) and executing them (`toolbox`); images among
 """
 
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -68,7 +69,8 @@ class TurnTemplate:
         self._special = sorted(special, key=len, reverse=True)
         self.result_role, self._calls = self._find_shape()
         self.shows_tools = self._shows_tools()
-        self.reasons = self._find_reasons()
+        self.reasons = self._find_reasons([_result("1")], [_result("2")])
+        self._watches_users = unstable == "raise"
         if self.reasons and unstable == "raise":
             raise ValueError(
                 f"the chat template is not prefix-stable: {'; '.join(self.reasons)}. A conversation trained on would"
@@ -89,6 +91,9 @@ class TurnTemplate:
             ValueError: the template cannot render them.
         """
         shown = self._rendered_as(results)
+        if self._watches_users and any(one["role"] == "user" for one in results):
+            self._watches_users = False
+            self._warn_of_users()
         try:
             text = self._after_turn([_USER], shown)
         except ValueError:
@@ -234,11 +239,27 @@ class TurnTemplate:
         finally:
             self.tools = real
 
-    def _find_reasons(self) -> list[str]:
-        """Render a conversation of two rounds and see whether each part of it begins with the shorter one."""
+    def _warn_of_users(self) -> None:
+        """Templates may keep earlier turns when tools answer, and change them when a user does."""
+        reasons = self._find_reasons(*([{"role": "user", "content": _RESULT + number}] for number in "12"))
+        if reasons:
+            warnings.warn(
+                f"the chat template is not prefix-stable where a user goes on: {'; '.join(reasons)}. Earlier turns stay"
+                " as they were sampled, which is not how the template renders the conversation. Change"
+                " `tokenizer.chat_template`, or set unstable_chat_template='keep' and keep them wherever the model is"
+                " used.",
+                stacklevel=2,
+            )
+
+    def _find_reasons(self, *answers: list[Message]) -> list[str]:
+        """Render a conversation of two rounds and see whether each part of it begins with the shorter one.
+
+        Args:
+            answers: to the first turn and to the second.
+        """
         opening = self._render([_USER])
         thinks = "</think>" in json.dumps(self.tokenizer.chat_template) and not opening.rstrip().endswith("</think>")
-        results = [self._rendered_as([_result(str(i))]) for i in (1, 2)]
+        results = [self._rendered_as(answer) for answer in answers]
         turns = [
             self._turn(result, f"<think>\n{_THOUGHT}{i}\n</think>\n\n" if thinks else "", str(i))
             for i, result in enumerate(results, 1)
