@@ -7,8 +7,10 @@ BIN := .venv/bin
 # vLLM brings a torch and a transformers of its own choice, so it lives apart from the rest.
 VLLM_BIN := .venv-vllm/bin
 SGLANG_BIN := .venv-sglang/bin
-ENVIRONMENTS_BIN := .venv-environments/bin
 DEEPSPEED_BIN := .venv-deepspeed/bin
+# What is tested beside verifiers: an environment that needs neither a hub nor a judge.
+WITH_verifiers := marble-v1
+ENVIRONMENT_TESTS := tests/real_environments tests/rollout/environments tests/examples/test_examples.py -k environment
 # SGLang's package with the plain Python packages that its request classes import. Its kernels need a GPU and stay out.
 SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sentencepiece==0.2.1 loguru
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
@@ -78,20 +80,18 @@ test-vllm: .venv-vllm/covey.done
 test-sglang: .venv-sglang/covey.done
 	$(SGLANG_BIN)/python -m pytest -m sglang tests/rollout/remote
 
-.venv-environments/covey.done: .venv-environments/torch.done pyproject.toml
-	@echo "Installing OpenEnv and verifiers into .venv-environments; the first time takes a few minutes."
-	$(ENVIRONMENTS_BIN)/pip install --quiet --disable-pip-version-check -e '.[gym,openenv,verifiers]' marble-v1 'pytest>=8' \
-		'hypothesis>=6.100'
-	touch $@
-
-.venv-environments/torch.done:
-	$(PYTHON) -m venv .venv-environments
-	$(ENVIRONMENTS_BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+# OpenEnv and verifiers ask for different versions of what both use, so each has an environment of its own.
+.venv-env-%/covey.done: pyproject.toml
+	$(PYTHON) -m venv .venv-env-$*
+	@echo "Installing $* into .venv-env-$*; the first time takes a few minutes."
+	.venv-env-$*/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	.venv-env-$*/bin/pip install --quiet --disable-pip-version-check -e '.[gym,$*]' $(WITH_$*) 'pytest>=8' 'hypothesis>=6.100'
 	touch $@
 
 # Environments of OpenEnv and verifiers from the package index, unmodified; their servers run here.
-test-environments: .venv-environments/covey.done
-	$(ENVIRONMENTS_BIN)/python -m pytest tests/real_environments tests/rollout/environments tests/examples/test_examples.py
+test-environments: .venv-env-openenv/covey.done .venv-env-verifiers/covey.done
+	.venv-env-openenv/bin/python -m pytest $(ENVIRONMENT_TESTS)
+	.venv-env-verifiers/bin/python -m pytest $(ENVIRONMENT_TESTS)
 
 .venv-deepspeed/covey.done: pyproject.toml
 	$(PYTHON) -m venv .venv-deepspeed
@@ -113,4 +113,4 @@ bench: .venv/bench.done
 	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-environments .venv-deepspeed .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-deepspeed .pytest_cache .mypy_cache .ruff_cache

@@ -159,8 +159,14 @@ def test_rewards_of_turns(tmp_path):
     assert trained.rewards.names == ["environment"]
 
 
-def test_text_environments_need_no_prompts(tmp_path):
+@pytest.mark.parametrize("kind", ["list", "dataset", "stream"])
+def test_text_environments_need_no_prompts(tmp_path, kind):
+    import datasets
+
     rows = [{"seed": i} for i in range(8)]
+    if kind != "list":
+        rows = datasets.Dataset.from_list(rows)
+        rows = rows.to_iterable_dataset() if kind == "stream" else rows
     trained = trainer(tmp_path, Talk, says("12", "3"), rows=rows, log_completions=False)
     trained.train()
     logged = trained.state.log_history[0]
