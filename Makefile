@@ -16,7 +16,7 @@ SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sente
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed lint bench clean
+.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed lint bench bench-tools clean
 
 .venv/torch.done:
 	@echo "Setting up .venv; the first time takes a few minutes."
@@ -111,6 +111,10 @@ test-deepspeed: .venv-deepspeed/covey.done
 # About three hours on two cores; it goes on where it stopped. BENCH holds options: make bench BENCH='--part step --rounds 1'
 bench: .venv/bench.done
 	$(BIN)/python -m benchmarks $(BENCH)
+
+# SmolLM2-135M-Instruct learns to use tools, with three seeds: about five minutes each on two free cores.
+bench-tools: .venv/demo.done
+	$(BIN)/python -m benchmarks.tools
 
 clean:
 	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-deepspeed .pytest_cache .mypy_cache .ruff_cache

@@ -225,6 +225,7 @@ def learn(
         "after": measure(trainer, test, "after", seed),
         "seconds": round(seconds, 1),
         "core_seconds": round(computed, 1),
+        "bf16": bool(trainer.args.bf16),
         "curves": {name: [entry.get(name) for entry in history] for name in (*CURVES, *ALSO_KEPT)},
     }
 
@@ -277,22 +278,23 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, plots = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
     for axes, (name, label), what in zip(plots, CURVES.items(), ("call", "answer"), strict=True):
         for number, run in enumerate(runs):
             colour, values = f"C{number}", run["curves"][name]
             axes.plot(range(len(values)), values, color=colour, linewidth=1.6, label=f"seed {run['seed']}")
-            for when, place in (("before", -1.0), ("after", len(values))):
+            for when, place in (("before", -1.4), ("after", len(values) - 0.2)):
                 share = run[when]["sampled"][what]
                 low, high = share["interval"]
                 error = [[share["mean"] - low], [high - share["mean"]]]
                 axes.errorbar(place + 0.3 * number, share["mean"], error, color=colour, fmt="o", ms=4, capsize=2)
-        axes.set(title=f"Rollouts with {label}", xlabel="optimizer steps before the sample", ylim=(0, 1.02))
+        axes.set(title=f"Rollouts with {label}", xlabel="optimizer steps taken", ylim=(0, 1.02))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter("{x:.0%}")
         axes.grid(alpha=0.3)
-    plots[1].legend(loc="lower right", title="lines: training\ndots: held out, 95%")
+    plots[1].legend(loc="lower right", title="lines: in training\ndots: held out, 95%")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
