@@ -1,5 +1,6 @@
 """Each rule of a config: one setting that breaks it, and what the message says."""
 
+import math
 import warnings
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 
 from covey.trainers import checks
 from covey.trainers.config.rules import (
+    agents,
     batches,
     colocate,
     features,
@@ -66,6 +68,10 @@ REFUSED = [
         {"use_sglang": True, "sglang_concurrency": 0},
         "sglang_concurrency=0",
     ),
+    (agents.rollouts_have_deadlines, GRPOConfig, {"tool_timeout": 0.0}, "tool_timeout=0.0 .* greater than 0"),
+    (agents.rollouts_have_deadlines, GRPOConfig, {"rollout_timeout": math.nan}, "rollout_timeout=nan"),
+    (agents.tool_rounds_are_counted, GRPOConfig, {"max_tool_calling_iterations": 1.5}, "=1.5 must be a whole number"),
+    (agents.tool_parser_is_known, RLOOConfig, {"tool_parser": "lama3"}, "Did you mean 'llama3'"),
     (
         features.later_features_are_off,
         GRPOConfig,
