@@ -70,7 +70,7 @@ REFUSED = [
     ),
     (agents.rollouts_have_deadlines, GRPOConfig, {"tool_timeout": 0.0}, "tool_timeout=0.0 .* greater than 0"),
     (agents.rollouts_have_deadlines, GRPOConfig, {"rollout_timeout": math.nan}, "rollout_timeout=nan"),
-    (agents.tool_rounds_are_counted, GRPOConfig, {"max_tool_calling_iterations": 1.5}, "=1.5 must be a whole number"),
+    (agents.tool_rounds_are_counted, GRPOConfig, {"max_tool_calling_iterations": -1}, "=-1 must be a whole number"),
     (agents.tool_parser_is_known, RLOOConfig, {"tool_parser": "lama3"}, "Did you mean 'llama3'"),
     (
         features.later_features_are_off,
