@@ -126,13 +126,15 @@ def sleeping(seconds: float, blocking: bool, hangs: bool) -> Callable[..., Any]:
     return wait if blocking else wait_async
 
 
-def play(engine: RolloutEngine, tool: Callable[..., Any] | None, watch: _Ends | None = None) -> Played:
+def play(
+    engine: RolloutEngine, tool: Callable[..., Any] | None, watch: _Ends | None = None, tool_timeout: float = 60.0
+) -> Played:
     """One batch; without a tool, each rollout is one completion."""
     tokenizer = _tokenizer()
     codec = PromptCodec(tokenizer, None, None)
     agency = None
     if tool is not None:
-        toolbox = Toolbox([tool], timeout=TOOL_TIMEOUT)
+        toolbox = Toolbox([tool], timeout=tool_timeout)
         codec.tools = toolbox.schemas
         agency = Agency(ToolAgent(toolbox, ALWAYS, TURNS - 1), TurnTemplates(codec, [1]), timeout=600.0)
     watch, cpu = watch or _Ends(), time.process_time()
@@ -224,7 +226,7 @@ def measure_hang() -> bool:
             engine = make()
             play(engine, sleeping(0.0, blocking, False))
             usual = play(engine, sleeping(SLEEP, blocking, False))
-            hung = play(engine, sleeping(SLEEP, blocking, True))
+            hung = play(engine, sleeping(SLEEP, blocking, True), tool_timeout=TOOL_TIMEOUT)
             (one,) = [place for place, rollout in enumerate(hung.rollouts) if rollout.calls.get("timeout")]
             others = [place for place in range(len(hung.ends)) if place != one]
             same = all(hung.digests()[place] == usual.digests()[place] for place in others)
