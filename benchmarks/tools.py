@@ -278,7 +278,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
     figure, plots = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
     for axes, (name, label), what in zip(plots, CURVES.items(), ("call", "answer"), strict=True):
@@ -291,7 +291,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
                 error = [[share["mean"] - low], [high - share["mean"]]]
                 axes.errorbar(place + 0.3 * number, share["mean"], error, color=colour, fmt="o", ms=4, capsize=2)
         axes.set(title=f"Rollouts with {label}", xlabel="optimizer steps taken", ylim=(0, 1.02))
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        axes.set_xticks(range(0, len(values) + 1, max(1, len(values) // 8)))
         axes.yaxis.set_major_formatter("{x:.0%}")
         axes.grid(alpha=0.3)
     plots[1].legend(loc="lower right", title="lines: in training\ndots: held out, 95%")
@@ -308,7 +308,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1, choices=(1, 2), help="that a question takes")
     parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct unless given")
     parser.add_argument("--output", type=Path, default=Path("runs/tools"), help="for completions and records")
-    parser.add_argument("--plot", type=Path, default=Path("docs/images/tools.png"))
+    parser.add_argument("--plot", type=Path, default=Path("benchmarks/tools.png"))
     given = parser.parse_args()
     records = Records(given.output / "records.jsonl")
     alike = {"steps": given.steps, "calls": given.calls}
