@@ -50,6 +50,19 @@ CASES = {
         "num_generations": 8,
         "environments": True,
     },
+    "rollout functions, a group over both processes": {
+        "method": "grpo",
+        "num_generations": 8,
+        "player": "one rollout",
+        "max_completion_length": 16,
+    },
+    "trees, sampled ahead": {
+        "method": "rloo",
+        "player": "a group",
+        "max_staleness": 2,
+        "max_steps": 5,
+        "max_completion_length": 16,
+    },
     "sampling ahead": {"method": "grpo", "max_staleness": 2, "max_steps": 5},
     "sampling ahead, with refills by difficulty": {
         "method": "grpo",

@@ -10,6 +10,7 @@ import sys
 import runs
 import torch
 from engines import CopyEngine
+from players import PLAYERS
 
 import tiny
 
@@ -93,6 +94,7 @@ if __name__ == "__main__":
     by_steps = settings.pop("by_steps", False)
     pads_at_the_last = settings.pop("pads_at_the_last", False)
     environments = settings.pop("environments", False)
+    player = settings.pop("player", None)
     torch.set_num_threads(1)
     parts = {}
     if settings.get("max_staleness"):
@@ -105,6 +107,8 @@ if __name__ == "__main__":
         parts["reward_funcs"] = longer_for_odd
     if by_steps:
         parts["reward_funcs"] = [rewarded_by_steps, runs.longer]
+    if player:
+        parts["rollout_func"] = PLAYERS[player]
     trained = runs.trainer(output, method, parts=parts, **settings)
     if out_of_memory:
         run_out_of_memory(trained)
@@ -119,7 +123,14 @@ if __name__ == "__main__":
         names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
         names += ("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance")
         names += ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max")
-        names += ("sampling/staleness/mean", "sampling/staleness/max", "steps/per_completion", "frac_reward_zero_std")
+        names += (
+            "rollouts/turns",
+            "rollouts/failed",
+            "sampling/staleness/mean",
+            "sampling/staleness/max",
+            "steps/per_completion",
+            "frac_reward_zero_std",
+        )
         torch.save(
             {
                 "history": {name: runs.history(trained, name) for name in names},
