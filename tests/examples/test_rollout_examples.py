@@ -63,18 +63,18 @@ def test_retries_tell_what_is_wrong_until_it_is_right(example):
     assert script["sooner_is_better"](None, tries=[1, 2, 3, None]) == [1.0, 0.5, 0.25, 0.0]
 
 
-def test_advisers_are_asked_what_the_policy_asks_and_are_not_trained_on(example):
+def test_advisers_hear_what_the_policy_said_and_are_not_trained_on(example):
     def says(before, seed):
         if before.startswith("<bos>system: "):
             return "step 7" if "step by step" in before else "check 7"
-        return "7" if "They say: step 7 check 7" in before else "What is 3+4?"
+        return "7" if "Others say: step 7 / check 7" in before else "It is 9"
 
     (rollout,), engine = played(example("sub_agent.py")["advised"], RolloutFunction, says, "7", 1)
-    assert contents(rollout)[0] == "What is 3+4?" and contents(rollout)[2] == "7"
-    assert rollout.extras == {"advice": "step 7 check 7"}
+    assert contents(rollout)[0] == "It is 9" and contents(rollout)[2] == "7"
+    assert rollout.extras == {"advice": "step 7 / check 7"}
     asked = [TOKENIZER.decode(one.request.prompt_ids) for one in engine.served[1:3]]
-    assert all(one.endswith("<bos>user: What is 3+4?<eos><bos>assistant: ") for one in asked)
-    assert rollout.num_sampled == len("What is 3+4?") + 1 + len("7") + 1
+    assert all(one.endswith("What is 3 + 4? Somebody says: It is 9<eos><bos>assistant: ") for one in asked)
+    assert rollout.num_sampled == len("It is 9") + 1 + len("7") + 1
 
 
 def test_all_branches_of_two_stems_are_trained_on(example):
