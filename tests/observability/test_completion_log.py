@@ -101,6 +101,24 @@ def test_a_column_of_the_wrong_length_is_refused_by_name(tmp_path):
         CompletionLog(tmp_path).add(0, ["a", "b"], ["c", "d"], {}, [0.0, 0.0], extras={"parsed": [1]})
 
 
+@pytest.mark.parametrize(
+    ("values", "written"),
+    [
+        ([10**30, 1], ["1" + "0" * 30, "1"]),
+        ([{}, {}], ["{}", "{}"]),
+        ([[{"a": {}}], None], ['[{"a": {}}]', None]),
+        ([{1: 2}, {}], ['{"1": 2}', "{}"]),
+        (["half \ud800", "whole"], ["half ?", "whole"]),
+        ([["half \ud800"], []], ['["half ?"]', "[]"]),
+        ([{"a": 1}, {}], [{"a": 1}, {"a": None}]),
+    ],
+)
+def test_what_no_column_can_hold_is_written_as_text(tmp_path, values, written):
+    log = CompletionLog(tmp_path)
+    log.add(0, ["p", "q"], ["a", "b"], rewards={}, advantages=[0.0, 0.0], extras={"extra": values})
+    assert read(log.write(0))["extra"] == written
+
+
 def test_mixed_types_are_written_as_text(tmp_path):
     log = CompletionLog(tmp_path)
     log.add(0, ["a", "b", "c"], ["d", "e", "f"], {}, [0.0, 0.0, 0.0], extras={"x": [1, "one", None], "y": [{}, 2, []]})

@@ -9,6 +9,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -206,16 +207,24 @@ def _arrow_column(name: str, values: list[Any], reward_names: list[str]) -> Any:
 
     if name in reward_names:
         return pa.array(values, pa.float64())
-    try:
-        return pa.array(values)
-    except UnicodeEncodeError:  # half of a surrogate pair, from whatever wrote the text
-        return pa.array([value and value.encode("utf-8", "replace").decode() for value in values], pa.string())
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        return pa.array([None if value is None else _as_word(value) for value in values], pa.string())
+    with suppress(UnicodeEncodeError, OverflowError, pa.ArrowException):  # values that fit no type, or not together
+        array = pa.array(values)
+        if _has_fields(array.type):
+            return array
+    return pa.array([None if value is None else _as_word(value) for value in values], pa.string())
+
+
+def _has_fields(kind: Any) -> bool:
+    """Whether no dictionary in a column is always empty, which parquet files cannot hold."""
+    import pyarrow as pa
+
+    fields = [kind.field(number) for number in range(kind.num_fields)]
+    return not (pa.types.is_struct(kind) and not fields) and all(_has_fields(field.type) for field in fields)
 
 
 def _as_word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    word = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return word.encode("utf-8", "replace").decode()  # half of a surrogate pair, from whatever wrote the text
 
 
 def _cell(value: Any) -> Any:
