@@ -202,6 +202,17 @@ def test_what_leaves_no_room_to_answer_is_not_written(spare, written):
     assert len(play(rollout()).completion_ids) == 2 + written * told
 
 
+def test_what_is_far_too_long_is_not_even_encoded(monkeypatch):
+    async def rollout():
+        episode = engine(Says("5", "4"), max_tokens=50).begin()
+        await episode.sample()
+        monkeypatch.setattr(type(episode), "_rendered", None)
+        assert not episode.write("x" * (256 * 50)) and episode.finish is FinishReason.LENGTH
+        return episode.done()
+
+    assert len(play(rollout()).completion_ids) == 2
+
+
 def test_the_models_context_bounds_prompt_and_completion_together():
     episode = engine(Says("123456"), context=len(rendered(QUESTION, answer=True)) + 3).begin()
     reply = play(episode.sample())

@@ -51,6 +51,13 @@ def test_a_prompt_that_fills_the_context_is_refused(codec):
         codec.encode("x" * 64)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_prompt_that_is_far_too_long_is_not_even_encoded(codec, wrapped):
+    long = "x" * (256 * 64 + 1)
+    with pytest.raises(ValueError, match="16385 characters leaves no room"):
+        codec.encode([{"role": "user", "content": [{"type": "text", "text": long}]}] if wrapped else long)
+
+
 def test_an_empty_prompt_is_refused(codec):
     with pytest.raises(ValueError, match="empty"):
         codec.encode("")

@@ -13,7 +13,7 @@ from typing import Any
 
 from covey.core.rollout import Completion, FinishReason, Message, Rollout
 from covey.rollout.engine import SampleRequest, SamplingParams
-from covey.rollout.prompts import Prompt, begun, is_conversational
+from covey.rollout.prompts import LONGEST_TOKEN, Prompt, begun, characters, is_conversational
 from covey.rollout.seeds import sample_seed
 from covey.rollout.tools.template import TurnTemplate, TurnTemplates
 
@@ -294,8 +294,9 @@ class Episode:
         self._refuse_sampling("written")
         if self.finish is not None:
             return False
-        ids = self._rendered(messages) if chat else self._encoded(messages[0]["content"])
-        if len(ids) >= self.room:
+        too_long = characters(messages) > LONGEST_TOKEN * self.room
+        ids = [] if too_long else self._rendered(messages) if chat else self._encoded(messages[0]["content"])
+        if too_long or len(ids) >= self.room:
             self.finish = FinishReason.LENGTH
             return False
         zeros, last = [0.0] * len(ids), self._versions[-1:] if self._versions else [0]

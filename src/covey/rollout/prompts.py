@@ -17,6 +17,20 @@ def is_conversational(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
 
 
+LONGEST_TOKEN = 256
+"""Characters that a token stands for at most: text with more than so many for each token that there is room for need
+not be encoded to see that it does not fit, which takes long where an environment says gigabytes."""
+
+
+def characters(said: Any) -> int:
+    """How many a text or the texts of messages have."""
+    if isinstance(said, str):
+        return len(said)
+    if isinstance(said, list):
+        return sum(characters(one.get("content", one.get("text"))) for one in said if isinstance(one, dict))
+    return 0
+
+
 class PromptCodec:
     """Encodes prompts and decodes completions with one tokenizer.
 
@@ -58,6 +72,11 @@ class PromptCodec:
         """
         chat = is_conversational(prompt)
         tools = self.tools if tools is None else tools
+        if self.max_context is not None and characters(prompt) > LONGEST_TOKEN * self.max_context:
+            raise ValueError(
+                f"a prompt of {characters(prompt)} characters leaves no room to answer in the model's context of"
+                f" {self.max_context} tokens. Prompts are never truncated; shorten or filter such rows."
+            )
         ids = self._encode_chat(prompt, row_kwargs, tools) if chat else self._encode_text(prompt)
         if not ids:
             raise ValueError(f"the prompt {_shown(prompt)} is empty: it encodes to no tokens. Remove the row.")
