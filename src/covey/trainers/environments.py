@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.core.failures import describe
 from covey.rewards import TurnEnd
 from covey.rollout.collector import run_async
 from covey.rollout.environments.agent import (
@@ -23,7 +24,6 @@ from covey.rollout.environments.calls import EnvironmentFailed
 from covey.rollout.environments.methods import required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning
 from covey.rollout.functions import Limits, RolloutFunction
-from covey.rollout.tools.execution import describe
 from covey.rollout.tools.tool import Tool
 
 

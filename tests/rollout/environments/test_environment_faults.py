@@ -76,6 +76,11 @@ class Terrible(Exception):
         raise RuntimeError("not shown")
 
 
+class Endless:
+    def __repr__(self):
+        hang()
+
+
 def terrible():
     raise Terrible
 
@@ -88,6 +93,8 @@ FAULTS = [
     (Tools, "reset", hang, "Tools.reset took longer than tool_timeout=0.4 s"),
     (Tools, "reset", lambda: 5, "Tools.reset returned 5 (int)"),
     (Tools, "reset", Unprintable, "Tools.reset returned something that cannot be printed"),
+    (Tools, "reset", Endless, "Tools.reset took longer than tool_timeout=0.4 s"),
+    (Text, "step", lambda: ("on", Endless(), False, {}), "Text.step took longer than tool_timeout=0.4 s"),
     (Tools, "reset", lambda: [{"content": "no role"}], "Tools.reset returned [{'content': 'no role'}]"),
     (Tools, "act", hang, "Tools.act was given up"),
     (Tools, "get_reward", error, "Tools.get_reward raised ZeroDivisionError"),
@@ -120,6 +127,21 @@ def test_a_fault_costs_its_own_rollout(kind, where, what, said):
     assert [rollout.extras.get("environment_reward") for rollout in rollouts] == [1.0, None, 1.0]
     assert len(agent.pool) == 2  # the third is thrown away
     agent.close()
+
+
+def test_columns_may_have_any_name():
+    names = ("self", "name", "function", "method", "check", "read", "args", "kwargs")
+
+    class Tells:
+        def reset(mine, **row):
+            mine.row = row
+
+        def step(mine, text):
+            return "", float(all(mine.row[name] == name for name in names)), True, {}
+
+    row = {"prompt": [{"role": "user", "content": "go"}], **{name: name for name in names}}
+    (rollout,) = play(text_agent(Tells, SECONDS), says("1"), [row])
+    assert rollout.error is None and rollout.extras["environment_reward"] == 1.0
 
 
 def test_what_hangs_in_async_methods():

@@ -13,7 +13,7 @@ from typing import Any
 
 from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.agent import ToolAgent
-from covey.rollout.environments.calls import EnvironmentFailed
+from covey.rollout.environments.calls import EnvironmentFailed, as_is
 from covey.rollout.environments.methods import accepted, required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool, Held
 from covey.rollout.environments.results import (
@@ -31,7 +31,7 @@ from covey.rollout.tools.execution import Raised
 from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.results import content_of
 from covey.rollout.tools.tool import Tool
-from covey.rollout.tools.toolbox import Toolbox, ToolResult
+from covey.rollout.tools.toolbox import Failure, Toolbox, ToolResult
 
 OBJECTS, REWARD = "environments", "environment_reward"
 """What reward functions get as keyword arguments: the objects, and the reward that each gave its rollout."""
@@ -62,7 +62,7 @@ class EnvironmentAgent(ABC):
             episode = await self._begin(held, row, engine)
             reward = await self._play(held, episode)
             if hasattr(held.environment, "get_reward"):
-                reward = checked_reward(await held.call("get_reward"), f"{held.kind}.get_reward")
+                reward = await held.call("get_reward", checked_reward)
             extras: dict[str, Any] = {REWARD: reward} if self.gives_reward else {}
             if self.pool.limit is None:
                 extras[OBJECTS] = held.environment
@@ -96,8 +96,8 @@ class EnvironmentAgent(ABC):
     async def _begin(self, held: Held, row: dict[str, Any], engine: EpisodeEngine) -> Episode:
         """Reset the environment to the row, and show the policy what it says."""
         where = f"{held.kind}.reset"
-        opening = await held.call("reset", **accepted(held.environment.reset, row))
-        prompt = opened_with(engine.row.get("prompt"), checked_observation(opening, where), where)
+        opening = await held.call("reset", checked_observation, **accepted(held.environment.reset, row))
+        prompt = opened_with(engine.row.get("prompt"), opening, where)
         return engine.begin(prompt, tools=self._tools())
 
 
@@ -151,7 +151,7 @@ class EnvironmentToolbox(Toolbox):
         super().__init__(
             [*(self._bound(held, tool) for tool in methods), *others], timeout=pool.seconds, loop=pool.loop
         )
-        self._held = held
+        self._held, self._methods = held, methods
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
         """As `Toolbox.answer`.
@@ -160,6 +160,9 @@ class EnvironmentToolbox(Toolbox):
             EnvironmentFailed: a method was given up, so the environment's state is no longer known.
         """
         results = await super().answer(turn, first_id)
+        methods = {tool.name for tool in self._methods}
+        for late in (result.name for result in results if result.failure is Failure.TIMEOUT and result.name in methods):
+            self._held.caller.lose(f"{self._held.kind}.{late}")  # before its own deadline says so, at the same moment
         if self._held.caller.lost is not None:
             raise EnvironmentFailed(self._held.caller.lost)
         return results
@@ -169,12 +172,12 @@ class EnvironmentToolbox(Toolbox):
 
         async def call(**arguments: Any) -> Any:
             try:
-                result = await held.caller.raw_call(f"{held.kind}.{tool.name}", method, **arguments)
+                result = await held.caller.raw_call(f"{held.kind}.{tool.name}", method, as_is, **arguments)
             except Raised as raised:
                 raise raised.error from None
             # Here nothing of the environment may run any more: rendering is under its deadline, on its own thread.
             return await held.caller.raw_call(
-                f"{held.kind}.{tool.name}", content_of, result, limit=self.max_result_chars
+                f"{held.kind}.{tool.name}", content_of, as_is, result, limit=self.max_result_chars
             )
 
         return replace(tool, function=call)
@@ -210,7 +213,7 @@ class TextEnvironmentAgent(EnvironmentAgent):
             reply = await episode.sample()
             if not reply.token_ids:  # no room for a turn: the environment is not shown an action nobody chose
                 break
-            step = checked_step(await held.call("step", reply.text), f"{held.kind}.step")
+            step = await held.call("step", checked_step, reply.text)
             rewards.append(step.reward)
             if reply.finish is not FinishReason.STOP or self._over(episode, step, len(rewards)):
                 break

@@ -21,6 +21,11 @@ class EnvironmentFailed(Exception):
     """An environment raised, hung, or answered with something that cannot be used; the message says which and what."""
 
 
+def as_is(answer: Any) -> Any:
+    """An answer that is not looked at."""
+    return answer
+
+
 class EnvironmentThread:
     """A thread on which the ordinary methods of one environment run. Started with the first of them."""
 
@@ -77,25 +82,32 @@ class Caller:
         self._thread = EnvironmentThread()
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
-    async def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what the function does.
+    async def call(
+        self, name: str, function: Callable[..., Any], read: Callable[[Any], Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What `read` makes of what the function returns.
 
         Args:
             name: of the function, for messages.
             function: ordinary or async.
-            args, kwargs: its arguments.
+            read: called under the same deadline, since looking at an answer may run the answer's own code.
+            args, kwargs: the function's arguments.
 
         Raises:
-            EnvironmentFailed: it raised or was late, or an earlier one was.
+            EnvironmentFailed: it raised or was late, or an earlier one was; or what `read` says.
         """
         try:
-            return await self.raw_call(name, function, *args, **kwargs)
+            return await self.raw_call(name, function, read, *args, **kwargs)
         except TimedOut:
             raise EnvironmentFailed(f"{name} took longer than tool_timeout={self.seconds:g} s") from None
         except Raised as raised:
+            if isinstance(raised.error, EnvironmentFailed):
+                raise raised.error from None
             raise EnvironmentFailed(f"{name} raised {raised.text}") from raised.error
 
-    async def raw_call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def raw_call(
+        self, name: str, function: Callable[..., Any], read: Callable[[Any], Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """The same, for callers that tell failures apart.
 
         Raises:
@@ -105,11 +117,15 @@ class Caller:
         if self.lost is not None:
             raise EnvironmentFailed(self.lost)
         if is_async(function):
-            return await self._on_loop(name, lambda: function(*args, **kwargs))
+
+            async def start() -> Any:
+                return read(await function(*args, **kwargs))
+
+            return await self._on_loop(name, start)
 
         def run() -> Any:
             result = function(*args, **kwargs)
-            return finish(result) if inspect.isawaitable(result) else result
+            return read(finish(result) if inspect.isawaitable(result) else result)
 
         return await self._on_thread(name, run)
 
@@ -128,7 +144,7 @@ class Caller:
         except (TimedOut, asyncio.CancelledError):
             waiting.cancel()
             if not (future.cancel() or future.done()):  # it has begun
-                self._lose(name)
+                self.lose(name)
                 self._thread.give_up()
             raise
 
@@ -145,7 +161,7 @@ class Caller:
             return await self._loop.run(take_turn, self.seconds)
         except (TimedOut, asyncio.CancelledError):
             if begun:
-                self._lose(name)
+                self.lose(name)
             raise
 
     def _lock(self) -> asyncio.Lock:
@@ -155,5 +171,6 @@ class Caller:
             self._turn = loop, asyncio.Lock()
         return self._turn[1]
 
-    def _lose(self, name: str) -> None:
+    def lose(self, name: str) -> None:
+        """A call was given up, so nobody knows any more what state the environment is in."""
         self.lost = self.lost or f"{name} was given up after {self.seconds:g} s or less, and may still be at work"

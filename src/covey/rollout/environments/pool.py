@@ -14,11 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from covey.core.failures import describe
-from covey.rollout.environments.calls import Caller, EnvironmentFailed
+from covey.rollout.environments.calls import Caller, EnvironmentFailed, as_is
 from covey.rollout.tools.execution import CoroutineLoop
+
+T = TypeVar("T")
 
 CLOSING_GRACE = 1.0
 """Seconds beyond the deadline of `close` that the pool waits for all of them."""
@@ -45,13 +48,19 @@ class Held:
         """Its class, for messages."""
         return type(self.environment).__name__
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method.
+    async def call(self, method: str, check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any) -> T:
+        """Call a method; `check` makes of the answer what is needed, and is told the method's name.
 
         Raises:
-            EnvironmentFailed: it raised or was late.
+            EnvironmentFailed: it raised or was late, or returned what cannot be used.
         """
-        return await self.caller.call(f"{self.kind}.{method}", getattr(self.environment, method), *args, **kwargs)
+        name = f"{self.kind}.{method}"
+        checked = partial(_checked, check, name)
+        return await self.caller.call(name, getattr(self.environment, method), checked, *args, **kwargs)
+
+
+def _checked(check: Callable[[Any, str], T], name: str, answer: Any) -> T:
+    return check(answer, name)
 
 
 class EnvironmentPool:
@@ -111,7 +120,7 @@ class EnvironmentPool:
     async def _make(self) -> Held:
         caller = Caller(self.loop, self.seconds)
         try:
-            environment = await caller.call("environment_factory", self.factory)
+            environment = await caller.call("environment_factory", self.factory, as_is)
             with self._shelf.lock:
                 if self._shelf.knows(environment):
                     raise EnvironmentFailed(
@@ -213,7 +222,7 @@ async def _close(held: Held, shelf: _Shelf, loop: CoroutineLoop, seconds: float)
         if callable(close):
             # The thread of one that was given up may never come back.
             caller = held.caller if held.caller.lost is None else Caller(loop, seconds)
-            await caller.call(f"{held.kind}.close", close)
+            await caller.call(f"{held.kind}.close", close, as_is)
             caller.end()
     except Exception as error:
         shelf.unclosed.append(str(error) if isinstance(error, EnvironmentFailed) else describe(error))
