@@ -218,4 +218,4 @@ def _describe(error: BaseException, timeout: float) -> str:
     """What failed, in words."""
     if isinstance(error, TimedOut | TimeoutError):
         return f"the rollout took longer than rollout_timeout={timeout:g} s"
-    return error.text if isinstance(error, Raised) else describe(error)
+    return error.told() if isinstance(error, Raised) else describe(error)

@@ -60,7 +60,7 @@ def check_fresh_enough(oldest: int, max_staleness: int) -> None:
             f"the engine says that it sampled tokens with weights {oldest} optimizer steps older than those that are"
             f" trained, and max_staleness={max_staleness} allows {max_staleness}: it has not taken weights that it was"
             " sent. Look at the engine's log; a server that was restarted comes back with the weights it was started"
-            " with."
+            " with. A rollout function must not return rollouts that it has kept from an earlier step."
         )
 
 

@@ -39,6 +39,11 @@ class Raised(Exception):
         super().__init__(self.text)
         self.error = error
 
+    def told(self) -> str:
+        """The text, where that is all that is needed: the error and all that its traceback keeps alive is let go."""
+        self.error = RuntimeError(self.text)
+        return self.text
+
 
 async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
     """Return `function()`, run on a new thread; raise `TimedOut` once `seconds` have passed, `Raised` if it raises.

@@ -159,7 +159,7 @@ class Toolbox:
         except TimedOut:
             failure, text = Failure.TIMEOUT, f"{name} took longer than {self.timeout:g} s and was given up"
         except Raised as raised:
-            failure, text = Failure.EXCEPTION, _short(raised.text)
+            failure, text = Failure.EXCEPTION, _short(raised.told())
         except RuntimeError as error:  # no thread could be started
             failure, text = Failure.EXCEPTION, describe(error)
         return _failed(name, number, failure, text, perf_counter() - started)
