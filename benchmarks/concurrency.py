@@ -11,8 +11,8 @@ A rollout cannot take less than its own turns and sleeps, and the batch no less 
 takes T, no schedule is sure of less than T + 0.6 s. One that plays rollout after rollout sleeps for 38 s.
 
 Then the tool hangs in one call of one rollout, up to `tool_timeout`: when do the others end, and do they say the same?
-Last, rewards: how long until everything is sampled and scored, if functions are called when all is sampled, or when a
-rollout ends (`per_completion`).
+Last, rewards: what is left to do when everything is sampled, if functions are called then, or when a rollout has ended
+(`per_completion`).
 """
 
 import argparse
@@ -238,37 +238,53 @@ def measure_hang() -> bool:
 
 
 def measure_rewards(rounds: int) -> None:
-    """Print a table about functions that are called when all is sampled, or when a rollout has ended."""
-    print("\n| rollouts | reward | at the end, s | as rollouts end, s | ratio | sampling alone, s |")
+    """Print a table about functions called when all is sampled, or when a rollout has ended; the built-in engine."""
+    print("\n| rollouts | reward | called | left when all is sampled, s | altogether, s | CPU, s |")
     print("|---|---|---|---|---|---|")
-    cases: list[tuple[str, Any, Callable[..., Any], str]] = [
-        ("one completion, built-in engine", None, numeric_match_reward, "numeric_match_reward"),
-        ("one completion, built-in engine", None, accuracy_reward, "accuracy_reward"),
-        ("4 turns, built-in engine", 0.0, accuracy_reward, "accuracy_reward"),
-        ("4 turns, built-in engine", 0.0, judge, "async judge, 0.5 s"),
+    cases: list[tuple[str, Any, Callable[[], Callable[..., Any]], str]] = [
+        ("one completion", None, lambda: numeric_match_reward, "numeric_match_reward"),
+        ("one completion", None, lambda: accuracy_reward, "accuracy_reward"),
+        ("one completion", None, Judge, "async, 4 at a time, 0.1 s each"),
+        ("4 turns", 0.0, lambda: accuracy_reward, "accuracy_reward"),
+        ("4 turns", 0.0, Judge, "async, 4 at a time, 0.1 s each"),
     ]
     for what, tool_seconds, function, name in cases:
         engine = ENGINES["built-in"]()
         tool = None if tool_seconds is None else sleeping(tool_seconds, False, False)
         play(engine, tool)
-        alone = statistics.median(play(engine, tool).seconds for _ in range(rounds))
-        pairs = []
+        took: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
         for number in range(rounds):
-            timed = [_scored(engine, tool, function, streamed, number) for streamed in (False, True)]
-            pairs.append(timed)
-        whole, parts = (statistics.median(column) for column in zip(*pairs, strict=True))
-        ratio = statistics.median(parts / whole for whole, parts in pairs)
-        print(f"| {what} | {name} | {whole:.2f} | {parts:.2f} | {ratio:.2f} | {alone:.2f} |", flush=True)
+            for streamed in (False, True):
+                took[streamed].append(_scored(engine, tool, function(), streamed, number))
+        for streamed, called in ((False, "at the end"), (True, "as rollouts end")):
+            left, whole, cpu = (statistics.median(column) for column in zip(*took[streamed], strict=True))
+            print(f"| {what} | {name} | {called} | {left:.3f} | {whole:.2f} | {cpu:.2f} |", flush=True)
 
 
-async def judge(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Waits as for a service, for all completions of a call together."""
-    await asyncio.sleep(0.5)
-    return [1.0] * len(completions)
+class Judge:
+    """Asks a service that takes 0.1 s for a completion and answers four at a time."""
+
+    __name__ = "judge"
+
+    def __init__(self) -> None:
+        self._lanes: asyncio.Semaphore | None = None
+
+    async def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        """A reward for each."""
+        self._lanes = lanes = self._lanes or asyncio.Semaphore(4)  # of the event loop that this runs on
+
+        async def ask() -> float:
+            async with lanes:
+                await asyncio.sleep(0.1)
+            return 1.0
+
+        return await asyncio.gather(*(ask() for _ in completions))
 
 
-def _scored(engine: RolloutEngine, tool: Any, function: Callable[..., Any], streamed: bool, round_: int) -> float:
-    """Seconds until all rollouts are sampled and scored."""
+def _scored(
+    engine: RolloutEngine, tool: Any, function: Callable[..., Any], streamed: bool, round_: int
+) -> tuple[float, float, float]:
+    """Seconds from when all is sampled until all is scored, from the beginning until then, and of a processor."""
 
     async def boxed_async(completions: list[Any], **kwargs: Any) -> list[float]:
         return await function(completions=completions, **kwargs)
@@ -278,15 +294,17 @@ def _scored(engine: RolloutEngine, tool: Any, function: Callable[..., Any], stre
         texts = [rf"{str(one)[:200]} so it is \boxed{{{round_ + streamed / 2} + x}}" for one in completions]
         return function(completions=texts, **kwargs)
 
-    chosen = functools.partial(boxed_async if asyncio.iscoroutinefunction(function) else boxed)
+    chosen = functools.partial(boxed_async if isinstance(function, Judge) else boxed)
     suite = RewardSuite(per_completion(chosen) if streamed else chosen)
     context = RewardContext(None, log_extra=lambda *column: None, log_metric=lambda *metric: None)
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     watch = _Ends(suite.stream(None))
     with watch:
         played = play(engine, tool, watch)
+        sampled = time.perf_counter()
         suite([draw.row for draw in draws()], played.rollouts, context, watch.stream)
-    return time.perf_counter() - began
+    scored = time.perf_counter()
+    return scored - sampled, scored - began, time.process_time() - cpu
 
 
 def main() -> int:
