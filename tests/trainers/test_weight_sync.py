@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,6 +222,10 @@ class Sharded(torch.nn.Parameter):
     """A parameter that only all processes together can gather."""
 
     meets = None
+    device_mesh = SimpleNamespace(device_type="cpu")
+
+    def detach(self):
+        return self
 
     def full_tensor(self):
         self.meets.wait()
