@@ -22,8 +22,8 @@ CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "SIGURG")
 """SIGURG is ignored by default and hardly used; Ctrl-C's signal does not reach a process in a shell's background."""
 
 
-class Interruption(BaseException):
-    """Raised in the main thread. Not an `Exception`, so that no reward function can swallow it."""
+class Interruption(KeyboardInterrupt):
+    """Raised in the main thread. What lets Ctrl-C through lets this through, too, such as calls of reward functions."""
 
 
 @contextmanager
