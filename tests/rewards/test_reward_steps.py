@@ -10,7 +10,7 @@ import torch
 
 import tiny
 from covey.core.rollout import FinishReason, Rollout
-from covey.rewards import CharEnd, RewardError, RewardSuite, TurnEnd
+from covey.rewards import CharEnd, RewardError, RewardSuite, RewardWarning, TurnEnd
 from covey.rewards.steps import resolve, total
 
 NAN = math.nan
@@ -83,8 +83,8 @@ def test_steps_come_in_the_order_of_tokens(context):
             [[(0, "good")]],
             r"or, for rewards of its steps, a list of \(end, reward\) pairs. An end is the index of a token",
         ),
-        ([[0, 1.0]], r"returned \[0, 1.0\] \(list\) for sample 0"),
-        ([(0, 1.0)], r"returned \(0, 1.0\) \(tuple\) for sample 0"),
+        ([[0, 1.0]], r"returned \[0, 1.0\] \(list\) for a completion"),
+        ([(0, 1.0)], r"returned \(0, 1.0\) \(tuple\) for a completion"),
         ([[(0, 1.0, 2)]], "a list of .end, reward. pairs"),
         ([[(0.0, 1.0)]], r"CharEnd\(n\) or TurnEnd\(k\)"),
         ([[(True, 1.0)]], "An end is the index of a token"),
@@ -101,6 +101,15 @@ def test_steps_come_in_the_order_of_tokens(context):
 def test_what_is_no_step_is_refused_with_the_sample(context, returned, says):
     with pytest.raises(RewardError, match=f"(?s)reward function 'lambda'.*{says}.*completion: 'abc'"):
         scored(context, returned, [rollout("abc")])
+
+
+def test_a_step_that_ends_nowhere_costs_its_own_sample(context):
+    returned = [[(0, 1.0)], [(9, 1.0)], [(CharEnd(9), 1.0)], 2.0]
+    with pytest.warns(RewardWarning, match=r"failed on 2 of 4 samples \(it ended a step at token 9.*\n.*\n.*'de'"):
+        result = scored(context, returned, [rollout("abc"), rollout("de"), rollout("fg"), rollout("h")])
+    assert shown(result.steps) == [{0: [(0, 1.0)]}, {}, {}, {}]
+    assert result.rewards[:, 0].isnan().tolist() == [False, True, True, False]
+    assert result.stats["rewards/lambda/failures"].value() == 2
 
 
 def test_a_completion_without_tokens_has_no_steps(context):

@@ -11,6 +11,11 @@ import torch
 from covey.rewards import RewardError, RewardSuite, RewardWarning
 
 
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
 def constant(value):
     def reward(completions):
         return [value] * len(completions)
@@ -214,12 +219,8 @@ def test_arrays_and_tensors_are_accepted(score, returned):
         ({"a": 1, "b": 2}, r"\(dict\)"),
         ([1.0], "returned 1 rewards for 2 completions"),
         ([1.0, 2.0, 3.0], "returned 3 rewards for 2 completions"),
-        ([[1.0], [2.0]], r"returned \[1.0\] \(list\) for sample 0"),
-        ([1.0, "2"], r"returned '2' \(str\) for sample 1"),
-        ([1.0, math.inf], r"returned inf \(float\) for sample 1"),
-        ([1.0, 1e39], r"returned 1e\+39 \(float\) for sample 1"),
-        ([1.0, 10**400], "for sample 1"),
-        ([1.0, 1j], "for sample 1"),
+        ([[1.0], [2.0]], r"returned \[1.0\] \(list\) for a completion"),
+        (["1", "2"], r"returned '1' \(str\) for a completion"),
         (torch.ones(2, 1), r"Its shape is \(2, 1\); flatten it to \(2,\)"),
     ],
 )
@@ -229,8 +230,45 @@ def test_anything_else_names_the_function_and_shows_a_sample(score, returned, me
 
     with pytest.raises(RewardError, match=f"(?s)reward function 'broken' .*{message}") as error:
         score(RewardSuite(broken), ["first answer", "second answer"], ["first question", "second question"])
-    shown = "second" if "sample 1" in str(error.value) else "first"
-    assert f"prompt:     '{shown} question'\n  completion: '{shown} answer'" in str(error.value)
+    assert "prompt:     'first question'\n  completion: 'first answer'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("2", r"returned '2' \(str\) for a completion; expected a list of 3 numbers"),
+        (math.inf, r"returned inf \(float\).*Give finite numbers"),
+        (1e39, r"returned 1e\+39 \(float\)"),
+        (10**400, "Give finite numbers"),
+        (1j, r"returned 1j \(complex\)"),
+        (Unprintable(), r"what cannot be printed: RuntimeError: no words"),
+    ],
+)
+def test_what_is_no_reward_costs_its_own_sample(score, bad, message):
+    def broken(completions):
+        return [1.0, bad, 2.0]
+
+    with pytest.warns(RewardWarning, match=f"(?s)'broken' failed on 1 of 3 samples.*{message}.*second answer"):
+        matrix, stats = score(RewardSuite(broken), ["first answer", "second answer", "third answer"])
+    assert matrix == [[1.0], [None], [2.0]]
+    assert stats["rewards/broken/failures"] == 1
+
+
+def test_rewards_that_no_sample_can_be_told_from_are_not_asked_for_one_by_one(score):
+    """A function that returns one number whatever it is given would seem to work."""
+    calls = []
+
+    def broken(completions):
+        calls.append(len(completions))
+        return [1.0, 2.0] if len(calls) == 1 else [1.0]
+
+    suite = RewardSuite(broken)
+    score(suite, ["a", "b"])
+    with pytest.warns(RewardWarning, match="failed on 2 of 2 samples"):
+        assert score(suite, ["a", "b"])[0] == score(suite, ["a", "b"])[0] == [[None], [None]]
+    with pytest.raises(RewardError, match="failed on all 2 samples, 3 batches in a row: it returned 1 rewards for 2"):
+        score(suite, ["a", "b"])
+    assert calls == [2, 2, 2, 2]
 
 
 def test_an_undeclared_coroutine_is_recognised(score):

@@ -1,8 +1,8 @@
 """Tools, rollout functions, environments and rewards that misbehave, and what becomes of a run that has them.
 
-Each `Case` is a row of the table in docs/agents.md, "What survives". The cases are in `hostile_tools`,
+Each `Case` is a row of a table in docs/survival.md. The cases are in `hostile_tools`,
 `hostile_functions`, `hostile_environments` and `hostile_rewards`; to add one, append it to a list there, and a row with
-the same `what` to the table.
+the same `what` to the page.
 
 What is hostile is so in some rollouts only, which are the same in every run: the others are compared with those of a
 run in which nobody is.

@@ -55,6 +55,17 @@ def sometimes(bad: Callable[[], Any]) -> Callable[[Scene], dict[str, Any]]:
     return reward(judge)
 
 
+def once_in_a_while(bad: Callable[[Any], Any]) -> Callable[[Scene], dict[str, Any]]:
+    """Bad in every second call."""
+    calls: list[int] = []
+
+    def judge(scene: Scene, completions: Any, **kwargs: Any) -> Any:
+        calls.append(len(completions))
+        return ones(completions) if len(calls) % 2 else bad(completions)
+
+    return reward(judge)
+
+
 def raising(error: Callable[[], BaseException]) -> Callable[[], Any]:
     def bad() -> Any:
         raise error()
@@ -174,6 +185,12 @@ REWARDS = [
     late("An async reward never answers", async_reward(never_answers)),
     late("An async reward blocks the event loop", async_reward(blocks), lingers=True),
     partly("A reward is NaN", lambda: float("nan")),
+    partly("A reward is infinite", lambda: float("inf")),
+    partly("A reward is a huge integer", lambda: 10**400),
+    partly("A reward is text", lambda: "1"),
+    partly("A reward cannot be printed", Unprintable),
+    partly("Rewards of steps have another shape", lambda: [(0, 1.0, 2)]),
+    partly("Rewards of steps end where there is no token", lambda: [(10**9, 1.0)]),
     partly("A reward raises for some completions", raising(ValueError)),
     partly("A reward raises SystemExit", raising(SystemExit)),
     partly("A reward raises what cannot be printed", raising(UnprintableError)),
@@ -182,17 +199,13 @@ REWARDS = [
     ends(
         "A reward raises for every completion", returns(lambda _: 1 / 0), "failed on all 8 samples: ZeroDivisionError"
     ),
-    ends("A reward is infinite", returns(lambda all: [float("inf")] * len(all)), EXPECTED, "Give finite numbers"),
-    ends("A reward is a huge integer", returns(lambda all: [10**400] * len(all)), EXPECTED, "Give finite numbers"),
-    ends("A reward is text", returns(lambda all: ["1"] * len(all)), "returned '1'", EXPECTED),
+    ends("A reward function returns text for every completion", returns(lambda all: ["1"] * len(all)), EXPECTED),
     ends("A reward function returns nothing", returns(lambda _: None), "Is there a `return`", EXPECTED),
     ends("A reward function returns too few", returns(lambda all: [1.0]), "returned 1 rewards for 8", EXPECTED),
     ends("A reward function is a generator", returns(lambda all: (1.0 for _ in all)), "generator", EXPECTED),
-    ends("A reward cannot be printed", returns(lambda all: [Unprintable()] * len(all)), "judge"),
-    ends("Rewards of steps have another shape", returns(lambda all: [[(0, 1.0, 2)]] * len(all)), "An end is"),
-    ends(
-        "Rewards of steps end where there is no token", returns(lambda all: [[(10**9, 1.0)]] * len(all)), "1000000000"
-    ),
+    Case("A reward function returns nothing, once", UNSCORED, once_in_a_while(lambda all: None)),
+    Case("A reward function returns too few, once", UNSCORED, once_in_a_while(lambda all: [1.0])),
+    Case("A reward function is a generator, once", UNSCORED, once_in_a_while(lambda all: (1.0 for _ in all))),
     ends("A reward raises KeyboardInterrupt", returns(lambda _: os.kill(os.getpid(), 2)), kind=KeyboardInterrupt),
     Case("A reward changes its arguments", NOTHING, reward(changes_its_arguments), harmless=True),
     Case("A reward changes its arguments later", NOTHING, reward(changes_its_arguments_later), harmless=True),

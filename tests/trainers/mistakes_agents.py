@@ -148,7 +148,7 @@ AGENTS = [
             reward_funcs=characters_of_a_conversation,
         ).train(),
         (
-            r"sample 0 at CharEnd\(1\), but the completion has 3 messages",
+            r"it ended a step at CharEnd\(1\), but the completion has 3 messages",
             r"give TurnEnd\(k\), else the index of a token",
         ),
         when=TRAINING,

@@ -1,6 +1,6 @@
 """What goes wrong in a reward, and how it is shown.
 
-`RewardError` stops the run: the function breaks its contract, or cannot score anything. `RewardWarning` tells, once per
+`RewardError` stops the run: the function cannot score anything, or is none. `RewardWarning` tells, once per
 function, about samples that could not be scored while the run goes on without them.
 """
 
@@ -10,7 +10,11 @@ from covey.rewards.text import message_text, shorten
 
 
 class RewardError(ValueError):
-    """A reward function broke its contract or failed on everything; the message names it and shows a sample."""
+    """A reward function failed on everything or breaks its contract; the message names it and shows a sample."""
+
+
+class MissingArgument(RewardError):
+    """A reward function asks for what nobody has, whatever the batch: there is no use in trying again."""
 
 
 class RewardWarning(UserWarning):

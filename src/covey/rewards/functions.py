@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import numbers
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -11,14 +12,30 @@ import torch
 from torch import Tensor
 
 from covey.core.copies import PlainCopies
+from covey.core.failures import describe
 from covey.rewards.batch import Log, RewardBatch
-from covey.rewards.errors import RewardError
+from covey.rewards.errors import MissingArgument, RewardError
 from covey.rewards.marks import judges_each
 from covey.rewards.steps import STEPS, StepRewards, as_steps, is_steps
 
 Value = float | None | StepRewards
 Values = Sequence[Value]
 """One value per sample: a number, None where the function abstains, NaN where it failed, or rewards of its steps."""
+
+
+class Unusable(float):
+    """NaN in the place of what a function returned for a sample, which is no reward.
+
+    Attributes:
+        why: what was returned, what is expected.
+    """
+
+    why: str
+
+    def __new__(cls, why: str) -> "Unusable":
+        made = super().__new__(cls, math.nan)
+        made.why = why
+        return made
 
 
 def is_async(function: Callable) -> bool:
@@ -62,17 +79,17 @@ class FunctionReward:
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
         """Score a batch with a sync function."""
-        return self.check(self.function(**self.arguments(batch, trainer_state, log)), batch)
+        return as_values(self.function(**self.arguments(batch, trainer_state, log)), len(batch))
 
     async def call_async(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
         """Score a batch with an async function."""
-        return self.check(await self.function(**self.arguments(batch, trainer_state, log)), batch)
+        return as_values(await self.function(**self.arguments(batch, trainer_state, log)), len(batch))
 
     def arguments(self, batch: RewardBatch, trainer_state: Any, log: Log) -> dict[str, Any]:
         """What the function is called with: copies, so that it can disturb neither the next function nor training.
 
         Raises:
-            RewardError: it asks for something that neither the trainer nor the dataset has.
+            MissingArgument: it asks for something that neither the trainer nor the dataset has.
         """
         available: dict[str, Any] = dict(batch.arguments)
         available |= {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
@@ -88,19 +105,15 @@ class FunctionReward:
         """Make sure that every argument without a default is among those that are given.
 
         Raises:
-            RewardError: one is not.
+            MissingArgument: one is not.
         """
         missing = [name for name in self._required if name not in available]
         if missing:
-            raise RewardError(
+            raise MissingArgument(
                 f"reward function {self.name!r} asks for {', '.join(map(repr, missing))}, which is neither given by "
                 f"the trainer nor a dataset column. Available: {', '.join(sorted(available))}. Rename the column, or "
                 "give the argument a default."
             )
-
-    def check(self, returned: Any, batch: RewardBatch) -> Values:
-        """`returned` as a list of numbers; see `as_values`."""
-        return as_values(returned, batch, self.name)
 
 
 def _read_signature(function: Callable, name: str) -> tuple[bool, frozenset[str], list[str]]:
@@ -125,31 +138,30 @@ def _bound_keywords(function: Callable) -> set[str]:
     return set(function.keywords) if isinstance(function, functools.partial) else set()
 
 
-def as_values(returned: Any, batch: RewardBatch, name: str) -> Values:
-    """Check what a reward function returned and turn it into a list of numbers and rewards of steps.
+def as_values(returned: Any, size: int) -> Values:
+    """What a reward function returned for `size` samples as a list of numbers and rewards of steps.
 
     Accepted are lists and tuples of numbers, booleans, numpy or torch scalars and None, and one-dimensional arrays and
-    tensors; in the place of a number, a list of (end, reward) pairs.
+    tensors; in the place of a number, a list of (end, reward) pairs. An element that is none of these, or infinite, is
+    `Unusable`.
 
     Raises:
-        RewardError: another type or length, an element that is no number, or an infinite one.
+        RewardError: another type or length, so that nobody can say which sample has which reward.
+
+    Example:
+        >>> as_values((1, None, "two"), 3)
+        [1.0, None, nan]
     """
-    expected = f"expected a list of {len(batch)} numbers (or None), one per completion"
+    expected = f"expected a list of {size} numbers (or None), one per completion"
     items = _listed(returned)
     if items is None:
-        raise RewardError(
-            f"reward function {name!r} returned {_shown(returned)}; {expected}.{_hint(returned)} First sample:\n"
-            + batch.describe(0)
-        )
-    if len(items) != len(batch):
-        raise RewardError(
-            f"reward function {name!r} returned {len(items)} rewards for {len(batch)} completions; {expected}. "
-            f"First sample:\n{batch.describe(0)}"
-        )
-    return [_value(item, index, batch, name, expected) for index, item in enumerate(items)]
+        raise RewardError(f"it returned {_shown(returned)}; {expected}.{_hint(returned)}")
+    if len(items) != size:
+        raise RewardError(f"it returned {len(items)} rewards for {size} completions; {expected}.")
+    return [_value(item, expected) for item in items]
 
 
-def _value(item: Any, index: int, batch: RewardBatch, name: str, expected: str) -> Value:
+def _value(item: Any, expected: str) -> Value:
     """What was returned for one sample."""
     value = as_steps(item, _number) if is_steps(item) else _number(item)
     if not isinstance(value, _NotANumber) and (value is not None or item is None):
@@ -159,10 +171,7 @@ def _value(item: Any, index: int, batch: RewardBatch, name: str, expected: str) 
     hint = " Give finite numbers of ordinary size, None where there is no reward." if endless else ""
     if is_steps(item) and not endless:
         hint = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
-    raise RewardError(
-        f"reward function {name!r} returned {_shown(item)} for sample {index}; {expected}, {STEPS}.{hint} That "
-        f"sample:\n{batch.describe(index)}"
-    )
+    return Unusable(f"it returned {_shown(item)} for a completion; {expected}, {STEPS}.{hint}")
 
 
 def _listed(returned: Any) -> list | None:
@@ -200,7 +209,10 @@ def _number(item: Any) -> "float | _NotANumber | None":
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"what cannot be printed: {describe(error)}"
     return f"{text if len(text) <= 120 else text[:120] + '...'} ({type(value).__name__})"
 
 

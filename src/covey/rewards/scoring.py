@@ -1,7 +1,8 @@
 """One reward function on one batch, under a deadline and with failures isolated to their samples.
 
 The whole batch is tried first. If that raises, every sample is tried alone, so that one bad sample costs only itself.
-The deadline covers both. Breaking the contract (`RewardError`) is no failure of a sample and passes through.
+The deadline covers both. A function that returns what cannot be told apart by samples (`RewardError`) has failed on all
+of them; one that asks for what nobody has (`MissingArgument`) fails on any batch, and that passes through.
 """
 
 import asyncio
@@ -10,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.core.failures import describe
 from covey.rewards.batch import Log, RewardBatch
-from covey.rewards.errors import RewardError
-from covey.rewards.functions import FunctionReward, Values
+from covey.rewards.errors import MissingArgument, RewardError
+from covey.rewards.functions import FunctionReward, Unusable, Values
 from covey.rewards.models import ModelReward
 from covey.rewards.steps import StepRewards, total
 from covey.rewards.workers import DeadlineExceeded, await_with_deadline, call_with_deadline
@@ -53,7 +54,7 @@ class Outcome:
     Attributes:
         values: one per sample; NaN where it abstained, failed or was late; the sum where it rewarded steps.
         steps: the rewards of a sample's steps, as the function returned them; None where it returned no such.
-        failures: samples on which it raised or returned NaN.
+        failures: samples on which it raised, or returned NaN or what is no reward.
         timeouts: samples that it had not scored at the deadline.
         culprit: index of the first failure.
         error: what the culprit raised, or the call on the whole batch if every sample failed.
@@ -79,6 +80,8 @@ class Outcome:
             return cls.timed_out(size, seconds)
         if whole.values is not None and whole.log is not None:
             returned, log = whole.values, whole.log
+        elif not parts:
+            returned, log = [math.nan] * size, Log(size)
         else:
             returned = [part.values[0] if part.values is not None else math.nan for part in parts]
             log = Log.joined([part.log for part in parts])
@@ -87,16 +90,19 @@ class Outcome:
         late = {index for index, part in enumerate(parts) if part.late}
         failed = [i for i, value in enumerate(values) if value is not None and math.isnan(value) and i not in late]
         culprit = parts[failed[0]] if parts and 0 < len(failed) < size else whole
+        error, text = culprit.error, culprit.text
+        if error is None and failed and isinstance(unusable := values[failed[0]], Unusable):
+            error, text = RewardError(unusable.why), unusable.why
         return cls(
             values=[math.nan if value is None else value for value in values],
             steps=steps,
             failures=len(failed),
             timeouts=len(late),
             culprit=failed[0] if failed else 0,
-            error=culprit.error,
+            error=error,
             log=log,
             seconds=seconds,
-            text=culprit.text,
+            text=text,
         )
 
     @classmethod
@@ -120,6 +126,21 @@ class Outcome:
             text="" if failed is None else parts[failed].text,
             log=Log.joined([part.log for part in parts]),
             seconds=sum(part.seconds for part in parts),
+        )
+
+    def without(self, unusable: dict[int, str]) -> "Outcome":
+        """The same, but for samples whose values turn out to be no rewards: they have failed, for these reasons."""
+        if not unusable:
+            return self
+        first = min(unusable)
+        return replace(
+            self,
+            values=[math.nan if sample in unusable else value for sample, value in enumerate(self.values)],
+            steps=[None if sample in unusable else steps for sample, steps in enumerate(self.steps)],
+            failures=self.failures + len(unusable),
+            culprit=first,
+            error=RewardError(unusable[first]),
+            text=unusable[first],
         )
 
     @classmethod
@@ -172,7 +193,7 @@ def _score(
             except BaseException as error:  # SystemExit too, as code that a completion holds may raise it
                 if _is_interrupt(error):
                     raise
-                return Attempt(error=error, text=describe(error))  # here: it may be slow, or broken
+                return Attempt(error=error, text=_in_words(error))  # here: it may be slow, or broken
 
         try:
             return call(tried, timeout - (time.monotonic() - start))
@@ -189,6 +210,10 @@ def _is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, RewardError) else describe(error)
+
+
 async def score_async(function: FunctionReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> Outcome:
     """Score with an async function; the samples of a batch that raised are tried concurrently."""
     start = time.monotonic()
@@ -198,7 +223,7 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
         try:
             return Attempt(await function.call_async(some, trainer_state, log), log)
         except BaseException as error:  # SystemExit would end the loop; cancellation comes when nobody waits any more
-            return Attempt(error=error, text=describe(error))
+            return Attempt(error=error, text=_in_words(error))
 
     async def attempt(some: RewardBatch) -> Attempt:
         try:
@@ -214,9 +239,15 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
 def samples_to_retry(whole: Attempt, batch: RewardBatch) -> list[RewardBatch]:
     """Every sample alone where the whole batch raised, else none.
 
+    A function that returned another number of rewards might return one for a single sample whatever that is.
+
     Raises:
-        RewardError: the function broke its contract.
+        MissingArgument: the function asks for what nobody has.
     """
-    if isinstance(whole.error, RewardError):
+    if isinstance(whole.error, MissingArgument):
         raise whole.error
-    return [] if whole.error is None or whole.late else [batch.sample(index) for index in range(len(batch))]
+    return (
+        []
+        if whole.error is None or whole.late or isinstance(whole.error, RewardError)
+        else [batch.sample(index) for index in range(len(batch))]
+    )

@@ -2,8 +2,8 @@
 
 `RewardSuite` turns whatever the user passed into reward functions, runs them under a deadline (async ones beside the
 others) and applies the failure policy: a sample that cannot be scored becomes NaN, is counted and shown once; only a
-function that breaks its contract or fails on everything stops the run. It knows nothing of weights' use, groups or
-advantages, and logs nothing itself. A new kind of reward is a class like `FunctionReward` and a case in `_adapt`.
+function that asks for what nobody has, or fails on everything, stops the run. It knows nothing of weights' use, groups
+or advantages, and logs nothing itself. A new kind of reward is a class like `FunctionReward` and a case in `_adapt`.
 """
 
 import math
@@ -143,9 +143,8 @@ class RewardSuite:
             streamed: what has been given these very rollouts as they ended.
 
         Raises:
-            RewardError: a function returned something that is no list of N rewards, ended a step where its completion
-                has no end, asks for a column that does not exist, or failed on every sample, at once or in several
-                batches in a row.
+            RewardError: a function asks for a column that does not exist, or failed on every sample, at once or in
+                several batches in a row: raised, returned no rewards, or ended steps where completions have no end.
         """
         assert len(rows) == len(rollouts), "one dataset row per rollout"
         places = [place for place, rollout in enumerate(rollouts) if rollout.finish is not FinishReason.ERROR]
@@ -154,13 +153,14 @@ class RewardSuite:
         if not len(batch):
             nothing: list[dict[int, StepRewards]] = [{} for _ in rollouts]
             return RewardResult(rewards, nothing, self._stats([Outcome.empty()] * len(self.names)))
-        outcomes = self._score_all(batch, context.trainer_state, streamed)
+        scored = self._score_all(batch, context.trainer_state, streamed)
+        outcomes, steps = self._resolved(scored, batch, places, len(rollouts))
         for index, outcome in enumerate(outcomes):
             self._judge(index, outcome, batch)
             outcome.log.spread(places, len(rollouts)).replay(context)
         rewards[places] = torch.tensor([outcome.values for outcome in outcomes], dtype=torch.float32).T
         self._warn_of_unscored(rewards[places], batch)
-        return RewardResult(rewards, self._resolved(outcomes, batch, places, len(rollouts)), self._stats(outcomes))
+        return RewardResult(rewards, steps, self._stats(outcomes))
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Look, before anything is sampled, whether the functions will get the arguments they ask for.
@@ -203,21 +203,24 @@ class RewardSuite:
 
     def _resolved(
         self, outcomes: list[Outcome], batch: RewardBatch, places: list[int], size: int
-    ) -> list[dict[int, StepRewards]]:
-        """Rewards of steps with the tokens that they end with, by function; of all rollouts, `batch` at `places`."""
+    ) -> tuple[list[Outcome], list[dict[int, StepRewards]]]:
+        """Rewards of steps with the tokens that they end with, by function; of all rollouts, `batch` at `places`.
+
+        Outcomes come back without the samples whose steps end where their completions do not.
+        """
         resolved: list[dict[int, StepRewards]] = [{} for _ in range(size)]
+        usable = []
         for function, outcome in enumerate(outcomes):
+            nowhere: dict[int, str] = {}
             for sample, steps in enumerate(outcome.steps):
                 if steps is None:
                     continue
                 try:
                     resolved[places[sample]][function] = resolve(steps, batch.rollouts[sample], self._tokenizer)
                 except NoSuchEnd as error:
-                    raise RewardError(
-                        f"reward function {self.names[function]!r} ended a step of sample {sample} at {error} That "
-                        f"sample:\n{batch.describe(sample)}"
-                    ) from None
-        return resolved
+                    nowhere[sample] = f"it ended a step at {error}"
+            usable.append(outcome.without(nowhere))
+        return usable, resolved
 
     def _judge(self, index: int, outcome: Outcome, batch: RewardBatch) -> None:
         """Stop the run for a function that only fails; warn once about one that sometimes does."""
@@ -232,14 +235,14 @@ class RewardSuite:
                 raise RewardError(
                     f"reward function {name!r} failed on all {size} samples"
                     + (f", {FAILED_BATCHES} batches in a row" if not broken else "")
-                    + f": {outcome.describe_error(self.timeout)}. First sample:\n{batch.describe(0)}"
+                    + f": {outcome.describe_error(self.timeout).rstrip('.')}. First sample:\n{batch.describe(0)}"
                 ) from outcome.error
         if outcome.failures:
             self._warn_once(
                 name,
                 "failures",
                 f"reward function {name!r} failed on {outcome.failures} of {size} samples "
-                f"({outcome.describe_error(self.timeout)}); they get no reward from it and are counted in "
+                f"({outcome.describe_error(self.timeout).rstrip('.')}); they get no reward from it and are counted in "
                 f"rewards/{name}/failures. The first of them:\n{batch.describe(outcome.culprit)}",
             )
         if outcome.timeouts:
