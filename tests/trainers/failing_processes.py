@@ -23,7 +23,7 @@ WAYS = {
 
 
 def goes_wrong(completions, **kwargs):
-    """Scores the first generation; then, on the last process, goes wrong."""
+    """Scores the first generation; then, on the last process, goes wrong. Nonsense ends a run at the third time."""
     CALLS.append(len(completions))
     if len(CALLS) > 1 and way == "fails while the other is at work" and os.environ["RANK"] == "0":
         time.sleep(600)
