@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import hybrids
+import mixtures
 import tiny
 from covey import GRPOTrainer
 from covey.cli.launch import launch_command, launch_if_asked
@@ -257,6 +258,37 @@ MODELS = [
         "Asked for speculative_reuse with linear attention, state-space or convolution layers",
         lambda b: b.build({"speculative_reuse": "exact"}, model=hybrids.model("Lfm2")),
         ("speculative_reuse='exact' does not suit Lfm2ForCausalLM", "cannot be taken out", "Leave speculative_reuse"),
+    ),
+    Mistake(
+        "Asked for the load-balancing loss of a model without experts",
+        lambda b: b.build({"router_aux_loss_coef": 0.1}),
+        (r"router_aux_loss_coef=0\.1: LlamaForCausalLM has no load-balancing loss", "Leave the field unset"),
+    ),
+    Mistake(
+        "Asked for the load-balancing loss of a model without experts",
+        lambda b: b.build({"router_aux_loss_coef": 0.1}, model=mixtures.model("DeepseekV3")),
+        ("DeepseekV3ForCausalLM has no load-balancing loss", "Leave the field unset"),
+    ),
+    Mistake(
+        "Asked for the load-balancing loss of a model that returns no router logits",
+        lambda b: b.train(
+            {"router_aux_loss_coef": 0.1}, model=tiny.model(router_aux_loss_coef=0.1, num_experts_per_tok=2)
+        ),
+        ("LlamaForCausalLM returns no router logits", "Set router_aux_loss_coef=0"),
+        TRAINING,
+    ),
+    Mistake(
+        "Trained with a load-balancing loss and reentrant checkpointing",
+        lambda b: b.train(
+            {
+                "router_aux_loss_coef": 0.1,
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": True},
+            },
+            model=mixtures.model("Mixtral"),
+        ),
+        ("the routers give no gradient", "use_reentrant': False", "router_aux_loss_coef=0"),
+        TRAINING,
     ),
     Mistake(
         "Gave a model whose head does more than Covey knows",

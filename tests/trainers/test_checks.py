@@ -57,6 +57,7 @@ REFUSED = [
         {"max_staleness": 2, "speculative_reuse": "exact"},
         "max_staleness=2 with speculative_reuse='exact'",
     ),
+    (penalties.load_balancing_is_not_negative, GRPOConfig, {"router_aux_loss_coef": -0.1}, "must be 0 or more"),
     (servers.one_engine_samples, GRPOConfig, {**SERVER, "use_sglang": True}, "one engine samples. Leave the other"),
     (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_timeout": 0}, "above 0, and finite"),
     (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_concurrency": 0}, "1 or more"),

@@ -11,8 +11,3 @@ def test_pictures_are_refused(tmp_path, column):
     rows = [{**row, column: ["a picture"]} for row in tiny.rows()]
     with pytest.raises(ValueError, match=f"pictures in column '{column}'.*text alone"):
         runs.trainer(tmp_path, parts={"train_dataset": rows})
-
-
-def test_the_load_balancing_loss_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.1 is not yet supported"):
-        runs.config(tmp_path, router_aux_loss_coef=0.1)

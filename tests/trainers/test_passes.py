@@ -18,12 +18,11 @@ from exact import KeepFloat64
 OUT = torch.OutOfMemoryError("injected")
 
 
-def gradients_of_one_step(tmp_path, prepare=lambda trainer: None, **changes):
-    """The gradients that the optimizer is handed at step 1, in float64."""
-    model = tiny.model().double()
-    trainer = runs.trainer(
-        tmp_path, parts={"model": model}, max_steps=1, optim="sgd", max_grad_norm=0, max_completion_length=12, **changes
-    )
+def gradients_of_one_step(tmp_path, prepare=lambda trainer: None, parts=None, **changes):
+    """The gradients that the optimizer is handed at step 1, in float64; zeros where there are none."""
+    parts = {"model": tiny.model().double(), **(parts or {})}
+    fixed = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0, "max_completion_length": 12}
+    trainer = runs.trainer(tmp_path, parts=parts, **fixed, **changes)
     score = trainer.scorer._score
 
     def exact_score(*args, **kwargs):
@@ -35,7 +34,7 @@ def gradients_of_one_step(tmp_path, prepare=lambda trainer: None, **changes):
     seen = []
 
     def keep(*args):
-        seen.extend(p.grad.clone() for p in trainer.policy.parameters())
+        seen.extend(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trainer.policy.parameters())
 
     trainer.add_callback(_Before(keep))
     with warnings.catch_warnings():

@@ -72,6 +72,13 @@ CASES = {
         "prompt_sampler": "difficulty",
         "settled": True,
     },
+    "experts with balanced loads, a process without signal": {
+        "method": "grpo",
+        "experts": True,
+        "router_aux_loss_coef": 0.5,
+        "settled": True,
+        "max_tokens_per_micro_batch": 30,
+    },
     "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
 }
 

@@ -12,6 +12,7 @@ import torch
 from engines import CopyEngine
 from players import PLAYERS
 
+import mixtures
 import tiny
 
 
@@ -95,6 +96,7 @@ if __name__ == "__main__":
     pads_at_the_last = settings.pop("pads_at_the_last", False)
     environments = settings.pop("environments", False)
     player = settings.pop("player", None)
+    experts = settings.pop("experts", False)
     torch.set_num_threads(1)
     parts = {}
     if settings.get("max_staleness"):
@@ -103,6 +105,8 @@ if __name__ == "__main__":
         from peft import LoraConfig
 
         parts["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    if experts:
+        parts["model"] = mixtures.model("Qwen3Moe")
     if settled:
         parts["reward_funcs"] = longer_for_odd
     if by_steps:
@@ -120,7 +124,7 @@ if __name__ == "__main__":
         trained.scorer._prove = lambda model, device: "padded"
     trained.train()
     if trained.accelerator.is_main_process:
-        names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
+        names = ("loss", "aux_loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
         names += ("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance")
         names += ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max")
         names += (

@@ -100,6 +100,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "entropy/threshold": "Entropy that a token needs in order to count, with top_entropy_quantile below 1.",
     "entropy_coef": "Weight of the entropy bonus in force, with entropy_coef above 0 or use_adaptive_entropy.",
     "policy_loss": "The loss without the entropy bonus.",
+    "aux_loss": "The load-balancing loss of a mixture of experts over an optimizer step, before router_aux_loss_coef: "
+    "experts per token where the load is even, more where some experts get most tokens.",
     "kl": "Mean divergence per token of the policy from the reference model, with beta above 0. How far the "
     "model has moved.",
     "kept_token_fraction": "Share of tokens that pass the filters off_policy_mask_threshold and top_entropy_quantile.",

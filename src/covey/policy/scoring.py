@@ -6,7 +6,7 @@ for.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch
 from covey.core.modes import inference_mode_of
 from covey.policy.attention import PACKED_ATTENTION
+from covey.policy.experts import RouterLoads, captured_router_logits, loads_of, refuse_without_gradient
 from covey.policy.inside import scores_inside
 from covey.policy.layout_choice import choose_layout, made_up_rollouts
 from covey.policy.layouts import LAYOUTS
@@ -72,7 +73,34 @@ class TokenScorer:
             logprobs [N] float32 and entropies [N] float32 or None; gradients flow where enabled. Both are 0 where
             `batch.sampled` is False.
         """
-        return self._score(model, batch, self.settle(model, batch), entropy)
+        return self._score(model, batch, self.settle(model, batch), entropy)[0]
+
+    def with_loads(
+        self, model: Any, batch: TrainBatch, top_k: int, *, entropy: bool = False
+    ) -> tuple[TokenScores, RouterLoads]:
+        """Score a batch, and add up what the routers of a mixture of experts do with it.
+
+        All tokens of rollouts count that have something to learn from: prompts, completions and results of tools.
+
+        Args:
+            model, batch, entropy: as when called.
+            top_k: experts of a token.
+
+        Raises:
+            ValueError: the routers' logits, or the way back from them, cannot be had.
+        """
+        scores, loads = self._score(model, batch, self.settle(model, batch), entropy, top_k)
+        assert loads is not None, "asked for"
+        return scores, loads
+
+    @torch.no_grad()
+    def loads(self, model: Any, batch: TrainBatch, top_k: int) -> RouterLoads:
+        """What `with_loads` adds up, without the head's work."""
+        counted = batch.sampled_lengths > 0
+        blank = replace(batch, sampled=torch.zeros_like(batch.sampled))
+        loads = self._score(model, blank, self.settle(model, batch), False, top_k, counted)[1]
+        assert loads is not None, "asked for"
+        return loads
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
@@ -107,7 +135,15 @@ class TokenScorer:
         if next(iter(self._layouts)) is inner:
             self.layout = layout
 
-    def _score(self, model: Any, batch: TrainBatch, layout: str, entropy: bool) -> TokenScores:
+    def _score(
+        self,
+        model: Any,
+        batch: TrainBatch,
+        layout: str,
+        entropy: bool,
+        top_k: int | None = None,
+        counted: Tensor | None = None,
+    ) -> tuple[TokenScores, RouterLoads | None]:
         inner = self.unwrap(model)
         inputs = LAYOUTS[layout](batch, self.pad_token_id)
         use_attention_of(layout, inner)
@@ -121,18 +157,27 @@ class TokenScorer:
             entropy=entropy,
             chunk_size=self.chunk_size,
         )
-        if self.inside:
+        tapped: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if top_k is not None:
+            tapped = captured_router_logits(inner)
+        with tapped as routed:
+            if self.inside:
 
-            def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
-                return score(hidden.flatten(0, 1)[wanted], head=replace(head, forward=forward))
+                def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
+                    return score(hidden.flatten(0, 1)[wanted], head=replace(head, forward=forward))
 
-            scores = scores_inside(model, head.module, answer, **inputs.kwargs, **batch.forward_kwargs)
-        else:
-            with capture_decoder_output(inner) as captured:
-                # The model is called whole, so that wrappers see their forward pass; its head sees one position.
-                model(**inputs.kwargs, **batch.forward_kwargs, use_cache=False, logits_to_keep=1)
-            scores = score(captured[0].flatten(0, 1)[wanted], head=head)
-        return scores if len(learned) == batch.num_tokens else scores.among(learned, batch.num_tokens)
+                scores = scores_inside(model, head.module, answer, **inputs.kwargs, **batch.forward_kwargs)
+            else:
+                with capture_decoder_output(inner) as captured:
+                    # The model is called whole, so that wrappers see their forward pass; its head sees one position.
+                    model(**inputs.kwargs, **batch.forward_kwargs, use_cache=False, logits_to_keep=1)
+                scores = score(captured[0].flatten(0, 1)[wanted], head=head)
+        loads = None
+        if top_k is not None:
+            refuse_without_gradient(inner, routed)
+            readers = inputs.readers((batch.sampled_lengths > 0 if counted is None else counted).float())
+            loads = loads_of(routed, readers, top_k)
+        return scores if len(learned) == batch.num_tokens else scores.among(learned, batch.num_tokens), loads
 
     @torch.no_grad()
     def _prove(self, inner: Any, device: torch.device) -> str:
@@ -143,7 +188,7 @@ class TokenScorer:
             return choose_layout(
                 self._wanted,
                 inner,
-                lambda layout, batch: self._score(inner, batch, layout, entropy=False).logprobs,
+                lambda layout, batch: self._score(inner, batch, layout, entropy=False)[0].logprobs,
                 device,
             )
 

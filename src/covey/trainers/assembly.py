@@ -94,13 +94,6 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
         quantization_config=quantization_config,
         peft_config=peft_config,
     )
-    if getattr(policy.config, "output_router_logits", False):
-        warnings.warn(
-            f"{type(policy).__name__} asks for its load-balancing loss (output_router_logits=True), which this version"
-            " does not train on; it is switched off.",
-            stacklevel=2,
-        )
-        policy.config.output_router_logits = False
     if args.disable_dropout:
         disable_dropout(policy)
     if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):

@@ -71,6 +71,7 @@ RULES: tuple[Rule, ...] = (
     loss.iterations_change_the_policy,
     loss.updates_align_with_generations,
     penalties.kl_weight_is_not_negative,
+    penalties.load_balancing_is_not_negative,
     penalties.reference_sync_needs_a_reference,
     penalties.kl_options_need_kl,
     penalties.rloo_kl_is_the_log_ratio,

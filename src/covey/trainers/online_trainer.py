@@ -27,6 +27,7 @@ from covey.trainers import assembly
 from covey.trainers.agents import RolloutWatch
 from covey.trainers.allocator import keep_freed_memory
 from covey.trainers.arguments import accepts_old_names
+from covey.trainers.balance import ExpertBalance
 from covey.trainers.config.base import OnlineConfig
 from covey.trainers.credit import Credit, assign_credit, step_stats
 from covey.trainers.dataset import check_dataset
@@ -119,6 +120,7 @@ class OnlineTrainer(SampledGenerations):
         self.algorithm: Algorithm = self.make_algorithm(args)
         self.algebra = args.algebra(args.world_size)
         self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator)
+        self.balance = ExpertBalance.of(args, model)
         self.reference = assembly.build_reference(args, self.algorithm, model, self.accelerator)
         self.collector = assembly.build_collector(
             self, model, tokenizer, engine, tools, rollout_func, environment_factory

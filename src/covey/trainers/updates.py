@@ -20,8 +20,10 @@ from covey.core.objective import LossInputs, policy_loss
 from covey.core.planning import pass_tokens, plan_ranks
 from covey.core.stats import Mean, Stat
 from covey.observability.phases import PhaseTimer
+from covey.policy.experts import RouterLoads
 from covey.policy.layout_choice import slowest
 from covey.policy.scoring import TokenScorer
+from covey.trainers.balance import ExpertBalance
 from covey.trainers.entropy import EntropyController, exact_quantile
 from covey.trainers.evaluation import SampledEvaluation
 from covey.trainers.experience import Experience, nominal_parts, pool
@@ -38,6 +40,7 @@ class PolicyUpdates(SampledEvaluation):
     passes: Passes
     experience: Experience
     entropy: EntropyController
+    balance: ExpertBalance
     phases: PhaseTimer
     sharding: Sharding
     _entropy_known: bool
@@ -101,15 +104,22 @@ class PolicyUpdates(SampledEvaluation):
     ) -> Tensor:
         """The loss of one pass, so scaled that the sum over a step's passes, averaged over ranks, is the step's."""
         wants_entropy = self.entropy.enabled or inputs.entropy_threshold is not None or not self._entropy_known
+        aux: Tensor | float = 0.0
         with self.accelerator.autocast():
-            scores = self.scorer(model, inputs, entropy=wants_entropy)
+            if self.balance.enabled:
+                scores, loads = self.scorer.with_loads(model, inputs, self.balance.top_k, entropy=wants_entropy)
+                aux = self.balance.loss(loads, len(inputs))
+            else:
+                scores = self.scorer(model, inputs, entropy=wants_entropy)
         coef = self.entropy.effective
         result = policy_loss(LossInputs.of(inputs, *scores, coef), self.algorithm.objective)
         scale = self._loss_scale()
-        if self.entropy.enabled and self.model.training:  # the count makes the mean one over optimizer steps
+        if isinstance(aux, Tensor):  # the counts make the means ones over optimizer steps
+            result.stats["aux_loss"] = Mean(aux.item() * scale, 0.0)
+        if self.entropy.enabled and self.model.training:
             result.stats["policy_loss"] = Mean(result.without_bonus * scale, 0.0)  # _close_step counts the steps
         self._unbooked = result.stats
-        return result.loss * scale
+        return (result.loss + self.balance.coef * aux) * scale
 
     def _prepare_inputs(self, inputs: TrainBatch) -> TrainBatch:  # type: ignore[override]
         return inputs  # planned and on the device already
@@ -141,7 +151,28 @@ class PolicyUpdates(SampledEvaluation):
         self.metrics.add(self._plan_stats(planned, mine.skipped_rows), "train")
         if self.sharding.gradients:
             planned += [stretch.idle() for _ in range(most - len(planned))]
+        if self.balance.enabled:
+            self._balance(mine, micro_steps / self.args.gradient_accumulation_steps, len(planned))
         self.experience.spread(planned, micro_steps)
+
+    def _balance(self, batch: TrainBatch, share: float, passes: int) -> None:
+        """Let the load-balancing loss know what is trained on. Collective."""
+
+        def survey(batch: TrainBatch) -> RouterLoads:
+            found: list[RouterLoads] = []
+
+            def look(part: TrainBatch) -> Tensor:
+                found.append(self.scorer.loads(self.policy, part, self.balance.top_k))
+                return torch.zeros_like(part.token_ids, dtype=torch.float32)  # no scores are wanted
+
+            with self.accelerator.autocast(), inference_mode_of(self.policy):
+                self.passes.score(batch, self._rows_per_part, look)
+            mine = [total.cpu() for total in RouterLoads.of_all(found)] if found else None
+            shares = self.collectives.gather(mine, "add up the experts' loads")
+            return RouterLoads.of_all([RouterLoads(*share) for share in shares if share is not None])
+
+        alone = self.accelerator.num_processes == 1 and passes <= 1
+        self.balance.begin(share, batch, survey, whole=alone)
 
     def _plan_stats(self, planned: list[TrainBatch], skipped: int) -> dict[str, Stat]:
         tokens = sum(pass_tokens(part, range(len(part)), self.scorer.layout) for part in planned)
@@ -155,7 +186,7 @@ class PolicyUpdates(SampledEvaluation):
     def _every_rollout_counts(self) -> bool:
         """Whether rollouts without advantage have a gradient of their own."""
         by_entropy = self.entropy.enabled or self.args.top_entropy_quantile < 1.0
-        return self.algorithm.objective.needs_every_rollout or by_entropy
+        return self.algorithm.objective.needs_every_rollout or by_entropy or self.balance.enabled
 
     def _run(self, model: Any, passes: list[TrainBatch]) -> Tensor:
         """Run a micro-step's passes forward and backward; the step's last one adds the processes' gradients up."""
@@ -178,6 +209,11 @@ class PolicyUpdates(SampledEvaluation):
                 average_gradients([p for p in self.policy.parameters() if p.requires_grad])
         return loss
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, its config as it was loaded."""
+        with self.balance.config_as_loaded(self.policy):
+            super().save_model(output_dir, _internal_call)
+
     def loss_of(self, batch: TrainBatch) -> float:
         """The loss of a whole batch without training on it; 0 for an empty share."""
 
@@ -190,6 +226,9 @@ class PolicyUpdates(SampledEvaluation):
         kept = batch if self._every_rollout_counts else batch.without_signal_dropped()
         parts = self.passes.plan(kept, self._rows_per_part)
         parts += self.passes.idle(batch, len(parts))
+        if self.balance.enabled:
+            self._balance(kept, 1.0, len(parts))
+            self.metrics.add(self.balance.count(1.0 / self.accelerator.num_processes), self.mode)
         return sum(self.passes.run(part, forward).item() for part in parts)
 
     def _settle_layout(self, batch: TrainBatch) -> None:
@@ -258,6 +297,7 @@ class PolicyUpdates(SampledEvaluation):
         stats: dict[str, Stat] = {
             "step_time": Mean(self._step_seconds, 1.0),
             "passes/count": Mean(float(self._step_passes), 1.0),
+            **self.balance.count(1.0),
         }
         if self.entropy.enabled:
             totals = self.collectives.gather(self._step_entropy, "average the step's entropy")

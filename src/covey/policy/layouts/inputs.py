@@ -1,6 +1,6 @@
 """What every layout produces, and how segments of tokens become one row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +19,13 @@ class ModelInputs:
         kwargs: keyword arguments of the model's forward; `input_ids` is [rows, width].
         predictors: [N] int64: for each completion token, the flat position (row * width + column) of the hidden
             state that predicts it.
+        readers: a number for each rollout [B] -> for each place [rows * width] the sum of those whose rollouts read the
+            token there: all siblings' for a prompt they share, 0 for padding.
     """
 
     kwargs: dict[str, Any]
     predictors: Tensor
+    readers: Callable[[Tensor], Tensor]
 
 
 class Segment(NamedTuple):
@@ -53,6 +56,13 @@ def one_row(batch: TrainBatch, segments: Sequence[Segment], paths: Sequence[Sequ
     tree = TokenTree([segment.length for segment in segments], [segment.parent for segment in segments])
     device = batch.token_ids.device
     order = _ranges([piece for segment in segments for piece in segment.pieces]).to(device)
+
+    def readers(numbers: Tensor) -> Tensor:
+        visits = [(rollout, segment) for rollout, path in enumerate(paths) for segment in path]
+        by, of = (torch.tensor(column, dtype=torch.long, device=device) for column in zip(*visits, strict=True))
+        totals = numbers.new_zeros(len(segments)).index_add(0, of, numbers[by])
+        return totals.repeat_interleave(torch.tensor([segment.length for segment in segments], device=device))
+
     return ModelInputs(
         kwargs={
             "input_ids": torch.cat([batch.prompt_ids, batch.token_ids])[order][None],
@@ -62,6 +72,7 @@ def one_row(batch: TrainBatch, segments: Sequence[Segment], paths: Sequence[Sequ
             "token_tree": tree,
         },
         predictors=_predictors(batch, tree, paths).to(device),
+        readers=readers,
     )
 
 

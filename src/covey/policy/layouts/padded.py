@@ -18,11 +18,13 @@ def padded(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
     # The state one before each completion token.
     first = torch.arange(len(rows), device=input_ids.device) * input_ids.shape[1] + prompt_lengths - 1
     within = torch.arange(batch.num_tokens, device=first.device) - expand(segment_starts(batch.lengths), batch.lengths)
+    filled = column < (prompt_lengths + batch.lengths)[:, None]
     return ModelInputs(
         kwargs={
             "input_ids": input_ids,
-            "attention_mask": (column < (prompt_lengths + batch.lengths)[:, None]).long(),
+            "attention_mask": filled.long(),
             "position_ids": column.expand(len(rows), -1),
         },
         predictors=expand(first, batch.lengths) + within,
+        readers=lambda numbers: (filled * numbers[:, None]).flatten(),
     )

@@ -38,8 +38,8 @@ class ModelFields:
     )
     router_aux_loss_coef: float | None = described(
         None,
-        "Weight of the load-balancing loss of mixture-of-experts models that return router logits. Unset: the model's "
-        "own; 0 switches it off.",
+        "Weight of the load-balancing loss of mixtures of experts, taken over all tokens of an optimizer step. Unset: "
+        "the model's own where its config has output_router_logits, and no such loss otherwise; 0 switches it off.",
     )
     disable_dropout: bool = described(
         False, "Set every dropout probability to 0, so that the same tokens always get the same log-probabilities."

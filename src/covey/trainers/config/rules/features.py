@@ -10,7 +10,6 @@ from covey.trainers.config.rules.helpers import closest, is_set
 LATER = {
     "use_transformers_continuous_batching": "transformers' continuous batching (the built-in engine has its own)",
     "log_completions_hub_repo": "pushing completions to the hub",
-    "router_aux_loss_coef": "the load-balancing loss of mixtures of experts",
 }
 """Fields that exist already, for features that come with later releases."""
 

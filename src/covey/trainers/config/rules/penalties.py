@@ -14,6 +14,12 @@ def kl_weight_is_not_negative(args: Any) -> None:
     )
 
 
+def load_balancing_is_not_negative(args: Any) -> None:
+    """The load-balancing loss evens the load of experts out, never the other way."""
+    advice = "0 switches the loss off; 0.001 to 0.02 are usual."
+    within(args, "router_aux_loss_coef", "0 or more", lambda c: 0 <= c < math.inf, advice)
+
+
 def reference_sync_needs_a_reference(args: Any) -> None:
     """Synchronising needs a reference model, which there is only with a KL penalty."""
     if args.sync_ref_model and args.beta == 0:
