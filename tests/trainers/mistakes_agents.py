@@ -101,6 +101,11 @@ AGENTS = [
         (r"an async function of \(prompts, trainer\)", "none of the forms", r"without async, `def rollout\(prompts"),
     ),
     Mistake(
+        "Wrote a rollout function of (prompts, args, processing_class)",
+        lambda b: b.build(rollout_func=lambda prompts, args, processing_class: {}),
+        (r"of \(prompts, args, processing_class\)", r"called with \(prompts, trainer\)", "`trainer.args`"),
+    ),
+    Mistake(
         "Set speculative_reuse with tools or a rollout_func",
         lambda b: conversations(b, tools=[add], settings={"speculative_reuse": "exact"}),
         ("speculative_reuse='exact'", "leave it unset"),

@@ -1,5 +1,6 @@
 """Training in environments: what the trainer makes of `environment_factory`, from arguments to metrics."""
 
+import asyncio
 import gc
 
 import pytest
@@ -275,6 +276,24 @@ def test_few_environments_are_enough_for_a_generation(tmp_path):
     logged = trained.state.log_history[0]
     assert logged["rewards/environment/mean"] == 2 and logged["rollouts/turns"] == 1
     assert logged["completions/clipped_ratio"] == 1  # the environment wanted to go on
+
+
+def test_waiting_for_an_environment_is_not_the_rollouts_own_time(tmp_path):
+    class Slow(Talk):
+        async def step(self, text):
+            await asyncio.sleep(0.15)
+            return Talk.step(self, text)
+
+    class Scarce:
+        max_environments = 1
+        max_turns = 1
+
+        def __call__(self):
+            return Slow()
+
+    trained = trainer(tmp_path, Scarce(), says("12"), rows=[{"seed": i} for i in range(8)], rollout_timeout=0.8)
+    trained.train()  # the last of 8 waits for a second
+    assert trained.state.log_history[0]["rollouts/failed"] == 0
 
 
 def test_a_tool_may_be_called_play(tmp_path):

@@ -6,8 +6,10 @@ engine as one rollout sees it: prompts as users write them, seeds and limits tak
 (`agent`), which rollouts there are (`collector`), how turns are rendered (`tools.template`).
 """
 
+import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,6 +55,7 @@ class EpisodeEngine:
         tokenizer: of the policy.
         episodes: every episode begun so far, in order.
         failure: what the engine raised, if it did: no fault of the rollout's.
+        clock: ends the rollout when its time is over.
 
     Example:
         A rollout that lets the policy check its first answer:
@@ -79,6 +82,7 @@ class EpisodeEngine:
         self.tokenizer = templates.codec.tokenizer
         self.episodes: list[Episode] = []
         self.failure: BaseException | None = None
+        self.clock: asyncio.Timeout | None = None
         self._ask = ask
         self._templates = templates
         self._params = params
@@ -131,6 +135,21 @@ class EpisodeEngine:
         aside, self._asides = self._asides, self._asides + 1
         seeds = [sample_seed(*self._seed_key, "aside", aside, i) for i in range(n)]
         return [self._reply(one) for one in await self._sampled(SampleRequest(ids, n, params, seeds))]
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Within this context the rollout waits for others, and its own time stands still."""
+        loop, clock = asyncio.get_running_loop(), self.clock
+        until = None if clock is None else clock.when()
+        if clock is None or until is None:
+            yield
+            return
+        left = until - loop.time()
+        clock.reschedule(None)
+        try:
+            yield
+        finally:
+            clock.reschedule(loop.time() + left)
 
     def close(self) -> None:
         """Sample nothing more: the rollout is done, and so is whatever it has started and not awaited."""

@@ -147,9 +147,15 @@ def form_of(function: Callable[..., Any]) -> str:
     Raises:
         ValueError: it takes other arguments than any of the forms.
     """
-    if not is_async(function):
-        return "batch"
     taken = inspect.signature(function).parameters.values()
+    if not is_async(function):
+        needed = [one.name for one in taken if one.kind in POSITIONAL and one.default is one.empty]
+        if len(needed) > 2:
+            raise ValueError(
+                f"`rollout_func` is a function of ({', '.join(needed)}), but is called with (prompts, trainer): the"
+                " config is `trainer.args`, the tokenizer `trainer.processing_class`."
+            )
+        return "batch"
     if any(one.kind is one.VAR_POSITIONAL for one in taken):
         return "rollout"
     needed = [one.name for one in taken if one.kind in POSITIONAL and one.default is one.empty]

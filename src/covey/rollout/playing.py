@@ -165,7 +165,7 @@ class Playing:
         engine = EpisodeEngine(ask, self.agency.templates, self.params, key, row, first.sample)
         began = perf_counter()
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as engine.clock:
                 if isinstance(play, GroupFunction):
                     rollouts = await play(row, engine, len(draws))
                 else:

@@ -57,7 +57,8 @@ class EnvironmentAgent(ABC):
         Raises:
             EnvironmentFailed: the environment raised, hung or returned what cannot be used; it is thrown away.
         """
-        held = await self.pool.acquire()
+        with engine.off_the_clock():  # others may have all there may be
+            held = await self.pool.acquire()
         try:
             episode = await self._begin(held, row, engine)
             reward = await self._play(held, episode)

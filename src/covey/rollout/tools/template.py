@@ -279,6 +279,10 @@ class TurnTemplate:
         return reasons
 
 
+REMEMBERED = 256
+"""Templates that are kept: rows may bring arguments, and with them templates, of their own."""
+
+
 class TurnTemplates:
     """The chat template for conversations that go on, one for each set of tools and template arguments.
 
@@ -292,7 +296,7 @@ class TurnTemplates:
         self.codec = codec
         self._end_ids = tuple(end_ids)
         self._unstable = unstable
-        self._known: dict[str, TurnTemplate] = {}
+        self._known: dict[str, TurnTemplate] = {}  # those in use, oldest first
 
     def of(self, tools: Sequence[dict[str, Any]], row_kwargs: dict[str, Any] | None) -> TurnTemplate:
         """The template with these tools and arguments.
@@ -302,9 +306,13 @@ class TurnTemplates:
         """
         kwargs = self.codec.template_kwargs(row_kwargs)
         key = json.dumps([list(tools), kwargs], sort_keys=True, default=repr)
-        if key not in self._known:
-            self._known[key] = TurnTemplate(self.codec.tokenizer, tools, self._end_ids, kwargs, self._unstable)
-        return self._known[key]
+        template = self._known.pop(key, None)
+        if template is None:
+            template = TurnTemplate(self.codec.tokenizer, tools, self._end_ids, kwargs, self._unstable)
+        self._known[key] = template
+        if len(self._known) > REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return template
 
 
 _USER: Message = {"role": "user", "content": _ASK}
