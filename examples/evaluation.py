@@ -1,10 +1,11 @@
-"""Evaluation on held-out prompts, by name: completions are sampled and scored as in training, without an update.
+"""Evaluation on held-out prompts, by name, each set with sampling of its own; nothing is updated.
 
-The metrics are those of training with a prefix: `eval_sums_reward`, `eval_differences_completions/mean_length`, ...
+`sums` is answered greedily; of each of `differences` eight completions say how often one of k is right (pass@k) and how
+often the most frequent answer is (maj@k). Every share has an interval: `eval_differences_pass@8_low`, `..._high`.
 """
 
 from common import SUMS, parser, settings
-from covey import GRPOConfig, GRPOTrainer
+from covey import EvalSuite, GRPOConfig, GRPOTrainer
 from covey.rewards import numeric_match_reward
 
 DIFFERENCES = [
@@ -23,14 +24,16 @@ def main():
             eval_strategy="steps",
             eval_steps=10,
             per_device_eval_batch_size=8,
-            num_generations_eval=2,
         ),
         train_dataset=SUMS[:-8],
-        eval_dataset={"sums": SUMS[-8:], "differences": DIFFERENCES},
+        eval_dataset={
+            "sums": EvalSuite(SUMS[-8:], temperature=0, pass_at=1),
+            "differences": EvalSuite(DIFFERENCES, num_generations=8, temperature=0.7, pass_at=(1, 8), maj_at=8),
+        },
     )
     trainer.train()
     metrics = trainer.evaluate()
-    print({name: round(value, 3) for name, value in metrics.items() if name.endswith("_reward")})
+    print({name: round(value, 3) for name, value in metrics.items() if "@" in name})
     return trainer
 
 

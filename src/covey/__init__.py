@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from covey.trainers.grpo_trainer import GRPOTrainer as GRPOTrainer
     from covey.trainers.rloo_config import RLOOConfig as RLOOConfig
     from covey.trainers.rloo_trainer import RLOOTrainer as RLOOTrainer
+    from covey.trainers.suites import EvalSuite as EvalSuite
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Episode": "covey.rollout.episode",
     "EpisodeEngine": "covey.rollout.episode",
+    "EvalSuite": "covey.trainers.suites",
     "FinishReason": "covey.core.rollout",
     "GRPOConfig": "covey.trainers.grpo_config",
     "GRPOTrainer": "covey.trainers.grpo_trainer",
@@ -34,6 +36,7 @@ _HOMES = {
 __all__ = [
     "Episode",
     "EpisodeEngine",
+    "EvalSuite",
     "FinishReason",
     "GRPOConfig",
     "GRPOTrainer",

@@ -29,7 +29,8 @@ RUN_KEYS = {
     "model": "The model to train: a hub id or a folder.",
     "dataset": "Training prompts: a hub id, or a json, jsonl, parquet or csv file.",
     "dataset_split": "Split of the dataset to train on.",
-    "eval_dataset": "Evaluation prompts, given like `dataset`; without it there is no evaluation.",
+    "eval_dataset": "Evaluation prompts, given like `dataset`, or a mapping of names to such or suites with sampling "
+    "of their own, as in {hard: {dataset: hard.jsonl, num_generations: 8, pass_at: 8}}. Without it, no evaluation.",
     "reward_funcs": "Reward functions: built-in names, import paths (package.module.function), model ids or folders.",
     "tools": "Functions that the model may call, each as path/to/file.py:name or package.module:name.",
     "rollout_func": "A function that plays rollouts in the place of the built-in loop, named like a tool.",
@@ -58,7 +59,7 @@ class RunConfig:
         model: hub id or folder, or None.
         dataset: hub id or file, or None.
         dataset_split: split of `dataset`.
-        eval_dataset: hub id or file, or None.
+        eval_dataset: hub id, file or mapping, as written (`covey.cli.evaluations`), or None.
         reward_funcs: names and import paths, as written.
         tools: import paths, as written.
         rollout_func, environment_factory: an import path, or None.
@@ -70,7 +71,7 @@ class RunConfig:
     model: str | None
     dataset: str | None
     dataset_split: str
-    eval_dataset: str | None
+    eval_dataset: Any
     reward_funcs: list[Any]
     tools: list[Any]
     rollout_func: Any

@@ -14,6 +14,7 @@ from typing import Any
 
 from covey.cli import explain_sentences as sentences
 from covey.cli.config_file import load_run
+from covey.cli.evaluations import has_plain, suite_settings
 from covey.cli.explain_colocation import colocation, gpu_bytes
 from covey.cli.explain_sentences import count
 from covey.cli.explain_start import Start, check_start
@@ -21,6 +22,7 @@ from covey.cli.train import take_config
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.config.rules.loss import CLIPPED
 from covey.trainers.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, estimate, readable
+from covey.trainers.suites import suite_of
 from covey.trainers.vllm_memory import GIB, EngineMemory, engine_memory
 
 USAGE = """usage: covey explain [--config] CONFIG [--world_size N] [--prompt_tokens N]
@@ -50,6 +52,7 @@ class Run:
     start: Start | None = None
     engine: EngineMemory | None = None
     gpu: int | None = None
+    suites: dict[str, dict[str, Any]] | None = None
 
 
 def explain(
@@ -63,6 +66,7 @@ def explain(
     no_model_because: str = "no model config was given",
     start: Start | None = None,
     gpu: int | None = None,
+    suites: dict[str, dict[str, Any]] | None = None,
 ) -> str:
     """Explain a config in words.
 
@@ -72,7 +76,8 @@ def explain(
         world_size: number of processes; those that are running by default.
         prompt_tokens: length of a prompt.
         peft: arguments of `peft.LoraConfig`, when an adapter is trained.
-        has_eval: the run has an evaluation dataset.
+        has_eval: the run has an evaluation dataset that is sampled as in training.
+        suites: settings of its evaluation suites, by name.
         no_model_because: what to say where there is no `model_config`.
         start: what is known of its data and rewards.
         gpu: bytes of a GPU; this machine's if None.
@@ -86,7 +91,7 @@ def explain(
     if memory is not None and args.use_vllm and args.vllm_mode == "colocate":
         engine = engine_memory(memory, model_config, args, length)
     gpu = gpu or gpu_bytes()
-    run = Run(args, args.algebra(world_size), length, has_eval, memory, no_model_because, start, engine, gpu)
+    run = Run(args, args.algebra(world_size), length, has_eval, memory, no_model_because, start, engine, gpu, suites)
     sections = {title: lines(run) for title, lines in SECTIONS.items()}
     return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
 
@@ -112,7 +117,8 @@ def main(argv: list[str]) -> int:
             world_size=world_size,
             prompt_tokens=prompt_tokens,
             peft=run.peft,
-            has_eval=run.eval_dataset is not None,
+            has_eval=has_plain(run.eval_dataset),
+            suites=suite_settings(run.eval_dataset) if run.eval_dataset else None,
             no_model_because=reason,
             start=start,
             gpu=gpu_gib * GIB if gpu_gib else None,
@@ -262,16 +268,25 @@ def memory(run: Run) -> list[str]:
 def evaluation(run: Run) -> list[str]:
     """What evaluation samples, if anything."""
     a = run.algebra
-    if not run.has_eval:
+    if not run.has_eval and not run.suites:
         return ["None: no eval_dataset is given, and nothing is split off the training data."]
-    try:
-        a.check_eval()
-    except ValueError as error:
-        return [f"This will fail: {error}"]
-    lines = [
-        f"Each evaluation batch: {count(a.prompts_per_eval_batch, 'prompt')}, {a.eval_group} completions each, "
-        f"{a.eval_batch_size} completions in all."
-    ]
+    lines = []
+    if run.has_eval:
+        try:
+            a.check_eval()
+        except ValueError as error:
+            return [f"This will fail: {error}"]
+        lines.append(
+            f"Each evaluation batch: {count(a.prompts_per_eval_batch, 'prompt')}, {a.eval_group} completions each, "
+            f"{a.eval_batch_size} completions in all."
+        )
+    for name, settings in (run.suites or {}).items():
+        try:
+            each = suite_of({k: v for k, v in settings.items() if k not in ("dataset", "split")}, None).completions(a)
+        except ValueError as error:
+            return [*lines, f"This will fail: {error}"]
+        greedy = ", greedy" if settings.get("temperature") == 0 else ""
+        lines.append(f"Suite {name}".rstrip() + f": {count(each, 'completion')} of each prompt{greedy}.")
     if str(getattr(run.args.eval_strategy, "value", run.args.eval_strategy)) == "no":
         lines.append("eval_strategy is `no`, so nothing is evaluated during training; set eval_strategy=steps.")
     return lines

@@ -5,6 +5,7 @@ What is here is loaded and counted; what would be fetched is named as not checke
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from covey.cli.config_file import RunConfig
 from covey.cli.explain_sentences import count
@@ -44,7 +45,7 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
     if run.dataset:
         start.rows = _rows(run.dataset, run.dataset_split, start)
     if run.eval_dataset:
-        _rows(run.eval_dataset, None, start)
+        _check_evaluations(run.eval_dataset, start)
     if start.rows is not None:
         _check_enough(start, algebra)
     for name in run.reward_funcs:
@@ -69,6 +70,19 @@ def _rows(spec: str, split: str | None, start: Start) -> int | None:
     except (ValueError, OSError) as error:
         start.problems.append(str(error))
         return None
+
+
+def _check_evaluations(given: Any, start: Start) -> None:
+    from covey.cli.data import is_local
+    from covey.cli.evaluations import evaluation_files, load_evaluations
+
+    far = [spec for spec in evaluation_files(given) if not is_local(spec)]
+    start.unchecked += [f"dataset {spec!r}, which is no file or folder here and so comes from the hub" for spec in far]
+    if not far:
+        try:
+            load_evaluations(given)
+        except (ValueError, OSError) as error:
+            start.problems.append(str(error))
 
 
 def _check_enough(start: Start, algebra: BatchAlgebra) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from covey.cli.config_file import RunConfig
 from covey.observability.board_view import duration
-from covey.observability.evaluations import all_sets, prefix
+from covey.observability.evaluations import all_sets, prefix, with_interval
 from covey.observability.report import Sample
 
 SHOWN = 8
@@ -67,6 +67,11 @@ def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
         latest.update(entry)
     for name in all_sets(history):
         figures[f"Reward in evaluation {name}".rstrip()] = latest[f"{prefix(name)}reward"]
+        metrics = {
+            key.removeprefix(prefix(name)): value for key, value in latest.items() if key.startswith(prefix(name))
+        }
+        for label, text in with_interval(metrics):
+            figures[f"{label} {name}".rstrip()] = text
     figures["Optimizer steps"] = latest.get("step", 0)
     if "num_tokens" in latest:
         figures["Tokens"] = int(latest["num_tokens"])

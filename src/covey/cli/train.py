@@ -65,8 +65,16 @@ def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
     return None, argv
 
 
-def read_run(path: str | None, flags: Sequence[str], method: str) -> RunConfig:
+def read_run(
+    path: str | None, flags: Sequence[str], method: str | None, needed: Sequence[str] | None = None
+) -> RunConfig:
     """The run that a file and flags describe, complete enough to start.
+
+    Args:
+        path: of the file, or None.
+        flags: the others' values.
+        method: `grpo` or `rloo` when the command fixes it.
+        needed: what it has to name; what training takes if None.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -76,7 +84,7 @@ def read_run(path: str | None, flags: Sequence[str], method: str) -> RunConfig:
         run = load_run(path, flags, method=method)
     except TypeError as error:  # an unknown setting
         raise ValueError(str(error)) from error
-    run.require(*run.needed)
+    run.require(*(run.needed if needed is None else needed))
     return run
 
 
@@ -97,19 +105,20 @@ def train(run: RunConfig) -> Any:
     return trainer
 
 
-def build_trainer(run: RunConfig) -> Any:
-    """The trainer of a run, with its rewards, data and adapter loaded."""
+def build_trainer(run: RunConfig, training: bool = True) -> Any:
+    """The trainer of a run, with its rewards, data and adapter loaded; the training data only to train."""
     import covey
     from covey.cli.data import load_rows
+    from covey.cli.evaluations import load_evaluations
 
     trainer_class = {"grpo": covey.GRPOTrainer, "rloo": covey.RLOOTrainer}[run.method]
-    assert run.dataset is not None, "required when the run was read"
+    assert run.dataset is not None or not training, "required when the run was read"
     return trainer_class(
         model=run.model,
         reward_funcs=rewards(run.reward_funcs) or None,
         args=run.args,
-        train_dataset=load_rows(run.dataset, run.dataset_split),
-        eval_dataset=load_rows(run.eval_dataset, None) if run.eval_dataset else None,
+        train_dataset=load_rows(run.dataset, run.dataset_split) if run.dataset is not None and training else None,
+        eval_dataset=load_evaluations(run.eval_dataset),
         tools=[named(tool, "tool") for tool in run.tools] or None,
         rollout_func=named(run.rollout_func, "rollout_func") if run.rollout_func else None,
         environment_factory=(

@@ -19,7 +19,7 @@ from rich.live import Live
 from transformers import TrainerCallback
 
 from covey.observability.board_view import board_view, duration
-from covey.observability.evaluations import evaluation_sets, prefix
+from covey.observability.evaluations import evaluation_sets, prefix, with_interval
 
 FIGURES: dict[str, tuple[str, str]] = {
     "reward": ("reward", "{:.3f}"),
@@ -193,7 +193,7 @@ class ProgressDisplay(TrainerCallback):
         metrics = {key.removeprefix(start): value for key, value in logs.items() if key.startswith(start)}
         self.board.evaluations[name] = metrics
         label = f"eval {name}" if name else "eval"
-        self._say(f"{label}  {self._place()}  {_joined(readable(metrics))}")
+        self._say(f"{label}  {self._place()}  {_joined(with_interval(metrics) + readable(metrics))}")
 
     def _place(self) -> str:
         total = self.board.max_steps
@@ -222,7 +222,9 @@ class _Drawing:
             seconds_left=board.seconds_left,
             rewards=list(board.rewards),
             figures=board.figures(),
-            evaluations={name: readable(metrics) for name, metrics in board.evaluations.items()},
+            evaluations={
+                name: with_interval(metrics) + readable(metrics) for name, metrics in board.evaluations.items()
+            },
             phases=board.phases(),
             overlaps=board.overlaps(),
         )

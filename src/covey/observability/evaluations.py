@@ -1,7 +1,7 @@
 """Which metrics of a log are of which evaluation set. Pure; the display, the curves and the report share it.
 
-An evaluation's metrics carry the prefix `eval_`, those of a named set `eval_{name}_`. Every evaluation logs a loss and
-a reward, and that tells a set's name from the name of a metric.
+An evaluation's metrics carry the prefix `eval_`, those of a named set `eval_{name}_`. Every evaluation logs its runtime
+and a reward, and that tells a set's name from the name of a metric.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ def evaluation_sets(log: Mapping[str, Any]) -> list[str]:
     """The evaluation sets that a log speaks of; the one without a name is "".
 
     Example:
-        >>> evaluation_sets({"eval_easy_loss": 0.0, "eval_easy_reward": 1.0})
+        >>> evaluation_sets({"eval_easy_runtime": 2.0, "eval_easy_reward": 1.0})
         ['easy']
         >>> evaluation_sets({"eval_loss": 0.0, "eval_reward": 1.0, "eval_my_reward": 2.0})
         ['']
@@ -20,7 +20,24 @@ def evaluation_sets(log: Mapping[str, Any]) -> list[str]:
     if "eval_loss" in log or "eval_reward" in log:
         return [""]
     names = [key.removeprefix("eval_").removesuffix("_reward") for key in log if _is_named_reward(key)]
-    return [name for name in names if f"eval_{name}_loss" in log]
+    return [name for name in names if f"eval_{name}_loss" in log or f"eval_{name}_runtime" in log]
+
+
+def with_interval(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Labels and texts of an evaluation's estimates: its shares (`pass@k`, `maj@k`) with their intervals.
+
+    Args:
+        metrics: of one set, without prefix.
+
+    Example:
+        >>> with_interval({"pass@1": 0.5, "pass@1_low": 0.25, "pass@1_high": 0.75, "loss": 0.1})
+        [('pass@1', '50.0% (25.0 to 75.0)')]
+    """
+    return [
+        (name, f"{value:.1%} ({100 * metrics[f'{name}_low']:.1f} to {100 * metrics[f'{name}_high']:.1f})")
+        for name, value in metrics.items()
+        if "@" in name and f"{name}_low" in metrics and f"{name}_high" in metrics
+    ]
 
 
 def prefix(name: str) -> str:

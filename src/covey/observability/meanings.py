@@ -44,6 +44,17 @@ METRIC_MEANINGS: dict[str, str] = {
     "inverse is about how many of them are looked at for each one drawn.",
     "difficulty/settled_fraction": "Share of these prompts that are always or never solved: they come at the rate of "
     "difficulty_floor.",
+    "pass@{name}": "Chance that at least one of so many completions of a prompt is right, estimated without bias from "
+    "all that were sampled, mean over prompts. In evaluation suites with pass_at.",
+    "maj@{name}": "Chance that the most frequent answer among so many completions of a prompt is right, estimated "
+    "without bias from all that were sampled, mean over prompts. In evaluation suites with maj_at.",
+    "pass@{name}_low": "Lower end of its 95% confidence interval, which is about other prompts of the same kind.",
+    "pass@{name}_high": "Upper end of that interval.",
+    "maj@{name}_low": "Lower end of its 95% confidence interval.",
+    "maj@{name}_high": "Upper end of that interval.",
+    "reward_low": "Lower end of the 95% confidence interval of the mean reward over prompts, in evaluation suites.",
+    "reward_high": "Upper end of that interval.",
+    "prompts": "Prompts that an evaluation suite was about.",
     "completions/mean_length": "Mean number of tokens that the model wrote per completion; tokens of tool "
     "results are not counted.",
     "completions/min_length": "Length of the shortest completion.",
@@ -131,7 +142,10 @@ METRIC_MEANINGS: dict[str, str] = {
     "so that they were dropped (a _mask mode) or count as the bound (a _truncate mode).",
 }
 
-_PATTERNS = {re.compile(re.escape(key).replace(r"\{name\}", "(.+)")): text for key, text in METRIC_MEANINGS.items()}
+_PATTERNS = {
+    re.compile(re.escape(key).replace(r"\{name\}", r"(\d+)" if "@" in key else "(.+)")): text
+    for key, text in METRIC_MEANINGS.items()
+}
 
 
 def meaning(name: str) -> str | None:

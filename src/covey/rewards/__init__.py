@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from covey.rewards.errors import RewardError, RewardWarning
     from covey.rewards.format import get_json_reward, get_regex_reward, json_reward, think_format_reward
     from covey.rewards.length import get_cosine_scaled_reward, get_soft_overlong_punishment
-    from covey.rewards.marks import per_completion
+    from covey.rewards.marks import answers, per_completion
     from covey.rewards.matching import (
         exact_match_reward,
         get_exact_match_reward,
@@ -38,6 +38,7 @@ _MODULES = {
     "RewardWarning": "errors",
     "TurnEnd": "steps",
     "accuracy_reward": "accuracy",
+    "answers": "marks",
     "completion_text": "text",
     "exact_match_reward": "matching",
     "get_cosine_scaled_reward": "length",
@@ -64,6 +65,7 @@ __all__ = [
     "RewardWarning",
     "TurnEnd",
     "accuracy_reward",
+    "answers",
     "completion_text",
     "exact_match_reward",
     "get_cosine_scaled_reward",

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from covey.rewards.marks import per_completion
+from covey.rewards.marks import answers, per_completion
 from covey.rewards.text import completion_text
 from covey.rewards.workers import ScriptWorker, WorkerFailed
 
@@ -95,6 +95,7 @@ def _compared(answer: str, solution: str, seconds: float) -> Verdict:
 
 
 @per_completion
+@answers("answer_parsed")
 def accuracy_reward(
     completions: list[Any],
     solution: list[str],
@@ -120,6 +121,7 @@ def accuracy_reward(
 
 
 @per_completion
+@answers("answer_parsed")
 def reasoning_accuracy_reward(
     completions: list[Any],
     solution: list[str],

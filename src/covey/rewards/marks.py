@@ -6,6 +6,9 @@ from typing import Any, TypeVar
 
 from covey.rewards.errors import RewardError
 
+Extract = Callable[[Any], Any] | str
+"""What a completion's answer is: a function from the completion, or the name of a column given to `log_extra`."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "covey_per_completion"
@@ -46,3 +49,32 @@ def judges_each(function: Callable) -> bool:
     while isinstance(function, functools.partial) and not getattr(function, _MARK, False):
         function = function.func
     return bool(getattr(function, _MARK, False))
+
+
+def answers(extract: Extract) -> Callable[[F], F]:
+    """Say what a completion's answer is, for whoever counts votes (`maj_at` of `covey.EvalSuite`).
+
+    Args:
+        extract: a function from a completion to its answer, None where it has none; or the name of a column that the
+            reward function gives to `log_extra`.
+
+    Example:
+        >>> @answers(lambda completion: completion.split()[-1])
+        ... def right(completions, answer, **kwargs):
+        ...     return [float(text.endswith(one)) for text, one in zip(completions, answer)]
+        >>> extract_of(functools.partial(right, strict=True))("it is 4")
+        '4'
+    """
+
+    def mark(function: F) -> F:
+        function.extract = extract  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def extract_of(function: Callable) -> Extract | None:
+    """What a reward function says about answers: its attribute `extract`, also of what a `partial` wraps."""
+    while isinstance(function, functools.partial) and not hasattr(function, "extract"):
+        function = function.func
+    return getattr(function, "extract", None)

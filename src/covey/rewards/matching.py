@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from covey.rewards.marks import answers
 from covey.rewards.text import completion_text
 
 
@@ -45,6 +46,10 @@ class ExactMatchReward:
             for given, expected in zip(completions, expected_answers(answer, solution), strict=True)
         ]
 
+    def extract(self, completion: Any) -> str:
+        """What the completion answers, for votes: all of it."""
+        return self.normalise(completion_text(completion))
+
     def normalise(self, text: str) -> str:
         """What is compared."""
         if self.ignore_whitespace:
@@ -52,6 +57,7 @@ class ExactMatchReward:
         return text.casefold() if self.ignore_case else text
 
 
+@answers(ExactMatchReward().extract)
 def exact_match_reward(
     completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
@@ -134,6 +140,10 @@ class NumericMatchReward:
             for given, expected in zip(completions, expected_answers(answer, solution), strict=True)
         ]
 
+    def extract(self, completion: Any) -> Fraction | None:
+        """What the completion answers, for votes: its last number."""
+        return last_number(completion_text(completion))
+
     def compare(self, given: Fraction | None, expected: Fraction | None) -> float | None:
         """1 if equal within the tolerance; None without a number to compare with."""
         if expected is None:
@@ -143,6 +153,7 @@ class NumericMatchReward:
         return float(abs(given - expected) <= Fraction(self.relative_tolerance) * abs(expected))
 
 
+@answers(NumericMatchReward().extract)
 def numeric_match_reward(
     completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:

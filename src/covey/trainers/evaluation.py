@@ -1,17 +1,29 @@
-"""Evaluation by sampling: every prompt of a dataset is answered and scored as in training, and nothing is updated."""
+"""Evaluation by sampling: every prompt of a dataset is answered and scored as in training, and nothing is updated.
 
+A plain dataset is sampled as in training, and its loss is told as well; an `EvalSuite` has sampling of its own, which
+the loss would mean nothing for.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.trainer_utils import EvalLoopOutput
 
+from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch
-from covey.observability.metrics import MetricLog
+from covey.observability.metrics import MetricLog, generation_stats
+from covey.rewards import RewardSuite
 from covey.rollout.collector import Draw
+from covey.rollout.engine import SamplingParams
 from covey.trainers.checkpoint import AtomicCheckpoints
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.dataset import check_dataset
+from covey.trainers.dynamic import Sampled
 from covey.trainers.sampler import eval_loader
+from covey.trainers.suites import EvalSuite, Judge, Tally, Verdict, rows_of
+from covey.trainers.weight_sync import WeightSync
 
 
 class SampledEvaluation(AtomicCheckpoints):
@@ -22,6 +34,9 @@ class SampledEvaluation(AtomicCheckpoints):
     eval_dataset: Any
     algebra: BatchAlgebra
     metrics: MetricLog
+    rewards: RewardSuite
+    sampling: SamplingParams
+    weight_sync: WeightSync
     _generations: dict[str, int]
     _prompts_required: bool
     """Rows must have a prompt; an environment may give it otherwise."""
@@ -38,19 +53,32 @@ class SampledEvaluation(AtomicCheckpoints):
         """The loss of a whole batch without training on it; 0 for an empty share."""
         raise NotImplementedError
 
+    def _sample(self, key: tuple[str | int, ...], draws: list[Draw], number: int, flight: Any = None) -> Sampled:
+        """Sample and reward draws."""
+        raise NotImplementedError
+
+    def _generation_key(self) -> tuple[str, int]:
+        """A name for the next generation."""
+        raise NotImplementedError
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Batches over one evaluation dataset."""
+        """Batches over one evaluation dataset or suite."""
         if isinstance(eval_dataset, str):
             known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
             if eval_dataset not in known:
                 raise ValueError(f"no evaluation dataset is called {eval_dataset!r}; known: {sorted(known)}.")
             eval_dataset = known[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if chosen is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
-        check_dataset(dataset, "eval_dataset", self._prompts_required)
-        self.algebra.check_eval()
-        return eval_loader(dataset, self.algebra, self.accelerator.process_index)
+        rows, algebra = rows_of(chosen), self.algebra
+        check_dataset(rows, "eval_dataset", self._prompts_required)
+        if isinstance(chosen, EvalSuite):
+            algebra = chosen.batches(algebra)
+        algebra.check_eval()
+        loader = eval_loader(rows, algebra, self.accelerator.process_index)
+        loader.suite = chosen if isinstance(chosen, EvalSuite) else None
+        return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Batches over a dataset given to `predict`."""
@@ -68,21 +96,94 @@ class SampledEvaluation(AtomicCheckpoints):
         was_training = self.model.training
         self.model.eval()
         self._generations["eval"] = 0  # every evaluation draws alike, so that what changes is the model
-        losses, rows = 0.0, 0
         try:
-            for draws in dataloader:
-                with self.collectives.ending_all():
-                    batch = self.gather_experience(draws)
-                    with torch.no_grad():
-                        loss = self.loss_of(batch)
-                shares = self.collectives.gather((loss, len(batch)), "add up the evaluation's loss")
-                rows += (batch_rows := sum(count for _, count in shares))
-                losses += batch_rows * sum(loss for loss, _ in shares)
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            with self._weights_to_judge():
+                if dataloader.suite is None:
+                    rows, found = self._evaluate_with_loss(dataloader)
+                else:
+                    rows, found = self._evaluate_suite(dataloader, dataloader.suite)
         finally:
             self.model.train(was_training)
             if not self.is_in_train:
                 self._end_rollouts()
-        metrics = self.metrics.drain("eval", prefix=f"{metric_key_prefix}_")
-        metrics[f"{metric_key_prefix}_loss"] = losses / max(rows, 1)
+        start = f"{metric_key_prefix}_"
+        metrics = self.metrics.drain("eval", prefix=start)
+        metrics |= {start + name: value for name, value in found.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
+
+    def _evaluate_with_loss(self, dataloader: Any) -> tuple[int, dict[str, float]]:
+        """The completions of a plain dataset, and their loss."""
+        losses, rows = 0.0, 0
+        for draws in dataloader:
+            with self.collectives.ending_all():
+                batch = self.gather_experience(draws)
+                with torch.no_grad():
+                    loss = self.loss_of(batch)
+            shares = self.collectives.gather((loss, len(batch)), "add up the evaluation's loss")
+            rows += (batch_rows := sum(count for _, count in shares))
+            losses += batch_rows * sum(loss for loss, _ in shares)
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        return rows, {"loss": losses / max(rows, 1)}
+
+    @torch.no_grad()
+    def _evaluate_suite(self, dataloader: Any, suite: EvalSuite) -> tuple[int, dict[str, float]]:
+        """The completions of a suite, and what it estimates from them."""
+        completions, judge = suite.completions(self.algebra), suite.judge(self.rewards)
+        tally, rows = Tally(suite, completions), 0
+        for draws in dataloader:
+            with self.collectives.ending_all(), self._sampling_as(suite):
+                sampled = self._sample(self._generation_key(), draws, 0)
+                mine = self._verdicts(sampled, judge)
+            lengths = [(rollout.num_sampled, rollout.truncated) for rollout in sampled.rollouts]
+            shares = self.collectives.gather((mine, sampled.rewards, lengths), "put the evaluation together")
+            measured = [pair for _, _, pairs in shares for pair in pairs]
+            stats = generation_stats(
+                lengths=[length for length, _ in measured],
+                truncated=[cut for _, cut in measured],
+                rewards_NF=torch.cat([rewards for _, rewards, _ in shares]),
+                weights_F=self.rewards.weights,
+                names=self.rewards.names,
+                num_generations=completions,
+            )
+            if completions == 1:
+                del stats["frac_reward_zero_std"]  # of one each
+            self.metrics.add(stats, "eval")
+            tally.add([verdict for verdicts, _, _ in shares for verdict in verdicts])
+            rows += len(measured)
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        return rows, tally.metrics()
+
+    @contextmanager
+    def _weights_to_judge(self) -> Iterator[None]:
+        """With an optimizer that trains other weights than it recommends (schedule-free ones): the recommended."""
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not (callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))):
+            yield
+            return
+        optimizer.eval()
+        self.weight_sync.forget()
+        try:
+            yield
+        finally:
+            self.weight_sync.forget()
+            if self.is_in_train:
+                optimizer.train()  # the next generation is sampled before the next step sets it
+
+    def _verdicts(self, sampled: Sampled, judge: Judge) -> list[Verdict]:
+        totals = weighted_total(sampled.rewards.double(), self.rewards.weights.double()).tolist()
+        answers = judge.answers([rollout.completion for rollout in sampled.rollouts], sampled.columns)
+        return [
+            Verdict(draw.prompt, total, judge.right(rewards), answer)
+            for draw, total, rewards, answer in zip(
+                sampled.draws, totals, sampled.rewards.tolist(), answers, strict=True
+            )
+        ]
+
+    @contextmanager
+    def _sampling_as(self, suite: EvalSuite) -> Iterator[None]:
+        usual = self.sampling
+        self.sampling = suite.sampling(usual)
+        try:
+            yield
+        finally:
+            self.sampling = usual

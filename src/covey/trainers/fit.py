@@ -9,6 +9,7 @@ from covey.trainers.agents import plays_functions, refuse_plain_prompts
 from covey.trainers.dataset import check_prompts, first_rows
 from covey.trainers.environments import check_columns, given_by
 from covey.trainers.sampler import check_enough
+from covey.trainers.suites import EvalSuite, rows_of
 
 
 def check_fit(trainer: Any) -> None:
@@ -24,7 +25,10 @@ def check_fit(trainer: Any) -> None:
     given = trainer.eval_dataset
     for dataset in given.values() if isinstance(given, dict) else [given]:
         if dataset is not None:
-            _check_fit(trainer, dataset, "eval_dataset")
+            _check_fit(trainer, rows_of(dataset), "eval_dataset")
+        if isinstance(dataset, EvalSuite):
+            dataset.judge(trainer.rewards)
+    _check_best_metric(trainer.args.metric_for_best_model, given)
 
 
 def _check_fit(trainer: Any, dataset: Any, role: str) -> None:
@@ -35,3 +39,16 @@ def _check_fit(trainer: Any, dataset: Any, role: str) -> None:
     check_columns(player, columns, role)
     if not plays_functions(agency):  # what these give to reward functions is known when they have
         trainer.rewards.check_columns(columns | given_by(player))
+
+
+def _check_best_metric(name: str | None, datasets: Any) -> None:
+    """With evaluation sets by name, what decides which model is best is one set's metric."""
+    if name is None or not isinstance(datasets, dict):
+        return
+    wanted = name.removeprefix("eval_")
+    if not any(wanted.startswith(f"{one}_") for one in datasets):
+        proposals = [f"eval_{one}_{wanted}" for one in datasets]
+        raise ValueError(
+            f"metric_for_best_model={name!r}: the evaluation sets have names, and every metric begins with one. Choose"
+            f" whose is to decide: {' or '.join(map(repr, proposals))}."
+        )

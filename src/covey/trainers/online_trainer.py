@@ -40,6 +40,7 @@ from covey.trainers.sampler import train_loader
 from covey.trainers.sampling import SampledGenerations
 from covey.trainers.sharding import shard_on_cpu, sharding_of
 from covey.trainers.staleness import check_fresh_enough, fresh_rows, oldest
+from covey.trainers.suites import EvalSuite, rows_of
 
 
 class OnlineTrainer(SampledGenerations):
@@ -50,7 +51,7 @@ class OnlineTrainer(SampledGenerations):
         reward_funcs: one or a list of functions, model ids or paths, or sequence classifiers (`covey.rewards`).
         args: the config; defaults if None.
         train_dataset: rows with a `prompt` column (text or messages); other columns go to the reward functions.
-        eval_dataset: the same, or a dictionary of such by name.
+        eval_dataset: the same, or an `EvalSuite` with sampling of its own, or a dictionary of such by name.
         processing_class: the tokenizer; loaded with the model if None.
         reward_processing_classes: tokenizers of reward models, aligned with `reward_funcs`.
         callbacks: `transformers.TrainerCallback`s.
@@ -63,6 +64,7 @@ class OnlineTrainer(SampledGenerations):
         environment_factory: makes the environments that rollouts act in, one for each: a class or a function without
             arguments, or an adapter (`covey.environments`).
         engine: samples in the place of the one that the config names (`covey.rollout.engine.RolloutEngine`).
+        optimizer_cls_and_kwargs: class of the optimizer and its arguments, in the place of `args.optim`.
 
     Raises:
         ValueError: arguments that cannot work, each with what to do about it.
@@ -94,6 +96,7 @@ class OnlineTrainer(SampledGenerations):
         rollout_func: Any = None,
         environment_factory: Any = None,
         engine: Any = None,
+        optimizer_cls_and_kwargs: tuple[type[Any], dict[str, Any]] | None = None,
     ):
         args = assembly.resolve_args(args, model, self.config_class)
         assembly.check_engine_choice(args, engine)
@@ -111,6 +114,7 @@ class OnlineTrainer(SampledGenerations):
             processing_class=tokenizer,
             callbacks=callbacks,
             optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         self.sharding = sharding_of(self.accelerator)
         self.collectives = assembly.build_collectives(self)
@@ -290,8 +294,9 @@ class OnlineTrainer(SampledGenerations):
         evaluations = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in evaluations:
             if dataset is not None:
-                check_dataset(dataset, "eval_dataset", self._prompts_required)
-                args.algebra(args.world_size).check_eval()
+                check_dataset(rows_of(dataset), "eval_dataset", self._prompts_required)
+                algebra = args.algebra(args.world_size)
+                (dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval()
 
     def get_train_dataloader(self) -> Any:
         """Micro-steps over the training prompts."""

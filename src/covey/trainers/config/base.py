@@ -32,6 +32,9 @@ DICT_FIELDS = (
 KEYS = ("vllm_server_api_key", "sglang_api_key")
 """Fields that nobody is shown: logs, trackers and checkpoints, which may be pushed to a hub, go without."""
 
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Schedulers that look at `metric_for_best_model`."""
+
 CISPO_CAP = 5.0
 """Largest ratio of cispo when `epsilon_high` is not given: high enough to let gradients through, as in MiniMax-M1."""
 
@@ -73,7 +76,9 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     def __post_init__(self) -> None:
         self._normalise()
         self._settle_hardware()
+        self._settle_best_metric()
         super().__post_init__()
+        self._settle_direction()
         checks.check_batch_numbers(self)
         self._settle_batches()
         checks.check(self)
@@ -200,6 +205,19 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             self.bf16 = not self.fp16 and multiplies_bf16(self.use_cpu)
             if self.bf16 and not has_accelerator():
                 self.use_cpu = True  # TrainingArguments wants bfloat16 on a CPU to be asked for by this name
+
+    def _settle_best_metric(self) -> None:
+        """What is best is told by rewards where nothing else is named: the loss says nothing about quality."""
+        decides = self.load_best_model_at_end or self.save_strategy == "best"
+        if (decides or self.lr_scheduler_type in BY_METRIC) and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"
+
+    def _settle_direction(self) -> None:
+        """A scheduler that waits for a metric waits for it to rise or to fall, as `greater_is_better` has it."""
+        if self.lr_scheduler_type in BY_METRIC:
+            mode = "max" if self.greater_is_better else "min"
+            given = as_dict("lr_scheduler_kwargs", self.lr_scheduler_kwargs)  # transformers has parsed text
+            self.lr_scheduler_kwargs = {"mode": mode, **(given or {})}
 
     def _settle_batches(self) -> None:
         self._planned_world_size = planned_world_size()

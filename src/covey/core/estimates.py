@@ -1,0 +1,159 @@
+"""How good a model is, from n samples of each of P prompts: pass@k, maj@k, and how far either may be off.
+
+Pure arithmetic in whole numbers and floats. Not here: who counts as right, and what an answer is
+(`covey.trainers.suites`).
+"""
+
+import math
+import statistics
+from collections.abc import Hashable, Sequence
+from fractions import Fraction
+
+Z95 = statistics.NormalDist().inv_cdf(0.975)
+"""Standard deviations to each side that hold 95% of a normal distribution."""
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The unbiased estimate of the chance that at least one of k samples is right: 1 - C(n - c, k) / C(n, k).
+
+    Equation 1 of Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374).
+
+    Args:
+        samples: n, those of one prompt.
+        right: c, how many of them are right.
+        k: at most n.
+
+    Raises:
+        ValueError: k is not between 1 and n.
+
+    Example:
+        >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 1, 4)
+        (0.25, 0.5, 1.0)
+    """
+    _check(samples, k)
+    return float(1 - Fraction(math.comb(samples - right, k), math.comb(samples, k)))
+
+
+def maj_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
+    """The unbiased estimate of the chance that the most frequent answer among k samples is right.
+
+    It is the average over all subsets of k of the n samples (a U-statistic, Hoeffding 1948), counted rather than
+    drawn. Ties are broken by lot. A sample without an answer does not vote; a subset without any answer is wrong. An
+    answer is as right as the share of its samples that are: 0 or 1, unless the reward looks at more than the answer.
+    Voting is the self-consistency of Wang et al. 2022 (arXiv 2203.11171).
+
+    Args:
+        answers: [n], one per sample of a prompt; None where there is none.
+        right: [n].
+        k: at most n.
+
+    Raises:
+        ValueError: k is not between 1 and n.
+
+    Example:
+        Of the three pairs of these samples, one is (7, 7), which is right, and two are ties of 7 and 8.
+
+        >>> maj_at_k([7, 7, 8], [True, True, False], 2)
+        0.6666666666666666
+    """
+    _check(len(answers), k)
+    votes: dict[Hashable, list[bool]] = {}
+    for answer, one in zip(answers, right, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(one)
+    sizes = [len(group) for group in votes.values()]
+    silent = len(answers) - sum(sizes)
+    wins = {size: _ways_to_win(size, _without(sizes, size), silent, k) for size in set(sizes)}
+    total = sum((wins[len(group)] * Fraction(sum(group), len(group)) for group in votes.values()), Fraction(0))
+    return float(total / math.comb(len(answers), k))
+
+
+def _ways_to_win(size: int, others: list[int], silent: int, k: int) -> Fraction:
+    """Subsets of k in which an answer with `size` samples is the most frequent; one with a tie of t counts 1 / t.
+
+    Args:
+        size: samples with this answer.
+        others: samples with each of the other answers.
+        silent: samples without an answer.
+        k: samples of a subset.
+    """
+    ways = Fraction(0)
+    for votes in range(1, min(size, k) + 1):
+        rest = k - votes
+        # [chosen so far][answers that have just as many votes]: ways to choose from the others, none of which has more
+        table = {(0, 0): 1}
+        for other in others:
+            grown: dict[tuple[int, int], int] = {}
+            for (chosen, ties), count in table.items():
+                for more in range(min(other, votes, rest - chosen) + 1):
+                    place = chosen + more, ties + (more == votes)
+                    grown[place] = grown.get(place, 0) + count * math.comb(other, more)
+            table = grown
+        won = sum(
+            (Fraction(count * math.comb(silent, rest - chosen), ties + 1) for (chosen, ties), count in table.items()),
+            Fraction(0),
+        )
+        ways += math.comb(size, votes) * won
+    return ways
+
+
+def interval_of_share(values: Sequence[float], draws: int = 1, z: float = Z95) -> tuple[float, float]:
+    """A confidence interval for the mean of values between 0 and 1, one per prompt.
+
+    Wilson's score interval (Wilson 1927) at the effective number of trials p (1 - p) / var(mean): where every value is
+    0 or 1 that is the number of prompts and the interval is Wilson's own; values in between vary less than that and
+    count for more, as in surveys (Korn and Graubard 1998). So it has a width also where every prompt is right, and it
+    is about new prompts of the same kind as well as new samples of these.
+
+    Args:
+        values: [P].
+        draws: samples behind each value; P times as many trials are the most that the values can be worth.
+        z: standard deviations to each side.
+
+    Returns:
+        The lower and the upper end.
+
+    Example:
+        >>> [round(end, 3) for end in interval_of_share([1.0] * 8 + [0.0] * 2)]
+        [0.49, 0.943]
+        >>> [round(end, 3) for end in interval_of_share([1.0] * 10)]
+        [0.722, 1.0]
+    """
+    count, mean = len(values), statistics.fmean(values)
+    variance = statistics.fmean([(value - mean) ** 2 for value in values])
+    most = mean * (1 - mean)
+    trials = float(count)
+    if most > 0:
+        trials = count * draws if variance * draws <= most else count * most / variance
+    middle = (mean + z * z / (2 * trials)) / (1 + z * z / trials)
+    spread = z / (1 + z * z / trials) * math.sqrt(most / trials + z * z / (4 * trials * trials))
+    return max(0.0, middle - spread), min(1.0, middle + spread)
+
+
+def interval_of_mean(values: Sequence[float], z: float = Z95) -> tuple[float, float]:
+    """A confidence interval for the mean of any numbers, one per prompt: z standard errors to each side.
+
+    Args:
+        values: [P], at least two.
+        z: standard deviations to each side.
+
+    Example:
+        The standard error is 1: the standard deviation, 2, over the root of 4.
+
+        >>> interval_of_mean([1.0, 1.0, 1.0, 5.0], z=1.0)
+        (1.0, 3.0)
+    """
+    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    return mean - z * error, mean + z * error
+
+
+def _without(sizes: list[int], size: int) -> list[int]:
+    """All but one of that size."""
+    rest = list(sizes)
+    rest.remove(size)
+    return rest
+
+
+def _check(samples: int, k: int) -> None:
+    if not 1 <= k <= samples:
+        raise ValueError(f"k={k} must be between 1 and the number of samples, {samples}.")
