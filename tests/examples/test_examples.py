@@ -17,6 +17,7 @@ NEEDS = {
     "environment_gym.py": "gymnasium",
     "environment_openenv.py": "openenv",
     "environment_verifiers.py": "marble_v1",
+    "hyperparameter_search.py": "optuna",
 }
 """What an example needs beside Covey; `make test-environments` has all of it."""
 LONG_PROMPTS = {"environment_verifiers.py", "tools.py"}

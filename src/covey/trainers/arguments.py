@@ -35,14 +35,16 @@ ELSEWHERE = {
 
 
 def accepts_old_names(init: Init) -> Init:
-    """Wrap a trainer's `__init__` so that what it does not know is renamed or explained."""
-    parameters = inspect.signature(init).parameters
+    """Wrap a trainer's `__init__` so that what it does not know is renamed or explained; `made_of` keeps the rest."""
+    signature = inspect.signature(init)
+    parameters = signature.parameters
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
         keywords = settle(type(self), list(parameters)[1:], keywords)
-        if not args and "model" not in keywords:
+        if not args and "model" not in keywords and keywords.get("model_init") is None:
             raise TypeError(f"{type(self).__name__} needs `model`: a hub id, a folder or a model.")
+        self.made_of = dict(list(signature.bind(self, *args, **keywords).arguments.items())[1:])
         init(self, *args, **keywords)
 
     return wrapped  # type: ignore[return-value]

@@ -38,6 +38,7 @@ from covey.trainers.environments import RewardSources
 from covey.trainers.passes import Passes
 from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.read_ahead import prompt_source
+from covey.trainers.search import make_model
 from covey.trainers.servers import generation_extras
 from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
 from covey.trainers.staleness import refuse_shared_weights
@@ -75,6 +76,17 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
             " would be lost. Choose another."
         )
     return args
+
+
+def made_model(model: Any, model_init: Callable[..., Any]) -> Any:
+    """What `model_init` makes.
+
+    Raises:
+        ValueError: there is a `model` besides, or the function cannot be called or returns nothing.
+    """
+    if model is not None:
+        raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
+    return make_model(model_init)
 
 
 def build_collectives(trainer: Any) -> Collectives:

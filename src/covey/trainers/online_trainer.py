@@ -38,12 +38,13 @@ from covey.trainers.mismatch import build_engine_check, corrected
 from covey.trainers.record import Generation, Share, describe, sampling_entropy
 from covey.trainers.sampler import train_loader
 from covey.trainers.sampling import SampledGenerations
+from covey.trainers.search import HyperparameterSearch
 from covey.trainers.sharding import shard_on_cpu, sharding_of
 from covey.trainers.staleness import check_fresh_enough, fresh_rows, oldest
 from covey.trainers.suites import EvalSuite, rows_of
 
 
-class OnlineTrainer(SampledGenerations):
+class OnlineTrainer(SampledGenerations, HyperparameterSearch):
     """Trains a causal language model on its own completions.
 
     Args:
@@ -65,6 +66,7 @@ class OnlineTrainer(SampledGenerations):
             arguments, or an adapter (`covey.environments`).
         engine: samples in the place of the one that the config names (`covey.rollout.engine.RolloutEngine`).
         optimizer_cls_and_kwargs: class of the optimizer and its arguments, in the place of `args.optim`.
+        model_init: makes the model, in the place of `model`; `hyperparameter_search` makes one for each trial with it.
 
     Raises:
         ValueError: arguments that cannot work, each with what to do about it.
@@ -81,7 +83,7 @@ class OnlineTrainer(SampledGenerations):
     @accepts_old_names
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         reward_funcs: Any = None,
         args: Any = None,
         train_dataset: Any = None,
@@ -97,7 +99,9 @@ class OnlineTrainer(SampledGenerations):
         environment_factory: Any = None,
         engine: Any = None,
         optimizer_cls_and_kwargs: tuple[type[Any], dict[str, Any]] | None = None,
+        model_init: Any = None,
     ):
+        model = model if model_init is None else assembly.made_model(model, model_init)
         args = assembly.resolve_args(args, model, self.config_class)
         assembly.check_engine_choice(args, engine)
         self._prompts_required = environment_factory is None
@@ -153,6 +157,9 @@ class OnlineTrainer(SampledGenerations):
         check_fit(self)
         self.chooser = assembly.build_chooser(self, gather("choose the groups to train on"))
         assembly.add_callbacks(self)
+        given = {id(callback) for callback in callbacks or ()} | {c for c in callbacks or () if isinstance(c, type)}
+        handled = self.callback_handler.callbacks
+        self._own_callbacks = frozenset(id(c) for c in handled if id(c) not in given and type(c) not in given)
 
     # ---- one step --------------------------------------------------------------------------------------------------
 

@@ -153,6 +153,20 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         algebra.check(self._generation_batch_size_given)
         return algebra
 
+    def with_changes(self, **changes: Any) -> "OnlineConfig":
+        """This config made anew with other values; what followed from a changed field follows from it again.
+
+        Raises:
+            TypeError: a field that does not exist.
+            ValueError: values that cannot work.
+        """
+        filled_in = {
+            "generation_batch_size": None if not self._generation_batch_size_given else self.generation_batch_size,
+            "steps_per_generation": self._steps_given,
+        }
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        return type(self)(**{**values, **filled_in, **changes})
+
     def to_dict(self) -> dict[str, Any]:
         """Every field, as trackers and logs are shown them: without the key of the servers."""
         shown = super().to_dict()
@@ -230,6 +244,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
                 f"{micro_batch * steps}. Give one of the two; the other follows from it."
             )
         self._generation_batch_size_given = given is not None and steps is None
+        self._steps_given = steps
         self.steps_per_generation = steps or self.gradient_accumulation_steps
         algebra = self.algebra()
         self.steps_per_generation = algebra.steps_per_generation
