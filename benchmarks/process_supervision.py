@@ -211,14 +211,14 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8, 16], help="letters of a completion")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8], help="letters of a completion")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps of a run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of a run")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="the same for all")
     parser.add_argument("--algorithm", choices=list(TRAINERS), default="grpo")
     parser.add_argument("--output", type=Path, default=Path("runs/process_supervision"), help="for records")
-    parser.add_argument("--plot", type=Path, default=Path("docs/images/process_supervision.png"))
+    parser.add_argument("--plot", type=Path, default=Path("benchmarks/process_supervision.png"))
     given = parser.parse_args()
     torch.set_num_threads(1)
     records = Records(given.output / "records.jsonl")
