@@ -208,10 +208,10 @@ SETTINGS = [
     ),
     setting(
         "Switched on a feature of a later release",
-        {"use_transformers_continuous_batching": True},
-        "use_transformers_continuous_batching=True is not yet supported",
+        {"log_completions_hub_repo": "me/it"},
+        "log_completions_hub_repo='me/it' is not yet supported",
         "comes with a later release",
-        "Leave use_transformers_continuous_batching at its default",
+        "Leave log_completions_hub_repo at its default",
     ),
     setting(
         "Gave weights that are no list of numbers, or all 0",

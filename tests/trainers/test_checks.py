@@ -62,7 +62,6 @@ REFUSED = [
     (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_timeout": 0}, "above 0, and finite"),
     (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_concurrency": 0}, "1 or more"),
     (servers.server_limits_are_positive, GRPOConfig, {**SERVER, "vllm_server_port": 70000}, "1 to 65535"),
-    (features.later_features_are_off, GRPOConfig, {"use_transformers_continuous_batching": True}, "=True is not yet"),
     (
         servers.sglang_limits_are_positive,
         GRPOConfig,
@@ -79,7 +78,6 @@ REFUSED = [
         {"log_completions_hub_repo": "me/it"},
         "log_completions.* is not yet",
     ),
-    (features.later_features_are_off, GRPOConfig, {"use_transformers_continuous_batching": True}, "is not yet"),
     (features.later_features_are_off, GRPOConfig, {"log_completions_hub_repo": "me/x"}, "log_completions_hub_repo"),
     (features.words_are_known, GRPOConfig, {"prompt_sampler": "hard"}, "choose one of: uniform, difficulty"),
     (prompts.refills_are_counted, GRPOConfig, {"max_resample_times": -1}, "max_resample_times=-1 .* 0 or more"),
@@ -307,7 +305,13 @@ POINTED_OUT = [
         unused.engine_options_need_their_engine,
         GRPOConfig,
         {"transformers_continuous_batching_config": {"a": 1}},
-        "use_transformers_continuous_batching is False",
+        "batches continuously itself.* max_concurrent_completions bounds",
+    ),
+    (
+        unused.engine_options_need_their_engine,
+        GRPOConfig,
+        {"use_transformers_continuous_batching": True},
+        "has no effect: the built-in engine, which batches continuously itself, samples",
     ),
     (
         mismatch.correction_has_an_engine,

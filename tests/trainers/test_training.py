@@ -350,3 +350,11 @@ def test_the_logged_loss_is_the_formulas(tmp_path, loss_type):
     }[loss_type]
     assert len(set(lengths)) > 1
     assert runs.history(trained, "loss")[0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_asking_for_transformers_continuous_batching_samples_with_the_built_in_engine(tmp_path):
+    with pytest.warns(UserWarning, match="batches continuously itself"):
+        asked = runs.trainer(tmp_path / "asked", use_transformers_continuous_batching=True, speculative_reuse="exact")
+    usual = runs.trainer(tmp_path / "usual", speculative_reuse="exact")
+    asked.train(), usual.train()
+    assert all(torch.equal(a, b) for a, b in zip(runs.weights(asked), runs.weights(usual), strict=True))

@@ -173,7 +173,7 @@ def check_engine_choice(args: Any, engine: Any) -> None:
         )
     if engine is not None:
         refuse_shared_weights(args, f"{type(engine).__name__}, which", traits_of(engine).shares_policy)
-    elif not named:
+    elif not (args.use_vllm or args.use_sglang):
         refuse_shared_weights(args, "the built-in engine, which", True)
 
 

@@ -108,8 +108,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     @property
     def samples_elsewhere(self) -> bool:
         """Whether another engine than the built-in one samples, as sampling ahead takes for granted."""
-        named = self.use_vllm or self.use_sglang or self.use_transformers_continuous_batching
-        return bool(named or self.max_staleness > 0)
+        return bool(self.use_vllm or self.use_sglang or self.max_staleness > 0)
 
     @property
     def corrects_mismatch(self) -> bool:

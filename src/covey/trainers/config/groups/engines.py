@@ -120,13 +120,13 @@ class MismatchFields:
 
 @dataclass
 class ContinuousBatchingFields:
-    """Sampling with transformers' own continuous batching."""
+    """Accepted for scripts that switch transformers' continuous batching on; the built-in engine has its own."""
 
     use_transformers_continuous_batching: bool = described(
-        False, "Sample with transformers' continuous batching rather than with the built-in engine, which has its own."
+        False, "No effect: the built-in engine batches continuously itself, and samples in the place of transformers'."
     )
     transformers_continuous_batching_config: dict | str | None = described(
-        None, "Settings of transformers' continuous batching (a dict or JSON)."
+        None, "No effect; `max_concurrent_completions` bounds the batch of the built-in engine."
     )
     use_transformers_paged: bool = described(False, "Old name of `use_transformers_continuous_batching`; use that one.")
 

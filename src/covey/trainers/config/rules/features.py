@@ -8,7 +8,6 @@ from covey.core.ratios import RATIO_LEVELS
 from covey.trainers.config.rules.helpers import closest, is_set
 
 LATER = {
-    "use_transformers_continuous_batching": "transformers' continuous batching (the built-in engine has its own)",
     "log_completions_hub_repo": "pushing completions to the hub",
 }
 """Fields that exist already, for features that come with later releases."""

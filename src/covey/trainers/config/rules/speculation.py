@@ -19,7 +19,7 @@ def reuse_is_exact_or_lenient(args: Any) -> None:
             f"speculative_reuse={kind!r} is not known; choose one of: {', '.join(KINDS)}; unset, every completion is"
             f" decoded afresh.{closest(kind, KINDS)}"
         )
-    for engine in ("use_vllm", "use_sglang", "use_transformers_continuous_batching"):
+    for engine in ("use_vllm", "use_sglang"):
         if getattr(args, engine):
             raise ValueError(
                 f"speculative_reuse={kind!r} with {engine}=True: only the built-in engine can check earlier"

@@ -18,9 +18,9 @@ def engine_options_need_their_engine(args: Any) -> None:
         ignored(args, [n for n in names if n.startswith("vllm_") and n not in read], "use_vllm is False")
     if not args.use_sglang:
         ignored(args, [n for n in names if n.startswith("sglang_")] + ["checkpoint_path"], "use_sglang is False")
-    if not args.use_transformers_continuous_batching:
-        name = "transformers_continuous_batching_config"
-        ignored(args, [name], "use_transformers_continuous_batching is False")
+    own = "the built-in engine, which batches continuously itself, samples in the place of transformers'"
+    ignored(args, ["use_transformers_continuous_batching"], own)
+    ignored(args, ["transformers_continuous_batching_config"], f"{own}; max_concurrent_completions bounds its batch")
     if not args.deepspeed:
         ignored(args, ["ds3_gather_for_generation"], "DeepSpeed is not in use")
     ignored(args, ["cache_implementation"], "the built-in engine manages its own key-value cache")
