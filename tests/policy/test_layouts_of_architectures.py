@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import hybrids
+import mixtures
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
@@ -48,6 +49,8 @@ PACKABLE = {
     "Olmo2": {},
     "Olmo3": BOTH_KINDS,
     "SmolLM3": {"no_rope_layers": [1, 0]},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {**mixtures.SETTINGS["DeepseekV3"], "n_routed_experts": 4},
     "Granite": {"attention_multiplier": 0.3, "logits_scaling": 2.0},
     "GptOss": {**HEADS, **BOTH_KINDS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Cohere": {"logit_scale": 0.5},

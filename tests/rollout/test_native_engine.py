@@ -1,11 +1,21 @@
 """The native engine: samples that depend on nothing but prompt, seed and weights."""
 
 import asyncio
+import warnings
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+import mixtures
 import tiny
 from covey.core.rollout import FinishReason
 from covey.policy.attention import PACKED_ATTENTION
@@ -108,6 +118,7 @@ def configs():
         Qwen2Config(**SMALL),
         Qwen3Config(**SMALL),
         MistralConfig(**SMALL, sliding_window=4),
+        Gemma3TextConfig(**SMALL, sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
         Gemma2Config(**SMALL, sliding_window=4, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     ]
 
@@ -125,6 +136,24 @@ def test_other_decoders_report_their_own_logprobs(config):
                 predicted = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
                 expected = predicted[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
                 torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", mixtures.SETTINGS)
+def test_mixtures_of_experts_sample_what_transformers_would(name):
+    """Their own log-probs, and the most probable tokens that `generate` takes one prompt at a time."""
+    model = mixtures.model(name)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*cannot be told of a shared one")  # DeepSeek caches latents
+        for prompt, group in zip(PROMPTS, sample(engine_of(model)), strict=True):
+            for completion in group:
+                ids = torch.tensor(completion.token_ids)
+                predicted = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
+                expected = predicted[len(prompt) - 1 : -1].gather(-1, ids[:, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+        answers = sample(engine_of(model), n=1, top_k=1)
+    for prompt, [greedy] in zip(PROMPTS, answers, strict=True):
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=1)
+        assert alone[0, len(prompt) :].tolist() == greedy.token_ids
 
 
 def test_attention_left_by_training_does_not_change_samples():

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from covey.core.modes import inference_mode_of
+from covey.core.out_of_memory import is_out_of_memory
 from covey.core.rollout import Completion
 from covey.core.weights import WeightUpdate
 from covey.rollout.engine import EngineTraits, SampleRequest
@@ -312,7 +313,9 @@ class NativeEngine:
                 self._forward(cache, torch.full((2,), tokens[at], device=device), torch.full((2,), at, device=device))
                 for at in (2, 3)
             ]
-        except (TypeError, AttributeError) as error:  # no such keyword, no number of its layer
+        except (TypeError, AttributeError, RuntimeError) as error:  # no such keyword, no number of its layer, latents
+            if is_out_of_memory(error):
+                raise
             return f"its attention cannot be told of a shared one ({type(error).__name__}: {error})"
         difference = (torch.stack(got, dim=1).float() - expected).abs().max()
         allowed = 0.05 if dtype.itemsize >= 4 else 0.2  # bfloat16 alone moves logits by a tenth of the largest
