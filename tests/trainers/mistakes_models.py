@@ -400,9 +400,9 @@ TOKENIZERS = [
         ("got object", "must be a tokenizer", r"AutoTokenizer\.from_pretrained, or leave it out"),
     ),
     Mistake(
-        "Gave the processor of a vision-language model",
+        "Gave a processor to a model that sees no images",
         lambda b: b.build(processing_class=Processor()),
-        ("is the processor Processor", "text only in this version", r"Pass `processor\.tokenizer`"),
+        ("is the processor Processor", "LlamaForCausalLM sees no images", r"Pass `processor\.tokenizer`"),
     ),
     Mistake(
         "Used a tokenizer and a model that both name no end-of-sequence token",

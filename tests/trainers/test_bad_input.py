@@ -26,6 +26,7 @@ from mistakes_remote import REMOTE
 from mistakes_runtime import RUNTIME
 from mistakes_servers import SERVERS
 from mistakes_settings import RESUMING, RUN_FILES, SETTINGS
+from mistakes_vision import VISION
 from mistakes_weights import WEIGHTS
 
 import tiny
@@ -36,6 +37,7 @@ MISTAKES += COLOCATION
 MISTAKES += REMOTE
 MISTAKES += AGENTS
 MISTAKES += ENVIRONMENTS
+MISTAKES += VISION
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 

@@ -6,13 +6,14 @@ Not here: how a batch is laid out for a forward pass (`covey.policy.layouts`) an
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from covey.core.media import Media
 from covey.core.ragged import segment_starts, segment_sum, token_index
 from covey.core.rollout import Rollout
 
@@ -54,7 +55,8 @@ class TrainBatch:
         ref_logprobs: [N] float32 or None, under the reference policy.
         engine_logprobs: [N] float32 or None, as the sampling engine reported them; NaN for rollouts without any.
         mismatch_weights: [N] float32 or None, importance weights that correct the engine's distribution.
-        forward_kwargs: further model inputs, opaque to us.
+        media: [B] what each rollout shows the model besides text, or None where none shows any. It stays on the CPU and
+            goes to the device pass by pass.
         entropy_threshold: tokens with less entropy are left out of the loss (`top_entropy_quantile`), or None.
         skipped_tokens: learned tokens that were left out of this batch because they carry no gradient; metrics count
             them.
@@ -79,7 +81,7 @@ class TrainBatch:
     ref_logprobs: Tensor | None = None
     engine_logprobs: Tensor | None = None
     mismatch_weights: Tensor | None = None
-    forward_kwargs: dict[str, Any] = field(default_factory=dict)
+    media: list[tuple[Media, ...]] | None = None
     entropy_threshold: float | None = None
     skipped_tokens: int = 0
     skipped_rows: int = 0
@@ -113,7 +115,7 @@ class TrainBatch:
             prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
             prompt_lengths=self.prompt_lengths[prompts],
             groups=groups,
-            forward_kwargs=self.forward_kwargs,
+            media=None if self.media is None else [self.media[row] for row in rows.tolist()],
             entropy_threshold=self.entropy_threshold,
         )
 
@@ -164,9 +166,24 @@ class TrainBatch:
         )
 
     def state(self) -> dict[str, Any]:
-        """The fields by name, tensors on the CPU: `TrainBatch(**batch.state())` is an equal batch."""
+        """Plain containers and tensors on the CPU; `TrainBatch.of_state` makes an equal batch of them."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+        state = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+        if self.media is not None:  # siblings share theirs, and are to share them again
+            distinct = list({id(one): one for media in self.media for one in media}.values())
+            places = {id(one): place for place, one in enumerate(distinct)}
+            rows = [[places[id(one)] for one in media] for media in self.media]
+            state["media"] = {"distinct": [one.state() for one in distinct], "rows": rows}
+        return state
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> "TrainBatch":
+        """The batch whose `state` this is, on the CPU."""
+        saved = state.get("media")
+        if saved is None:
+            return cls(**state)
+        distinct = [Media(**one) for one in saved["distinct"]]
+        return cls(**{**state, "media": [tuple(distinct[place] for place in row) for row in saved["rows"]]})
 
     def prompts(self) -> list[Tensor]:
         """The P prompts' tokens, each [its length]."""
@@ -203,6 +220,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         prompt_lengths=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long),
         groups=torch.tensor(groups, dtype=torch.long),
         engine_logprobs=_flat([reported(r) for r in rollouts], torch.float32) if have_logprobs else None,
+        media=[r.media for r in rollouts] if any(r.media for r in rollouts) else None,
     )
 
 
@@ -233,7 +251,14 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
         prompt_ids=_flat(kept, torch.long).to(device),
         prompt_lengths=torch.tensor([len(prompt) for prompt in kept], dtype=torch.long, device=device),
         groups=torch.cat(groups),
+        media=_joined_media(batches),
     )
+
+
+def _joined_media(batches: Sequence[TrainBatch]) -> list[tuple[Media, ...]] | None:
+    if all(batch.media is None for batch in batches):
+        return None
+    return [media for batch in batches for media in (batch.media or [()] * len(batch))]
 
 
 def _distinct(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:

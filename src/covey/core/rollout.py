@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from covey.core.media import Media
+
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}` and whatever else a chat template reads."""
 
@@ -66,7 +68,7 @@ class Rollout:
         reused: how many of the sampled tokens were taken from a draft.
         versions: policy version, in optimizer steps, that each completion token was sampled with; None if the engine
             does not say.
-        images: what a vision-language model is shown, or None.
+        media: what a vision-language model is shown besides text: in the prompt, then in the results of tools.
         extras: further fields for reward functions (from a `rollout_func` or an environment).
         turn_ends: where each of the policy's turns ends: the index of its last token among `completion_ids`. Empty
             where nobody says, which means one turn that ends with the completion.
@@ -89,7 +91,7 @@ class Rollout:
     finish: FinishReason
     group: int = 0
     entropies: list[float] | None = None
-    images: list[Any] | None = None
+    media: tuple[Media, ...] = ()
     extras: dict[str, Any] = field(default_factory=dict)
     reused: int = 0
     versions: list[int] | None = None
@@ -106,6 +108,11 @@ class Rollout:
         assert self.entropies is None or len(self.entropies) == len(self.completion_ids), "one entropy per token"
         assert self.versions is None or len(self.versions) == len(self.completion_ids), "one version per token"
         assert all(0 <= end < len(self.completion_ids) for end in self.turn_ends), "turns end at tokens"
+
+    @property
+    def images(self) -> list[Any]:
+        """The images of `media`, in the order of the tokens that stand for them."""
+        return [image for one in self.media for image in one.images]
 
     def asked(self, row: dict[str, Any]) -> Any:
         """The prompt as reward functions and logs get it: the episode's own, or the row's."""

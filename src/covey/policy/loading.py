@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from covey.core.media import placeholder_ids
 from covey.policy.weights import whole_shape
 
 OWN_VOCABULARY = 0.5
@@ -61,14 +62,13 @@ def load_policy(
 
 
 def _from_pretrained(name: str, init_kwargs: dict[str, Any], trust_remote_code: bool, quantization: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
     kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
+    auto_class = _auto_class(name, kwargs)
     kwargs["dtype"] = as_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype"))
     if quantization is not None:
         kwargs["quantization_config"] = quantization
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs, output_loading_info=True)
+        loaded: Any = auto_class.from_pretrained(name, **kwargs, output_loading_info=True)
     except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(_why_not_loaded(name, init_kwargs, error)) from error
@@ -81,6 +81,25 @@ def _from_pretrained(name: str, init_kwargs: dict[str, Any], trust_remote_code: 
             " was saved as a causal language model."
         )
     return model
+
+
+def _auto_class(name: str, kwargs: dict[str, Any]) -> Any:
+    """What loads a model: vision-language models have a class of their own."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    where = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
+    try:
+        config = kwargs.get("config") or AutoConfig.from_pretrained(name, **where)
+    except (OSError, ValueError, TypeError, KeyError):
+        return AutoModelForCausalLM  # which says what is wrong
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def sees_images(config: Any) -> bool:
+    """Whether a configuration is of a vision-language model."""
+    from transformers import AutoModelForImageTextToText
+
+    return type(config) in AutoModelForImageTextToText._model_mapping and bool(placeholder_ids(config))
 
 
 def as_dtype(dtype: Any) -> torch.dtype | str:
@@ -200,18 +219,30 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
         raise ValueError(f"the adapter of `peft_config` does not fit {type(model).__name__}: {error}") from error
 
 
-def load_tokenizer(processing_class: Any, model: Any, *, trust_remote_code: bool = False) -> Any:
-    """The policy's tokenizer, with a padding token.
+def load_processing_class(processing_class: Any, model: Any, *, trust_remote_code: bool = False) -> Any:
+    """The policy's tokenizer, or the processor of a vision-language model; its tokenizer has a padding token.
 
     Args:
-        processing_class: a tokenizer, or None to load the one that belongs to `model`.
-        model: the loaded policy; its name says where its tokenizer is.
-        trust_remote_code: run the code that comes with the tokenizer.
+        processing_class: a tokenizer or processor, or None to load the one that belongs to `model`.
+        model: the loaded policy; its name says where they are.
+        trust_remote_code: run the code that comes with them.
 
     Raises:
-        ValueError: no tokenizer can be found, it has no end-of-sequence token, or it is another model's.
+        ValueError: none can be found, it has no end-of-sequence token, is another model's, or is a processor and the
+            model sees no images.
     """
-    tokenizer = _own_tokenizer(model, trust_remote_code) if processing_class is None else processing_class
+    given = processing_class
+    if given is None:
+        given = _own_processing_class(model, trust_remote_code)
+    tokenizer = given
+    if hasattr(given, "tokenizer") and not hasattr(given, "eos_token_id"):
+        if not sees_images(model.config):
+            raise ValueError(
+                f"`processing_class` is the processor {type(given).__name__}, which holds a tokenizer beside its image"
+                f" or audio parts, and {type(model).__name__} sees no images. Pass `processor.tokenizer`, or a"
+                " vision-language model."
+            )
+        tokenizer = given.tokenizer
     _check_is_tokenizer(tokenizer)
     ends = end_token_ids(model, tokenizer)
     if not ends:
@@ -222,11 +253,11 @@ def load_tokenizer(processing_class: Any, model: Any, *, trust_remote_code: bool
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(min(ends))
     _check_vocabulary(tokenizer, model)
-    return tokenizer
+    return given
 
 
-def _own_tokenizer(model: Any, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
+def _own_processing_class(model: Any, trust_remote_code: bool) -> Any:
+    from transformers import AutoProcessor, AutoTokenizer
 
     name = getattr(model.config, "_name_or_path", "")
     if not name:
@@ -234,22 +265,19 @@ def _own_tokenizer(model: Any, trust_remote_code: bool) -> Any:
             "the model does not say where it was loaded from, so its tokenizer cannot be found. Pass"
             " `processing_class=tokenizer`."
         )
+    what = "processor" if sees_images(model.config) else "tokenizer"
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        auto_class: Any = AutoProcessor if what == "processor" else AutoTokenizer
+        return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise ValueError(
-            f"no tokenizer could be loaded from {name!r}, where the model is from. Save it there"
-            " (tokenizer.save_pretrained) or pass `processing_class=tokenizer`. transformers says:"
+            f"no {what} could be loaded from {name!r}, where the model is from. Save it there"
+            f" ({what}.save_pretrained) or pass `processing_class={what}`. transformers says:"
             f" {_first_line(error)}"
         ) from error
 
 
 def _check_is_tokenizer(tokenizer: Any) -> None:
-    if hasattr(tokenizer, "tokenizer") and not hasattr(tokenizer, "eos_token_id"):
-        raise ValueError(
-            f"`processing_class` is the processor {type(tokenizer).__name__}, which holds a tokenizer beside its image"
-            " or audio parts; prompts are text only in this version. Pass `processor.tokenizer`."
-        )
     if not hasattr(tokenizer, "eos_token_id") or not callable(tokenizer):
         raise ValueError(
             f"`processing_class` must be a tokenizer, got {type(tokenizer).__name__}: {tokenizer!r:.80}. Load one"

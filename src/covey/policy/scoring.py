@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
+from covey.core.media import media_inputs, placeholder_ids, without_strays
 from covey.core.modes import inference_mode_of
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.experts import RouterLoads, captured_router_logits, loads_of, refuse_without_gradient
@@ -37,6 +38,8 @@ class TokenScorer:
         chunk_size: tokens whose logits live at once.
         float32_head: multiply by the head in float32.
         inside: score inside the call of the head, for models whose wrappers need all of their hooks (FSDP, DeepSpeed).
+        vision: the model is shown images. Rows are padded then, and it finds the positions of their tokens itself, as
+            images may have positions in two dimensions and attend to themselves in both directions.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class TokenScorer:
         chunk_size: int = 1024,
         float32_head: bool = False,
         inside: bool = False,
+        vision: bool = False,
     ):
         self.unwrap = unwrap
         self.temperature = temperature
@@ -58,6 +62,7 @@ class TokenScorer:
         self.chunk_size = chunk_size
         self.float32_head = float32_head
         self.inside = inside
+        self.vision = vision
         self._wanted = layout
         self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
@@ -114,14 +119,10 @@ class TokenScorer:
     def settle(self, model: Any, batch: TrainBatch) -> str:
         """The model's layout, chosen the first time; whoever plans by tokens asks for it beforehand.
 
-        Inputs besides text (images) belong to rows, so with them "auto" means padded.
-
         Raises:
             ValueError: the model has a head that Covey does not know, or the user insists on a layout that is wrong.
         """
         inner = self.unwrap(model)
-        if batch.forward_kwargs and self._wanted == "auto":
-            return "padded"
         if inner not in self._layouts:
             self._layouts[inner] = self._prove(inner, batch.token_ids.device)
             if len(self._layouts) == 1:
@@ -146,6 +147,9 @@ class TokenScorer:
     ) -> tuple[TokenScores, RouterLoads | None]:
         inner = self.unwrap(model)
         inputs = LAYOUTS[layout](batch, self.pad_token_id)
+        kwargs = (
+            inputs_with_media(inputs.kwargs, batch, inner.config, self.pad_token_id) if self.vision else inputs.kwargs
+        )
         use_attention_of(layout, inner)
         learned = batch.sampled.nonzero()[:, 0]
         head = head_of(inner, float32=self.float32_head)
@@ -166,11 +170,11 @@ class TokenScorer:
                 def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
                     return score(hidden.flatten(0, 1)[wanted], head=replace(head, forward=forward))
 
-                scores = scores_inside(model, head.module, answer, **inputs.kwargs, **batch.forward_kwargs)
+                scores = scores_inside(model, head.module, answer, **kwargs)
             else:
                 with capture_decoder_output(inner) as captured:
                     # The model is called whole, so that wrappers see their forward pass; its head sees one position.
-                    model(**inputs.kwargs, **batch.forward_kwargs, use_cache=False, logits_to_keep=1)
+                    model(**kwargs, use_cache=False, logits_to_keep=1)
                 scores = score(captured[0].flatten(0, 1)[wanted], head=head)
         loads = None
         if top_k is not None:
@@ -191,6 +195,27 @@ class TokenScorer:
                 lambda layout, batch: self._score(inner, batch, layout, entropy=False)[0].logprobs,
                 device,
             )
+
+
+def inputs_with_media(kwargs: dict[str, Any], batch: TrainBatch, config: Any, pad_token_id: int) -> dict[str, Any]:
+    """Inputs of padded rows with the images that they show.
+
+    Positions are left to the model, which knows those of images.
+
+    Args:
+        kwargs: of padded rows, one for each rollout of the batch.
+        batch: whose images they show.
+        config: of the model, which says what tokens stand for images.
+        pad_token_id: read in the place of such tokens where there are no images.
+    """
+    ids: Tensor = kwargs["input_ids"]
+    media = batch.media or [()] * len(batch)
+    placeholders = torch.tensor(placeholder_ids(config), device=ids.device)
+    return {
+        "input_ids": without_strays(ids, media, placeholders, pad_token_id),
+        "attention_mask": kwargs["attention_mask"],
+        **media_inputs(media, ids.shape[1], ids.device),
+    }
 
 
 def first_and_last(batch: TrainBatch) -> Tensor:

@@ -17,12 +17,14 @@ from covey.rollout.batch_function import BatchFunction
 from covey.rollout.draws import Draw as Draw
 from covey.rollout.draws import Siblings, siblings
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
+from covey.rollout.images import ImageError
 from covey.rollout.merging import MergedRequests
 from covey.rollout.playing import Agency as Agency
 from covey.rollout.playing import Ended, Playing
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.seeds import sample_seed
 from covey.rollout.speculation import Speculation
+from covey.rollout.vision import Encoded
 
 T = TypeVar("T")
 
@@ -151,18 +153,23 @@ class Collector:
         reuse: Speculation | None,
     ) -> list[Rollout]:
         siblings, row, prompt = group.draws, group.draws[0].row, group.draws[0].prompt
-        prompt_ids = self.codec.encode(row["prompt"], row.get("chat_template_kwargs"))
+        try:
+            encoded = self.codec.read_row(row)
+        except ImageError as error:
+            raise ImageError(f"row {prompt} of the dataset: {error}") from error
+        prompt_ids = encoded.ids
         key = key if reuse is None else reuse.seed_key(key, prompt_ids)
         seeds = [sample_seed(self.seed, *key, prompt, draw.sample) for draw in siblings]
-        request = SampleRequest(prompt_ids, len(siblings), params, seeds)
+        request = SampleRequest(prompt_ids, len(siblings), params, seeds, media=encoded.media)
         if reuse is not None:
             request = reuse.with_drafts(request, prompt, [draw.sample for draw in siblings])
         completions = await self.engine.generate(request)
-        return [self._rollout(row, prompt_ids, completion, group.number) for completion in completions]
+        return [self._rollout(row, encoded, completion, group.number) for completion in completions]
 
-    def _rollout(self, row: dict[str, Any], prompt_ids: list[int], completion: Completion, group: int) -> Rollout:
+    def _rollout(self, row: dict[str, Any], prompt: Encoded, completion: Completion, group: int) -> Rollout:
         return Rollout(
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt.ids,
+            media=prompt.media,
             completion_ids=completion.token_ids,
             sampled=[True] * len(completion.token_ids),
             logprobs=completion.logprobs,

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from covey.core.media import Media
 from covey.core.rollout import Completion
 from covey.core.weights import WeightUpdate
 
@@ -53,7 +54,8 @@ class SampleRequest:
         params: how to sample.
         seeds: one 64-bit seed per completion. The same seed, prompt and weights give the same completion, whatever
             else is in flight.
-        images: for vision-language models, in the order of the prompt's image tokens.
+        media: images among `prompt_ids`, for engines of vision-language models. `covey.core.media.unexpanded` gives the
+            tokens as inference servers want them.
         drafts: one per seed, or None: tokens this completion may begin with, such as the last completion of the same
             prompt. Engines that verify drafts compute all their positions in one parallel pass and decode only from
             the first token they reject; engines that do not may ignore them. A draft never changes what may come out:
@@ -72,7 +74,7 @@ class SampleRequest:
     n: int
     params: SamplingParams
     seeds: list[int]
-    images: list[Any] | None = None
+    media: tuple[Media, ...] = ()
     drafts: list[list[int] | None] | None = None
     draft_logprobs: list[list[float] | None] | None = None
     draft_lenience: float | None = None

@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from covey.core.media import Media
 from covey.core.rollout import Completion, FinishReason, Message, Rollout
 from covey.rollout.engine import SampleRequest, SamplingParams
+from covey.rollout.images import images_of
 from covey.rollout.prompts import LONGEST_TOKEN, Prompt, begun, characters, is_conversational
 from covey.rollout.seeds import sample_seed
 from covey.rollout.tools.template import TurnTemplate, TurnTemplates
+from covey.rollout.vision import Encoded
 
 Ask = Callable[[SampleRequest], Coroutine[Any, Any, list[Completion]]]
 
@@ -103,9 +106,10 @@ class EpisodeEngine:
         given: Any = self.row.get("prompt") if prompt is None else prompt
         codec = self._templates.codec
         tools = codec.tools if tools is None else tools
-        ids = codec.encode(given, self.row.get("chat_template_kwargs"), tools)
+        images = images_of(self.row) if prompt is None else ()
+        encoded = codec.read(given, self.row.get("chat_template_kwargs"), tools, images)
         path: tuple[int | str, ...] = ("episode", len(self.episodes)) if self.episodes else ()
-        episode = Episode(self, given, ids, list(tools), path)
+        episode = Episode(self, given, encoded.ids, list(tools), path, media=encoded.media)
         self.episodes.append(episode)
         return episode
 
@@ -126,7 +130,7 @@ class EpisodeEngine:
         for name, value, least in (("n", n, 1), ("max_tokens", max_tokens, 1), ("temperature", temperature, 0)):
             if value is not None and not value >= least:
                 raise ValueError(f"{name}={value} of `engine.generate` must be at least {least}.")
-        ids = self._templates.codec.encode(prompt, self.row.get("chat_template_kwargs"), ())
+        encoded = self._templates.codec.read(prompt, self.row.get("chat_template_kwargs"), ())
         params = self._params
         if max_tokens is not None:
             params = replace(params, max_tokens=max_tokens)
@@ -134,7 +138,8 @@ class EpisodeEngine:
             params = replace(params, temperature=temperature)
         aside, self._asides = self._asides, self._asides + 1
         seeds = [sample_seed(*self._seed_key, "aside", aside, i) for i in range(n)]
-        return [self._reply(one) for one in await self._sampled(SampleRequest(ids, n, params, seeds))]
+        request = SampleRequest(encoded.ids, n, params, seeds, media=encoded.media)
+        return [self._reply(one) for one in await self._sampled(request)]
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
@@ -163,7 +168,8 @@ class EpisodeEngine:
         params = self._params if limit >= self._params.max_tokens else replace(self._params, max_tokens=limit)
         seed = sample_seed(*self._seed_key, *path)
         said, shared = episode.prompt_ids + episode.completion_ids, len(episode.prompt_ids)
-        (completion,) = await self._sampled(SampleRequest(said, 1, params, [seed], shared=shared))
+        request = SampleRequest(said, 1, params, [seed], shared=shared, media=episode.media)
+        (completion,) = await self._sampled(request)
         return completion
 
     async def _sampled(self, request: SampleRequest) -> list[Completion]:
@@ -205,6 +211,7 @@ class Episode:
             itself leaves it None, since something may be written after it.
         calls: how many calls of tools had which fate, as in a `Rollout`.
         tool_seconds: spent waiting for tools.
+        media: the images that the prompt and the messages show.
     """
 
     engine: EpisodeEngine
@@ -219,6 +226,7 @@ class Episode:
     finish: FinishReason | None = None
     calls: dict[str, int] = field(default_factory=dict)
     tool_seconds: float = 0.0
+    media: tuple[Media, ...] = ()
     _logprobs: list[float] | None = field(default_factory=list)
     _entropies: list[float] | None = field(default_factory=list)
     _versions: list[int] | None = field(default_factory=list)
@@ -314,17 +322,21 @@ class Episode:
         if self.finish is not None:
             return False
         too_long = characters(messages) > LONGEST_TOKEN * self.room
-        ids = [] if too_long else self._rendered(messages) if chat else self._encoded(messages[0]["content"])
+        written = Encoded([])
+        if not too_long:
+            written = self._rendered(messages) if chat else Encoded(self._encoded(messages[0]["content"]))
+        ids = written.ids
         if too_long or len(ids) >= self.room:
             self.finish = FinishReason.LENGTH
             return False
+        self.media += written.media
         zeros, last = [0.0] * len(ids), self._versions[-1:] if self._versions else [0]
         self._append(ids, False, zeros, zeros, last * len(ids))
         self.messages += messages
         self._turn_begins, self._open = None, False
         return True
 
-    def _rendered(self, messages: list[Message]) -> list[int]:
+    def _rendered(self, messages: list[Message]) -> Encoded:
         if not messages:
             raise ValueError("there is nothing to write: the list of messages is empty.")
         if self._turn_begins is None:
@@ -335,9 +347,10 @@ class Episode:
         template = self.engine._template(self.tools)
         last = self.completion_ids[-1] if self.completion_ids else None
         cut = self._open or not template.ends_with(last)  # by its own limit, or by a text that a server stops at
-        if cut:
-            return [*template.ending(), *template.continuation(messages)]
-        return template.continuation(messages, ended_with=last)
+        before = template.ending() if cut else []
+        start = len(self.prompt_ids) + len(self.completion_ids) + len(before)
+        follows = template.answer(messages, ended_with=None if cut else last, start=start)
+        return Encoded([*before, *follows.ids], follows.media)
 
     def _encoded(self, text: str) -> list[int]:
         return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -386,6 +399,7 @@ class Episode:
             error=error,
             tool_seconds=self.tool_seconds,
             prompt=self.prompt,
+            media=self.media,
         )
 
     def _append(

@@ -82,7 +82,7 @@ def _own(rollout: Rollout) -> Rollout:
         completion=_text_or_messages(rollout.completion, "completion"),
         finish=finish,
         entropies=_each(float, rollout.entropies),
-        images=None if rollout.images is None else list(rollout.images),
+        media=tuple(rollout.media),
         extras={_text(name): value for name, value in rollout.extras.items()},
         reused=int(rollout.reused),
         versions=_each(int, rollout.versions),

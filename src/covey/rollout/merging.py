@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from covey.core.media import Media
 from covey.core.rollout import Completion
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
 
@@ -20,6 +21,11 @@ class _Batch:
     requests: list[SampleRequest] = field(default_factory=list)
     answers: list["asyncio.Future[list[Completion]]"] = field(default_factory=list)
     sent: list[Callable[[], None]] = field(default_factory=list)
+
+    def shows(self, media: tuple[Media, ...]) -> bool:
+        """Whether its requests show these very images."""
+        shown = self.requests[0].media
+        return len(shown) == len(media) and all(a is b for a, b in zip(shown, media, strict=True))
 
 
 class MergedRequests:
@@ -47,8 +53,8 @@ class MergedRequests:
         loop = asyncio.get_running_loop()
         key = tuple(request.prompt_ids)
         batches = self._waiting.setdefault(key, [])
-        alike = (batch for batch in batches if batch.params == request.params)
-        batch = next(alike, None) if request.images is None and request.drafts is None else None
+        alike = (batch for batch in batches if batch.params == request.params and batch.shows(request.media))
+        batch = next(alike, None) if request.drafts is None else None
         if batch is None:
             batch = _Batch(request.params)
             batches.append(batch)

@@ -194,7 +194,7 @@ class Playing:
                 return await run_in_thread(salvaged, SALVAGE_SECONDS)
         prompt = row.get("prompt")
         try:
-            prompt_ids = self.codec.encode(prompt, row.get("chat_template_kwargs"))
+            prompt_ids = self.codec.read_row(row).ids
         except ValueError as no_prompt:
             error = f"{error} (and {no_prompt})"
             prompt_ids = [self.codec.tokenizer.eos_token_id or 0]

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from covey.core.rollout import Message
+from covey.rollout.images import ImageError, images_of, shows_images, with_images
+from covey.rollout.vision import Encoded, Vision
 
 Prompt = str | list[Message]
 
@@ -39,6 +41,7 @@ class PromptCodec:
         chat_template_kwargs: further arguments of the chat template, for every prompt.
         max_context: most tokens the model can attend to, or None when unlimited.
         tools: schemas that the chat template is given with every conversation.
+        vision: a vision-language model's processor; without one, prompts are text alone.
     """
 
     def __init__(
@@ -47,28 +50,46 @@ class PromptCodec:
         chat_template_kwargs: dict[str, Any] | None,
         max_context: int | None,
         tools: Sequence[dict[str, Any]] = (),
+        vision: Vision | None = None,
     ):
         self.tokenizer = tokenizer
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.max_context = max_context
         self.tools = list(tools)
+        self.vision = vision
 
-    def encode(
+    def read_row(self, row: dict[str, Any]) -> Encoded:
+        """Tokens of a dataset row's prompt, with the images in its columns.
+
+        Raises:
+            ValueError: as `read` does.
+        """
+        return self.read(row.get("prompt"), row.get("chat_template_kwargs"), images=images_of(row))
+
+    def encode(self, prompt: Prompt | None, row_kwargs: dict[str, Any] | None = None) -> list[int]:
+        """Tokens of a prompt, as `read` finds them."""
+        return self.read(prompt, row_kwargs).ids
+
+    def read(
         self,
         prompt: Prompt | None,
         row_kwargs: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
-    ) -> list[int]:
-        """Tokens of a prompt. A conversation that ends with the assistant is continued, any other is answered.
+        images: Sequence[Any] = (),
+    ) -> Encoded:
+        """Tokens of a prompt, and its images.
+
+        A conversation that ends with the assistant is continued, any other is answered.
 
         Args:
             prompt: a string or messages.
             row_kwargs: this row's own chat template arguments (a `chat_template_kwargs` column).
             tools: schemas for the chat template in the place of the codec's; a prompt that is a string shows none.
+            images: that the prompt shows besides those among the parts of its messages.
 
         Raises:
             ValueError: no chat template for messages or one that cannot render them, an empty prompt, or one that
-                fills the context.
+                fills the context; images that cannot be read, or that the model does not see.
         """
         chat = is_conversational(prompt)
         tools = self.tools if tools is None else tools
@@ -77,7 +98,14 @@ class PromptCodec:
                 f"a prompt of {characters(prompt)} characters leaves no room to answer in the model's context of"
                 f" {self.max_context} tokens. Prompts are never truncated; shorten or filter such rows."
             )
-        ids = self._encode_chat(prompt, row_kwargs, tools) if chat else self._encode_text(prompt)
+        if self.vision is None and (images or shows_images(prompt)):
+            raise ImageError(
+                "there are images in the prompt or in a column 'image' or 'images', and this model would not see them:"
+                " it is trained with a tokenizer alone. Give a vision-language model and its processor"
+                " (`processing_class`), or remove them, as by `dataset.remove_columns('image')`."
+            )
+        encoded = self._encode_chat(prompt, row_kwargs, tools, images) if chat else self._encode_text(prompt, images)
+        ids = encoded.ids
         if not ids:
             raise ValueError(f"the prompt {_shown(prompt)} is empty: it encodes to no tokens. Remove the row.")
         if self.max_context is not None and len(ids) >= self.max_context:
@@ -85,19 +113,21 @@ class PromptCodec:
                 f"a prompt of {len(ids)} tokens leaves no room to answer in the model's context of {self.max_context}:"
                 f" {_shown(prompt)}. Prompts are never truncated; shorten or filter such rows."
             )
-        return ids
+        return encoded
 
-    def _encode_text(self, prompt: Any) -> list[int]:
+    def _encode_text(self, prompt: Any, images: Sequence[Any]) -> Encoded:
         if not isinstance(prompt, str):
             raise ValueError(
                 f"a prompt must be a string or a non-empty list of messages with 'role' and 'content', got"
                 f" {type(prompt).__name__}: {_shown(prompt)}"
             )
+        if images and self.vision is not None:
+            return self.vision.encode(prompt, images)
         ids = list(self.tokenizer(prompt)["input_ids"])
         ends = self.tokenizer.eos_token_id
         if ids and ids[-1] == ends and not prompt.endswith(self.tokenizer.eos_token):
             ids.pop()  # a tokenizer that closes every text would have the policy go on after the end
-        return ids
+        return Encoded(ids)
 
     def template_kwargs(self, row_kwargs: dict[str, Any] | None) -> dict[str, Any]:
         """Arguments of the chat template for a row: the config's and the row's own.
@@ -114,8 +144,12 @@ class PromptCodec:
         return {**self.chat_template_kwargs, **{k: v for k, v in (row_kwargs or {}).items() if v is not None}}
 
     def _encode_chat(
-        self, messages: Any, row_kwargs: dict[str, Any] | None, tools: Sequence[dict[str, Any]]
-    ) -> list[int]:
+        self,
+        messages: Any,
+        row_kwargs: dict[str, Any] | None,
+        tools: Sequence[dict[str, Any]],
+        images: Sequence[Any],
+    ) -> Encoded:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError(
                 "the dataset's prompts are conversations but the tokenizer has no chat template. Set"
@@ -123,12 +157,14 @@ class PromptCodec:
             )
         kwargs = self.template_kwargs(row_kwargs)
         continues = ends_with_assistant(messages)
+        if self.vision is not None:
+            messages, images = with_images(messages, images)
         try:
-            ids = self.tokenizer.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 messages,
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
-                tokenize=True,
+                tokenize=self.vision is None,
                 return_dict=False,
                 **({"tools": list(tools)} if tools else {}),
                 **kwargs,
@@ -138,7 +174,11 @@ class PromptCodec:
                 f"the tokenizer's chat template cannot render {_shown(messages)}: {type(error).__name__}: {error}."
                 " Change the messages (roles, order, content), `chat_template_kwargs` or `tokenizer.chat_template`."
             ) from error
-        return list(ids)
+        if self.vision is None:
+            return Encoded(list(rendered))
+        begin = self.tokenizer.bos_token  # processors add it unless the template has, unlike tokenizers
+        begun_by_template = begin is not None and rendered.startswith(begin)
+        return self.vision.encode(rendered, images, **({"add_special_tokens": False} if begun_by_template else {}))
 
     def decode(self, prompt: Prompt, completion_ids: list[int]) -> str | list[Message]:
         """The completion as reward functions see it: text, or one assistant message (with its prefill, if any)."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from covey.core.media import Media
 from covey.core.plain import odd_part
 from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.background import SamplingThread
@@ -288,7 +289,7 @@ class SamplingAhead:
 def _plain(rollout: Rollout) -> dict[str, Any]:
     """A rollout's fields as values that a checkpoint holds."""
     fields = {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
-    return {**fields, "finish": str(rollout.finish)}
+    return {**fields, "finish": str(rollout.finish), "media": [one.state() for one in rollout.media]}
 
 
 def _odd_part(fields: dict[str, Any]) -> str | None:
@@ -296,4 +297,5 @@ def _odd_part(fields: dict[str, Any]) -> str | None:
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:
-    return Rollout(**{**fields, "finish": FinishReason(fields["finish"])})
+    media = tuple(Media(**one) for one in fields.get("media", ()))
+    return Rollout(**{**fields, "finish": FinishReason(fields["finish"]), "media": media})

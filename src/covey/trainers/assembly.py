@@ -15,7 +15,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.observability.advice import Advice, LogEnds
 from covey.observability.completions import CompletionLog
 from covey.observability.console import ProgressDisplay
-from covey.policy.loading import disable_dropout, load_policy, load_tokenizer, max_context
+from covey.policy.loading import disable_dropout, load_policy, load_processing_class, max_context
 from covey.policy.reference import Reference
 from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
@@ -24,6 +24,7 @@ from covey.rollout.collector import Collector
 from covey.rollout.engine import SamplingParams, traits_of
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
+from covey.rollout.vision import Vision, tokenizer_of
 from covey.trainers.agents import build_agency
 from covey.trainers.ahead import SamplingAhead, Schedule
 from covey.trainers.collectives import Collectives
@@ -42,10 +43,11 @@ from covey.trainers.search import make_model
 from covey.trainers.servers import generation_extras
 from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
 from covey.trainers.staleness import refuse_shared_weights
+from covey.trainers.vision import build_vision, freeze, layout_of
 from covey.trainers.watching import Watched
 from covey.trainers.weight_sync import WeightSync
 
-__all__ = ["load_tokenizer"]
+__all__ = ["build_vision", "load_processing_class", "tokenizer_of"]
 
 UNLIMITED = 2**31
 """`max_completion_length=None`: only the model's context ends a completion."""
@@ -108,21 +110,23 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
     )
     if args.disable_dropout:
         disable_dropout(policy)
+    freeze(args, policy)
     if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):
         policy.enable_input_require_grads()  # checkpointed frozen layers need an input that carries gradient
     return policy
 
 
-def build_scorer(args: Any, tokenizer: Any, accelerator: Any) -> TokenScorer:
+def build_scorer(args: Any, tokenizer: Any, accelerator: Any, vision: Vision | None = None) -> TokenScorer:
     """What runs the policy and the reference forward."""
     return TokenScorer(
         lambda model: accelerator.unwrap_model(model, keep_torch_compile=False),
         temperature=args.temperature,
-        layout=args.attn_layout,
+        layout=layout_of(args, vision),
         pad_token_id=tokenizer.pad_token_id,
         chunk_size=args.logprob_chunk_size,
         float32_head=args.cast_lm_head_to_fp32,
         inside=sharding_of(accelerator).gradients,
+        vision=vision is not None,
     )
 
 
@@ -211,6 +215,7 @@ def build_collector(
     tools: Any = None,
     rollout_func: Any = None,
     environment_factory: Any = None,
+    vision: Vision | None = None,
 ) -> Collector:
     """The engine (the one that is given, or the one that the config names), what feeds it prompts, and who plays."""
     args = trainer.args
@@ -227,10 +232,10 @@ def build_collector(
             "max_completion_length=None lets completions grow until the model's context is full, but this model names"
             " no context length (max_position_embeddings). Set max_completion_length."
         )
-    codec = PromptCodec(tokenizer, args.chat_template_kwargs, context)
+    codec = PromptCodec(tokenizer, args.chat_template_kwargs, context, vision=vision)
     agency = build_agency(trainer, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
-        engine = build_engine(args, model, tokenizer, trainer.accelerator, lambda: trainer.policy, context)
+        engine = build_engine(args, model, tokenizer, trainer.accelerator, lambda: trainer.policy, context, vision)
     return Collector(engine, codec, args.seed, agency)
 
 
@@ -300,7 +305,7 @@ def build_rewards(trainer: Any, reward_funcs: Any, processing_classes: Any) -> R
             timeout=args.reward_timeout,
             batch_size=args.per_device_train_batch_size,
             device=trainer.accelerator.device,
-            tokenizer=trainer.processing_class,
+            tokenizer=trainer.collector.codec.tokenizer,
         )
     if args.stream_rewards and not any(isinstance(function, FunctionReward) for function in suite.functions):
         warnings.warn(

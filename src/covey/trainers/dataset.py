@@ -72,7 +72,7 @@ def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
         if row.get("prompt") is None:
             continue  # the environment gives it
         try:
-            codec.encode(row["prompt"], row.get("chat_template_kwargs"))
+            codec.read_row(row)
         except ValueError as error:
             raise ValueError(f"row {number} of `{role}`: {error}") from error
     return {column for row in first for column in row}
@@ -144,12 +144,6 @@ def _check_row(row: Any, number: int, role: str, prompt_required: bool) -> None:
     if prompt_required and "prompt" not in row:
         raise ValueError(
             f"`{role}` has no 'prompt' column; its columns are {sorted(map(str, row))}. {_rename_hint(list(row))}"
-        )
-    pictured = [name for name in ("image", "images") if row.get(name)]
-    if pictured:
-        raise ValueError(
-            f"`{role}` has pictures in column {pictured[0]!r}, and this version trains on text alone: the model would"
-            f" not see them. Use `dataset.remove_columns({pictured[0]!r})` if that is what you want."
         )
     refuse_reserved(row)
 

@@ -12,14 +12,21 @@ from covey.policy.loading import end_token_ids
 from covey.rollout.engine import RolloutEngine
 from covey.rollout.engines.native import NativeEngine
 from covey.rollout.engines.stateful import StatefulEngine, is_stateful
+from covey.rollout.vision import Vision
 from covey.trainers.parity import AUTOCAST
 from covey.trainers.sharding import sharding_of
 
 
 def build_engine(
-    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
+    args: Any,
+    model: Any,
+    tokenizer: Any,
+    accelerator: Any,
+    policy: Callable[[], Any],
+    context: int | None,
+    vision: Vision | None = None,
 ) -> RolloutEngine:
-    """What samples from the policy.
+    """What samples from the policy; `vision` is its processor, where it is shown images.
 
     Raises:
         ValueError: settings that do not suit the model or the number of processes.
@@ -27,7 +34,7 @@ def build_engine(
         RuntimeError: the engine does not start; or the run samples from servers, and one is not there, or not what it
             needs.
     """
-    return ENGINES[engine_of(args)](args, model, tokenizer, accelerator, policy, context)
+    return ENGINES[engine_of(args)](args, model, tokenizer, accelerator, policy, context, vision)
 
 
 def engine_of(args: Any) -> str:
@@ -38,7 +45,13 @@ def engine_of(args: Any) -> str:
 
 
 def _built_in(
-    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
+    args: Any,
+    model: Any,
+    tokenizer: Any,
+    accelerator: Any,
+    policy: Callable[[], Any],
+    context: int | None,
+    vision: Vision | None,
 ) -> RolloutEngine:
     common: dict[str, Any] = {
         "eos_token_ids": end_token_ids(model, tokenizer),
@@ -56,19 +69,30 @@ def _built_in(
 
         policy = lambda: gathered.model  # noqa: E731
         common["forward_context"] = forward_context
-    if not is_stateful(model):
+    if not is_stateful(model) and vision is None:
         return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, **common)
+    if args.speculative_reuse is not None and vision is not None:
+        raise ValueError(
+            f"speculative_reuse={args.speculative_reuse!r} is not supported for vision-language models, which are"
+            " sampled prompt by prompt. Leave speculative_reuse unset."
+        )
     if args.speculative_reuse is not None:
         raise ValueError(
             f"speculative_reuse={args.speculative_reuse!r} does not suit {type(model).__name__}: a token that is"
             " rejected cannot be taken out of the state of linear attention, convolutions or state-space layers. Leave"
             " speculative_reuse unset."
         )
-    return StatefulEngine(policy, **common)
+    return StatefulEngine(policy, filler_id=tokenizer.pad_token_id, **common)
 
 
 def _vllm_colocate(
-    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
+    args: Any,
+    model: Any,
+    tokenizer: Any,
+    accelerator: Any,
+    policy: Callable[[], Any],
+    context: int | None,
+    vision: Vision | None,
 ) -> RolloutEngine:
     from covey.trainers.colocation import build_colocated
 
@@ -76,7 +100,13 @@ def _vllm_colocate(
 
 
 def _vllm_server(
-    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
+    args: Any,
+    model: Any,
+    tokenizer: Any,
+    accelerator: Any,
+    policy: Callable[[], Any],
+    context: int | None,
+    vision: Vision | None,
 ) -> RolloutEngine:
     from covey.trainers.servers import vllm_servers
 
@@ -84,7 +114,13 @@ def _vllm_server(
 
 
 def _sglang(
-    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], context: int | None
+    args: Any,
+    model: Any,
+    tokenizer: Any,
+    accelerator: Any,
+    policy: Callable[[], Any],
+    context: int | None,
+    vision: Vision | None,
 ) -> RolloutEngine:
     from covey.trainers.servers import sglang_servers
 

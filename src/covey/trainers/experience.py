@@ -82,7 +82,7 @@ class Experience:
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue where `state` stopped."""
         batch = state["batch"]
-        self._batch = None if batch is None else TrainBatch(**batch).to(device)
+        self._batch = None if batch is None else TrainBatch.of_state(batch).to(device)
         self._parts, self._passes, self._taken = state["parts"], state["passes"], state["taken"]
         self._waiting.clear()
 
@@ -94,7 +94,7 @@ def pool(batch: TrainBatch, gather: Callable[[Any], list[Any]]) -> TrainBatch:
         batch: this process's share of a generation, as many rollouts as the others'; siblings may lie on two processes.
         gather: collective: this process's object to those of all.
     """
-    shares = [TrainBatch(**state) for state in gather(batch.state())]
+    shares = [TrainBatch.of_state(state) for state in gather(batch.state())]
     return join(shares).to(batch.lengths.device)
 
 

@@ -112,7 +112,7 @@ def build_engine_check(
         model_name=type(model).__name__,
         temperature=args.temperature,
         tolerance=tolerance(model.dtype, AUTOCAST.get(trainer.accelerator.mixed_precision), traits.dtype),
-        bos_token_id=trainer.processing_class.bos_token_id,
+        bos_token_id=trainer.collector.codec.tokenizer.bos_token_id,
         corrected=trainer.algorithm.objective.correction is not None,
         together=sharding_of(trainer.accelerator).weights,
         comparable=not (traits.reports_after_cut and reshapes(args, trainer.sampling)),

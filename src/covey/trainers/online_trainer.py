@@ -51,9 +51,10 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch):
         model: hub id, folder, transformers model or PEFT model.
         reward_funcs: one or a list of functions, model ids or paths, or sequence classifiers (`covey.rewards`).
         args: the config; defaults if None.
-        train_dataset: rows with a `prompt` column (text or messages); other columns go to the reward functions.
+        train_dataset: rows with a `prompt` column (text or messages); other columns go to the reward functions. Those
+            called `image` and `images` are shown to vision-language models.
         eval_dataset: the same, or an `EvalSuite` with sampling of its own, or a dictionary of such by name.
-        processing_class: the tokenizer; loaded with the model if None.
+        processing_class: the tokenizer, or the processor of a vision-language model; loaded with the model if None.
         reward_processing_classes: tokenizers of reward models, aligned with `reward_funcs`.
         callbacks: `transformers.TrainerCallback`s.
         optimizers: an optimizer and a scheduler instead of the config's.
@@ -108,14 +109,18 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch):
         self._check_data(args, train_dataset, eval_dataset)
         set_seed(args.seed)  # before an adapter is initialised
         model = assembly.build_policy(args, model, quantization_config, peft_config)
-        tokenizer = assembly.load_tokenizer(processing_class, model, trust_remote_code=args.trust_remote_code)
+        processing_class = assembly.load_processing_class(
+            processing_class, model, trust_remote_code=args.trust_remote_code
+        )
+        tokenizer = assembly.tokenizer_of(processing_class)
+        vision = assembly.build_vision(processing_class, model)
         super().__init__(
             model=model,
             args=args,
             data_collator=_as_is,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=tokenizer,
+            processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
@@ -127,11 +132,11 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch):
         self.compute_loss_func = policy_loss  # never called: it tells Trainer that the loss is already normalised
         self.algorithm: Algorithm = self.make_algorithm(args)
         self.algebra = args.algebra(args.world_size)
-        self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator)
+        self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator, vision)
         self.balance = ExpertBalance.of(args, model)
         self.reference = assembly.build_reference(args, self.algorithm, model, self.accelerator)
         self.collector = assembly.build_collector(
-            self, model, tokenizer, engine, tools, rollout_func, environment_factory
+            self, model, tokenizer, engine, tools, rollout_func, environment_factory, vision
         )
         engine = self.collector.engine
         self.weight_sync = assembly.build_weight_sync(args, engine, lambda: self.policy, self.collectives)

@@ -119,7 +119,11 @@ class PolicyUpdates(SampledEvaluation):
         if self.entropy.enabled and self.model.training:
             result.stats["policy_loss"] = Mean(result.without_bonus * scale, 0.0)  # _close_step counts the steps
         self._unbooked = result.stats
-        return (result.loss + self.balance.coef * aux) * scale
+        loss = result.loss + self.balance.coef * aux
+        if torch.is_grad_enabled() and not loss.requires_grad:  # text alone, and just what encodes images is trained
+            trained = next(parameter for parameter in self.policy.parameters() if parameter.requires_grad)
+            loss = loss + 0.0 * trained.sum()
+        return loss * scale
 
     def _prepare_inputs(self, inputs: TrainBatch) -> TrainBatch:  # type: ignore[override]
         return inputs  # planned and on the device already

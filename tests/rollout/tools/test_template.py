@@ -200,7 +200,7 @@ def test_images_among_results_are_refused_and_parts_of_text_are_not():
     text = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     joined = TURNS["qwen"].continuation([{"role": "tool", "content": "a\nb"}])
     assert TURNS["qwen"].continuation([{"role": "tool", "content": text}]) == joined
-    with pytest.raises(ValueError, match="images among the results of tools are not yet supported"):
+    with pytest.raises(ValueError, match="images among the results of tools need a vision-language model"):
         TURNS["qwen"].continuation([{"role": "tool", "content": [{"type": "image", "image": None}]}])
 
 

@@ -9,18 +9,22 @@ def budget_of(request: SampleRequest, max_context: int | None) -> int:
     return wanted if max_context is None else max(1, min(wanted, max_context - len(request.prompt_ids)))
 
 
-def check_request(request: SampleRequest) -> None:
+def check_request(request: SampleRequest, images: bool = False) -> None:
     """Settings and drafts must be ones that the engines in the trainer's process know.
 
+    Args:
+        request: to be sampled.
+        images: whether the engine can show them.
+
     Raises:
-        ValueError: they are not, or there are images.
+        ValueError: they are not, or there are images that it cannot show.
     """
     if request.params.extra:
         raise ValueError(
             f"the native engine does not know the generation settings {sorted(request.params.extra)}; it knows"
             " temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens."
         )
-    if request.images:
+    if request.media and not images:
         raise ValueError("the native engine samples text only; images need a vision-language engine.")
     for name, given in (("drafts", request.drafts), ("draft_logprobs", request.draft_logprobs)):
         if given is not None and len(given) != len(request.seeds):

@@ -1,9 +1,9 @@
-"""An engine for models whose memory is more than keys and values: linear attention, state spaces, hybrids of them.
+"""An engine for models that are sampled prompt by prompt: linear attention, state spaces, hybrids, models of images.
 
-A state cannot be masked, padded or shared in part, so prompts of different lengths do not mix: each prompt is computed
-once, its state copied for every completion, and its completions are decoded side by side; those that are finished
-leave. It shares the policy's memory. Not here: drafts, which a state cannot be taken back from; the usual engine is
-`native`.
+A state cannot be masked, padded or shared in part, and images have positions that only the model knows, so prompts of
+different lengths do not mix: each prompt is computed once, with its images, its state copied for every completion, and
+its completions are decoded side by side; those that are finished leave. It shares the policy's memory. Not here:
+drafts, which a state cannot be taken back from; the usual engine is `native`.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.core.media import Media, media_inputs, placeholder_ids, without_strays
 from covey.core.modes import inference_mode_of
 from covey.core.rollout import Completion
 from covey.core.weights import WeightUpdate
@@ -43,6 +44,7 @@ class StatefulEngine:
         max_rows: most completions decoded at once.
         max_context: prompt and completion together stay within this; None when unlimited.
         forward_context: entered around sampling (mixed precision).
+        filler_id: read in the place of a sampled token that stands for an image, as scoring does.
     """
 
     traits = EngineTraits(shares_policy=True)
@@ -55,20 +57,22 @@ class StatefulEngine:
         max_rows: int = 64,
         max_context: int | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        filler_id: int = 0,
     ):
         self._model = model
         self.eos_token_ids = eos_token_ids
         self.max_rows = max_rows
         self.max_context = max_context
         self._forward_context = forward_context
+        self._filler_id = filler_id
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; drafts are left unused, which changes no sample.
 
         Raises:
-            ValueError: settings this engine does not know, or images.
+            ValueError: settings this engine does not know.
         """
-        check_request(request)
+        check_request(request, images=True)
         loop = asyncio.get_running_loop()
         budget = budget_of(request, self.max_context)
         rows = [Row(request, i, budget, self.eos_token_ids, loop.create_future()) for i in range(len(request.seeds))]
@@ -98,7 +102,7 @@ class StatefulEngine:
         model = self._model()
         device = next(model.parameters()).device
         period = steps_per_look(device)
-        logits, cache = self._forward(torch.tensor([rows[0].request.prompt_ids], device=device), None)
+        logits, cache = self._prefill(rows[0].request, device)
         _keep(cache, [0] * len(rows), device)
         batch = Batch(rows, self.eos_token_ids, device, period)
         batch.draw(logits.expand(len(rows), -1))
@@ -117,13 +121,26 @@ class StatefulEngine:
             logits, cache = self._forward(batch.last[:, None], cache)
             batch.draw(logits)
 
-    def _forward(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def _prefill(self, request: SampleRequest, device: torch.device) -> tuple[Tensor, Any]:
+        """The model over a prompt and its images: logits of its last position [1, V], and the cache."""
+        for module in self._model().modules():
+            if hasattr(module, "rope_deltas"):
+                module.rope_deltas = None  # how far images have moved positions, in whatever ran last
+        tokens = torch.tensor([request.prompt_ids], device=device)
+        return self._forward(tokens, None, request.media)
+
+    def _forward(self, tokens: Tensor, cache: Any, media: tuple[Media, ...] = ()) -> tuple[Tensor, Any]:
         """The model over tokens [rows, T] behind a cache: logits of the last position [rows, V], and the cache."""
         model = self._model()
+        placeholders = placeholder_ids(model.config)
+        if placeholders:
+            shown = [media] * len(tokens)
+            tokens = without_strays(tokens, shown, torch.tensor(placeholders, device=tokens.device), self._filler_id)
         known = inspect.signature(model.get_base_model().forward if hasattr(model, "peft_config") else model.forward)
         name = "past_key_values" if "past_key_values" in known.parameters else "cache_params"
         last = {"logits_to_keep": 1} if "logits_to_keep" in known.parameters else {}
-        output = model(input_ids=tokens, use_cache=True, **{name: cache}, **last)
+        images = media_inputs([media], tokens.shape[1], tokens.device) if media else {}
+        output = model(input_ids=tokens, use_cache=True, **{name: cache}, **last, **images)
         return output.logits[:, -1], output[name]
 
 

@@ -191,7 +191,7 @@ class VllmColocateEngine:
     def _settings(self, request: SampleRequest) -> dict[str, Any]:
         """vLLM's sampling settings of a request, but for the seed."""
         params = request.params
-        if request.images:
+        if request.media:
             raise ValueError("vLLM in the trainer's process samples text only in this version; leave out the images.")
         if not is_running(self._vllm):
             raise RuntimeError(

@@ -9,16 +9,19 @@ That is the same conversation as the template would render only if the template 
 conversation begins with the tokens of the shorter one. Templates that drop earlier thinking, for instance, are not.
 This is checked when a `TurnTemplate` is made.
 
-Not here: reading calls (`parsers`) and executing them (`toolbox`); images among the results.
+Not here: reading calls (`parsers`) and executing them (`toolbox`).
 """
 
 import json
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from covey.core.rollout import Message
+from covey.rollout.images import as_parts, with_images
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.vision import Encoded, Vision
 
 _ASK, _SAID, _NAME, _RESULT, _THOUGHT = "coveyASK", "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"
 _CALLS = ("object", "string", "none")
@@ -35,6 +38,7 @@ class TurnTemplate:
         chat_template_kwargs: further arguments of the template.
         unstable: "raise" refuses templates that are not prefix-stable; "keep" accepts them: earlier turns then stay as
             they were sampled, also where the template would have rendered them differently.
+        vision: a vision-language model's processor; without one, results are text.
 
     Attributes:
         result_role: the role under which results are rendered: "tool", or "user" where the template has no such role.
@@ -52,6 +56,7 @@ class TurnTemplate:
         end_ids: Iterable[int] = (),
         chat_template_kwargs: dict[str, Any] | None = None,
         unstable: str = "raise",
+        vision: Vision | None = None,
     ):
         if unstable not in ("raise", "keep"):
             raise ValueError(f"unstable={unstable!r} is not known; choose 'raise' or 'keep'.")
@@ -61,6 +66,7 @@ class TurnTemplate:
                 " instruction-tuned model."
             )
         self.tokenizer = tokenizer
+        self.vision = vision
         self.tools = list(tools)
         self.kwargs = chat_template_kwargs or {}
         ends = {tokenizer.eos_token_id, *end_ids} - {None}
@@ -79,6 +85,10 @@ class TurnTemplate:
             )
 
     def continuation(self, results: Sequence[Message], ended_with: int | None = None) -> list[int]:
+        """Tokens that follow a sampled turn, as `answer` finds them."""
+        return self.answer(results, ended_with).ids
+
+    def answer(self, results: Sequence[Message], ended_with: int | None = None, start: int = 0) -> Encoded:
         """Tokens that follow a sampled turn, whose last token ended it, up to where the policy goes on.
 
         Args:
@@ -86,10 +96,14 @@ class TurnTemplate:
                 one is broken up by a zero-width space, so that a result cannot end its own turn.
             ended_with: the turn's last token, if known. Where the template begins the results with it (FunctionGemma's
                 does with `<start_function_response>`), it is not said twice.
+            start: place of what follows among the tokens of its rollout.
 
         Raises:
-            ValueError: the template cannot render them.
+            ValueError: the template cannot render them, or an image among them cannot be read or shown.
         """
+        images: list[Any] = []
+        if self.vision is not None:
+            results, images = with_images(results, ())
         shown = self._rendered_as(results)
         if self._watches_users and any(one["role"] == "user" for one in results):
             self._watches_users = False
@@ -100,8 +114,27 @@ class TurnTemplate:
             if len(shown) == 1:
                 raise
             text = self._after_one_call(shown)
+        if images:
+            return self._with_images(text, images, ended_with, start)
         ids = self._encode_after_end(text)
-        return ids[1:] if ended_with is not None and ids[:1] == [ended_with] else ids
+        return Encoded(ids[1:] if ended_with is not None and ids[:1] == [ended_with] else ids)
+
+    def _with_images(self, text: str, images: list[Any], ended_with: int | None, start: int) -> Encoded:
+        """Tokens of a text that follows a turn, images among them; the turn's own last token is left out again."""
+        assert self.vision is not None, "asked before"
+        ending = self._encode_after_end(text)
+        said_twice = ended_with is not None and ending[:1] == [ended_with]
+        end = next(iter(self._ends), "")
+        encoded = self.vision.encode(end + text, images, start, add_special_tokens=False)
+        skipped = int(bool(end)) + int(said_twice)
+        (media,) = encoded.media
+        media = replace(
+            media,
+            marks={name: marks[skipped:] for name, marks in media.marks.items()},
+            length=media.length - skipped,
+            short_ids=media.short_ids[skipped:],
+        )
+        return Encoded(encoded.ids[skipped:], (media,))
 
     def ends_with(self, token: int | None) -> bool:
         """Whether a turn whose last token this is has ended; always so where no token ends turns."""
@@ -120,6 +153,8 @@ class TurnTemplate:
     # --- rendering -----------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Message], answer: bool = True) -> str:
+        if self.vision is not None:  # their templates may know contents that are parts and no others
+            messages = [{**message, "content": as_parts(message.get("content"))} for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=self.tools or None, tokenize=False, add_generation_prompt=answer, **self.kwargs
@@ -190,16 +225,23 @@ class TurnTemplate:
         clean = [{**result, "content": self._without_control(result.get("content"))} for result in results]
         if self.result_role == "tool":
             return clean
+        if any(isinstance(r["content"], list) for r in clean):
+            return [{"role": "user", "content": _parts_of_user(clean)}]
         texts = [f"```tool_output\n{r['content']}\n```" if r["role"] == "tool" else r["content"] for r in clean]
         return [{"role": "user", "content": "\n".join(texts)}]
 
-    def _without_control(self, content: Any) -> str:
+    def _without_control(self, content: Any) -> Any:
         if isinstance(content, list) and all(part.get("type") == "text" for part in content):
             content = "\n".join(part["text"] for part in content)
+        if isinstance(content, list) and self.vision is not None:
+            return [
+                {**part, "text": self._without_control(part["text"])} if part.get("type") == "text" else part
+                for part in content
+            ]
         if not isinstance(content, str):
             raise ValueError(
                 f"the content of a result must be text, got {type(content).__name__}: images among the results of tools"
-                " are not yet supported."
+                " need a vision-language model and its processor (`processing_class`)."
             )
         for token in self._special:
             content = content.replace(token, f"{token[:1]}\u200b{token[1:]}")
@@ -308,7 +350,9 @@ class TurnTemplates:
         key = json.dumps([list(tools), kwargs], sort_keys=True, default=repr)
         template = self._known.pop(key, None)
         if template is None:
-            template = TurnTemplate(self.codec.tokenizer, tools, self._end_ids, kwargs, self._unstable)
+            template = TurnTemplate(
+                self.codec.tokenizer, tools, self._end_ids, kwargs, self._unstable, self.codec.vision
+            )
         self._known[key] = template
         if len(self._known) > REMEMBERED:
             del self._known[next(iter(self._known))]
@@ -320,6 +364,18 @@ _USER: Message = {"role": "user", "content": _ASK}
 
 def _result(number: str = "") -> Message:
     return {"role": "tool", "name": "lookup", "tool_call_id": _call_id(0), "content": _RESULT + number}
+
+
+def _parts_of_user(results: Sequence[Message]) -> list[dict[str, Any]]:
+    """Results with images as the parts of one message, those of tools between fences."""
+    parts: list[dict[str, Any]] = []
+    for result in results:
+        content = as_parts(result["content"])
+        if result["role"] == "tool":
+            fences = [{"type": "text", "text": text} for text in ("```tool_output\n", "\n```")]
+            content = [fences[0], *content, fences[1]]
+        parts += [{"type": "text", "text": "\n"}, *content] if parts else content
+    return parts
 
 
 def _call_id(number: int) -> str:

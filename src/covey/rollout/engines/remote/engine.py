@@ -212,7 +212,7 @@ class RemoteEngine:
             ServerError: answers could not be used, several times.
             NoServerLeft: all servers failed and none came back.
         """
-        if request.images:
+        if request.media:
             raise ValueError("inference servers are sent token ids alone; this version has no way to send images.")
         return await self._thread.wait_for(self._generate(request))
 

@@ -41,6 +41,15 @@ class ModelFields:
         "Weight of the load-balancing loss of mixtures of experts, taken over all tokens of an optimizer step. Unset: "
         "the model's own where its config has output_router_logits, and no such loss otherwise; 0 switches it off.",
     )
+    freeze_vit: bool = described(
+        False, "Of a vision-language model, train everything but what encodes images (the vision tower)."
+    )
+    freeze_aligner: bool = described(
+        False, "Of a vision-language model, train everything but what brings encoded images to the language model."
+    )
+    freeze_llm: bool = described(
+        False, "Of a vision-language model, train everything but the language model and its head."
+    )
     disable_dropout: bool = described(
         False, "Set every dropout probability to 0, so that the same tokens always get the same log-probabilities."
     )

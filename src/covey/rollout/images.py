@@ -1,0 +1,162 @@
+"""Images as datasets and tools give them: read into PIL images, and put where a conversation shows them.
+
+A row has them in a column `image` or `images`, or among the parts of its messages. Not here: what a model's processor
+makes of them (`covey.rollout.vision`).
+"""
+
+import base64
+import binascii
+import os
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+from covey.core.rollout import Message
+
+COLUMNS = ("image", "images")
+"""Columns of a dataset that hold the pictures of a row: one, or a list of them."""
+
+SOURCES = ("image", "path", "url", "base64", "image_url")
+"""Keys of an image part that may say which image it is."""
+
+FORMS = "a PIL image, the path of a file, its bytes, or {'bytes': ..., 'path': ...} as `datasets.Image` has them"
+
+
+class ImageError(ValueError):
+    """An image that cannot be read, or that belongs nowhere."""
+
+
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """The images in a row's columns, as they are given; [] without any.
+
+    Raises:
+        ImageError: both columns hold some.
+    """
+    given = {name: row[name] for name in COLUMNS if row.get(name) is not None}
+    filled = {name: value for name, value in given.items() if not (isinstance(value, list | tuple) and not value)}
+    if len(filled) > 1:
+        raise ImageError("both columns, 'image' and 'images', hold pictures. Put a row's pictures into one of them.")
+    for value in filled.values():
+        return [one for one in value if one is not None] if isinstance(value, list | tuple) else [value]
+    return []
+
+
+def read_image(given: Any, what: str = "an image") -> Any:
+    """A PIL image in RGB, upright.
+
+    Args:
+        given: a PIL image, a path, a data URL, bytes of a file, or a dictionary with `bytes` or `path`.
+        what: names it in errors.
+
+    Raises:
+        ImageError: it is none of these, there is no such file, or it cannot be decoded.
+    """
+    from PIL import Image, ImageOps
+
+    if isinstance(given, Mapping):
+        known = [given[key] for key in ("bytes", "path") if given.get(key) is not None]
+        if not known:
+            raise ImageError(f"{what} is a dictionary with {sorted(map(str, given))}; give {FORMS}.")
+        given = known[0]
+    try:
+        if isinstance(given, str) and given.startswith("data:"):
+            given = base64.b64decode(given.partition(",")[2], validate=True)
+        if isinstance(given, str | os.PathLike):
+            opened: Any = Image.open(_path(given, what))
+        elif isinstance(given, bytes | bytearray | memoryview):
+            opened = Image.open(BytesIO(given))
+        elif isinstance(given, Image.Image):
+            opened = given
+        else:
+            raise ImageError(f"{what} is of type {type(given).__name__}; give {FORMS}.")
+        return ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, SyntaxError, ValueError, binascii.Error, Image.DecompressionBombError) as error:
+        if isinstance(error, ImageError):
+            raise
+        shown = f" ({given})" if isinstance(given, str | os.PathLike) else ""
+        raise ImageError(
+            f"{what}{shown} cannot be read: {type(error).__name__}: {error}. Mend or remove the row."
+        ) from error
+
+
+def _path(given: str | os.PathLike[str], what: str) -> str:
+    path = os.fspath(given).removeprefix("file://")
+    if path.startswith(("http://", "https://")):
+        raise ImageError(f"{what} is the address {path!r:.80}; download it first, and give {FORMS}.")
+    return path
+
+
+def with_images(messages: Sequence[Message], given: Sequence[Any]) -> tuple[list[Message], list[Any]]:
+    """Messages whose contents are parts, and the images that these show, in their order.
+
+    Images of a column take the places of image parts that name none. Where no message has an image part, they come in
+    front of the first message of a user.
+
+    Args:
+        messages: of a prompt, or answers of tools.
+        given: images of a column.
+
+    Returns:
+        Messages with `{"type": "image"}` where an image is shown and `{"type": "text", "text": ...}` elsewhere; and the
+        images as they were given.
+
+    Raises:
+        ImageError: there are more or fewer images than places for them.
+
+    Example:
+        >>> with_images([{"role": "user", "content": "What is it?"}], ["cat.png"])[0][0]["content"]
+        [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]
+    """
+    written = [{**message, "content": as_parts(message.get("content"))} for message in messages]
+    parts = [part for message in written for part in message["content"] if part.get("type") in ("image", "image_url")]
+    if given and not parts:
+        user = next((message for message in written if message.get("role") == "user"), None)
+        if user is None:
+            raise ImageError("there are images, and no message of a user that could show them.")
+        parts = [{"type": "image"} for _ in given]
+        user["content"] = [*parts, *user["content"]]
+    named = [_source(part) for part in parts]
+    open_places = sum(source is None for source in named)
+    if open_places != len(given):
+        raise ImageError(
+            f"the messages have {open_places} image parts that name no image, and the row has {len(given)} images in"
+            " its column. Give one for each, in order, or leave the image parts out to have all of them in front of the"
+            " first user message."
+        )
+    rest = iter(given)
+    shown = [next(rest) if source is None else source for source in named]
+    for message in written:
+        message["content"] = [_plain_part(part) for part in message["content"]]
+    return written, shown
+
+
+def shows_images(prompt: Any) -> bool:
+    """Whether a message of a prompt has an image among its parts."""
+    if not isinstance(prompt, list):
+        return False
+    parts = [part for message in prompt for part in as_parts(message.get("content"))]
+    return any(part.get("type") in ("image", "image_url") for part in parts)
+
+
+def as_parts(content: Any) -> list[dict[str, Any]]:
+    """A message's content as parts, also where it is text."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return [dict(part) for part in content or () if isinstance(part, Mapping)]
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+    """The image that a part names, or None."""
+    source = next((part[key] for key in SOURCES if part.get(key) is not None), None)
+    if isinstance(source, Mapping) and "url" in source:  # {"type": "image_url", "image_url": {"url": ...}}
+        return source["url"]
+    if isinstance(source, str) and source == part.get("base64"):
+        return f"data:image;base64,{source}"
+    return source
+
+
+def _plain_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """As chat templates know parts; tables fill the keys that a part does not have with None."""
+    if part.get("type") in ("image", "image_url"):
+        return {"type": "image"}
+    return {key: value for key, value in part.items() if value is not None}

@@ -1,0 +1,94 @@
+"""Images as users give them: read in every form, and put where conversations show them."""
+
+import base64
+from io import BytesIO
+
+import pytest
+from PIL import Image
+
+from covey.rollout.images import ImageError, images_of, read_image, with_images
+
+CAT = Image.new("RGB", (3, 2), (255, 0, 0))
+
+
+def as_png(image):
+    data = BytesIO()
+    image.save(data, "PNG")
+    return data.getvalue()
+
+
+def forms(folder):
+    path = folder / "cat.png"
+    path.write_bytes(as_png(CAT))
+    url = "data:image/png;base64," + base64.b64encode(as_png(CAT)).decode()
+    return [
+        CAT,
+        str(path),
+        path,
+        f"file://{path}",
+        as_png(CAT),
+        {"bytes": as_png(CAT), "path": None},
+        {"bytes": None, "path": str(path)},
+        url,
+        CAT.convert("RGBA"),
+    ]
+
+
+def test_every_form_is_the_same_image(tmp_path):
+    for given in forms(tmp_path):
+        read = read_image(given)
+        assert (read.mode, read.size, read.getpixel((0, 0))) == ("RGB", (3, 2), (255, 0, 0))
+
+
+def test_a_photograph_stands_upright():
+    """Orientation 6 in the file says: turn it by 90 degrees."""
+    data, tags = BytesIO(), Image.Exif()
+    tags[0x0112] = 6
+    CAT.save(data, "JPEG", exif=tags)
+    assert read_image(data.getvalue()).size == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "given", [b"", b"no picture", as_png(CAT)[:40], "no/such/file.png", "data:image/png;base64,%", {}]
+)
+def test_what_cannot_be_read_says_so(given):
+    with pytest.raises(ImageError, match="image 3"):
+        read_image(given, "image 3")
+
+
+def test_columns_hold_one_image_or_several_or_none():
+    assert images_of({"image": "a"}) == ["a"]
+    assert images_of({"images": ["a", "b"], "image": None}) == ["a", "b"]
+    assert images_of({"images": [], "image": None}) == images_of({}) == []
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def test_images_of_a_column_come_first_where_no_part_shows_them():
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}
+    messages, shown = with_images([system, user], ["a", "b"])
+    assert [message["content"] for message in messages] == [
+        [text("Be brief.")],
+        [{"type": "image"}, {"type": "image"}, text("What?")],
+    ]
+    assert shown == ["a", "b"] and user["content"] == "What?"
+
+
+def test_parts_keep_their_images_and_columns_fill_the_others():
+    parts = [{"type": "image", "image": "own", "text": None}, text("or"), {"type": "image"}]
+    messages, shown = with_images([{"role": "user", "content": parts}], ["column"])
+    assert messages[0]["content"] == [{"type": "image"}, text("or"), {"type": "image"}]
+    assert shown == ["own", "column"]
+
+
+@pytest.mark.parametrize("given", [["a"], ["a", "b", "c"]])
+def test_places_and_images_must_be_equally_many(given):
+    with pytest.raises(ImageError, match=f"2 image parts.*{len(given)} images"):
+        with_images([{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], given)
+
+
+def test_the_url_of_an_image_part_may_be_data():
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    assert with_images([{"role": "user", "content": [part]}], [])[1] == ["data:image/png;base64,AA=="]

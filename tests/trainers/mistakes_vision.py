@@ -1,0 +1,120 @@
+"""Mistakes with images and vision-language models."""
+
+from mistakes import TRAINING, Bench, Mistake
+
+import tiny
+import tiny_vision
+
+
+def seeing(bench: Bench, rows, settings=None, **parts):
+    """A trainer of a vision-language model whose processor needs nothing but Pillow."""
+    model, processor = tiny_vision.make("gemma3")
+    given = {"model": model, "processing_class": processor, "train_dataset": rows, **parts}
+    return bench.build(settings, **given)
+
+
+def row(image, text="What?"):
+    return {"prompt": [{"role": "user", "content": text}], "image": image}
+
+
+def broken(bench: Bench):
+    path = bench.path / "broken.png"
+    path.write_bytes(b"no picture")
+    return seeing(bench, [row(tiny_vision.picture()), row(str(path))])
+
+
+def broken_later(bench: Bench):
+    made = seeing(bench, Rows(40), {"shuffle_dataset": False, "max_steps": 30})
+    made.train()
+
+
+class Rows:
+    """A dataset whose seventeenth row, which nobody looks at beforehand, has a picture that cannot be read."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        if number >= self.count:
+            raise IndexError
+        return row(b"no picture" if number == 16 else tiny_vision.picture(), str(number))
+
+
+TWO = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "?"}]
+
+VISION = [
+    Mistake(
+        "Gave images to a model that is trained with a tokenizer",
+        lambda b: b.build(train_dataset=[{"prompt": "1+1=", "image": tiny_vision.picture()}] * 2),
+        ("row 0 of `train_dataset`", "would not see them", "its processor", "remove_columns"),
+    ),
+    Mistake(
+        "Gave images to a model that is trained with a tokenizer",
+        lambda b: b.build(train_dataset=[{"prompt": [{"role": "user", "content": TWO}]}] * 2),
+        ("row 0 of `train_dataset`", "would not see them"),
+    ),
+    Mistake(
+        "Gave an image that cannot be read",
+        broken,
+        ("row 1 of `train_dataset`", r"image 0 \(.*broken.png\) cannot be read", "Mend or remove the row"),
+    ),
+    Mistake(
+        "Gave an image that cannot be read, in a row that is first looked at when it is sampled",
+        broken_later,
+        ("row 16 of the dataset", "image 0 cannot be read", "Mend or remove the row"),
+        when=TRAINING,
+    ),
+    Mistake(
+        "Gave something as an image that is none",
+        lambda b: seeing(b, [row(7)] * 2),
+        ("row 0 of `train_dataset`", "is of type int", "give a PIL image, the path of a file, its bytes"),
+    ),
+    Mistake(
+        "Gave the address of an image",
+        lambda b: seeing(b, [row("https://example.org/cat.png")] * 2),
+        ("row 0 of `train_dataset`", "is the address", "download it first"),
+    ),
+    Mistake(
+        "Gave more or fewer images than the messages have places",
+        lambda b: seeing(b, [{"prompt": [{"role": "user", "content": TWO}], "image": tiny_vision.picture()}] * 2),
+        (
+            "row 0 of `train_dataset`",
+            "2 image parts that name no image",
+            "1 images in its column",
+            "leave the image parts",
+        ),
+    ),
+    Mistake(
+        "Gave pictures in both columns, image and images",
+        lambda b: seeing(b, [{**row(tiny_vision.picture()), "images": [tiny_vision.picture()]}] * 2),
+        ("row 0 of `train_dataset`", "both columns", "into one of them"),
+    ),
+    Mistake(
+        "Wrote the token of an image into a prompt without an image",
+        lambda b: seeing(b, [row(None, "<image>What?")] * 2),
+        ("row 0 of `train_dataset`", "a token that stands for an image", "Give the image"),
+    ),
+    Mistake(
+        "Set freeze_vit, freeze_aligner or freeze_llm for a model that sees no images",
+        lambda b: b.build({"freeze_vit": True}),
+        ("freeze_vit=True", "LlamaForCausalLM is no vision-language model", "peft_config"),
+    ),
+    Mistake(
+        "Froze all parts of a vision-language model",
+        lambda b: seeing(b, [row(None)], {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": True}),
+        ("freeze_vit, freeze_aligner and freeze_llm", "nothing would be trained", "leave one"),
+    ),
+    Mistake(
+        "Chose attn_layout for a vision-language model",
+        lambda b: seeing(b, [row(None)] * 8, {"attn_layout": "packed"}),
+        ("attn_layout='packed'", "rows are padded", "Leave attn_layout at 'auto'"),
+    ),
+    Mistake(
+        "Chose speculative_reuse for a vision-language model",
+        lambda b: seeing(b, tiny.rows(), {"speculative_reuse": "exact"}),
+        ("speculative_reuse='exact'", "prompt by prompt", "Leave speculative_reuse unset"),
+    ),
+]
