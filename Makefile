@@ -16,7 +16,7 @@ SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sente
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed lint bench bench-tools clean
+.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed test-trackers lint bench bench-tools clean
 
 .venv/torch.done:
 	@echo "Setting up .venv; the first time takes a few minutes."
@@ -105,6 +105,17 @@ test-environments: .venv-env-openenv/covey.done .venv-env-verifiers/covey.done
 test-deepspeed: .venv-deepspeed/covey.done
 	$(DEEPSPEED_BIN)/python -m pytest -m deepspeed tests/trainers
 
+.venv-trackers/covey.done: pyproject.toml
+	$(PYTHON) -m venv .venv-trackers
+	@echo "Installing trackers into .venv-trackers; the first time takes a few minutes."
+	.venv-trackers/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	.venv-trackers/bin/pip install --quiet --disable-pip-version-check -e '.[trackers,search]' 'pytest>=8' 'hypothesis>=6.100'
+	touch $@
+
+# Real trackers, offline: what they have written after a run.
+test-trackers: .venv-trackers/covey.done
+	.venv-trackers/bin/python -m pytest tests/trainers/test_trackers.py tests/trainers/test_search.py
+
 .venv/bench.done: .venv/dev.done
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
 	touch $@
@@ -118,4 +129,4 @@ bench-tools: .venv/demo.done
 	$(BIN)/python -m benchmarks.tools
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-deepspeed .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-deepspeed .venv-trackers .pytest_cache .mypy_cache .ruff_cache

@@ -10,6 +10,7 @@ from typing import Any
 from covey.cli.config_file import RunConfig
 from covey.cli.explain_sentences import count
 from covey.trainers.config.algebra import BatchAlgebra
+from covey.trainers.trackers import check_trackers
 
 
 @dataclass
@@ -54,6 +55,10 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
     for kind, reference in [*(("tool", tool) for tool in run.tools), *((one, getattr(run, one)) for one in players)]:
         if reference:
             _check_named(reference, kind, start)
+    try:
+        check_trackers(run.args.report_to)
+    except (ValueError, ImportError) as error:
+        start.problems.append(str(error))
     if run.model and not Path(run.model).is_dir():
         start.unchecked.append(f"model {run.model!r}, which is no folder here and so comes from the hub")
     return start

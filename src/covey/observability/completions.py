@@ -246,15 +246,26 @@ def _to_trackio(trackio: Any, headers: list[str], cells: list[list[Any]], step: 
 
 
 def _to_swanlab(swanlab: Any, headers: list[str], cells: list[list[Any]], step: int) -> None:
-    if swanlab.get_run() is not None:
+    try:
+        run = swanlab.get_run()
+    except RuntimeError:  # since 0.9, where there is none
+        return
+    if run is not None:
         table = swanlab.echarts.Table()
         table.add(headers, cells)
         swanlab.log({"completions": table}, step=step)
+
+
+def _to_mlflow(mlflow: Any, headers: list[str], cells: list[list[Any]], step: int) -> None:
+    if mlflow.active_run() is not None:
+        columns = {header: [row[number] for row in cells] for number, header in enumerate(headers)}
+        mlflow.log_table(columns, artifact_file=f"completions/completions_{step:05d}.json")
 
 
 TRACKERS: dict[str, Callable[[Any, list[str], list[list[Any]], int], None]] = {
     "wandb": _to_wandb,
     "trackio": _to_trackio,
     "swanlab": _to_swanlab,
+    "mlflow": _to_mlflow,
 }
 """Trackers that take tables: the module, headers, rows and step in, nothing out."""

@@ -43,6 +43,7 @@ from covey.trainers.search import make_model
 from covey.trainers.servers import generation_extras
 from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
 from covey.trainers.staleness import refuse_shared_weights
+from covey.trainers.trackers import OpensSwanLab, check_trackers
 from covey.trainers.vision import build_vision, freeze, layout_of
 from covey.trainers.watching import Watched
 from covey.trainers.weight_sync import WeightSync
@@ -58,7 +59,8 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
 
     Raises:
         TypeError: another kind of config.
-        ValueError: its `output_dir` cannot be written to.
+        ValueError: its `output_dir` cannot be written to, or there is no such tracker.
+        ImportError: a tracker that is not installed.
     """
     if args is None:
         loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -77,6 +79,7 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
             f"output_dir={folder!r} is not a folder that can be written to, so checkpoints and completions"
             " would be lost. Choose another."
         )
+    check_trackers(args.report_to)
     return args
 
 
@@ -389,6 +392,8 @@ def add_callbacks(trainer: Any) -> None:
     """Covey's own progress display instead of the stock ones, and the reference's slow following."""
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
+    if "swanlab" in trainer.args.report_to:
+        trainer.callback_handler.callbacks.insert(0, OpensSwanLab())  # before transformers' own
     trainer.add_callback(LogEnds())
     trainer.add_callback(ProgressDisplay(plain=trainer.args.disable_tqdm))
     trainer.add_callback(Advice())

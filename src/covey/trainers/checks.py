@@ -40,6 +40,7 @@ BATCH_RULES: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     training.learning_rate_goes_downhill,
     training.something_is_trained,
+    training.optimizer_waits_for_the_whole_step,
     speculation.reuse_is_exact_or_lenient,
     speculation.lenience_is_positive,
     speculation.reuse_can_happen,

@@ -48,3 +48,14 @@ def something_is_trained(args: Any) -> None:
             f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps}: nothing would be trained. Set"
             " one of them above 0; max_steps wins when both are."
         )
+
+
+def optimizer_waits_for_the_whole_step(args: Any) -> None:
+    """The weights change once all passes of an optimizer step have been run, not within a backward pass."""
+    name = str(getattr(args.optim, "value", args.optim))
+    if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
+        raise ValueError(
+            f"optim={name!r} changes the weights within every backward pass, but one optimizer step takes several"
+            " passes here, whose gradients belong to the same weights. Choose another optimizer, such as adamw_torch,"
+            " adafactor or galore_adamw."
+        )
