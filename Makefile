@@ -3,6 +3,7 @@ PYTHON ?= python3
 # Installed first and alone: a looser requirement with no torch present would pull several GB of CUDA on a CPU machine.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+WORKERS ?= 2
 
 # vLLM brings a torch and a transformers of its own choice, so it lives apart from the rest.
 VLLM_BIN := .venv-vllm/bin
@@ -43,8 +44,9 @@ lint: .venv/dev.done
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# One worker for each of two cores; one thread each, because tiny models run fastest so and threads that spin disturb.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # What needs a CPU, the real model and some minutes.
 test-slow: .venv/dev.done

@@ -291,6 +291,7 @@ def test_a_group_that_nobody_joins_ends_by_the_deadline(running):
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_emptied_fails_the_update(running, engines, monkeypatch):
     monkeypatch.setattr(engine_module, "QUICK_SECONDS", 1.0)
     engine = engines(SglangWeights("tensor"), running)
