@@ -23,12 +23,14 @@ def test_a_file_names_the_run_and_its_settings(write):
     run = load_run(
         write(
             "method: rloo\nmodel: my/model\ndataset: data.jsonl\nreward_funcs: [a.b, c]\npeft: {r: 8}\n"
+            "quantization: {load_in_4bit: true}\n"
             "learning_rate: 1e-5\neval_strategy: no\nnum_generations: 4\n"
         )
     )
     assert isinstance(run.args, RLOOConfig)
     assert (run.method, run.model, run.dataset, run.dataset_split) == ("rloo", "my/model", "data.jsonl", "train")
     assert (run.reward_funcs, run.peft) == (["a.b", "c"], {"r": 8})
+    assert run.quantization == {"load_in_4bit": True}
     assert run.args.learning_rate == 1e-5
     assert run.args.eval_strategy == "no"
 

@@ -1,5 +1,6 @@
 """Mistakes with models, adapters, tokenizers, launchers and other arguments of a trainer."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import peft
@@ -45,6 +46,20 @@ def adapter_folder(bench):
 
 def headless_folder(bench):
     return bench.save("classifier", LlamaForSequenceClassification(tiny.config(tie_word_embeddings=False)))
+
+
+def marked_quantised():
+    """A model that says what transformers says of one that it has quantised."""
+    model = tiny.model()
+    model.is_quantized, model.quantization_method = True, "bitsandbytes"
+    return model
+
+
+def without_bitsandbytes(bench):
+    find_spec = importlib.util.find_spec
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+        bench.build(model=bench.folder, quantization_config=QUANTISED, peft_config=lora())
 
 
 def tokenizer(**changes):
@@ -207,6 +222,32 @@ MODELS = [
         "Quantised the model without an adapter",
         lambda b: b.build(model=b.folder, quantization_config=QUANTISED),
         ("`quantization_config` without `peft_config`", "cannot be trained", "Pass a `peft_config`"),
+    ),
+    Mistake(
+        "Quantised the model without an adapter",
+        lambda b: b.build({"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}}, model=b.folder),
+        ("`quantization_config` without `peft_config`", "cannot be trained", "Pass a `peft_config`"),
+    ),
+    Mistake(
+        "Gave a quantised model without an adapter",
+        lambda b: b.build(model=marked_quantised()),
+        ("weights of this LlamaForCausalLM are quantised and cannot be trained", "Pass a `peft_config`"),
+    ),
+    Mistake(
+        "Gave quantization_config twice",
+        lambda b: b.build(
+            {"model_init_kwargs": {"quantization_config": QUANTISED}},
+            model=b.folder,
+            quantization_config=QUANTISED,
+            peft_config=lora(),
+        ),
+        ("`quantization_config` was given twice", "Keep one"),
+    ),
+    Mistake(
+        "Quantised the model without bitsandbytes installed",
+        without_bitsandbytes,
+        ("needs bitsandbytes", r"pip install 'covey\[quantization\]'"),
+        kind=ImportError,
     ),
     Mistake(
         "Gave a PeftModel and a peft_config",

@@ -36,6 +36,8 @@ RUN_KEYS = {
     "rollout_func": "A function that plays rollouts in the place of the built-in loop, named like a tool.",
     "environment_factory": "What makes the environments that rollouts act in, named like a tool.",
     "peft": "Train a LoRA adapter instead of all weights: arguments of peft.LoraConfig (a mapping or JSON).",
+    "quantization": "Hold the weights under an adapter in 4 or 8 bits: arguments of BitsAndBytesConfig. As in "
+    "{load_in_4bit: true, bnb_4bit_compute_dtype: bfloat16}; needs `peft`.",
 }
 """What a run file holds beside config fields."""
 
@@ -47,6 +49,7 @@ _OTHER_NAMES = {
     "dataset_name": "dataset",
     "dataset_train_split": "dataset_split",
     "peft_config": "peft",
+    "quantization_config": "quantization",
 }
 
 
@@ -64,6 +67,7 @@ class RunConfig:
         tools: import paths, as written.
         rollout_func, environment_factory: an import path, or None.
         peft: arguments of `peft.LoraConfig`, or None.
+        quantization: arguments of `transformers.BitsAndBytesConfig`, or None.
         args: the `GRPOConfig` or `RLOOConfig`.
     """
 
@@ -77,6 +81,7 @@ class RunConfig:
     rollout_func: Any
     environment_factory: Any
     peft: dict[str, Any] | None
+    quantization: dict[str, Any] | None
     args: OnlineConfig
 
     @property
@@ -138,6 +143,7 @@ def load_run(
         rollout_func=run.get("rollout_func"),
         environment_factory=run.get("environment_factory"),
         peft=_as_mapping("peft", run.get("peft")),
+        quantization=_as_mapping("quantization", run.get("quantization")),
         args=args,
     )
 

@@ -90,6 +90,7 @@ def settings(run: RunConfig) -> dict[str, Any]:
         "dataset": f"{run.dataset}, split {run.dataset_split}",
     }
     named |= {"eval_dataset": run.eval_dataset, "reward_funcs": ", ".join(map(str, run.reward_funcs)), "peft": run.peft}
+    named |= {"quantization": run.quantization}
     named |= {"tools": ", ".join(map(str, run.tools)) or None, "rollout_func": run.rollout_func}
     named |= {"environment_factory": run.environment_factory}
     changed = {

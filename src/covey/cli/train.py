@@ -4,6 +4,7 @@ The steps are in `train`. How a run file is read is in `covey.cli.config_file`, 
 `covey.cli.results`, and the text of `-h` in `covey.cli.train_help`.
 """
 
+import inspect
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,6 +126,7 @@ def build_trainer(run: RunConfig, training: bool = True) -> Any:
             named(run.environment_factory, "environment_factory") if run.environment_factory else None
         ),
         peft_config=adapter(run.peft),
+        quantization_config=quantisation(run.quantization),
     )
 
 
@@ -179,6 +181,29 @@ def adapter(settings: dict[str, Any] | None) -> Any:
         return LoraConfig(**{"task_type": "CAUSAL_LM", **settings})
     except TypeError as error:
         raise ValueError(f"peft={settings!r}: {error}. See peft.LoraConfig for what it takes.") from error
+
+
+def quantisation(settings: dict[str, Any] | None) -> Any:
+    """How a run's weights are quantised, or None.
+
+    Raises:
+        ValueError: a setting that bitsandbytes does not have.
+    """
+    if settings is None:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ValueError(
+            f"quantization={settings!r} has {', '.join(unknown)}, which transformers.BitsAndBytesConfig does not know;"
+            f" it takes {', '.join(sorted(known))}."
+        )
+    try:
+        return BitsAndBytesConfig(**settings)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"quantization={settings!r}: {error}. See transformers.BitsAndBytesConfig.") from error
 
 
 def resume_from(text: str | None) -> str | bool | None:

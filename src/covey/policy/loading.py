@@ -4,6 +4,7 @@ Models are loaded in float32 unless told otherwise: that is what the optimizer u
 processes (accelerate's job).
 """
 
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from covey.core.media import placeholder_ids
+from covey.policy.quantised import keep_gradients, quantisation_of
 from covey.policy.weights import whole_shape
 
 OWN_VOCABULARY = 0.5
@@ -43,6 +45,7 @@ def load_policy(
         ImportError: loading it as asked needs a package that is missing.
     """
     if isinstance(model, (str, os.PathLike)):
+        quantization_config = _one_quantisation(quantization_config, init_kwargs or {})
         if quantization_config is not None and peft_config is None:
             raise ValueError(
                 "`quantization_config` without `peft_config`: quantised weights cannot be trained. Pass a `peft_config`"
@@ -58,7 +61,18 @@ def load_policy(
     if peft_config is not None:
         model = _with_adapter(model, peft_config)
     _check_trains(model)
+    keep_gradients(model)
     return model
+
+
+def _one_quantisation(given: Any, init_kwargs: dict[str, Any]) -> Any:
+    """How to quantise the model, named as an argument or among those of `from_pretrained`; None: not at all."""
+    inside = init_kwargs.get("quantization_config")
+    if given is not None and inside is not None:
+        raise ValueError(
+            "`quantization_config` was given twice, as an argument of the trainer and in `model_init_kwargs`. Keep one."
+        )
+    return inside if given is None else given
 
 
 def _from_pretrained(name: str, init_kwargs: dict[str, Any], trust_remote_code: bool, quantization: Any) -> Any:
@@ -67,6 +81,7 @@ def _from_pretrained(name: str, init_kwargs: dict[str, Any], trust_remote_code: 
     kwargs["dtype"] = as_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype"))
     if quantization is not None:
         kwargs["quantization_config"] = quantization
+        _check_installed(quantization)
     try:
         loaded: Any = auto_class.from_pretrained(name, **kwargs, output_loading_info=True)
     except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
@@ -100,6 +115,18 @@ def sees_images(config: Any) -> bool:
     from transformers import AutoModelForImageTextToText
 
     return type(config) in AutoModelForImageTextToText._model_mapping and bool(placeholder_ids(config))
+
+
+def _check_installed(quantization: Any) -> None:
+    """Quantising with bitsandbytes takes bitsandbytes.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    settings = quantization if isinstance(quantization, dict) else vars(quantization)
+    wanted = any(settings.get(name) or settings.get(f"_{name}") for name in ("load_in_4bit", "load_in_8bit"))
+    if wanted and importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError("quantising to 4 or 8 bits needs bitsandbytes: pip install 'covey[quantization]'")
 
 
 def as_dtype(dtype: Any) -> torch.dtype | str:
@@ -178,6 +205,11 @@ def _check_trains(model: Any) -> None:
         raise ValueError(
             f"every weight of the {'adapter' if adapter else 'model'} is frozen, so nothing would be trained: {advice}."
         )
+    if quantisation_of(model) is not None and not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"the weights of this {type(model).__name__} are quantised and cannot be trained. Pass a `peft_config` to"
+            " train an adapter on top of them, or load the model without `quantization_config`."
+        )
     if any(parameter.dtype == torch.float16 for parameter in trained):
         warnings.warn(
             "the weights to train are float16, in which small updates vanish and large ones overflow. Load the model in"
@@ -211,7 +243,7 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
             f"`peft_config` is a {type(peft_config).__name__}, which puts virtual tokens before the prompt; sampling"
             " and scoring support adapters inside the layers. Use LoRA or one of its relatives."
         )
-    if getattr(model, "is_quantized", False):
+    if quantisation_of(model) is not None:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     try:
         return get_peft_model(model, peft_config)

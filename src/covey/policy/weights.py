@@ -18,6 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.weights import TensorSpec, WeightUpdate
+from covey.policy.quantised import (
+    is_quantised_layer,
+    plain_layer,
+    plain_like,
+    plain_state,
+    plain_tuner,
+    quantisation_of,
+)
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into the names of the modules they wrap."""
@@ -37,19 +45,21 @@ def weight_update(
             they weigh little, and some are kept in float32.
 
     Raises:
-        ValueError: the base is quantised, so that it has no weights a checkpoint could hold, and was to be sent; or
-            there is no adapter, or several are active, and one was to be sent.
+        ValueError: the base is quantised in a way that Covey cannot undo, and was to be sent; or there is no adapter,
+            or several are active, and one was to be sent.
     """
     model = unwrapped(model)
     reshard(model)
     base = base_model(model)
     if not adapter_only:
-        _check_not_quantised(base, is_adapted=base is not model)
+        _check_can_be_whole(base, is_adapted=base is not model)
         return _update(version, _as_in_checkpoint(base, _model_parts(base, merge=True)), dtype)
     name = active_adapter(model)
     alone = _update(version, _adapter_parts(model, name), dtype)
-    under = None if _is_quantised(base) else _update(version, _as_in_checkpoint(base, _model_parts(base, False)), dtype)
-    return dataclasses.replace(alone, adapter=adapter_config(model, name), base=under)
+    alone = dataclasses.replace(alone, adapter=adapter_config(model, name))
+    if quantisation_of(base) not in (None, "bitsandbytes"):
+        return alone
+    return dataclasses.replace(alone, base=_update(version, _as_in_checkpoint(base, _model_parts(base, False)), dtype))
 
 
 def unwrapped(model: Any) -> Any:
@@ -200,15 +210,15 @@ def _update(version: int, parts: list[_Part], dtype: torch.dtype | None) -> Weig
 def _model_parts(base: nn.Module, merge: bool) -> list[_Part]:
     """One part per module that holds tensors, tied ones once."""
     tied: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
-    seen: set[int] = set()
+    seen: dict[int, Tensor] = {}
     parts = []
     for prefix, source in _sources(base, merge):
         names = []
-        for key, tensor in source.now().items():
+        for key, tensor in source.looks().items():
             name = checkpoint_name(f"{prefix}.{key}" if prefix else key)
             if not (name in tied and id(tensor) in seen):
                 names.append((key, name))
-            seen.add(id(tensor))
+            seen[id(tensor)] = tensor
         if names:
             parts.append(_module_part(source, names))
     return parts
@@ -221,10 +231,16 @@ class _Source:
     Attributes:
         now: by name, as they lie there: perhaps shards, and without what an adapter adds.
         merged: the same with active adapters added, as copies; None where there is nothing to add.
+        like: tensors of their names and shapes, where it takes work to have `now`.
     """
 
     now: Callable[[], dict[str, Tensor]]
     merged: Callable[[], dict[str, Tensor]] | None = None
+    like: Callable[[], dict[str, Tensor]] | None = None
+
+    def looks(self) -> dict[str, Tensor]:
+        """Names, shapes and types."""
+        return (self.like or self.now)()
 
 
 def _module_part(source: _Source, names: list[tuple[str, str]]) -> _Part:
@@ -232,7 +248,7 @@ def _module_part(source: _Source, names: list[tuple[str, str]]) -> _Part:
         state = (source.merged or source.now)()
         return {name: whole(state[key]) for key, name in names}
 
-    state = source.now()
+    state = source.looks()
     return _Part({name: _meta(state[key]) for key, name in names}, make)
 
 
@@ -240,6 +256,9 @@ def _sources(module: nn.Module, merge: bool, prefix: str = "") -> Iterator[tuple
     """Modules that hold tensors of their own, one that PEFT adapted as a whole; depth first, with their names."""
     if any(hasattr(module, mark) for mark in ("base_layer", "modules_to_save", "token_adapter")):
         yield prefix, _adapted(module, merge)
+        return
+    if is_quantised_layer(module):
+        yield prefix, _Source(partial(plain_state, module), like=partial(plain_like, module))
         return
     if _own_state(module):
         yield prefix, _Source(partial(_own_state, module))
@@ -261,13 +280,18 @@ def _adapted(module: Any, merge: bool) -> _Source:
         used = module.modules_to_save[saved[0]] if merge and saved else module.original_module
         return _Source(partial(used.state_dict, keep_vars=True))
     tuner = getattr(module, "token_adapter", module)
-    now = partial(tuner.get_base_layer().state_dict, keep_vars=True)
-    return _Source(now, (lambda: _merged(tuner).state_dict()) if merge and tuner.active_adapters else None)
+    merged = (lambda: _merged(tuner).state_dict()) if merge and tuner.active_adapters else None
+    layer = tuner.get_base_layer()
+    if is_quantised_layer(layer):
+        return _Source(partial(plain_state, layer), merged, partial(plain_like, layer))
+    return _Source(partial(layer.state_dict, keep_vars=True), merged)
 
 
 def _merged(tuner: Any) -> nn.Module:
     """The base layer with its active adapters added, as a copy."""
     level = twin = _twin(tuner)
+    if is_quantised_layer(tuner.get_base_layer()):
+        twin.__class__ = plain_tuner(type(tuner))  # PEFT's own would round the sum to 4 or 8 bits again
     while hasattr(level, "base_layer"):  # adapters of single parameters wrap one another
         level.merge(safe_merge=False)
         level = level.base_layer
@@ -276,6 +300,8 @@ def _merged(tuner: Any) -> nn.Module:
 
 def _twin(module: nn.Module) -> Any:
     """A copy with whole parameters of its own, on the same device; hooks and sharding stay behind."""
+    if is_quantised_layer(module):
+        return plain_layer(module)
     twin = copy.copy(module)
     for name, value in list(vars(twin).items()):
         if isinstance(value, (list, dict)):
@@ -371,12 +397,9 @@ def _is_peft(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def _is_quantised(base: Any) -> bool:
-    return bool(getattr(base, "is_quantized", False)) or getattr(base, "hf_quantizer", None) is not None
-
-
-def _check_not_quantised(base: Any, is_adapted: bool) -> None:
-    if not _is_quantised(base):
+def _check_can_be_whole(base: Any, is_adapted: bool) -> None:
+    method = quantisation_of(base)
+    if method in (None, "bitsandbytes"):
         return
     advice = (
         "Send the adapter alone (vllm_lora_sync='adapter') to a server that was started with the same quantised model"
@@ -384,7 +407,8 @@ def _check_not_quantised(base: Any, is_adapted: bool) -> None:
         else "Load it without `quantization_config`"
     )
     raise ValueError(
-        f"the weights of {type(base).__name__} are quantised and cannot be sent as a checkpoint. {advice}."
+        f"the weights of {type(base).__name__} are quantised with {method} and cannot be sent as a checkpoint; those of"
+        f" bitsandbytes can. {advice}."
     )
 
 

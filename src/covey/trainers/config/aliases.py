@@ -114,6 +114,11 @@ ALIASES: dict[str, Alias] = {
 
 _PEFT = "it belongs to the adapter: `peft: {{{}: ...}}` in a run file, `peft_config=LoraConfig({}=...)` in a script"
 
+_QUANTISED = (
+    "it says how the model is loaded: `quantization: {{{}: ...}}` in a run file,"
+    " `quantization_config=BitsAndBytesConfig({}=...)` in a script"
+)
+
 _ADAPTER = (
     "an adapter is trained where `peft: {r: 16}` is in the run file or a `peft_config` is given to the trainer; "
     "otherwise all weights are"
@@ -127,6 +132,10 @@ HINTS: dict[str, str] = {
     "dtype": "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`",
     "attn_implementation": "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
     "rlhf_type": "GRPOConfig and RLOOConfig choose the method; in a run file it is `method`",
+    "load_in_4bit": _QUANTISED.format("load_in_4bit", "load_in_4bit"),
+    "load_in_8bit": _QUANTISED.format("load_in_8bit", "load_in_8bit"),
+    "bnb_4bit_quant_type": _QUANTISED.format("bnb_4bit_quant_type", "bnb_4bit_quant_type"),
+    "use_bnb_nested_quant": _QUANTISED.format("bnb_4bit_use_double_quant", "bnb_4bit_use_double_quant"),
     "train_type": _ADAPTER,
     "use_peft": _ADAPTER,
     "lora_rank": _PEFT.format("r", "r"),

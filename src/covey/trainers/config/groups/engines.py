@@ -120,7 +120,7 @@ class MismatchFields:
 
 @dataclass
 class ContinuousBatchingFields:
-    """Accepted for scripts that switch transformers' continuous batching on; the built-in engine has its own."""
+    """Accepted for scripts that ask for it: the built-in engine batches continuously itself."""
 
     use_transformers_continuous_batching: bool = described(
         False, "No effect: the built-in engine batches continuously itself, and samples in the place of transformers'."

@@ -1,0 +1,91 @@
+"""A policy whose frozen base is held in 4 or 8 bits by bitsandbytes, with an adapter on top (QLoRA, arXiv 2305.14314).
+
+What training needs of such layers, and how one becomes a plain layer again: an engine whose weights are not quantised
+takes what the numbers stand for, with the adapter added to them in full precision. Not here: quantising (transformers'
+job when it loads), adapters (`peft`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+KINDS = ("Params4bit", "Int8Params")
+"""Names of bitsandbytes' parameter classes; it is imported only where there are some."""
+
+
+def quantisation_of(model: Any) -> str | None:
+    """How a model's weights are quantised, such as "bitsandbytes" or "gptq"; None where they are not."""
+    if not getattr(model, "is_quantized", False) and getattr(model, "hf_quantizer", None) is None:
+        return None
+    config = getattr(model.config, "quantization_config", None)
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+    if method is None:
+        method = getattr(model, "quantization_method", None) or "an unknown method"
+    name = str(getattr(method, "value", method))
+    return "bitsandbytes" if name.startswith("bitsandbytes") else name
+
+
+def is_quantised_layer(module: Any) -> bool:
+    """Whether it is one of bitsandbytes' linear layers."""
+    return type(module._parameters.get("weight")).__name__ in KINDS
+
+
+def keep_gradients(model: nn.Module) -> None:
+    """Let gradients through 4-bit layers on a CPU also after the model has been sampled from.
+
+    On CPUs with AVX512-BF16 bitsandbytes rearranges a layer's weight the first time that it is used for inference, and
+    there is no gradient through the product with such a weight: training would go on with those of a part of the model.
+    """
+    layer: Any
+    for layer in model.modules():
+        if type(layer._parameters.get("weight")).__name__ == "Params4bit":
+            layer.support_avx512bf16_for_cpu = False
+            layer.state_dict()  # which bitsandbytes writes in the original order, putting the weight back into it
+
+
+def plain_like(layer: Any) -> dict[str, Tensor]:
+    """The tensors of `plain_state`, without data."""
+    weight = layer.weight
+    state = getattr(weight, "quant_state", None)
+    shape, dtype = (weight.shape, torch.float32) if state is None else (state.shape, state.dtype)
+    like = {"weight": torch.empty(tuple(shape), dtype=dtype, device="meta")}
+    return like if layer.bias is None else {**like, "bias": layer.bias}
+
+
+def plain_state(layer: Any) -> dict[str, Tensor]:
+    """The weight that a quantised layer stands for, [out, in], and its bias."""
+    from bitsandbytes import functional
+
+    packed = layer.weight
+    if type(packed).__name__ == "Params4bit":
+        weight = functional.dequantize_4bit(packed.data, packed.quant_state)
+    else:  # the scales move from the parameter to the layer's state when it is first used
+        scales = packed.SCB if layer.state.SCB is None else layer.state.SCB
+        weight = functional.int8_vectorwise_dequant(packed.data, scales.to(packed.device))
+    return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": layer.bias}
+
+
+def plain_layer(layer: Any) -> nn.Linear:
+    """An ordinary linear layer with that weight, frozen."""
+    state = plain_state(layer)
+    made = nn.Linear(layer.in_features, layer.out_features, bias="bias" in state, device="meta")
+    for name, tensor in state.items():
+        made.register_parameter(name, nn.Parameter(tensor.detach().clone(), requires_grad=False))
+    return made
+
+
+def plain_tuner(kind: type) -> type:
+    """The class that PEFT has for the same adapter beside an ordinary linear layer.
+
+    Raises:
+        ValueError: Covey knows none.
+    """
+    from peft.tuners import lora
+
+    if issubclass(kind, lora.LoraLayer):
+        return lora.Linear
+    raise ValueError(
+        f"an adapter of type {kind.__name__} cannot be merged into quantised weights here; LoRA and DoRA can. Send the"
+        " adapter alone (vllm_lora_sync='adapter'), or load the model without `quantization_config`."
+    )
