@@ -207,13 +207,6 @@ SETTINGS = [
         kind=UserWarning,
     ),
     setting(
-        "Switched on a feature of a later release",
-        {"log_completions_hub_repo": "me/it"},
-        "log_completions_hub_repo='me/it' is not yet supported",
-        "comes with a later release",
-        "Leave log_completions_hub_repo at its default",
-    ),
-    setting(
         "Gave weights that are no list of numbers, or all 0",
         {"reward_weights": 2.0},
         r"reward_weights=2\.0",

@@ -72,13 +72,6 @@ REFUSED = [
     (agents.rollouts_have_deadlines, GRPOConfig, {"rollout_timeout": math.nan}, "rollout_timeout=nan"),
     (agents.tool_rounds_are_counted, GRPOConfig, {"max_tool_calling_iterations": -1}, "=-1 must be a whole number"),
     (agents.tool_parser_is_known, RLOOConfig, {"tool_parser": "lama3"}, "Did you mean 'llama3'"),
-    (
-        features.later_features_are_off,
-        GRPOConfig,
-        {"log_completions_hub_repo": "me/it"},
-        "log_completions.* is not yet",
-    ),
-    (features.later_features_are_off, GRPOConfig, {"log_completions_hub_repo": "me/x"}, "log_completions_hub_repo"),
     (features.words_are_known, GRPOConfig, {"prompt_sampler": "hard"}, "choose one of: uniform, difficulty"),
     (prompts.refills_are_counted, GRPOConfig, {"max_resample_times": -1}, "max_resample_times=-1 .* 0 or more"),
     (prompts.no_prompt_is_starved, GRPOConfig, {"difficulty_floor": 0.0}, "difficulty_floor=0.0 .* between 0.01 and 1"),

@@ -36,10 +36,10 @@ from covey.trainers.dynamic import Judge, PromptChooser
 from covey.trainers.engines import build_engine
 from covey.trainers.entropy import EntropyController
 from covey.trainers.environments import RewardSources
+from covey.trainers.hub import PushCompletions
 from covey.trainers.passes import Passes
 from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.read_ahead import prompt_source
-from covey.trainers.search import make_model
 from covey.trainers.servers import generation_extras
 from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
 from covey.trainers.staleness import refuse_shared_weights
@@ -81,17 +81,6 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
         )
     check_trackers(args.report_to)
     return args
-
-
-def made_model(model: Any, model_init: Callable[..., Any]) -> Any:
-    """What `model_init` makes.
-
-    Raises:
-        ValueError: there is a `model` besides, or the function cannot be called or returns nothing.
-    """
-    if model is not None:
-        raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
-    return make_model(model_init)
 
 
 def build_collectives(trainer: Any) -> Collectives:
@@ -395,6 +384,9 @@ def add_callbacks(trainer: Any) -> None:
     if "swanlab" in trainer.args.report_to:
         trainer.callback_handler.callbacks.insert(0, OpensSwanLab())  # before transformers' own
     trainer.add_callback(LogEnds())
+    if (repo := trainer.args.log_completions_hub_repo) and trainer.is_world_process_zero():
+        args = trainer.args
+        trainer.add_callback(PushCompletions(repo, trainer.completions.folder, args.hub_token, args.hub_private_repo))
     trainer.add_callback(ProgressDisplay(plain=trainer.args.disable_tqdm))
     trainer.add_callback(Advice())
     if trainer.reference is not None and trainer.args.sync_ref_model:

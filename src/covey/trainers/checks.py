@@ -49,7 +49,6 @@ RULES: tuple[Rule, ...] = (
     staleness.stale_samples_are_corrected,
     staleness.servers_that_sample_ahead_stay_awake,
     servers.one_engine_samples,
-    features.later_features_are_off,
     features.words_are_known,
     features.loss_type_is_known,
     features.rloo_loss_has_its_config,

@@ -34,17 +34,18 @@ from covey.trainers.dataset import check_dataset
 from covey.trainers.dynamic import Chosen, Sampled
 from covey.trainers.experience import Experience, weigh
 from covey.trainers.fit import check_fit
+from covey.trainers.hub import OnTheHub
 from covey.trainers.mismatch import build_engine_check, corrected
 from covey.trainers.record import Generation, Share, describe, sampling_entropy
 from covey.trainers.sampler import train_loader
 from covey.trainers.sampling import SampledGenerations
-from covey.trainers.search import HyperparameterSearch
+from covey.trainers.search import HyperparameterSearch, made_model
 from covey.trainers.sharding import shard_on_cpu, sharding_of
 from covey.trainers.staleness import check_fresh_enough, fresh_rows, oldest
 from covey.trainers.suites import EvalSuite, rows_of
 
 
-class OnlineTrainer(SampledGenerations, HyperparameterSearch):
+class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
     """Trains a causal language model on its own completions.
 
     Args:
@@ -102,7 +103,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch):
         optimizer_cls_and_kwargs: tuple[type[Any], dict[str, Any]] | None = None,
         model_init: Any = None,
     ):
-        model = model if model_init is None else assembly.made_model(model, model_init)
+        model = model if model_init is None else made_model(model, model_init)
         args = assembly.resolve_args(args, model, self.config_class)
         assembly.check_engine_choice(args, engine)
         self._prompts_required = environment_factory is None

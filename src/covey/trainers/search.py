@@ -248,6 +248,17 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
     return model
 
 
+def made_model(model: Any, model_init: Callable[..., Any]) -> Any:
+    """What `model_init` makes.
+
+    Raises:
+        ValueError: there is a `model` besides, or the function cannot be called or returns nothing.
+    """
+    if model is not None:
+        raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
+    return make_model(model_init)
+
+
 def mean_reward(metrics: dict[str, float]) -> float:
     """The reward of an evaluation, the mean over its sets where they have names.
 

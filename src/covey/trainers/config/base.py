@@ -6,6 +6,7 @@ strings, booleans where words are meant), settles what depends on the hardware a
 runs the rules. It holds no training logic.
 """
 
+import copy
 import dataclasses
 import json
 import re
@@ -179,6 +180,20 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             return super().__str__()
 
     __repr__ = __str__
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled, as into checkpoints, which may be pushed to a hub: no keys and no token."""
+        return {**self.__dict__, **dict.fromkeys((*KEYS, "hub_token"))}
+
+    def __copy__(self) -> "OnlineConfig":
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OnlineConfig":
+        copied = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @contextmanager
     def keys_aside(self) -> Iterator[None]:

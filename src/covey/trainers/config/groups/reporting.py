@@ -17,4 +17,7 @@ class LoggingFields:
         None, "With `log_completions`: how many to print; unset prints all."
     )
     log_unique_prompts: bool = described(False, "With `log_completions`: one completion of each prompt only.")
-    log_completions_hub_repo: str | None = described(None, "Hub data set to which tables of completions are pushed.")
+    log_completions_hub_repo: str | None = described(
+        None,
+        "Hub data set to which the parquet files of completions are pushed while training, such as me/completions.",
+    )

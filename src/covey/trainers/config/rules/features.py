@@ -5,12 +5,7 @@ from typing import Any
 from covey.core.credit import COMPARED_WITH
 from covey.core.kl import KL_ESTIMATORS
 from covey.core.ratios import RATIO_LEVELS
-from covey.trainers.config.rules.helpers import closest, is_set
-
-LATER = {
-    "log_completions_hub_repo": "pushing completions to the hub",
-}
-"""Fields that exist already, for features that come with later releases."""
+from covey.trainers.config.rules.helpers import closest
 
 WORDS = {
     "importance_sampling_level": tuple(RATIO_LEVELS),
@@ -30,16 +25,6 @@ WORDS = {
     "unstable_chat_template": ("raise", "keep"),
 }
 """Fields that take one of a few words."""
-
-
-def later_features_are_off(args: Any) -> None:
-    """A field whose feature is not there yet is refused rather than ignored."""
-    for name, feature in LATER.items():
-        if is_set(args, name):
-            raise ValueError(
-                f"{name}={getattr(args, name)!r} is not yet supported: {feature} comes with a later release. Leave "
-                f"{name} at its default."
-            )
 
 
 def words_are_known(args: Any) -> None:
