@@ -25,6 +25,7 @@ import mixtures
 import tiny
 from covey import GRPOTrainer
 from covey.cli.launch import launch_command, launch_if_asked
+from covey.trainers.sharding import Sharding
 
 QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
 T5 = {"vocab_size": 104, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -117,6 +118,31 @@ def launched_with(**set_up):
             self.accelerator = SetUp(self.accelerator)
 
     return Launched
+
+
+def quantised_policy():
+    policy = peft.get_peft_model(tiny.model(), lora())
+    base = policy.base_model.model
+    base.is_quantized, base.hf_quantizer = True, SimpleNamespace(is_trainable=True, is_qat_trainable=False)
+    return policy
+
+
+def calls_its_head_twice():
+    class Twice(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            self.lm_head(torch.zeros(1, 1, 32))
+            return super().forward(*args, **kwargs)
+
+    torch.manual_seed(0)
+    return Twice(tiny.config())
+
+
+def evaluated_alone(bench):
+    """What a trainer is after it has evaluated under ZeRO-3."""
+    trainer = bench.build()
+    trainer.sharding = Sharding("ZeRO-3", weights=True, gradients=True, deepspeed=True)
+    trainer.evaluates_alone = True
+    return trainer
 
 
 def call_by_a_launcher(argv):
@@ -399,6 +425,35 @@ ARGUMENTS = [
             )
         ),
         ("ZeRO stage 0, which shards nothing", "from 1 to 3"),
+    ),
+    Mistake(
+        "Asked for speculative_reuse with ds3_gather_for_generation=False",
+        lambda b: b.build(
+            {"speculative_reuse": "exact", "ds3_gather_for_generation": False},
+            trainer=launched_with(distributed_type=DistributedType.FSDP, is_fsdp2=True),
+        ),
+        ("speculative_reuse='exact' needs the whole model in each process", "ds3_gather_for_generation=False"),
+    ),
+    Mistake(
+        "Trained a quantised model with FSDP2 or ZeRO-3 and the built-in engine",
+        lambda b: b.build(
+            trainer=launched_with(distributed_type=DistributedType.FSDP, is_fsdp2=True), model=quantised_policy()
+        ),
+        ("is quantised, and quantised weights that are spread over processes", "use_vllm=True"),
+    ),
+    Mistake(
+        "Gave a model that calls its head several times to FSDP or DeepSpeed",
+        lambda b: b.train(
+            trainer=launched_with(distributed_type=DistributedType.FSDP, is_fsdp2=True), model=calls_its_head_twice()
+        ),
+        ("calls its head 2 times in a forward pass", "Train it with DDP"),
+        when=TRAINING,
+    ),
+    Mistake(
+        "Called evaluate() before train() under ZeRO-3",
+        lambda b: evaluated_alone(b).train(),
+        (r"evaluate\(\) was called before train\(\)", "eval_on_start=True"),
+        when=TRAINING,
     ),
     Mistake(
         "Named an --accelerate_config that does not exist",

@@ -3,6 +3,7 @@
 Usage under a launcher: sharded_runs.py OUTPUT CASE [CASE ...]; OUTPUT/model holds a saved model.
 """
 
+import importlib
 import os
 import sys
 import warnings
@@ -43,6 +44,7 @@ BASE = {
     "max_grad_norm": 0.5,
     "max_tokens_per_micro_batch": 60,
 }
+EVALUATED = {"eval_dataset": tiny.rows(3), "eval_strategy": "steps", "eval_steps": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 3}
 CASES = {
     "grpo": {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, **SAVED},
@@ -53,15 +55,15 @@ CASES = {
     "uneven last batches": {
         "steps_per_generation": 1,
         "train_dataset": tiny.rows(6),
-        "eval_dataset": tiny.rows(3),
-        "eval_strategy": "steps",
-        "eval_steps": 2,
         "attn_layout": "padded",
+        **EVALUATED,
     },
     "a rank with no signal": {"reward_funcs": signal_of_seven, "beta": 0.0, "tie_word_embeddings": False},
     "a rank whose completions are all truncated": {"mask_truncated_completions": True, "reward_funcs": runs.longer},
     "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "method": "rloo"},
     "a head of its own": {"tie_word_embeddings": False, "cast_lm_head_to_fp32": True, "num_generations": 8},
+    "sampled in step": {"ds3_gather_for_generation": False, "beta": 0.05, "offload": True, **EVALUATED},
+    "evaluated before it is trained": {"evaluate_first": True, "beta": 0.05, "max_steps": 2, **EVALUATED},
     "a model that is read from a folder": {"model": "model", "beta": 0.05, "max_steps": 2},
 }
 
@@ -77,6 +79,8 @@ def train(case, output, resume=None):
         parts["model"] = str(output.parent / settings.pop("model"))
     if settings.pop("peft", False):
         parts["peft_config"] = lora()
+    os.environ["FSDP_OFFLOAD_PARAMS"] = str(settings.pop("offload", False)).lower()
+    first = settings.pop("evaluate_first", False)
     method = settings.pop("method", "grpo")
     args = runs.config(output, method, **settings)
     if args.deepspeed_plugin is not None:  # these weights are so small that ZeRO-3 would leave them whole
@@ -85,6 +89,10 @@ def train(case, output, resume=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trained = kind(args=args, processing_class=tiny.tokenizer(), **parts)
+        if first:
+            found = trained.evaluate()
+            trained.sharded_at_first = is_sharded(trained.policy)
+            trained.log(found)
         trained.train(resume_from_checkpoint=resume)
     return trained
 
@@ -129,6 +137,7 @@ def outcome(trained):
         "history": {name: runs.history(trained, name) for name in names},
         "sharding": trained.sharding.name,
         "sharded": is_sharded(policy),
+        "offload": type(getattr(getattr(trained.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)).__name__,
         "share": held / sum(parameter.numel() for parameter in tiny.model().parameters()),
     }
 
@@ -142,9 +151,8 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        import deepspeed.comm.torch
-
-        deepspeed.comm.torch.build_shm_op = lambda: None  # takes minutes to compile; gloo does the same
+        of_processes = importlib.import_module("deepspeed.comm.torch")
+        of_processes.build_shm_op = lambda: None  # takes minutes to compile; gloo does the same
     found, idle = {}, IdlePasses()
     for case in sys.argv[2:]:
         done = train(case, folder / case)

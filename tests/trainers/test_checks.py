@@ -293,7 +293,12 @@ POINTED_OUT = [
     ),
     (unused.engine_options_need_their_engine, GRPOConfig, {"checkpoint_path": "x"}, "use_sglang is False"),
     (unused.engine_options_need_their_engine, GRPOConfig, {"cache_implementation": "static"}, "its own key-value"),
-    (unused.engine_options_need_their_engine, GRPOConfig, {"ds3_gather_for_generation": False}, "DeepSpeed is not"),
+    (
+        unused.engine_options_need_their_engine,
+        GRPOConfig,
+        {"ds3_gather_for_generation": False},
+        "nor DeepSpeed is in use",
+    ),
     (
         unused.engine_options_need_their_engine,
         GRPOConfig,

@@ -227,7 +227,9 @@ def build_collector(
     codec = PromptCodec(tokenizer, args.chat_template_kwargs, context, vision=vision)
     agency = build_agency(trainer, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
-        engine = build_engine(args, model, tokenizer, trainer.accelerator, lambda: trainer.policy, context, vision)
+        engine = build_engine(
+            args, model, tokenizer, trainer.accelerator, lambda: trainer.policy, context, trainer.collectives, vision
+        )
     return Collector(engine, codec, args.seed, agency)
 
 

@@ -4,15 +4,17 @@ To add one, write a function like those in `ENGINES` and put it there under a na
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from covey.policy.gathered import GatheredPolicy
 from covey.policy.loading import end_token_ids
 from covey.rollout.engine import RolloutEngine
+from covey.rollout.engines.in_step import InStep
 from covey.rollout.engines.native import NativeEngine
 from covey.rollout.engines.stateful import StatefulEngine, is_stateful
 from covey.rollout.vision import Vision
+from covey.trainers.collectives import Collectives
 from covey.trainers.parity import AUTOCAST
 from covey.trainers.sharding import sharding_of
 
@@ -24,6 +26,7 @@ def build_engine(
     accelerator: Any,
     policy: Callable[[], Any],
     context: int | None,
+    collectives: Collectives,
     vision: Vision | None = None,
 ) -> RolloutEngine:
     """What samples from the policy; `vision` is its processor, where it is shown images.
@@ -34,11 +37,13 @@ def build_engine(
         RuntimeError: the engine does not start; or the run samples from servers, and one is not there, or not what it
             needs.
     """
+    if engine_of(args) == "built_in":
+        return _built_in(args, model, tokenizer, accelerator, policy, context, collectives, vision)
     return ENGINES[engine_of(args)](args, model, tokenizer, accelerator, policy, context, vision)
 
 
 def engine_of(args: Any) -> str:
-    """The name of the engine that a config asks for: a key of `ENGINES`."""
+    """The name of the engine that a config asks for: `built_in`, or a key of `ENGINES`."""
     if args.use_sglang:
         return "sglang"
     return f"vllm_{args.vllm_mode}" if args.use_vllm else "built_in"
@@ -51,6 +56,7 @@ def _built_in(
     accelerator: Any,
     policy: Callable[[], Any],
     context: int | None,
+    collectives: Collectives,
     vision: Vision | None,
 ) -> RolloutEngine:
     common: dict[str, Any] = {
@@ -59,18 +65,14 @@ def _built_in(
         "max_context": context,
         "forward_context": accelerator.autocast,
     }
-    if sharding_of(accelerator).weights:
-        gathered = GatheredPolicy(model, policy, AUTOCAST.get(accelerator.mixed_precision))
-
-        @contextmanager
-        def forward_context() -> Iterator[None]:
-            with gathered.whole(), accelerator.autocast():
-                yield
-
-        policy = lambda: gathered.model  # noqa: E731
-        common["forward_context"] = forward_context
+    in_step = sharding_of(accelerator).weights and not args.ds3_gather_for_generation
+    if in_step:
+        _check_sampled_in_step(args, vision)
+        common |= _in_step(accelerator, policy, collectives)
+    elif sharding_of(accelerator).weights:
+        policy, common["forward_context"] = _gathered(accelerator, model, policy)
     if not is_stateful(model) and vision is None:
-        return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, **common)
+        return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, whole_calls=in_step, **common)
     if args.speculative_reuse is not None and vision is not None:
         raise ValueError(
             f"speculative_reuse={args.speculative_reuse!r} is not supported for vision-language models, which are"
@@ -83,6 +85,45 @@ def _built_in(
             " speculative_reuse unset."
         )
     return StatefulEngine(policy, filler_id=tokenizer.pad_token_id, **common)
+
+
+def _gathered(
+    accelerator: Any, model: Any, policy: Callable[[], Any]
+) -> tuple[Callable[[], Any], Callable[[], AbstractContextManager[None]]]:
+    """A whole copy to sample from, and the context in which it has weights."""
+    gathered = GatheredPolicy(model, policy, AUTOCAST.get(accelerator.mixed_precision))
+
+    @contextmanager
+    def forward_context() -> Iterator[None]:
+        with gathered.whole(), accelerator.autocast():
+            yield
+
+    return lambda: gathered.model, forward_context
+
+
+def _in_step(accelerator: Any, policy: Callable[[], Any], collectives: Collectives) -> dict[str, Any]:
+    """How an engine samples from the sharded policy itself, every process in step with the others."""
+    in_step = InStep(policy, lambda busy: any(collectives.gather(busy, "sample in step")), accelerator.device)
+
+    @contextmanager
+    def forward_context() -> Iterator[None]:
+        with accelerator.autocast(), in_step.together():
+            yield
+
+    return {"forward_context": forward_context, "device": accelerator.device}
+
+
+def _check_sampled_in_step(args: Any, vision: Vision | None) -> None:
+    if vision is not None:
+        raise ValueError(
+            "ds3_gather_for_generation=False is not supported for vision-language models: a process that reads an image"
+            " would wait for others that do not. Leave ds3_gather_for_generation at True, or sample from a server."
+        )
+    if args.speculative_reuse is not None:
+        raise ValueError(
+            f"speculative_reuse={args.speculative_reuse!r} needs the whole model in each process, and"
+            " ds3_gather_for_generation=False leaves it spread out. Set one of the two back to its default."
+        )
 
 
 def _vllm_colocate(
@@ -128,9 +169,8 @@ def _sglang(
 
 
 ENGINES: dict[str, Callable[..., RolloutEngine]] = {
-    "built_in": _built_in,
     "vllm_colocate": _vllm_colocate,
     "vllm_server": _vllm_server,
     "sglang": _sglang,
 }
-"""Every engine there is."""
+"""Every engine with weights of its own."""

@@ -22,6 +22,7 @@ from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.dataset import check_dataset
 from covey.trainers.dynamic import Sampled
 from covey.trainers.sampler import eval_loader
+from covey.trainers.sharding import ready_to_evaluate
 from covey.trainers.suites import EvalSuite, Judge, Tally, Verdict, rows_of
 from covey.trainers.weight_sync import WeightSync
 
@@ -37,6 +38,8 @@ class SampledEvaluation(AtomicCheckpoints):
     rewards: RewardSuite
     sampling: SamplingParams
     weight_sync: WeightSync
+    evaluates_alone = False
+    """It has been got ready to evaluate without training."""
     _generations: dict[str, int]
     _prompts_required: bool
     """Rows must have a prompt; an environment may give it otherwise."""
@@ -93,6 +96,7 @@ class SampledEvaluation(AtomicCheckpoints):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Sample and score every prompt of a dataset; the metrics are those of training, prefixed."""
+        ready_to_evaluate(self)
         was_training = self.model.training
         self.model.eval()
         self._generations["eval"] = 0  # every evaluation draws alike, so that what changes is the model

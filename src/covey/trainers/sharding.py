@@ -12,6 +12,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from covey.policy.weights import reshard
+from covey.trainers.config.hardware import by_fsdp
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -82,12 +85,14 @@ def shard_on_cpu(trainer: Any) -> None:
     """Let FSDP2 shard CPU processes as well: accelerate takes its settings there and goes on without it."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     state = trainer.accelerator.state
-    wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if not wanted or state.distributed_type != DistributedType.MULTI_CPU:
+    if not by_fsdp() or state.distributed_type != DistributedType.MULTI_CPU:
         return
     plugin = FullyShardedDataParallelPlugin(**(trainer.args.fsdp_plugin_args or {}))
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # there is no GPU to pin memory for
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
     AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
@@ -116,6 +121,28 @@ def prepare_frozen(accelerator: Any, model: Any) -> Any:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **precision}
     engine, *_ = deepspeed.initialize(model=model, config=config)
     return engine.module.eval()
+
+
+def ready_to_evaluate(trainer: Any) -> None:
+    """Before an evaluation that no training comes before: the policy is sharded and placed as training would have."""
+    if trainer.sharding.gradients and not trainer.accelerator._models and not trainer.evaluates_alone:
+        trainer.evaluates_alone = True
+        prepare_frozen(trainer.accelerator, trainer.model)  # in place
+
+
+def ready_to_train(trainer: Any) -> None:
+    """Before training: an evaluation may have come before it.
+
+    Raises:
+        ValueError: it has, and DeepSpeed splits a model's weights up once: for training, or without an optimizer.
+    """
+    if trainer.sharding.weights:
+        reshard(trainer.policy)  # an optimizer must be made of shards
+    if trainer.evaluates_alone and trainer.sharding.deepspeed and trainer.sharding.weights:
+        raise ValueError(
+            "evaluate() was called before train(), and under ZeRO-3 a trainer that has evaluated alone cannot train."
+            " Set eval_on_start=True to evaluate first, or make another trainer to train with."
+        )
 
 
 @contextmanager

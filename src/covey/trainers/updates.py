@@ -29,7 +29,7 @@ from covey.trainers.evaluation import SampledEvaluation
 from covey.trainers.experience import Experience, nominal_parts, pool
 from covey.trainers.gradients import average_gradients
 from covey.trainers.passes import Passes
-from covey.trainers.sharding import Sharding
+from covey.trainers.sharding import Sharding, ready_to_train
 
 
 class PolicyUpdates(SampledEvaluation):
@@ -64,6 +64,7 @@ class PolicyUpdates(SampledEvaluation):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train from the start or from a checkpoint; nothing is left over from an earlier, interrupted call."""
+        ready_to_train(self)
         self.experience = Experience()
         self._forget_step()
         self._forget_ahead()

@@ -49,6 +49,8 @@ class NativeEngine:
         max_context: prompt and completion together stay within this; None when unlimited.
         forward_context: entered around sampling (mixed precision, gathered parameters).
         steps_per_look: decoding steps between two looks at which rows have ended; None: 1 on a CPU, 8 elsewhere.
+        device: where the model's inputs belong; None: where its weights are.
+        whole_calls: only ever call the model as a whole, as some wrappers need; drafts cannot be verified then.
     """
 
     traits = EngineTraits(shares_policy=True)
@@ -63,6 +65,8 @@ class NativeEngine:
         max_context: int | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         steps_per_look: int | None = None,
+        device: torch.device | None = None,
+        whole_calls: bool = False,
     ):
         self._model = model
         self.eos_token_ids = eos_token_ids
@@ -78,7 +82,9 @@ class NativeEngine:
         self._cache: ForkedCache | RowCache | None = None
         self._kept = KeptPrompts()
         self._forks: bool | None = None
-        self._records: bool | None = None  # None: on CUDA
+        self._device_of_inputs = device
+        self._whole_calls = whole_calls
+        self._records: bool | None = False if whole_calls else None  # None: on CUDA
         self._recorder: Recorder = record_cuda_graph
         self._recorded: RecordedStep | None = None
         self._driver: asyncio.Task[None] | None = None
@@ -148,6 +154,10 @@ class NativeEngine:
         finally:
             self._kept.clear()
             self._cache = self._recorded = None  # the policy is about to change, and training needs the memory
+
+    @property
+    def _device(self) -> torch.device:
+        return self._device_of_inputs or next(self._model().parameters()).device
 
     async def _drive(self) -> None:
         """Decode until nothing is left; between steps other coroutines run."""
@@ -260,7 +270,7 @@ class NativeEngine:
         on the right, where causal attention never looks back at it.
         """
         model = self._model()
-        device = next(model.parameters()).device
+        device = self._device
         kept = [prompt[:-1] for prompt in prompts]
         width = max(len(p) for p in kept)
         if not width:
@@ -270,9 +280,11 @@ class NativeEngine:
         ids = torch.tensor([p + [self.pad_token_id] * (width - len(p)) for p in kept], device=device)
         positions = torch.arange(width, device=device).expand(len(kept), -1)
         visible = (positions < lengths[:, None]) | (positions == 0)  # an empty row attends to something
-        model.get_decoder()(
-            input_ids=ids, position_ids=positions, attention_mask=visible, past_key_values=cache, use_cache=True
-        )
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": visible, "past_key_values": cache}
+        if self._whole_calls:
+            model(**inputs, use_cache=True, logits_to_keep=1)
+        else:
+            model.get_decoder()(**inputs, use_cache=True)
         return cache
 
     def _new_cache(self) -> ForkedCache | RowCache:
@@ -281,7 +293,7 @@ class NativeEngine:
         dtype = compute_dtype(model)
         softcap = model.config._attn_implementation == "eager"  # transformers' SDPA ignores it
         if self._forks is None:
-            with torch.autocast(next(model.parameters()).device.type, enabled=False):  # its rounding is no objection
+            with torch.autocast(self._device.type, enabled=False):  # its rounding is no objection
                 objection = self._objection_to_forking(ForkedCache(model.dtype, softcap), dtype)
             self._forks = objection is None
             if objection is not None:
@@ -293,7 +305,7 @@ class NativeEngine:
         if not self._forks:
             return RowCache(dtype)
         cache = ForkedCache(dtype, softcap)
-        if self._records if self._records is not None else next(model.parameters()).is_cuda:
+        if self._records if self._records is not None else self._device.type == "cuda":
             self._recorded = RecordedStep(
                 cache, partial(self._run, cache), model.config.get_text_config(), self._recorder
             )
@@ -306,7 +318,7 @@ class NativeEngine:
             return "its attention is of its own make"
         tokens = [token % model.config.get_text_config().vocab_size for token in (2, 3, 5, 7)]
         cache.add_rows(cache.add_groups(self._compute_prompts([tokens[:3]]), [2]) * 2)
-        device = next(model.parameters()).device
+        device = self._device
         expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[:, 2:].float()
         try:
             got = [
@@ -331,9 +343,8 @@ class NativeEngine:
             return
         assert self._cache is not None, "admission comes first"
         if self._batch is None:
-            device = next(self._model().parameters()).device
-            period = self._steps_per_look or steps_per_look(device)
-            self._batch = Batch(self._rows, self.eos_token_ids, device, period)
+            period = self._steps_per_look or steps_per_look(self._device)
+            self._batch = Batch(self._rows, self.eos_token_ids, self._device, period)
         self._batch.draw(self._forward(self._cache, self._batch.last, self._batch.positions))
         if self._batch.has_ended():
             self._settle()

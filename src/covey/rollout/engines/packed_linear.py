@@ -43,6 +43,8 @@ def _is_plain(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     weight = module.weight
+    if weight.dim() != 2:  # what ZeRO-3 leaves of it
+        return False
     return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 

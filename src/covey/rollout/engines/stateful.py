@@ -45,6 +45,7 @@ class StatefulEngine:
         max_context: prompt and completion together stay within this; None when unlimited.
         forward_context: entered around sampling (mixed precision).
         filler_id: read in the place of a sampled token that stands for an image, as scoring does.
+        device: where the model's inputs belong; None: where its weights are.
     """
 
     traits = EngineTraits(shares_policy=True)
@@ -58,6 +59,7 @@ class StatefulEngine:
         max_context: int | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         filler_id: int = 0,
+        device: torch.device | None = None,
     ):
         self._model = model
         self.eos_token_ids = eos_token_ids
@@ -65,6 +67,7 @@ class StatefulEngine:
         self.max_context = max_context
         self._forward_context = forward_context
         self._filler_id = filler_id
+        self._device_of_inputs = device
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; drafts are left unused, which changes no sample.
@@ -100,7 +103,7 @@ class StatefulEngine:
     def _sample(self, rows: list[Row]) -> None:
         """Decode completions of one prompt until all are finished."""
         model = self._model()
-        device = next(model.parameters()).device
+        device = self._device_of_inputs or next(model.parameters()).device
         period = steps_per_look(device)
         logits, cache = self._prefill(rows[0].request, device)
         _keep(cache, [0] * len(rows), device)

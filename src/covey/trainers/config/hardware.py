@@ -25,6 +25,11 @@ def by_deepspeed() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
+def by_fsdp() -> bool:
+    """Whether it was launched to be sharded by FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
 def multiplies_bf16(use_cpu: bool = False) -> bool:
     """Whether matrices of bfloat16 are multiplied by hardware.
 

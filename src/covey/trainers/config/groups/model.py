@@ -102,5 +102,7 @@ class BatchFields:
         "auto", "Round padded lengths up to a multiple of this number. `auto` and unset pad to the longest row only."
     )
     ds3_gather_for_generation: bool = described(
-        True, "With DeepSpeed ZeRO-3, gather the whole weights for generation (faster) rather than layer by layer."
+        True,
+        "Where FSDP2 or DeepSpeed ZeRO-3 share out the weights, gather all of them in each process while the built-in "
+        "engine samples: much faster, where they fit. False gathers layer by layer, with every token anew.",
     )

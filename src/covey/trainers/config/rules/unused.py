@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from covey.trainers.config.hardware import by_deepspeed, by_fsdp
 from covey.trainers.config.rules.helpers import ignored
 from covey.trainers.config.rules.mismatch import CORRECTION
 
@@ -21,8 +22,10 @@ def engine_options_need_their_engine(args: Any) -> None:
     own = "the built-in engine, which batches continuously itself, samples in the place of transformers'"
     ignored(args, ["use_transformers_continuous_batching"], own)
     ignored(args, ["transformers_continuous_batching_config"], f"{own}; max_concurrent_completions bounds its batch")
-    if not args.deepspeed:
-        ignored(args, ["ds3_gather_for_generation"], "DeepSpeed is not in use")
+    if args.samples_elsewhere:
+        ignored(args, ["ds3_gather_for_generation"], "another engine samples, from weights of its own")
+    elif not (args.deepspeed or args.fsdp or by_deepspeed() or by_fsdp()):
+        ignored(args, ["ds3_gather_for_generation"], "neither FSDP nor DeepSpeed is in use")
     ignored(args, ["cache_implementation"], "the built-in engine manages its own key-value cache")
 
 
