@@ -21,6 +21,7 @@ from mistakes_agents import AGENTS
 from mistakes_colocate import COLOCATION, SHOWN_BY_VLLM
 from mistakes_data import DATASETS, REWARDS
 from mistakes_environments import ENVIRONMENTS
+from mistakes_evaluation import EVALUATION
 from mistakes_models import ARGUMENTS, MODELS, TOKENIZERS
 from mistakes_remote import REMOTE
 from mistakes_runtime import RUNTIME
@@ -37,6 +38,7 @@ MISTAKES += COLOCATION
 MISTAKES += REMOTE
 MISTAKES += AGENTS
 MISTAKES += ENVIRONMENTS
+MISTAKES += EVALUATION
 MISTAKES += VISION
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"

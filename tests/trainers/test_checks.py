@@ -72,6 +72,8 @@ REFUSED = [
     (agents.rollouts_have_deadlines, GRPOConfig, {"rollout_timeout": math.nan}, "rollout_timeout=nan"),
     (agents.tool_rounds_are_counted, GRPOConfig, {"max_tool_calling_iterations": -1}, "=-1 must be a whole number"),
     (agents.tool_parser_is_known, RLOOConfig, {"tool_parser": "lama3"}, "Did you mean 'llama3'"),
+    (training.optimizer_waits_for_the_whole_step, GRPOConfig, {"optim": "adalomo"}, "within every backward pass"),
+    (training.optimizer_waits_for_the_whole_step, RLOOConfig, {"optim": "galore_adamw_layerwise"}, "or galore_adamw"),
     (features.words_are_known, GRPOConfig, {"prompt_sampler": "hard"}, "choose one of: uniform, difficulty"),
     (prompts.refills_are_counted, GRPOConfig, {"max_resample_times": -1}, "max_resample_times=-1 .* 0 or more"),
     (prompts.no_prompt_is_starved, GRPOConfig, {"difficulty_floor": 0.0}, "difficulty_floor=0.0 .* between 0.01 and 1"),

@@ -129,6 +129,7 @@ WRONG = {
     "greedy siblings": (lambda: EvalSuite(tiny.rows(2), temperature=0, num_generations=4), "are all the same"),
     "no number": (lambda: EvalSuite(tiny.rows(2), pass_at="all"), "whole numbers, 1 or more"),
     "a negative temperature": (lambda: EvalSuite(tiny.rows(2), temperature=-1), "must be a number, 0"),
+    "no probability": (lambda: EvalSuite(tiny.rows(2), top_p=1.5), "must be a number, above 0 and at most 1"),
     "no rows": (lambda: EvalSuite([]), "eval_dataset"),
     "which reward": (lambda: EvalSuite(tiny.rows(2), pass_at=1), "set its success_reward to one of: even, two"),
     "another reward": (lambda: EvalSuite(tiny.rows(2), pass_at=1, success_reward="eve"), "Did you mean 'even'"),

@@ -80,11 +80,11 @@ class HyperparameterSearch(AtomicCheckpoints):
                 "hyperparameter_search with a compute_objective needs to know what is better: direction='maximize' (a"
                 " reward) or direction='minimize' (a loss)."
             )
+        self._check_searchable()
         try:
             import optuna
         except ImportError as error:
             raise ImportError("hyperparameter_search needs optuna: pip install 'covey[search]'.") from error
-        self._check_searchable()
         trials = _Trials(self, hp_name, compute_objective or mean_reward)
         if self.args.process_index:
             return trials.follow()

@@ -26,6 +26,17 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of a suite that are the sampler's as they are."""
 
 
+LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "temperature": ("0 (greedy) or more", lambda value: 0 <= value < math.inf),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "top_k": ("whole, 0 (all) or more", lambda value: value >= 0 and value == int(value)),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("above 0", lambda value: 0 < value < math.inf),
+    "success_threshold": ("and finite", math.isfinite),
+}
+"""What is allowed, in words and as a test."""
+
+
 @dataclass(frozen=True)
 class EvalSuite:
     """An evaluation dataset with settings of its own; each that is not given is the config's.
@@ -72,15 +83,19 @@ class EvalSuite:
     def __post_init__(self) -> None:
         for name in ("pass_at", "maj_at"):
             given = getattr(self, name)
-            object.__setattr__(self, name, tuple(sorted({given} if isinstance(given, int) else set(given))))
+            several = isinstance(given, Sequence | set) and not isinstance(given, str)
+            object.__setattr__(self, name, tuple(given) if several else (given,))
         for name in ("num_generations", "max_completion_length"):
             if (value := getattr(self, name)) is not None:
                 self._count(name, value)
         for name in ("pass_at", "maj_at"):
             for k in getattr(self, name):
                 self._count(name, k)
-        if self.temperature is not None and not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
-            raise ValueError(f"EvalSuite(temperature={self.temperature!r}) must be a number, 0 (greedy) or more.")
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+        for name, (allowed, fits) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and fits(value)):
+                raise ValueError(f"EvalSuite({name}={value!r}) must be a number, {allowed}.")
         if self.temperature == 0 and (self.num_generations or 1) > 1:
             raise ValueError(
                 f"EvalSuite(temperature=0, num_generations={self.num_generations}): greedy completions of a prompt are"
