@@ -16,7 +16,7 @@ from covey.observability.advice import Advice, LogEnds
 from covey.observability.completions import CompletionLog
 from covey.observability.console import ProgressDisplay
 from covey.policy.loading import disable_dropout, load_policy, load_processing_class, max_context
-from covey.policy.reference import Reference
+from covey.policy.reference import Reference, starts_as_nothing
 from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward
@@ -137,19 +137,26 @@ def build_passes(
     )
 
 
-def build_reference(args: Any, algorithm: Algorithm, model: Any, accelerator: Any) -> Reference | None:
+def build_reference(
+    args: Any, algorithm: Algorithm, model: Any, accelerator: Any, peft_config: Any = None
+) -> Reference | None:
     """The reference, if anything is measured against it.
+
+    Args:
+        args, algorithm, model, accelerator: of the trainer.
+        peft_config: what the model's adapter was made with, if the trainer made it.
 
     Raises:
         ValueError: `sync_ref_model` with an adapter.
     """
     if algorithm.beta == 0:
         return None
-    reference = Reference(model, lambda copy: prepare_frozen(accelerator, copy))
-    if args.sync_ref_model and reference.adapter_off:
+    is_new = peft_config is not None and starts_as_nothing(peft_config)
+    reference = Reference(model, lambda copy: prepare_frozen(accelerator, copy), adapter_is_new=is_new)
+    if args.sync_ref_model and reference.has_adapter:
         raise ValueError(
-            "sync_ref_model=True with an adapter: the reference is the model without the adapter and cannot follow it."
-            " Set sync_ref_model=False or train the whole model."
+            "sync_ref_model=True with an adapter: the reference shares the policy's weights under the adapter and"
+            " cannot follow it. Set sync_ref_model=False or train the whole model."
         )
     return reference
 

@@ -135,7 +135,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         self.algebra = args.algebra(args.world_size)
         self.scorer = assembly.build_scorer(args, tokenizer, self.accelerator, vision)
         self.balance = ExpertBalance.of(args, model)
-        self.reference = assembly.build_reference(args, self.algorithm, model, self.accelerator)
+        self.reference = assembly.build_reference(args, self.algorithm, model, self.accelerator, peft_config)
         self.collector = assembly.build_collector(
             self, model, tokenizer, engine, tools, rollout_func, environment_factory, vision
         )
@@ -341,13 +341,13 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
 
     def method_state(self) -> dict[str, Any]:
         """Everything a resumed run needs to go on as if it had not stopped."""
-        follows = self.reference is not None and self.args.sync_ref_model
+        kept = self.reference is not None and (self.args.sync_ref_model or self.reference.keeps_adapter)
         return {
             "experience": self.experience.state_dict(),
             "ahead": None if self.ahead is None else self.ahead.state_dict(),
             "metrics": self.metrics.state_dict(),
             "entropy": self.entropy.state_dict(),
-            "reference": self.reference.state_dict() if follows and self.reference else None,
+            "reference": self.reference.state_dict() if self.reference is not None and kept else None,
             "prompts": None if self.chooser is None else self.chooser.state_dict(),
             "num_tokens": self.num_tokens,
             "generations": self._generations,
