@@ -15,6 +15,8 @@ from PIL import Image, ImageDraw
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from covey.policy.weights import weight_update
+
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 TEMPLATE = (
     "{% for m in messages %}<bos>{{ m['role'] }}: "
@@ -194,3 +196,20 @@ def make(family: str, seed: int = 0, scale: float = 4.0) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model, processor = MAKERS[family]()
     return _scaled(model, scale), processor
+
+
+def extended(inputs: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
+    """A processor's inputs for a prompt that more tokens of text follow: what is said of each token says 0 of these."""
+
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(value, (0, ids.shape[1] - value.shape[1]))
+
+    return {name: whole(value) if name.endswith("token_type_ids") else value for name, value in inputs.items()}
+
+
+def by_checkpoint_name(model: Any) -> dict[str, torch.Tensor]:
+    """A model's own parameters, tied ones once, by what its checkpoints call them."""
+    places = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+    named = {name: places[tensor.data_ptr()] for name, tensor in weight_update(model, 0).tensors()}
+    assert {id(one) for one in named.values()} == {id(one) for one in model.parameters()}, "all of them"
+    return named

@@ -2,7 +2,7 @@
 
 import torch
 
-from covey.core.media import Media, media_inputs, placeholder_ids, unexpanded, without_strays
+from covey.core.media import Media, media_inputs, placeholder_ids, reading, stray_placeholders, unexpanded
 
 
 def media(start, length, marks=(), **tensors):
@@ -29,11 +29,16 @@ def test_rows_of_text_have_no_inputs():
     assert media_inputs([(), ()], 3, torch.device("cpu")) == {}
 
 
-def test_images_stand_only_where_there_are_images():
+def test_images_are_looked_for_only_where_there_are_images():
     """Token 9 stands for an image; at the end of the first row and in the second the policy wrote it."""
     ids = torch.tensor([[1, 9, 9, 5, 9], [9, 2, 3, 9, 0]])
-    kept = without_strays(ids, [(media(1, 2),), ()], torch.tensor([9]), 4)
-    assert kept.tolist() == [[1, 9, 9, 5, 4], [4, 2, 3, 4, 0]]
+    strays = stray_placeholders(ids, [(media(1, 2),), ()], torch.tensor([9]))
+    assert strays.nonzero().tolist() == [[0, 4], [1, 0], [1, 3]]
+    embedding = torch.nn.Embedding(10, 2)
+    with reading(embedding, ids, strays, 4) as seen:
+        assert seen.tolist() == [[1, 9, 9, 5, 4], [4, 2, 3, 4, 0]]
+        assert torch.equal(embedding(seen), embedding.weight[ids])  # they are read as what they are
+    assert torch.equal(embedding(seen), embedding.weight[seen])
 
 
 def test_servers_get_one_token_for_each_image():

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
+import tiny_vision
 from covey.policy.weights import weight_update, why_not_alone
 
 peft = pytest.importorskip("peft")
@@ -168,3 +169,15 @@ def test_what_has_no_adapter_cannot_send_one():
 @pytest.mark.parametrize(("case", "alone"), [("lora", True), ("rslora", True), ("dora", False), ("tokens", False)])
 def test_adapters_that_servers_cannot_load_are_known(case, alone):
     assert (why_not_alone(adapted(**CASES[case])) is None) is alone
+
+
+@pytest.mark.parametrize("family", sorted(tiny_vision.MAKERS))
+def test_vision_language_models_are_sent_under_the_names_of_their_checkpoints(family, tmp_path):
+    if family in tiny_vision.NEEDS_TORCHVISION and not tiny_vision.HAS_TORCHVISION:
+        pytest.skip("this family's processor needs torchvision: tools/install_torchvision.py")
+    model, _ = tiny_vision.make(family)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    sent = dict(weight_update(model, 0).tensors())
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in saved.items())

@@ -6,12 +6,13 @@ what is known is how the inputs of several samples become those of a batch. Not 
 processors (`covey.rollout.vision`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,23 +90,46 @@ def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.devi
     return inputs
 
 
-def without_strays(ids: Tensor, rows: Sequence[Sequence[Media]], placeholders: Tensor, filler: int) -> Tensor:
-    """Rows of tokens [rows, width] in which tokens that stand for images stand only where there are images.
-
-    A policy may sample such a token, and a model would look for the image. What it reads instead, when sampling and
-    when scoring, is `filler`; the token itself is trained on like any other.
+def stray_placeholders(ids: Tensor, rows: Sequence[Sequence[Media]], placeholders: Tensor) -> Tensor:
+    """Which tokens stand for images where there are none, [rows, width] bool: a policy may sample one.
 
     Args:
         ids: padded rows that begin at column 0.
         rows: the media of each.
         placeholders: tokens that stand for images, [any number].
-        filler: any other token.
     """
     strays = torch.isin(ids, placeholders)
     for row, media in enumerate(rows):
         for one in media:
             strays[row, one.start : one.start + one.length] = False
-    return ids.masked_fill(strays, filler)
+    return strays
+
+
+@contextmanager
+def reading(embedding: nn.Module, ids: Tensor, strays: Tensor, filler: int) -> Iterator[Tensor]:
+    """Run a model within this context, on the tokens it yields: where `strays` says so, images are not looked for.
+
+    A model looks for the image of each token that stands for one. A token that was sampled has none, and is read like
+    any other, as engines read it when they go on from it: the model is given another token, its embedding the real one.
+
+    Args:
+        embedding: of the model's input tokens.
+        ids: rows of tokens.
+        strays: [rows, width] bool, of `stray_placeholders`.
+        filler: any token that stands for no image.
+    """
+    if not strays.any():
+        yield ids
+        return
+
+    def real(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return (ids, *args[1:]) if args and args[0].shape == ids.shape else None
+
+    hook = embedding.register_forward_pre_hook(real)
+    try:
+        yield ids.masked_fill(strays, filler)
+    finally:
+        hook.remove()
 
 
 def placeholder_ids(config: Any) -> list[int]:

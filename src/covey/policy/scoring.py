@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.media import media_inputs, placeholder_ids, without_strays
+from covey.core.media import media_inputs, placeholder_ids, reading, stray_placeholders
 from covey.core.modes import inference_mode_of
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.experts import RouterLoads, captured_router_logits, loads_of, refuse_without_gradient
@@ -147,9 +147,9 @@ class TokenScorer:
     ) -> tuple[TokenScores, RouterLoads | None]:
         inner = self.unwrap(model)
         inputs = LAYOUTS[layout](batch, self.pad_token_id)
-        kwargs = (
-            inputs_with_media(inputs.kwargs, batch, inner.config, self.pad_token_id) if self.vision else inputs.kwargs
-        )
+        shown: AbstractContextManager[dict[str, Any]] = nullcontext(inputs.kwargs)
+        if self.vision:
+            shown = inputs_with_media(inner, inputs.kwargs, batch, self.pad_token_id)
         use_attention_of(layout, inner)
         learned = batch.sampled.nonzero()[:, 0]
         head = head_of(inner, float32=self.float32_head)
@@ -164,7 +164,7 @@ class TokenScorer:
         tapped: AbstractContextManager[list[Tensor]] = nullcontext([])
         if top_k is not None:
             tapped = captured_router_logits(inner)
-        with tapped as routed:
+        with tapped as routed, shown as kwargs:
             if self.inside:
 
                 def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
@@ -197,25 +197,26 @@ class TokenScorer:
             )
 
 
-def inputs_with_media(kwargs: dict[str, Any], batch: TrainBatch, config: Any, pad_token_id: int) -> dict[str, Any]:
-    """Inputs of padded rows with the images that they show.
+@contextmanager
+def inputs_with_media(
+    model: Any, kwargs: dict[str, Any], batch: TrainBatch, pad_token_id: int
+) -> Iterator[dict[str, Any]]:
+    """Inputs of padded rows with the images that they show, for a model that runs within this context.
 
     Positions are left to the model, which knows those of images.
 
     Args:
+        model: unwrapped.
         kwargs: of padded rows, one for each rollout of the batch.
         batch: whose images they show.
-        config: of the model, which says what tokens stand for images.
-        pad_token_id: read in the place of such tokens where there are no images.
+        pad_token_id: stands in for sampled tokens that look like images.
     """
     ids: Tensor = kwargs["input_ids"]
     media = batch.media or [()] * len(batch)
-    placeholders = torch.tensor(placeholder_ids(config), device=ids.device)
-    return {
-        "input_ids": without_strays(ids, media, placeholders, pad_token_id),
-        "attention_mask": kwargs["attention_mask"],
-        **media_inputs(media, ids.shape[1], ids.device),
-    }
+    strays = stray_placeholders(ids, media, torch.tensor(placeholder_ids(model.config), device=ids.device))
+    with reading(model.get_input_embeddings(), ids, strays, pad_token_id) as read:
+        shown = media_inputs(media, ids.shape[1], ids.device)
+        yield {"input_ids": read, "attention_mask": kwargs["attention_mask"], **shown}
 
 
 def first_and_last(batch: TrainBatch) -> Tensor:

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import pickle
+import sys
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -26,7 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from aiohttp import web
+from PIL import Image
 from torch import Tensor
+from transformers import AutoProcessor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it is also a program of its own
+
+import tiny_vision
+from covey.policy.loading import load_policy
 
 RECORD = json.loads(Path(__file__).with_name("sglang_record.json").read_text())
 TAGS = {"kv_cache", "weights", "cuda_graph"}
@@ -90,15 +98,13 @@ class Weights:
     """The model and its adapters."""
 
     def __init__(self, path: str):
-        from transformers import AutoModelForCausalLM
-
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model: Any = load_policy(path).eval()  # of whatever kind it is
         self.adapters: dict[str, Any] = {}
         self.loaded: set[str] = set()
         self.groups: dict[str, Any] = {}
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        held = dict(self.model.named_parameters())
+        held = tiny_vision.by_checkpoint_name(self.model)
         with torch.no_grad():
             for name, tensor in named:
                 if name == "lm_head.weight" and self.model.config.tie_word_embeddings:
@@ -114,7 +120,7 @@ class Weights:
                 self.loaded.add(name)
 
     def missing(self) -> list[str]:
-        return sorted(set(dict(self.model.named_parameters())) - self.loaded)
+        return sorted(set(tiny_vision.by_checkpoint_name(self.model)) - self.loaded)
 
     def join(self, body: dict[str, Any]) -> None:
         """SGLang's end of a group, made with the function that it uses."""
@@ -307,12 +313,14 @@ class FakeSglang:
             await self.open.wait()
             model = self.chosen(body)
             n = len(body["input_ids"])
+            urls = body.get("image_data") or [[]] * n
+            shown = [self.expanded(ids, some) for ids, some in zip(body["input_ids"], urls, strict=True)]
             self.running += 1
             try:
                 rows = await asyncio.gather(
                     *(
-                        self.sample(model, ids, params, (body.get("token_ids_logprob") or [[]] * n)[i])
-                        for i, (ids, params) in enumerate(zip(body["input_ids"], body["sampling_params"], strict=True))
+                        self.sample(model, ids, params, (body.get("token_ids_logprob") or [[]] * n)[i], images)
+                        for i, ((ids, images), params) in enumerate(zip(shown, body["sampling_params"], strict=True))
                     )
                 )
             finally:
@@ -332,8 +340,21 @@ class FakeSglang:
             raise Refused(f"Got LoRA adapter that has never been loaded: {name}")
         return self.weights.adapters[name]
 
-    async def sample(self, model: Any, prompt: list[int], params: dict[str, Any], asked: list[int]) -> dict[str, Any]:
-        limit, vocabulary = self.options.context_length, self.weights.model.config.vocab_size
+    def expanded(self, ids: list[int], urls: list[str]) -> tuple[list[int], dict[str, Any]]:
+        """A prompt with its images as the model's own processor makes it: read as text, as SGLang reads it."""
+        if not urls:
+            return ids, {}
+        processor = AutoProcessor.from_pretrained(self.model_path)
+        images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+        text = processor.tokenizer.decode(ids)
+        inputs = dict(processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False))
+        inputs.pop("attention_mask")
+        return inputs.pop("input_ids")[0].tolist(), inputs
+
+    async def sample(
+        self, model: Any, prompt: list[int], params: dict[str, Any], asked: list[int], images: dict[str, Any]
+    ) -> dict[str, Any]:
+        limit, vocabulary = self.options.context_length, self.weights.model.config.get_text_config().vocab_size
         if max(prompt) >= vocabulary:
             self.die()
         if asked and max(asked) >= vocabulary:
@@ -354,7 +375,7 @@ class FakeSglang:
             if self.aborting:
                 reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
                 break
-            token, logprobs = self.draw(model, prompt + tokens, params)
+            token, logprobs = self.draw(model, prompt + tokens, params, images)
             tokens.append(token)
             triples.append([float(logprobs[token]), token, None])
             others.append([[float(logprobs[other]), other, None] for other in asked])
@@ -364,13 +385,15 @@ class FakeSglang:
                 reason = {"type": "length", "length": most}
             await asyncio.sleep(self.options.seconds_per_token)
         meta = {"finish_reason": reason, "weight_version": self.version, "output_token_logprobs": triples}
+        meta["prompt_tokens"] = len(prompt)
         if asked:
             meta["output_token_ids_logprobs"] = others
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
     @torch.no_grad()
-    def draw(self, model: Any, tokens: list[int], params: dict[str, Any]) -> tuple[int, Tensor]:
-        logits = model(torch.tensor([tokens])).logits[0, -1].float()
+    def draw(self, model: Any, tokens: list[int], params: dict[str, Any], images: dict[str, Any]) -> tuple[int, Tensor]:
+        ids = torch.tensor([tokens])
+        logits = model(ids, **tiny_vision.extended(images, ids)).logits[0, -1].float()
         greedy = params["temperature"] < 1e-6
         scaled = (logits if greedy else logits / params["temperature"]).log_softmax(-1)
         if greedy:
@@ -418,7 +441,9 @@ class FakeSglang:
         if tags - self.released:
             self.die()
         if "weights" in tags:  # their contents are gone
-            self.weights.load((name, torch.zeros_like(p)) for name, p in self.weights.model.named_parameters())
+            self.weights.load(
+                (name, torch.zeros_like(p)) for name, p in tiny_vision.by_checkpoint_name(self.weights.model).items()
+            )
         self.released -= tags
 
     # ---- weights -----------------------------------------------------------------------------------------------------

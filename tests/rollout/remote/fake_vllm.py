@@ -16,8 +16,10 @@ As a program it serves until it is ended, prints every path that is asked for, a
 """
 
 import asyncio
+import base64
 import contextlib
 import copy
+import io
 import json
 import sys
 import threading
@@ -29,8 +31,12 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from PIL import Image
 from safetensors.torch import load_file
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it is also a program of its own
+
+import tiny_vision
 from covey.rollout.engines.remote.buckets import unpack
 from covey.rollout.engines.remote.channels import boot_id, join
 from covey.rollout.engines.remote.sending import in_thread
@@ -59,6 +65,7 @@ BODY: dict[str, Any] = {
     "min_tokens": int,
     "structured_outputs": dict,
     "bad_words": list,
+    "detokenize": bool,
 }
 """What a completions request may hold; real vLLM ignores other names, which is just what must not happen here."""
 
@@ -199,6 +206,7 @@ class FakeVllm:
         keeps_stamp: whether it has /weight_info.
         buckets: whether it takes weights over a group, as one that `covey vllm-serve` started does.
         host: where it listens.
+        processor: of a vision-language model, which makes it take images.
     """
 
     def __init__(
@@ -217,7 +225,9 @@ class FakeVllm:
         keeps_stamp: bool = True,
         buckets: bool = False,
         host: str = "127.0.0.1",
+        processor: Any = None,
     ):
+        self.processor = processor
         self._original = copy.deepcopy(model).eval()
         self.name, self.release, self.dev_mode = name, release, dev_mode
         self.logprobs_mode, self.api_key, self.max_model_len = logprobs_mode, api_key, max_model_len
@@ -337,6 +347,7 @@ class FakeVllm:
             web.get("/v1/models", self._models),
             web.get("/openapi.json", self._openapi),
             web.post("/v1/completions", self._completions),
+            *([web.post("/inference/v1/generate", self._with_images)] if self.processor is not None else []),
         ]
         training = [
             web.get("/get_world_size", self._world_size),
@@ -416,6 +427,34 @@ class FakeVllm:
         self.served += sum(finish != "abort" for _, _, finish in rows)
         return web.json_response({"id": "cmpl", "object": "text_completion", "model": self.name, "choices": choices})
 
+    async def _with_images(self, request: web.Request) -> web.Response:
+        """Tokens and images in, tokens out; the prompt is expanded with the model's own processor."""
+        body = await request.json()
+        body |= body.pop("sampling_params")
+        urls = [part["url"] for part in body.pop("content_parts") if part["type"] == "image_url"]
+        images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+        text = self.processor.tokenizer.decode(body.pop("token_ids"))
+        inputs = dict(self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False))
+        inputs.pop("attention_mask")
+        body["prompt"] = inputs.pop("input_ids")[0].tolist()
+        if (problem := self._problem(body)) or body.pop("detokenize"):
+            return _refusal(problem or "text was asked for")
+        await self._resumed.wait()
+        rows = await asyncio.gather(*(self._sample(body, index, inputs) for index in range(body["n"])))
+        choices = [
+            {
+                "index": index,
+                "logprobs": {
+                    "content": [{"token_id": t, "logprob": one} for t, one in zip(tokens, logprobs, strict=True)]
+                },
+                "finish_reason": finish,
+                "token_ids": tokens,
+            }
+            for index, (tokens, logprobs, finish) in enumerate(rows)
+        ]
+        self.served += len(rows)
+        return web.json_response({"request_id": "g", "choices": choices, "prompt_token_ids": body["prompt"]})
+
     def _problem(self, body: dict[str, Any]) -> str | None:
         for name, value in body.items():
             if name not in BODY:
@@ -424,7 +463,7 @@ class FakeVllm:
                 return f"{name}={value!r} has the wrong type"
         if body.get("model") not in (None, self.name):
             return f"The model `{body['model']}` does not exist."
-        vocabulary = self.model.config.vocab_size
+        vocabulary = self.model.config.get_text_config().vocab_size
         if strange := [token for token in body["prompt"] if not 0 <= token < vocabulary]:
             return f"Token id {strange[0]} is out of vocabulary"
         if not body["prompt"] or body["max_tokens"] < 1 or body.get("n", 1) < 1:
@@ -435,7 +474,9 @@ class FakeVllm:
             return "training needs return_token_ids and logprobs"
         return None
 
-    async def _sample(self, body: dict[str, Any], index: int) -> tuple[list[int], list[float], str]:
+    async def _sample(
+        self, body: dict[str, Any], index: int, images: dict[str, Any] | None = None
+    ) -> tuple[list[int], list[float], str]:
         """One completion, a token at a time, so that a pause can break it off."""
         generator = torch.Generator().manual_seed((body.get("seed", 0) + index) % 2**63)
         begun = self._pauses
@@ -447,7 +488,8 @@ class FakeVllm:
             if self._pauses != begun:
                 return tokens, logprobs, "abort"
             with torch.no_grad():
-                logits = self.model(torch.tensor([body["prompt"] + tokens])).logits[0, -1].float()
+                ids = torch.tensor([body["prompt"] + tokens])
+                logits = self.model(ids, **tiny_vision.extended(images or {}, ids)).logits[0, -1].float()
             temperature = body["temperature"]
             cut = _cut(logits / (temperature or 1.0), body)
             token = int(
@@ -515,7 +557,7 @@ class FakeVllm:
 
     def _load(self, found: dict[str, Any]) -> web.Response | None:
         """Put a whole model's tensors in place, or say what does not fit."""
-        expected = dict(self.model.named_parameters())  # tied weights once
+        expected = tiny_vision.by_checkpoint_name(self.model)  # tied weights once
         if found.keys() != expected.keys():
             return _refusal(f"weights do not fit: {sorted(found.keys() ^ expected.keys())[:3]}", 500)
         with torch.no_grad():

@@ -2,20 +2,26 @@
 
 import asyncio
 import base64
+import io
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from sglang_package import BODIES, RECORD, describe, load
 from sglang_servers import InThread, request, update
 
 import tiny
+import tiny_vision
+from covey.core.media import Media
 from covey.policy.weights import weight_update
 from covey.rollout.engines.remote import sglang_payload
 from covey.rollout.engines.remote.buckets import Packer
 from covey.rollout.engines.remote.engine import RemoteEngine
+from covey.rollout.engines.remote.pictures import sent_ids, sent_images
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.sglang import SglangDialect
 from covey.rollout.engines.remote.sglang_transports import SglangWeights
@@ -89,6 +95,24 @@ def test_requests_for_completions_keep_sglangs_contract(real, asked):
         for i, params in enumerate(body["sampling_params"]):
             SamplingParams(**params).verify(tiny.config().vocab_size)
             assert made[i].sampling_params == params and made[i].input_ids == body["input_ids"][i]
+
+
+def test_images_are_read_as_one_list_for_each_completion(real):
+    """Two completions of a prompt with two images: SGLang's own class and its own reader of images see them."""
+    from pydantic import TypeAdapter
+
+    pictures = tuple(tiny_vision.picture(number) for number in (0, 1))
+    media = Media(pictures, {}, {}, start=1, length=6, short_ids=(7, 7))
+    shown = replace(request(n=2), prompt_ids=[5, 9, 9, 9, 9, 9, 9, 6], media=(media,))
+    body = {"input_ids": [sent_ids(shown)] * 2, "image_data": [sent_images(shown)] * 2, "sampling_params": [{}, {}]}
+    made = TypeAdapter(real.io.GenerateReqInput).validate_python(body)
+    made.normalize_batch_and_arguments()
+    assert made.batch_size == 2 and made.modalities == ["multi-images", "multi-images"]
+    for one in (made[0], made[1]):
+        assert one.input_ids == [5, 7, 7, 6]
+        for url, picture in zip(one.image_data, pictures, strict=True):
+            read = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+            assert read.tobytes() == picture.tobytes()
 
 
 def test_a_group_is_announced_with_the_fields_of_its_class(real):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.media import Media, media_inputs, placeholder_ids, without_strays
+from covey.core.media import media_inputs, placeholder_ids, reading, stray_placeholders
 from covey.core.modes import inference_mode_of
 from covey.core.rollout import Completion
 from covey.core.weights import WeightUpdate
@@ -44,7 +44,7 @@ class StatefulEngine:
         max_rows: most completions decoded at once.
         max_context: prompt and completion together stay within this; None when unlimited.
         forward_context: entered around sampling (mixed precision).
-        filler_id: read in the place of a sampled token that stands for an image, as scoring does.
+        filler_id: any token that stands for no image.
         device: where the model's inputs belong; None: where its weights are.
     """
 
@@ -130,19 +130,19 @@ class StatefulEngine:
             if hasattr(module, "rope_deltas"):
                 module.rope_deltas = None  # how far images have moved positions, in whatever ran last
         tokens = torch.tensor([request.prompt_ids], device=device)
-        return self._forward(tokens, None, request.media)
+        if not request.media:
+            return self._forward(tokens, None)
+        model, shown = self._model(), [request.media]
+        strays = stray_placeholders(tokens, shown, torch.tensor(placeholder_ids(model.config), device=device))
+        with reading(model.get_input_embeddings(), tokens, strays, self._filler_id) as read:
+            return self._forward(read, None, **media_inputs(shown, tokens.shape[1], device))
 
-    def _forward(self, tokens: Tensor, cache: Any, media: tuple[Media, ...] = ()) -> tuple[Tensor, Any]:
+    def _forward(self, tokens: Tensor, cache: Any, **images: Tensor) -> tuple[Tensor, Any]:
         """The model over tokens [rows, T] behind a cache: logits of the last position [rows, V], and the cache."""
         model = self._model()
-        placeholders = placeholder_ids(model.config)
-        if placeholders:
-            shown = [media] * len(tokens)
-            tokens = without_strays(tokens, shown, torch.tensor(placeholders, device=tokens.device), self._filler_id)
         known = inspect.signature(model.get_base_model().forward if hasattr(model, "peft_config") else model.forward)
         name = "past_key_values" if "past_key_values" in known.parameters else "cache_params"
         last = {"logits_to_keep": 1} if "logits_to_keep" in known.parameters else {}
-        images = media_inputs([media], tokens.shape[1], tokens.device) if media else {}
         output = model(input_ids=tokens, use_cache=True, **{name: cache}, **last, **images)
         return output.logits[:, -1], output[name]
 

@@ -207,13 +207,10 @@ class RemoteEngine:
         """Sample `request.n` completions of one prompt; drafts are not made use of.
 
         Raises:
-            ValueError: there are images.
             ServerRefused: a server said no.
             ServerError: answers could not be used, several times.
             NoServerLeft: all servers failed and none came back.
         """
-        if request.media:
-            raise ValueError("inference servers are sent token ids alone; this version has no way to send images.")
         return await self._thread.wait_for(self._generate(request))
 
     async def _generate(self, request: SampleRequest) -> list[Completion]:

@@ -25,6 +25,7 @@ from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.engines.remote.answers import STOPS, Progress, one_of
 from covey.rollout.engines.remote.dialect import Sampled, ServerFacts, SettingNames
 from covey.rollout.engines.remote.errors import BadAnswer, ServerRefused
+from covey.rollout.engines.remote.pictures import check_expanded, sent_ids, sent_images
 from covey.rollout.engines.remote.server import Server
 
 ADAPTER = "covey-"
@@ -193,13 +194,17 @@ class SglangDialect:
         self, server: Server, request: SampleRequest, model: str, ends: frozenset[int], deadline: float
     ) -> list[Sampled]:
         body: dict[str, Any] = {
-            "input_ids": [request.prompt_ids] * request.n,
+            "input_ids": [sent_ids(request)] * request.n,
             "sampling_params": [sampling_params(request.params, seed, ends) for seed in request.seeds],
             "return_logprob": True,
         }
         if model.startswith(ADAPTER):
             body["lora_path"] = [model] * request.n
+        if request.media:
+            body["image_data"] = [sent_images(request)] * request.n
         answer = await self._post(server, body, deadline, "generate")
+        if request.media and isinstance(answer, list) and answer:
+            check_expanded(server.url, request, prompt_tokens_of(answer[0]))
         return completions_of(server, answer, request.n, "generate")
 
     async def _post(self, server: Server, body: dict[str, Any], deadline: float, doing: str) -> Any:
@@ -303,6 +308,12 @@ def completions_of(server: Server, answer: Any, n: int, doing: str) -> list[Samp
         return [sampled_of(one) for one in answer]
     except ValueError as error:
         raise BadAnswer(server.url, doing, str(error)) from error
+
+
+def prompt_tokens_of(answer: Any) -> Any:
+    """How many tokens `/generate` says that it made of a prompt; None if it says nothing."""
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    return meta.get("prompt_tokens") if isinstance(meta, Mapping) else None
 
 
 def sampled_of(answer: Any) -> Sampled:

@@ -13,8 +13,10 @@ import torch
 
 from covey.core.rollout import Completion, FinishReason
 from covey.rollout.engine import SampleRequest
+from covey.rollout.engines.remote import vllm_images
 from covey.rollout.engines.remote.dialect import Sampled, ServerFacts, SettingNames
 from covey.rollout.engines.remote.errors import BadAnswer, ServerBusy, ServerError, ServerRefused
+from covey.rollout.engines.remote.pictures import check_expanded
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.vllm_flags import OLDEST
 
@@ -238,6 +240,8 @@ class VllmDialect:
         """`request.n` completions; completion i has the seed of the first plus i, which is how vLLM counts."""
         params = request.params
         refuse_ours(params.extra)
+        if request.media:
+            return await self._with_images(server, request, model, ends, deadline)
         body = {
             "model": model,
             "prompt": request.prompt_ids,
@@ -260,6 +264,21 @@ class VllmDialect:
             **params.extra,
         }
         answer = await server.ask("/v1/completions", doing="generate", deadline=deadline, body=body)
+        return completions_of(server, answer)
+
+    async def _with_images(
+        self, server: Server, request: SampleRequest, model: str, ends: frozenset[int], deadline: float
+    ) -> list[Sampled]:
+        try:
+            body = vllm_images.body_of(request, model, ends)
+            answer = await server.ask(vllm_images.ROUTE, doing="sample with images", deadline=deadline, body=body)
+        except ServerRefused as refused:
+            if "HTTP 404" not in refused.said:
+                raise
+            hint = f"Images are sent to {vllm_images.ROUTE}: update vLLM (0.32 has it)."
+            raise ServerRefused(server.url, "sample with images", refused.said, hint) from refused
+        answer, tokens = vllm_images.as_completions(server.url, answer)
+        check_expanded(server.url, request, tokens)
         return completions_of(server, answer)
 
     # ---- training --------------------------------------------------------------------------------------------------

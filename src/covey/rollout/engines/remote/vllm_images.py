@@ -1,0 +1,61 @@
+"""Prompts with images, as vLLM takes them: tokens in and tokens out at /inference/v1/generate.
+
+The completions route, which everything else goes to, knows no images. Not here: what is done with the answer.
+"""
+
+from typing import Any
+
+from covey.rollout.engine import SampleRequest
+from covey.rollout.engines.remote.errors import BadAnswer
+from covey.rollout.engines.remote.pictures import sent_ids, sent_images
+
+ROUTE = "/inference/v1/generate"
+TEXT = ("stop", "bad_words")
+"""Settings for which vLLM has to turn tokens into text while it samples."""
+
+
+def body_of(request: SampleRequest, model: str, ends: frozenset[int]) -> dict[str, Any]:
+    """A request for `request.n` completions; completion i has the seed of the first plus i."""
+    params = request.params
+    return {
+        "model": model,
+        "token_ids": sent_ids(request),
+        "content_parts": [{"type": "image_url", "url": url} for url in sent_images(request)],
+        "return_token_ids": True,
+        "sampling_params": {
+            "n": request.n,
+            "seed": request.seeds[0] % 2**62,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p or 0.0,
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "ignore_eos": True,
+            "stop_token_ids": sorted(ends),
+            "logprobs": 0,
+            "detokenize": any(name in params.extra for name in TEXT),
+            **params.extra,
+        },
+    }
+
+
+def as_completions(url: str, answer: Any) -> tuple[dict[str, Any], int | None]:
+    """The answer in the form that the completions route gives, and the number of tokens of the expanded prompt.
+
+    Raises:
+        BadAnswer: it is incomplete.
+    """
+    try:
+        choices = [{**choice, "logprobs": _logprobs(choice.get("logprobs"))} for choice in answer["choices"]]
+        prompt = answer.get("prompt_token_ids")
+    except (KeyError, TypeError, AttributeError) as error:
+        said = f"its answer is incomplete ({type(error).__name__}: {error}): {answer!r:.300}"
+        raise BadAnswer(url, "generate", said) from error
+    return {"choices": choices}, None if prompt is None else len(prompt)
+
+
+def _logprobs(given: Any) -> dict[str, Any] | None:
+    return None if given is None else {"token_logprobs": [one["logprob"] for one in given.get("content") or []]}
