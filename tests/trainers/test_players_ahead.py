@@ -41,7 +41,7 @@ def same(one, other, *names, exact=True):
     Tokens do not, and neither does a loss that makes nothing of the engine's log-probs.
     """
     for a, b in zip(runs.weights(one), runs.weights(other), strict=True):
-        torch.testing.assert_close(a, b, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5)
+        torch.testing.assert_close(a, b, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-4)
     for name in ("reward", "num_tokens", *names):
         assert runs.history(one, name) == runs.history(other, name)
 
