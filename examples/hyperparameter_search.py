@@ -1,12 +1,12 @@
-"""Which settings are best? Three trials with optuna, each a training run of its own from the same fresh weights.
+"""Which settings are best? Three short trials with optuna, each from the same fresh weights, and a run with the best.
 
-Needs optuna: pip install 'covey[search]'. Returns a trainer that has been trained with the best settings.
+Needs optuna: pip install 'covey[search]'.
 """
 
 import optuna
 
 from common import SUMS, parser, settings
-from covey import GRPOConfig, GRPOTrainer
+from covey import EvalSuite, GRPOConfig, GRPOTrainer
 from covey.rewards import numeric_match_reward
 
 
@@ -20,12 +20,14 @@ def space(trial):
 
 def main():
     options = parser(__doc__).parse_args()
+    tried = GRPOConfig(**settings(options), eval_strategy="steps", eval_steps=5, per_device_eval_batch_size=8)
+    held_out = EvalSuite(SUMS[-8:], temperature=0)
     trainer = GRPOTrainer(
         model=options.model,  # loaded anew for each trial
         reward_funcs=numeric_match_reward,
-        args=GRPOConfig(**settings(options), eval_strategy="steps", eval_steps=5, per_device_eval_batch_size=8),
+        args=tried.with_changes(max_steps=max(1, options.max_steps // 2)),
         train_dataset=SUMS[:-8],
-        eval_dataset=SUMS[-8:],
+        eval_dataset=held_out,
     )
     sampler, pruner = optuna.samplers.TPESampler(seed=0), optuna.pruners.MedianPruner(n_startup_trials=2)
     best = trainer.hyperparameter_search(space, n_trials=3, sampler=sampler, pruner=pruner)
@@ -33,9 +35,9 @@ def main():
     trained = GRPOTrainer(
         model=options.model,
         reward_funcs=numeric_match_reward,
-        args=trainer.args.with_changes(**best.hyperparameters),
+        args=tried.with_changes(**best.hyperparameters),
         train_dataset=SUMS[:-8],
-        eval_dataset=SUMS[-8:],
+        eval_dataset=held_out,
     )
     trained.train()
     return trained

@@ -158,6 +158,12 @@ EVALUATION = [
         ("log_completions_hub_repo='a/b/c' cannot be created or written to", "Give the id of a data set"),
     ),
     Mistake(
+        "Asked for NEFTune's noise",
+        lambda b: b.config(neftune_noise_alpha=5.0),
+        ("neftune_noise_alpha=5.0 adds noise to the embeddings", "Leave it unset"),
+        CONFIG,
+    ),
+    Mistake(
         "Chose an optimizer that changes the weights within a backward pass",
         lambda b: b.config(optim="lomo"),
         ("optim='lomo' changes the weights within every backward pass", "Choose another optimizer"),

@@ -253,11 +253,13 @@ def test_what_a_schedule_free_optimizer_recommends_is_evaluated_and_its_training
     for settings in ({}, EVALUATED):
         parts = {"optimizer_cls_and_kwargs": (TwoSets, {"lr": 0.5}), "eval_dataset": tiny.rows(4)}
         trainer = runs.trainer(tmp_path, parts=parts, max_steps=3, **settings)
+        before = runs.weights(trainer)
         trainer.train()
-        ends.append(runs.weights(trainer))
+        ends.append(trainer.optimizer.optimizer.other)  # what was trained, set aside
+        assert all(map(torch.equal, runs.weights(trainer), before))  # what it recommends
     evaluated = runs.history(trainer, "eval_reward")
     assert len(evaluated) == 3 and len(set(evaluated)) == 1  # always of the first weights
-    assert all(map(torch.equal, *ends))
+    assert all(map(torch.equal, *ends)) and not all(map(torch.equal, ends[0], before))
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "adafactor", "adagrad", "rmsprop"])

@@ -73,6 +73,7 @@ REFUSED = [
     (agents.tool_rounds_are_counted, GRPOConfig, {"max_tool_calling_iterations": -1}, "=-1 must be a whole number"),
     (agents.tool_parser_is_known, RLOOConfig, {"tool_parser": "lama3"}, "Did you mean 'llama3'"),
     (training.optimizer_waits_for_the_whole_step, GRPOConfig, {"optim": "adalomo"}, "within every backward pass"),
+    (training.embeddings_are_without_noise, GRPOConfig, {"neftune_noise_alpha": 5.0}, "sampled and scored by models"),
     (training.optimizer_waits_for_the_whole_step, RLOOConfig, {"optim": "galore_adamw_layerwise"}, "or galore_adamw"),
     (features.words_are_known, GRPOConfig, {"prompt_sampler": "hard"}, "choose one of: uniform, difficulty"),
     (prompts.refills_are_counted, GRPOConfig, {"max_resample_times": -1}, "max_resample_times=-1 .* 0 or more"),

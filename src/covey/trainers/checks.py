@@ -41,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     training.learning_rate_goes_downhill,
     training.something_is_trained,
     training.optimizer_waits_for_the_whole_step,
+    training.embeddings_are_without_noise,
     speculation.reuse_is_exact_or_lenient,
     speculation.lenience_is_positive,
     speculation.reuse_can_happen,

@@ -160,8 +160,8 @@ class SampledEvaluation(AtomicCheckpoints):
     @contextmanager
     def _weights_to_judge(self) -> Iterator[None]:
         """With an optimizer that trains other weights than it recommends (schedule-free ones): the recommended."""
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        if not (callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))):
+        optimizer = self._recommending_optimizer()
+        if optimizer is None:
             yield
             return
         optimizer.eval()
@@ -172,6 +172,12 @@ class SampledEvaluation(AtomicCheckpoints):
             self.weight_sync.forget()
             if self.is_in_train:
                 optimizer.train()  # the next generation is sampled before the next step sets it
+
+    def _recommending_optimizer(self) -> Any:
+        """The optimizer, if it trains other weights than it recommends; else None."""
+        inner: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        switches = (getattr(inner, name, None) for name in ("train", "eval"))
+        return inner if all(map(callable, switches)) else None
 
     def _verdicts(self, sampled: Sampled, judge: Judge) -> list[Verdict]:
         totals = weighted_total(sampled.rewards.double(), self.rewards.weights.double()).tolist()

@@ -70,7 +70,12 @@ class PolicyUpdates(SampledEvaluation):
         self._forget_ahead()
         with self.collectives.ending_all():
             try:
-                return super().train(*args, **kwargs)
+                if (optimizer := self._recommending_optimizer()) is not None:
+                    optimizer.train()  # of an earlier call
+                result = super().train(*args, **kwargs)
+                if (optimizer := self._recommending_optimizer()) is not None and not self.args.load_best_model_at_end:
+                    optimizer.eval()
+                return result
             finally:
                 self._forget_ahead()
                 self._end_rollouts()

@@ -59,3 +59,12 @@ def optimizer_waits_for_the_whole_step(args: Any) -> None:
             " passes here, whose gradients belong to the same weights. Choose another optimizer, such as adamw_torch,"
             " adafactor or galore_adamw."
         )
+
+
+def embeddings_are_without_noise(args: Any) -> None:
+    """What is sampled and what is scored see the same embeddings."""
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha!r} adds noise to the embeddings, for supervised training."
+            " Here completions would be sampled and scored by models that differ by noise. Leave it unset."
+        )

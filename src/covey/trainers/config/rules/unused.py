@@ -45,7 +45,7 @@ def padding_is_a_number(args: Any) -> None:
 
 def supervised_options_are_off(args: Any) -> None:
     """Options of supervised training that mean nothing here are pointed out."""
-    names = ("label_smoothing_factor", "neftune_noise_alpha", "train_sampling_strategy", "length_column_name")
+    names = ("label_smoothing_factor", "train_sampling_strategy", "length_column_name")
     ignored(args, names, "it belongs to supervised training")
     ignored(args, ["remove_unused_columns"], "reward functions receive every column of the dataset")
     ignored(args, ["bf16_full_eval", "fp16_full_eval"], "evaluation computes like training")
