@@ -22,6 +22,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
         "shared_expert_intermediate_size": 16,
     },
+    "Qwen3_5Text": {
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "FalconH1": {"head_dim": 8, **STATE_SPACE, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "Jamba": {**STATE_SPACE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
 }

@@ -176,7 +176,7 @@ def test_models_whose_sequences_would_mix_are_padded_with_one_warning(name):
     model, batch = tiny_unpackable(name), ragged_batch()
     before = model.config._attn_implementation
     automatic = TokenScorer(lambda m: m, temperature=1.0)
-    with pytest.warns(UserWarning, match=f"{name}ForCausalLM cannot use the packed layouts") as warned:
+    with pytest.warns(UserWarning, match=f"{type(model).__name__} cannot use the packed layouts") as warned:
         mine = automatic(model, batch).logprobs
         automatic(model, batch)
     assert len([w for w in warned if "packed layouts" in str(w.message)]) == 1

@@ -1,6 +1,8 @@
 """Mistakes with models, adapters, tokenizers, launchers and other arguments of a trainer."""
 
 import importlib.util
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import peft
@@ -47,6 +49,15 @@ def adapter_folder(bench):
 
 def headless_folder(bench):
     return bench.save("classifier", LlamaForSequenceClassification(tiny.config(tie_word_embeddings=False)))
+
+
+def with_own_code(bench):
+    folder = Path(bench.save("own", tiny.model()))
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": code}))
+    (folder / "own.py").write_text("class OwnConfig: pass")
+    return str(folder)
 
 
 def marked_quantised():
@@ -216,6 +227,11 @@ MODELS = [
         (r"folder '.*t5'", CANNOT_LOAD, "T5Config"),
     ),
     Mistake(
+        "Gave a model that comes with code of its own",
+        lambda b: b.build(model=with_own_code(b)),
+        ("comes with code of its own", "Read it, then set trust_remote_code=True"),
+    ),
+    Mistake(
         "Put an argument into model_init_kwargs that the model does not know",
         lambda b: b.build({"model_init_kwargs": {"flash": True}}, model=b.folder),
         (CANNOT_LOAD, r"model_init_kwargs=\{'flash': True\}", "unexpected keyword argument 'flash'"),
@@ -356,6 +372,11 @@ MODELS = [
         ),
         ("the routers give no gradient", "use_reentrant': False", "router_aux_loss_coef=0"),
         TRAINING,
+    ),
+    Mistake(
+        "Asked for flex_attention on a CPU",
+        lambda b: b.build({"model_init_kwargs": {"attn_implementation": "flex_attention"}}, model=b.folder),
+        ("attn_implementation='flex_attention' cannot be trained on a CPU", "choose 'sdpa' or 'eager'"),
     ),
     Mistake(
         "Gave a model whose head does more than Covey knows",

@@ -4,7 +4,6 @@ Models are loaded in float32 unless told otherwise: that is what the optimizer u
 processes (accelerate's job).
 """
 
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from covey.core.media import placeholder_ids
-from covey.policy.quantised import keep_gradients, quantisation_of
+from covey.policy.quantised import check_installed, keep_gradients, one_quantisation, quantisation_of
 from covey.policy.weights import whole_shape
 
 OWN_VOCABULARY = 0.5
@@ -45,7 +44,7 @@ def load_policy(
         ImportError: loading it as asked needs a package that is missing.
     """
     if isinstance(model, (str, os.PathLike)):
-        quantization_config = _one_quantisation(quantization_config, init_kwargs or {})
+        quantization_config = one_quantisation(quantization_config, init_kwargs or {})
         if quantization_config is not None and peft_config is None:
             raise ValueError(
                 "`quantization_config` without `peft_config`: quantised weights cannot be trained. Pass a `peft_config`"
@@ -65,23 +64,13 @@ def load_policy(
     return model
 
 
-def _one_quantisation(given: Any, init_kwargs: dict[str, Any]) -> Any:
-    """How to quantise the model, named as an argument or among those of `from_pretrained`; None: not at all."""
-    inside = init_kwargs.get("quantization_config")
-    if given is not None and inside is not None:
-        raise ValueError(
-            "`quantization_config` was given twice, as an argument of the trainer and in `model_init_kwargs`. Keep one."
-        )
-    return inside if given is None else given
-
-
 def _from_pretrained(name: str, init_kwargs: dict[str, Any], trust_remote_code: bool, quantization: Any) -> Any:
     kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
     auto_class = _auto_class(name, kwargs)
     kwargs["dtype"] = as_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype"))
     if quantization is not None:
         kwargs["quantization_config"] = quantization
-        _check_installed(quantization)
+        check_installed(quantization)
     try:
         loaded: Any = auto_class.from_pretrained(name, **kwargs, output_loading_info=True)
     except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
@@ -102,12 +91,17 @@ def _auto_class(name: str, kwargs: dict[str, Any]) -> Any:
     """What loads a model: vision-language models have a class of their own."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    where = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
     try:
-        config = kwargs.get("config") or AutoConfig.from_pretrained(name, **where)
+        config = kwargs.get("config") or AutoConfig.from_pretrained(name, **_whereabouts(kwargs))
     except (OSError, ValueError, TypeError, KeyError):
         return AutoModelForCausalLM  # which says what is wrong
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def _whereabouts(init_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments of `from_pretrained` that say where something is to be found, and may be read."""
+    names = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only", "proxies")
+    return {name: init_kwargs[name] for name in names if name in init_kwargs}
 
 
 def sees_images(config: Any) -> bool:
@@ -115,18 +109,6 @@ def sees_images(config: Any) -> bool:
     from transformers import AutoModelForImageTextToText
 
     return type(config) in AutoModelForImageTextToText._model_mapping and bool(placeholder_ids(config))
-
-
-def _check_installed(quantization: Any) -> None:
-    """Quantising with bitsandbytes takes bitsandbytes.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    settings = quantization if isinstance(quantization, dict) else vars(quantization)
-    wanted = any(settings.get(name) or settings.get(f"_{name}") for name in ("load_in_4bit", "load_in_8bit"))
-    if wanted and importlib.util.find_spec("bitsandbytes") is None:
-        raise ImportError("quantising to 4 or 8 bits needs bitsandbytes: pip install 'covey[quantization]'")
 
 
 def as_dtype(dtype: Any) -> torch.dtype | str:
@@ -153,6 +135,11 @@ def as_dtype(dtype: Any) -> torch.dtype | str:
 def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) -> str:
     """What to tell about a model that transformers could not load."""
     said = _first_line(error)
+    if "trust_remote_code" in str(error):
+        return (
+            f"model={name!r} comes with code of its own, which runs only where it is trusted. Read it, then set"
+            " trust_remote_code=True."
+        )
     if os.path.isdir(name):
         options = f" with model_init_kwargs={init_kwargs!r}" if init_kwargs else ""
         return (
@@ -251,13 +238,16 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
         raise ValueError(f"the adapter of `peft_config` does not fit {type(model).__name__}: {error}") from error
 
 
-def load_processing_class(processing_class: Any, model: Any, *, trust_remote_code: bool = False) -> Any:
+def load_processing_class(
+    processing_class: Any, model: Any, *, trust_remote_code: bool = False, init_kwargs: dict[str, Any] | None = None
+) -> Any:
     """The policy's tokenizer, or the processor of a vision-language model; its tokenizer has a padding token.
 
     Args:
         processing_class: a tokenizer or processor, or None to load the one that belongs to `model`.
         model: the loaded policy; its name says where they are.
         trust_remote_code: run the code that comes with them.
+        init_kwargs: what the model was loaded with; theirs is the same revision, cache and so on.
 
     Raises:
         ValueError: none can be found, it has no end-of-sequence token, is another model's, or is a processor and the
@@ -265,7 +255,9 @@ def load_processing_class(processing_class: Any, model: Any, *, trust_remote_cod
     """
     given = processing_class
     if given is None:
-        given = _own_processing_class(model, trust_remote_code)
+        given = _own_processing_class(
+            model, {"trust_remote_code": trust_remote_code, **_whereabouts(init_kwargs or {})}
+        )
     tokenizer = given
     if hasattr(given, "tokenizer") and not hasattr(given, "eos_token_id"):
         if not sees_images(model.config):
@@ -288,7 +280,7 @@ def load_processing_class(processing_class: Any, model: Any, *, trust_remote_cod
     return given
 
 
-def _own_processing_class(model: Any, trust_remote_code: bool) -> Any:
+def _own_processing_class(model: Any, whereabouts: dict[str, Any]) -> Any:
     from transformers import AutoProcessor, AutoTokenizer
 
     name = getattr(model.config, "_name_or_path", "")
@@ -300,7 +292,7 @@ def _own_processing_class(model: Any, trust_remote_code: bool) -> Any:
     what = "processor" if sees_images(model.config) else "tokenizer"
     try:
         auto_class: Any = AutoProcessor if what == "processor" else AutoTokenizer
-        return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return auto_class.from_pretrained(name, **whereabouts)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise ValueError(
             f"no {what} could be loaded from {name!r}, where the model is from. Save it there"

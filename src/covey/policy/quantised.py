@@ -5,6 +5,7 @@ takes what the numbers stand for, with the adapter added to them in full precisi
 job when it loads), adapters (`peft`).
 """
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -24,6 +25,32 @@ def quantisation_of(model: Any) -> str | None:
         method = getattr(model, "quantization_method", None) or "an unknown method"
     name = str(getattr(method, "value", method))
     return "bitsandbytes" if name.startswith("bitsandbytes") else name
+
+
+def one_quantisation(given: Any, init_kwargs: dict[str, Any]) -> Any:
+    """How to quantise the model, named as an argument or among those of `from_pretrained`; None: not at all.
+
+    Raises:
+        ValueError: it is named in both places.
+    """
+    inside = init_kwargs.get("quantization_config")
+    if given is not None and inside is not None:
+        raise ValueError(
+            "`quantization_config` was given twice, as an argument of the trainer and in `model_init_kwargs`. Keep one."
+        )
+    return inside if given is None else given
+
+
+def check_installed(quantization: Any) -> None:
+    """Quantising with bitsandbytes takes bitsandbytes.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    settings = quantization if isinstance(quantization, dict) else vars(quantization)
+    wanted = any(settings.get(name) or settings.get(f"_{name}") for name in ("load_in_4bit", "load_in_8bit"))
+    if wanted and importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError("quantising to 4 or 8 bits needs bitsandbytes: pip install 'covey[quantization]'")
 
 
 def is_quantised_layer(module: Any) -> bool:

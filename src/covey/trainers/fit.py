@@ -16,8 +16,10 @@ def check_fit(trainer: Any) -> None:
     """Look at what no part of a trainer can see alone: whether its data suit its tokenizer, rewards and batch sizes.
 
     Raises:
-        ValueError: too few prompts, one that cannot be encoded, or a column that a reward function asks for is missing.
+        ValueError: too few prompts, one that cannot be encoded, or a column that a reward function asks for is missing;
+            or an attention that cannot be trained on this device.
     """
+    _check_attention(trainer.policy, trainer.accelerator.device.type)
     if trainer.train_dataset is not None:
         if hasattr(trainer.train_dataset, "__len__"):
             check_enough(len(trainer.train_dataset), trainer.algebra)
@@ -29,6 +31,14 @@ def check_fit(trainer: Any) -> None:
         if isinstance(dataset, EvalSuite):
             dataset.judge(trainer.rewards)
     _check_best_metric(trainer.args.metric_for_best_model, given)
+
+
+def _check_attention(policy: Any, device_type: str) -> None:
+    if device_type == "cpu" and getattr(policy.config, "_attn_implementation", None) == "flex_attention":
+        raise ValueError(
+            "attn_implementation='flex_attention' cannot be trained on a CPU: torch has no backward pass of it there."
+            " Leave it out, or choose 'sdpa' or 'eager'."
+        )
 
 
 def _check_fit(trainer: Any, dataset: Any, role: str) -> None:

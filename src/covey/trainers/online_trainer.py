@@ -111,7 +111,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         set_seed(args.seed)  # before an adapter is initialised
         model = assembly.build_policy(args, model, quantization_config, peft_config)
         processing_class = assembly.load_processing_class(
-            processing_class, model, trust_remote_code=args.trust_remote_code
+            processing_class, model, trust_remote_code=args.trust_remote_code, init_kwargs=args.model_init_kwargs
         )
         tokenizer = assembly.tokenizer_of(processing_class)
         vision = assembly.build_vision(processing_class, model)
