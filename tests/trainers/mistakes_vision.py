@@ -1,6 +1,7 @@
 """Mistakes with images and vision-language models."""
 
 from mistakes import TRAINING, Bench, Mistake
+from peft import LoraConfig, get_peft_model
 
 import tiny
 import tiny_vision
@@ -26,6 +27,11 @@ def broken(bench: Bench):
 def broken_later(bench: Bench):
     made = seeing(bench, Rows(40), {"shuffle_dataset": False, "max_steps": 30})
     made.train()
+
+
+def adapted():
+    model, _ = tiny_vision.make("gemma3")
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
 
 
 class Rows:
@@ -101,6 +107,11 @@ VISION = [
         "Set freeze_vit, freeze_aligner or freeze_llm for a model that sees no images",
         lambda b: b.build({"freeze_vit": True}),
         ("freeze_vit=True", "LlamaForCausalLM is no vision-language model", "peft_config"),
+    ),
+    Mistake(
+        "Set freeze_vit, freeze_aligner or freeze_llm and gave a PeftModel",
+        lambda b: seeing(b, [row(None)] * 2, {"freeze_vit": True}, model=adapted(), processing_class=None),
+        ("freeze_vit=True with a PeftModel", "target_modules"),
     ),
     Mistake(
         "Froze all parts of a vision-language model",

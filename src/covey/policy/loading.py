@@ -8,12 +8,14 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from covey.core.media import placeholder_ids
+from covey.policy.parts import freeze_parts, outside_of
 from covey.policy.quantised import check_installed, keep_gradients, one_quantisation, quantisation_of
 from covey.policy.weights import whole_shape
 
@@ -28,6 +30,7 @@ def load_policy(
     trust_remote_code: bool = False,
     quantization_config: Any = None,
     peft_config: Any = None,
+    frozen: Collection[str] = (),
 ) -> Any:
     """The model to train.
 
@@ -37,6 +40,7 @@ def load_policy(
         trust_remote_code: run the code that comes with the model.
         quantization_config: loads the base in fewer bits; only with an id or folder, and with `peft_config`.
         peft_config: adds a trainable adapter.
+        frozen: parts of a vision-language model that keep their weights and get no adapter: "vit", "aligner", "llm".
 
     Raises:
         ValueError: the arguments contradict one another, or the model cannot be a policy.
@@ -57,8 +61,11 @@ def load_policy(
             f" ({type(model).__name__}). Pass the model's id or folder, or drop them."
         )
     _check_generates(model)
+    if frozen:
+        _check_has_parts(model, frozen)
+        freeze_parts(model, frozen)
     if peft_config is not None:
-        model = _with_adapter(model, peft_config)
+        model = _with_adapter(model, peft_config, frozen)
     _check_trains(model)
     keep_gradients(model)
     return model
@@ -205,7 +212,21 @@ def _check_trains(model: Any) -> None:
         )
 
 
-def _with_adapter(model: Any, peft_config: Any) -> Any:
+def _check_has_parts(model: Any, frozen: Collection[str]) -> None:
+    named = " and ".join(f"freeze_{part}=True" for part in frozen)
+    if not sees_images(model.config):
+        raise ValueError(
+            f"{named}: {type(model).__name__} is no vision-language model, so it has no such part. Leave it at False;"
+            " to train a few weights of a language model, use `peft_config`."
+        )
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"{named} with a PeftModel: where its adapters lie is decided already. Give the base model and a"
+            " `peft_config`, or make the PeftModel with adapters in other modules alone (`target_modules`)."
+        )
+
+
+def _with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> Any:
     try:
         from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
     except ImportError as error:
@@ -232,6 +253,8 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
         )
     if quantisation_of(model) is not None:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if frozen:
+        peft_config = outside_of(model, peft_config, frozen)
     try:
         return get_peft_model(model, peft_config)
     except ValueError as error:

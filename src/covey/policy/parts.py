@@ -2,9 +2,12 @@
 
 Families call their parts differently: what encodes images (`vision_tower`, `visual`, `vision_model`), what brings its
 output into the language model's space (a projector, connector or merger, which Qwen keeps inside the encoder), and the
-language model with its head. Not here: adapters, which are frozen with the part that they lie in.
+language model with its head. Not here: what an adapter is.
 """
 
+import copy
+import re
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -41,16 +44,54 @@ def part_names(model: Any) -> dict[str, str]:
     return {name: part(name, parameter) for name, parameter in model.named_parameters()}
 
 
-def freeze_parts(model: Any, *, vit: bool, aligner: bool, llm: bool) -> None:
-    """Let some parts keep their weights, those of adapters in them included; the others stay as they are.
+def freeze_parts(model: Any, frozen: Collection[str]) -> None:
+    """Let some parts keep their weights; the others stay as they are.
+
+    Args:
+        model: a transformers model.
+        frozen: of "vit", "aligner" and "llm".
 
     Raises:
         ValueError: the model has no encoder of images.
     """
-    frozen = {name for name, chosen in (("vit", vit), ("aligner", aligner), ("llm", llm)) if chosen}
-    if not frozen:
-        return
     parts = part_names(model)
     for name, parameter in model.named_parameters():
         if parts[name] in frozen:
             parameter.requires_grad_(False)
+
+
+def outside_of(model: Any, peft_config: Any, frozen: Collection[str]) -> Any:
+    """A PEFT config that puts no adapter into some parts of a model. (PEFT would train one that was only frozen.)
+
+    Args:
+        model: a transformers model.
+        peft_config: what is asked for.
+        frozen: of "vit", "aligner" and "llm".
+
+    Raises:
+        ValueError: this kind of adapter cannot be kept out of modules.
+    """
+    if not hasattr(peft_config, "exclude_modules"):
+        raise ValueError(
+            f"{type(peft_config).__name__} cannot be kept out of parts of a model: leave freeze_vit, freeze_aligner and"
+            " freeze_llm at False, or use LoRA."
+        )
+    parts = part_names(model)
+    modules = {name.rpartition(".")[0] for name in parts}
+    kept_out = sorted(
+        module
+        for module in modules
+        if {parts[name] for name in parts if name.rpartition(".")[0] == module} <= set(frozen)
+    )
+    given = peft_config.exclude_modules or []
+    if isinstance(given, str):
+        pattern = "|".join([f"(?:{given})", *map(re.escape, kept_out)])
+        return _copy_with(peft_config, exclude_modules=pattern)
+    return _copy_with(peft_config, exclude_modules=[*given, *kept_out])
+
+
+def _copy_with(peft_config: Any, **changes: Any) -> Any:
+    changed = copy.copy(peft_config)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed

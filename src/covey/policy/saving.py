@@ -110,3 +110,22 @@ def _save_adapters(policy: Any, folder: Path, writes: bool) -> None:
 def _is_added(policy: Any, name: str) -> bool:
     marks = (policy.base_model.prefix, "modules_to_save", "trainable_tokens")
     return any(part.startswith(marks) for part in name.split("."))
+
+
+def saves_other_names(model: Any) -> bool:
+    """Whether checkpoints of a model name its tensors otherwise than it does itself, or hold them in other shapes."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    named = dict(unwrapped(model).state_dict())
+    return revert_weight_conversion(unwrapped(model), dict(named)).keys() != named.keys()
+
+
+def load_renamed(model: Any, folder: str) -> None:
+    """Put the weights of a checkpoint into a model in the way that `from_pretrained` reads them.
+
+    Raises:
+        RuntimeError: they are of another model.
+    """
+    model = unwrapped(model)
+    loaded = type(model).from_pretrained(folder, dtype=model.dtype)
+    model.load_state_dict(loaded.state_dict())

@@ -44,7 +44,7 @@ from covey.trainers.servers import generation_extras
 from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
 from covey.trainers.staleness import refuse_shared_weights
 from covey.trainers.trackers import OpensSwanLab, check_trackers
-from covey.trainers.vision import build_vision, freeze, layout_of
+from covey.trainers.vision import build_vision, frozen_parts, layout_of
 from covey.trainers.watching import Watched
 from covey.trainers.weight_sync import WeightSync
 
@@ -99,10 +99,10 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
         peft_config=peft_config,
+        frozen=frozen_parts(args),
     )
     if args.disable_dropout:
         disable_dropout(policy)
-    freeze(args, policy)
     if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):
         policy.enable_input_require_grads()  # checkpointed frozen layers need an input that carries gradient
     return policy

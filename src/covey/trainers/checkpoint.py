@@ -4,6 +4,7 @@ Hugging Face's Trainer writes weights, optimizer, scheduler and random states; t
 (buffered experience, counters, controllers) per process, and moves the finished folder into place in one step.
 """
 
+import glob
 import os
 import shutil
 import warnings
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from covey.policy.saving import save_sharded
+from covey.policy.saving import load_renamed, save_sharded, saves_other_names
+from covey.policy.weights import has_adapter
 from covey.trainers.collectives import Collectives
 from covey.trainers.sharding import Sharding
 
@@ -134,13 +136,28 @@ class AtomicCheckpoints(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         try:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if self._is_renamed(model or self.model, resume_from_checkpoint):
+                load_renamed(model or self.model, resume_from_checkpoint)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
         except RuntimeError as error:
             said = " ".join(str(error).split("\n")[:2])  # the rest lists every other weight
             raise ValueError(
                 f"the weights in {resume_from_checkpoint!r} do not fit this model: they are of another one. Resume with"
                 f" the model that the run began with. torch says: {said}"
             ) from error
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None and self._is_renamed(self.model, best):
+            load_renamed(self.model, best)
+        else:
+            super()._load_best_model()
+
+    def _is_renamed(self, model: Any, folder: str) -> bool:
+        """Whether a checkpoint holds a whole model under other names than its modules have, which `Trainer` ignores."""
+        files = glob.glob(os.path.join(folder, "model*.safetensors"))
+        return bool(files) and not self.sharding.weights and not has_adapter(model) and saves_other_names(model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

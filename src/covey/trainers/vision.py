@@ -3,8 +3,6 @@
 from typing import Any
 
 from covey.core.media import placeholder_ids
-from covey.policy.loading import sees_images
-from covey.policy.parts import freeze_parts
 from covey.rollout.vision import Vision, is_processor
 
 
@@ -30,21 +28,15 @@ def layout_of(args: Any, vision: Vision | None) -> str:
     return "padded"
 
 
-def freeze(args: Any, policy: Any) -> None:
-    """Freeze the parts of the policy that the config names.
+def frozen_parts(args: Any) -> list[str]:
+    """Parts of the policy that keep their weights.
 
     Raises:
-        ValueError: it has no such parts.
+        ValueError: all of them would.
     """
     chosen = {"vit": args.freeze_vit, "aligner": args.freeze_aligner, "llm": args.freeze_llm}
     if all(chosen.values()):
         raise ValueError(
             "freeze_vit, freeze_aligner and freeze_llm are all True, so nothing would be trained: leave one at False."
         )
-    if any(chosen.values()) and not sees_images(policy.config):
-        named = [f"freeze_{name}=True" for name, frozen in chosen.items() if frozen]
-        raise ValueError(
-            f"{' and '.join(named)}: {type(policy).__name__} is no vision-language model, so it has no such part. Leave"
-            " it at False; to train a few weights of a language model, use `peft_config`."
-        )
-    freeze_parts(policy, **chosen)
+    return [part for part, frozen in chosen.items() if frozen]
