@@ -13,7 +13,7 @@ import torch
 SCRIPT = Path(__file__).parent / "two_processes.py"
 CASES = {
     "grpo": {"method": "grpo", "beta": 0.05},
-    "rloo": {"method": "rloo", "num_iterations": 2},
+    "rloo, and suites that do not divide": {"method": "rloo", "num_iterations": 2, "suites": True},
     "a group over both processes": {"method": "grpo", "num_generations": 8, "loss_type": "grpo"},
     "steps of a group over both processes, with refills": {
         "method": "rloo",

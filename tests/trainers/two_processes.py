@@ -14,6 +14,12 @@ from players import PLAYERS
 
 import mixtures
 import tiny
+from covey import EvalSuite
+
+
+def first(text):
+    """What a completion votes for."""
+    return text[:1] or None
 
 
 def longer_for_odd(prompts, completion_ids, **kwargs):
@@ -97,6 +103,7 @@ if __name__ == "__main__":
     environments = settings.pop("environments", False)
     player = settings.pop("player", None)
     experts = settings.pop("experts", False)
+    suites = settings.pop("suites", False)
     torch.set_num_threads(1)
     parts = {}
     if settings.get("max_staleness"):
@@ -107,6 +114,13 @@ if __name__ == "__main__":
         parts["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     if experts:
         parts["model"] = mixtures.model("Qwen3Moe")
+    if suites:
+        parts["eval_dataset"] = {
+            "few": EvalSuite(
+                tiny.rows(3), num_generations=3, pass_at=(1, 2), maj_at=3, success_threshold=6.5, answer=first
+            ),
+            "greedy": EvalSuite(tiny.rows(5), temperature=0, pass_at=1, success_threshold=6.5),
+        }
     if settled:
         parts["reward_funcs"] = longer_for_odd
     if by_steps:
@@ -123,6 +137,7 @@ if __name__ == "__main__":
     if pads_at_the_last and trained.accelerator.process_index == trained.accelerator.num_processes - 1:
         trained.scorer._prove = lambda model, device: "padded"
     trained.train()
+    evaluated = trained.evaluate() if suites else {}
     if trained.accelerator.is_main_process:
         names = ("loss", "aux_loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
         names += ("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance")
@@ -137,7 +152,12 @@ if __name__ == "__main__":
         )
         torch.save(
             {
-                "history": {name: runs.history(trained, name) for name in names},
+                "history": {name: runs.history(trained, name) for name in names}
+                | {
+                    name: [value]
+                    for name, value in evaluated.items()
+                    if not name.endswith(("second", "seconds", "runtime"))
+                },
                 "layout": trained.scorer.layout,
                 "weights": [parameter.detach() for parameter in trained.policy.parameters()],
             },

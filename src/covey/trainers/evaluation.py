@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.trainer_utils import EvalLoopOutput
 
 from covey.core.advantages import weighted_total
@@ -133,29 +134,32 @@ class SampledEvaluation(AtomicCheckpoints):
     def _evaluate_suite(self, dataloader: Any, suite: EvalSuite) -> tuple[int, dict[str, float]]:
         """The completions of a suite, and what it estimates from them."""
         completions, judge = suite.completions(self.algebra), suite.judge(self.rewards)
-        tally, rows = Tally(suite, completions), 0
+        tally = Tally(suite, completions)
+        rewards: list[Tensor] = []
+        measured: list[tuple[int, bool]] = []
+        key = self._generation_key()  # one for all, so that samples do not depend on how prompts are cut into batches
         for draws in dataloader:
             with self.collectives.ending_all(), self._sampling_as(suite):
-                sampled = self._sample(self._generation_key(), draws, 0)
+                sampled = self._sample(key, draws, 0)
                 mine = self._verdicts(sampled, judge)
             lengths = [(rollout.num_sampled, rollout.truncated) for rollout in sampled.rollouts]
-            shares = self.collectives.gather((mine, sampled.rewards, lengths), "put the evaluation together")
-            measured = [pair for _, _, pairs in shares for pair in pairs]
-            stats = generation_stats(
-                lengths=[length for length, _ in measured],
-                truncated=[cut for _, cut in measured],
-                rewards_NF=torch.cat([rewards for _, rewards, _ in shares]),
-                weights_F=self.rewards.weights,
-                names=self.rewards.names,
-                num_generations=completions,
-            )
-            if completions == 1:
-                del stats["frac_reward_zero_std"]  # of one each
-            self.metrics.add(stats, "eval")
-            tally.add([verdict for verdicts, _, _ in shares for verdict in verdicts])
-            rows += len(measured)
+            for share in self.collectives.gather((mine, sampled.rewards, lengths), "put the evaluation together"):
+                tally.add(share[0])
+                rewards.append(share[1])
+                measured += share[2]
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        return rows, tally.metrics()
+        stats = generation_stats(
+            lengths=[length for length, _ in measured],
+            truncated=[cut for _, cut in measured],
+            rewards_NF=torch.cat(rewards),
+            weights_F=self.rewards.weights,
+            names=self.rewards.names,
+            num_generations=completions,
+        )
+        if completions == 1:
+            del stats["frac_reward_zero_std"]  # of one each
+        self.metrics.add(stats, "eval")
+        return len(measured), tally.metrics()
 
     @contextmanager
     def _weights_to_judge(self) -> Iterator[None]:

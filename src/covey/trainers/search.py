@@ -6,14 +6,12 @@ its end. Not here: what a trial does (`covey.trainers.online_trainer`), and othe
 """
 
 import copy
-import gc
 import inspect
 import os
 import statistics
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers.trainer_utils import BestRun
 
 from covey.trainers.checkpoint import AtomicCheckpoints
@@ -220,10 +218,7 @@ class _Trials:
         if close is not None and self._original.made_of.get("engine") is None:
             close()
         trainer.model_wrapped = trainer.model = trainer.optimizer = trainer.lr_scheduler = None
-        trainer.accelerator.free_memory()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        trainer.accelerator.free_memory()  # collects garbage and empties the device's cache
 
 
 def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
