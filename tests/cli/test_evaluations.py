@@ -7,6 +7,7 @@ import pytest
 from covey import EvalSuite
 from covey.cli.evaluations import load_evaluations
 from covey.cli.main import main
+from covey.cli.results import key_figures
 
 REWARD = """
 from covey.rewards import answers
@@ -61,12 +62,19 @@ def test_eval_samples_scores_prints_and_writes(folder, tiny_folder, capsys):
     assert main(["eval", "--config", "run.json"]) == 0
     metrics = json.loads((folder / "out" / "evaluation.json").read_text())
     assert metrics["eval_greedy_prompts"] == 4 and 0 <= metrics["eval_votes_maj@3"] <= 1
+    assert (folder / "out" / "evaluations" / "eval_votes_00000.parquet").is_file()
     printed = capsys.readouterr().out
     assert f"pass@1 {metrics['eval_greedy_pass@1']:.1%} (" in printed and "evaluation.json" in printed
     assert main(["explain", "run.json"]) == 0
     explained = capsys.readouterr().out
     assert "Suite greedy: 1 completion of each prompt, greedy." in explained
     assert "Suite votes: 6 completions of each prompt." in explained
+
+
+def test_the_report_of_a_run_tells_estimates_with_their_intervals():
+    entry = {"eval_hard_reward": 0.5, "eval_hard_runtime": 1.0, "eval_hard_pass@8": 0.75, "step": 3}
+    figures = key_figures([{**entry, "eval_hard_pass@8_low": 0.5, "eval_hard_pass@8_high": 0.875}])
+    assert figures["pass@8 hard"] == "75.0% (50.0 to 87.5)" and figures["Reward in evaluation hard"] == 0.5
 
 
 def test_eval_needs_something_to_evaluate(capsys):

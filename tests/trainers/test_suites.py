@@ -1,5 +1,6 @@
 """Evaluation suites: sampling of their own, estimates by eye, and what is refused."""
 
+import pyarrow.parquet as pq
 import pytest
 import runs
 
@@ -84,6 +85,16 @@ def test_suites_are_evaluated_while_training_and_logged(tmp_path, capsys):
     assert entry["eval_letters_maj@1"] == pytest.approx(entry["eval_letters_pass@1"])  # one vote decides
     low, high = entry["eval_letters_pass@1_low"], entry["eval_letters_pass@1_high"]
     assert f"pass@1 {entry['eval_letters_pass@1']:.1%} ({100 * low:.1f} to {100 * high:.1f})" in capsys.readouterr().out
+
+
+def test_what_was_answered_is_written_down(tmp_path):
+    suite = EvalSuite(tiny.rows(3), num_generations=2, pass_at=1, maj_at=2)
+    _, metrics = evaluated(tmp_path, {"letters": suite})
+    table = pq.read_table(tmp_path / "evaluations" / "eval_letters_00000.parquet").to_pydict()
+    assert table["prompt"] == [row["prompt"] for row in tiny.rows(3) for _ in range(2)]
+    assert [float(right) for right in table["right"]] == table["even"]
+    assert sum(table["even"]) / 6 == pytest.approx(metrics["eval_letters_pass@1"])
+    assert table["answer"] == [text[:1] or None for text in table["completion"]] and "advantage" not in table
 
 
 def test_training_is_the_same_with_suites_as_without(tmp_path):

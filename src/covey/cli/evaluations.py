@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or "-h" in argv or "--help" in argv:
         print("usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]")
         print("Samples and scores the eval_dataset of a run file without training; the file is that of `covey grpo`.")
-        print("Prints every estimate, and writes evaluation.json into output_dir.")
+        print("Prints every estimate, and writes evaluation.json and evaluations/ into output_dir.")
         return 0 if argv else 2
     path, flags = take_config(list(argv))
     run = read_run(path, flags, None, needed=("model", "eval_dataset"))

@@ -29,12 +29,14 @@ class CompletionLog:
     """The latest completions, published at every log.
 
     Args:
-        output_dir: files go to its subfolder `completions`.
+        output_dir: files go to its subfolder.
         limit: rows to keep: those of one generation, usually. None keeps all.
         show: also print a table, and send one to trackers, when published.
         num_to_print: most rows of that printed table; None prints all.
         unique_prompts: one row per prompt in printed and sent tables.
         report_to: names of trackers, as in `TrainingArguments.report_to`; ones without tables are passed over.
+        folder: name of the subfolder.
+        name: what the files' names begin with.
         enabled: False makes a log that takes rows and does nothing with them (processes other than the first).
 
     Example:
@@ -53,9 +55,12 @@ class CompletionLog:
         num_to_print: int | None = None,
         unique_prompts: bool = False,
         report_to: Sequence[str] = (),
+        folder: str = "completions",
+        name: str = "completions",
         enabled: bool = True,
     ):
-        self.folder = Path(output_dir) / "completions"
+        self.folder = Path(output_dir) / folder
+        self.name = name
         self.rows: deque[Row] = deque(maxlen=limit)
         self.reward_names: list[str] = []
         self.enabled = enabled
@@ -71,7 +76,7 @@ class CompletionLog:
         prompts: Sequence[Any],
         completions: Sequence[Any],
         rewards: Mapping[str, Sequence[float | None]],
-        advantages: Sequence[float],
+        advantages: Sequence[float] | None = None,
         extras: Mapping[str, Sequence[Any]] | None = None,
         finish: Sequence[str] | None = None,
         lengths: Sequence[int] | None = None,
@@ -85,7 +90,7 @@ class CompletionLog:
             prompts, completions: texts or message lists. Where a completion has several turns or calls a tool, all of
                 them get the `CONVERSATION_COLUMNS` too.
             rewards: a column for each reward function; None where it abstained.
-            advantages: one per completion.
+            advantages: one per completion; None where nothing is learnt from them.
             extras: columns of the users' own.
             finish: why each ended.
             lengths: sampled tokens of each.
@@ -101,7 +106,7 @@ class CompletionLog:
             "completion": [as_text(completion) for completion in completions],
             **dict(zip(self.reward_names, rewards.values(), strict=True)),
             **{_free_name(name, "extra", self.reward_names): values for name, values in (extras or {}).items()},
-            "advantage": advantages,
+            **({"advantage": advantages} if advantages is not None else {}),
             **({"finish": finish} if finish is not None else {}),
             **({"error": errors} if errors is not None and any(errors) else {}),
             **({"length": lengths} if lengths is not None else {}),
@@ -135,7 +140,7 @@ class CompletionLog:
         return path
 
     def write(self, step: int) -> Path:
-        """Write all kept rows to `completions/completions_{step:05d}.parquet`; the file appears complete or not at all.
+        """Write all kept rows to `{folder}/{name}_{step:05d}.parquet`; the file appears complete or not at all.
 
         Values of a column whose types do not fit together are written as text.
         """
@@ -143,7 +148,7 @@ class CompletionLog:
         import pyarrow.parquet as pq
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"completions_{step:05d}.parquet"
+        path = self.folder / f"{self.name}_{step:05d}.parquet"
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         table = pa.table({name: _arrow_column(name, values, self.reward_names) for name, values in self._columns()})
         try:

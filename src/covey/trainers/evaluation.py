@@ -14,6 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch
+from covey.observability.completions import CompletionLog
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.rewards import RewardSuite
 from covey.rollout.collector import Draw
@@ -22,6 +23,7 @@ from covey.trainers.checkpoint import AtomicCheckpoints
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.dataset import check_dataset
 from covey.trainers.dynamic import Sampled
+from covey.trainers.record import describe, none_for_nan
 from covey.trainers.sampler import eval_loader
 from covey.trainers.sharding import ready_to_evaluate
 from covey.trainers.suites import EvalSuite, Judge, Tally, Verdict, rows_of
@@ -106,7 +108,7 @@ class SampledEvaluation(AtomicCheckpoints):
                 if dataloader.suite is None:
                     rows, found = self._evaluate_with_loss(dataloader)
                 else:
-                    rows, found = self._evaluate_suite(dataloader, dataloader.suite)
+                    rows, found = self._evaluate_suite(dataloader, dataloader.suite, metric_key_prefix)
         finally:
             self.model.train(was_training)
             if not self.is_in_train:
@@ -131,22 +133,26 @@ class SampledEvaluation(AtomicCheckpoints):
         return rows, {"loss": losses / max(rows, 1)}
 
     @torch.no_grad()
-    def _evaluate_suite(self, dataloader: Any, suite: EvalSuite) -> tuple[int, dict[str, float]]:
-        """The completions of a suite, and what it estimates from them."""
+    def _evaluate_suite(self, dataloader: Any, suite: EvalSuite, name: str) -> tuple[int, dict[str, float]]:
+        """The completions of a suite, which are written down, and what it estimates from them."""
         completions, judge = suite.completions(self.algebra), suite.judge(self.rewards)
         tally = Tally(suite, completions)
         rewards: list[Tensor] = []
         measured: list[tuple[int, bool]] = []
+        log = CompletionLog(self.args.output_dir, folder="evaluations", name=name, enabled=self.is_world_process_zero())
         key = self._generation_key()  # one for all, so that samples do not depend on how prompts are cut into batches
         for draws in dataloader:
             with self.collectives.ending_all(), self._sampling_as(suite):
                 sampled = self._sample(key, draws, 0)
                 mine = self._verdicts(sampled, judge)
             lengths = [(rollout.num_sampled, rollout.truncated) for rollout in sampled.rollouts]
-            for share in self.collectives.gather((mine, sampled.rewards, lengths), "put the evaluation together"):
-                tally.add(share[0])
-                rewards.append(share[1])
-                measured += share[2]
+            table = describe(sampled.draws, sampled.rollouts, sampled.columns)
+            everyone = self.collectives.gather((mine, sampled.rewards, lengths, table), "put the evaluation together")
+            for verdicts, scores, sizes, columns in everyone:
+                tally.add(verdicts)
+                rewards.append(scores)
+                measured += sizes
+                self._write_down(log, verdicts, scores, [length for length, _ in sizes], columns)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         stats = generation_stats(
             lengths=[length for length, _ in measured],
@@ -159,7 +165,33 @@ class SampledEvaluation(AtomicCheckpoints):
         if completions == 1:
             del stats["frac_reward_zero_std"]  # of one each
         self.metrics.add(stats, "eval")
+        log.publish(self.state.global_step)
         return len(measured), tally.metrics()
+
+    def _write_down(
+        self, log: CompletionLog, verdicts: list[Verdict], scores: Tensor, lengths: list[int], table: dict[str, Any]
+    ) -> None:
+        """Add one process's completions to a file to be."""
+        if not log.enabled or not verdicts:
+            return
+        judged: dict[str, list[Any]] = {
+            "right": [verdict.right for verdict in verdicts],
+            "answer": [verdict.answer for verdict in verdicts],
+        }
+        shown = {column: values for column, values in judged.items() if any(value is not None for value in values)}
+        for column in dict.fromkeys(name for cells in table["extras"] for name in cells):
+            shown[column] = [cells.get(column) for cells in table["extras"]]
+        log.add(
+            self.state.global_step,
+            table["prompt"],
+            table["completion"],
+            {name: none_for_nan(scores[:, k]) for k, name in enumerate(self.rewards.names)},
+            extras=shown,
+            finish=table["finish"],
+            lengths=lengths,
+            counts=table["counts"],
+            errors=table["error"],
+        )
 
     @contextmanager
     def _weights_to_judge(self) -> Iterator[None]:

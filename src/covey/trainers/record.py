@@ -133,7 +133,7 @@ class Generation:
         return {
             "prompts": self._joined(lambda share: share.table["prompt"]),
             "completions": self._joined(lambda share: share.table["completion"]),
-            "rewards": {name: _none_for_nan(self.scores.rewards[:, k]) for k, name in enumerate(names)},
+            "rewards": {name: none_for_nan(self.scores.rewards[:, k]) for k, name in enumerate(names)},
             "advantages": advantages.tolist(),
             "extras": {name: [cell.get(name) for cell in cells] for name in extra_names} | self._steps(names),
             "finish": self._joined(lambda share: share.table["finish"]),
@@ -156,5 +156,6 @@ class Generation:
         return [value for share in self.shares for value in part(share)]
 
 
-def _none_for_nan(values: Tensor) -> list[float | None]:
+def none_for_nan(values: Tensor) -> list[float | None]:
+    """Numbers as tables hold them."""
     return [None if value != value else value for value in values.tolist()]
