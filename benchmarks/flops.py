@@ -23,49 +23,17 @@ reached.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+from covey.trainers.costs import ModelSize, forward_flops, positions
 
-@dataclass(frozen=True)
-class ModelSize:
-    """What of a decoder model multiplies.
-
-    Attributes:
-        body: weights of the matrices in the layers.
-        head: weights of the output head (vocabulary x hidden size), whether tied or not.
-        layers: decoder layers.
-        width: heads x head size, of the queries.
-    """
-
-    body: int
-    head: int
-    layers: int
-    width: int
-
-    @classmethod
-    def of_config(cls, config: dict[str, Any]) -> "ModelSize":
-        """Read from a Llama-like `config.json`."""
-        hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        head_size = config.get("head_dim") or hidden // heads
-        attention = hidden * head_size * (2 * heads + 2 * kv_heads)
-        return cls(layers * (attention + 3 * hidden * inner), hidden * config["vocab_size"], layers, heads * head_size)
+__all__ = ["ModelSize", "forward_flops", "minimum_flops", "needed_positions", "positions", "size_of"]
 
 
-def positions(prompt: int, lengths: Sequence[int]) -> int:
-    """Token positions that a group needs computed once: the prompt, and each completion but its last token."""
-    return prompt + sum(length - 1 for length in lengths)
-
-
-def forward_flops(size: ModelSize, prompt: int, lengths: Sequence[int]) -> int:
-    """Least operations of one forward pass over a group: a prompt and its completions."""
-    pairs = prompt * (prompt + 1) // 2
-    for length in lengths:
-        fed = length - 1
-        pairs += fed * prompt + fed * (fed + 1) // 2
-    heads = 1 + sum(length - 1 for length in lengths)
-    return 2 * size.body * positions(prompt, lengths) + 2 * size.head * heads + 4 * size.layers * size.width * pairs
+def size_of(config: dict[str, Any]) -> ModelSize:
+    """Read from a Llama-like `config.json`."""
+    return ModelSize.of(SimpleNamespace(**config))
 
 
 def minimum_flops(

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flops import ModelSize, minimum_flops, needed_positions
+from benchmarks.flops import ModelSize, minimum_flops, needed_positions, size_of
 from benchmarks.libraries import PROBE, continuous_batching
 from benchmarks.machine import available_memory
 from benchmarks.pool import Worker, WorkerFailed
@@ -247,7 +247,7 @@ def summary(records: Records, model_config: dict[str, Any], workloads: Sequence[
         model_config: the model's `config.json`.
         workloads: those to look for.
     """
-    size = ModelSize.of_config(model_config)
+    size = size_of(model_config)
     done = {w.name: _workload(records.find(part="step", workload=w.name), w, size) for w in workloads}
     return {name: entry for name, entry in done.items() if entry}
 

@@ -54,10 +54,10 @@ def test_ratios_are_taken_round_by_round(records):
 
 
 def test_efficiency_is_least_work_over_peak_and_time(records):
-    from benchmarks.flops import ModelSize, minimum_flops
+    from benchmarks.flops import minimum_flops, size_of
 
     add_step(records, "covey_best", 0, 2.0)
-    least = minimum_flops(ModelSize.of_config(CONFIG), 8, [[5] * 4] * 2, [True, True])
+    least = minimum_flops(size_of(CONFIG), 8, [[5] * 4] * 2, [True, True])
     found = step_summary(records, CONFIG, [WORK])["W"]
     assert found["efficiency"] == pytest.approx(sum(least.values()) / (1e6 * 2.0))
 

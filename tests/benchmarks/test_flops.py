@@ -1,6 +1,6 @@
 """The least work of a step, by hand."""
 
-from benchmarks.flops import ModelSize, forward_flops, minimum_flops, needed_positions, positions
+from benchmarks.flops import ModelSize, forward_flops, minimum_flops, needed_positions, positions, size_of
 
 TOY = ModelSize(body=100, head=10, layers=2, width=3)
 
@@ -15,7 +15,7 @@ def test_size_is_read_from_the_config_of_the_model():
         "num_key_value_heads": 1,
         "vocab_size": 7,
     }
-    assert ModelSize.of_config(config) == ModelSize(body=3 * 108, head=28, layers=3, width=4)
+    assert size_of(config) == ModelSize(body=3 * 108, head=28, layers=3, width=4)
 
 
 def test_the_prompt_counts_once_and_the_last_token_of_a_completion_never():

@@ -286,3 +286,31 @@ def test_sglang_servers_are_named_or_said_to_be_started():
     text = words(explain(GRPOConfig(use_sglang=True, sglang_base_url="http://a:1,http://b:2")))
     assert "2 SGLang servers: http://a:1, http://b:2" in text and "at most 512 at a time" in text
     assert "starts on cuda:1" in words(explain(GRPOConfig(use_sglang=True, sglang_device="cuda:1")))
+
+
+def test_processes_hold_shares_and_send_them_and_a_named_gpu_gives_seconds(run_file, capsys):
+    words_of = ["--world_size", "2", "--accelerate_config", "fsdp2", "--gpu", "h100", "--prompt_tokens", "4"]
+    assert main([run_file, *words_of, "--max_completion_length", "8"]) == 0
+    text = words(capsys.readouterr().out)
+    assert "weights, gradients, optimizer shared out over 2 processes (fsdp2)" in text
+    assert "Operations and communication One optimizer step, all 2 processes, full completions:" in text
+    assert "gather weights" in text and "add up gradients 15.4 KiB" in text  # half of 7888 gradients of 4 bytes, once
+    assert "On h100 GPUs, at 40% of their operations in passes" in text and "sampling and training in turns" in text
+
+
+def test_without_processes_or_a_gpu_nothing_is_said_of_communication(run_file, capsys):
+    assert main([run_file]) == 0
+    assert "Operations and communication" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--gpu", "h1000"], "--gpu 'h1000' is not known; it is one of a100, h100, h200."),
+        (["--accelerate_config", "fsdp1"], "sharding 'fsdp1' is not known; it is one of multi_gpu,"),
+        (["--accelerate_config"], "--accelerate_config needs a value after it."),
+    ],
+)
+def test_a_cluster_that_is_not_known_is_refused(run_file, capsys, argv, message):
+    assert main([run_file, *argv]) == 2
+    assert message in capsys.readouterr().err

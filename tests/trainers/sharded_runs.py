@@ -4,6 +4,7 @@ Usage under a launcher: sharded_runs.py OUTPUT CASE [CASE ...]; OUTPUT/model hol
 """
 
 import importlib
+import inspect
 import os
 import sys
 import warnings
@@ -68,8 +69,11 @@ CASES = {
 }
 
 
-def train(case, output, resume=None):
-    """Train one case in this process or, under a launcher, together with the others; from a checkpoint if given."""
+def train(case, output, resume=None, watch=None):
+    """Train one case in this process or, under a launcher, together with the others.
+
+    From a checkpoint if given; `watch` is shown the model.
+    """
     settings = {**BASE, "per_device_train_batch_size": 8 // PROCESSES, "per_device_eval_batch_size": 8 // PROCESSES}
     settings |= CASES[case]
     parts = {name: settings.pop(name) for name in ("train_dataset", "eval_dataset", "reward_funcs") if name in settings}
@@ -89,6 +93,8 @@ def train(case, output, resume=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trained = kind(args=args, processing_class=tiny.tokenizer(), **parts)
+        if watch is not None:
+            watch(trained.model)
         if first:
             found = trained.evaluate()
             trained.sharded_at_first = is_sharded(trained.policy)
@@ -103,6 +109,46 @@ def saved_and_resumed(trained, case, output):
     again = outcome(train(case, output.with_name(f"{case}, resumed"), str(output / "checkpoint-3")))
     weights = outcome(trained)["weights"]
     return max((again["weights"][name] - tensor).abs().max().item() for name, tensor in weights.items())
+
+
+class Traffic:
+    """Counts bytes that this process receives in passes over a sharded model, and the passes, by case.
+
+    Whole weights for sampling and sync travel by other calls and are not counted.
+    """
+
+    def __init__(self):
+        self.take()
+        # torch 2.13 has renamed both
+        self._count(["all_gather_single", "all_gather_into_tensor"], "gathered", lambda made, own: made - own)
+        self._count(["reduce_scatter_single", "reduce_scatter_tensor"], "reduced", lambda made, own: own - made)
+
+    def _count(self, names, what, received):
+        name = next(name for name in names if hasattr(torch.distributed, name))
+        call = getattr(torch.distributed, name)
+        signature = inspect.signature(call)
+
+        def counting(*args, **kwargs):
+            made, own = list(signature.bind(*args, **kwargs).arguments.values())[:2]
+            if max(made.nbytes, own.nbytes) > 8192:  # the smallest unit is larger, and what metrics exchange smaller
+                self.found[what] += received(made.nbytes, own.nbytes)
+            return call(*args, **kwargs)
+
+        setattr(torch.distributed, name, counting)
+
+    def watch(self, model):
+        """Count passes of a model."""
+
+        def count(*args, **kwargs):
+            self.found["passes" if torch.is_grad_enabled() else "forwards"] += 1
+
+        model.register_forward_pre_hook(count)
+
+    def take(self):
+        """What was counted since the last time."""
+        found = getattr(self, "found", None)
+        self.found = {"gathered": 0, "reduced": 0, "passes": 0, "forwards": 0}
+        return found
 
 
 class IdlePasses:
@@ -153,10 +199,11 @@ if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         of_processes = importlib.import_module("deepspeed.comm.torch")
         of_processes.build_shm_op = lambda: None  # takes minutes to compile; gloo does the same
-    found, idle = {}, IdlePasses()
+    found, idle, traffic = {}, IdlePasses(), Traffic()
     for case in sys.argv[2:]:
-        done = train(case, folder / case)
-        found[case] = {**outcome(done), "idle": idle.take()}
+        traffic.take()
+        done = train(case, folder / case, watch=traffic.watch)
+        found[case] = {**outcome(done), "idle": idle.take(), "traffic": traffic.take()}
         if "save_steps" in CASES[case]:
             found[case]["resumed"] = saved_and_resumed(done, case, folder / case)
     if done.accelerator.is_main_process:

@@ -4,8 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from covey.core.batch import collate
+from covey.core.rollout import FinishReason, Rollout
+from covey.policy.scoring import TokenScorer
 from covey.trainers.grpo_config import GRPOConfig
-from covey.trainers.memory import count_parameters, estimate, optimizer_states, readable
+from covey.trainers.memory import Precision, count_parameters, estimate, layer_bytes, optimizer_states, readable
+from covey.trainers.spread import Spread
+
+peft = pytest.importorskip("peft")
 
 TINY = {
     "vocab_size": 100,
@@ -30,42 +36,62 @@ def test_parameters_are_those_of_the_model(config):
 def test_parameters_by_hand():
     # embeddings and head 2 * 100 * 16 = 3200; per layer: q, o 2 * 16 * 16 = 512, k, v 2 * 16 * 8 = 256,
     # mlp 3 * 16 * 32 = 1536, norms 2 * 16 = 32: 2336, twice 4672; last norm 16. 3200 + 4672 + 16 = 7888
-    # linear: all but the embedding 1600 and the norms 80
-    assert count_parameters(LlamaConfig(**TINY)) == (7888, 7888, 6208)
+    # packed by MKL, each linear layer of 512 outputs or fewer: (512 + 128) per input; per layer 6 of 16 inputs and one
+    # of 32, so 640 * 128 = 81920, twice; the head 640 * 16
+    assert count_parameters(LlamaConfig(**TINY)) == (7888, 7888, 2 * 81920 + 10240)
 
 
 def test_every_part_by_hand():
-    # prompt 4 + completion 8 = 12 tokens; 8 completions = 96 tokens; float32
+    # 2 groups of a prompt of 4 and 4 completions of 8: 72 tokens, one pass; float32
     m = estimate(LlamaConfig(**TINY), args(beta=0.1, gradient_checkpointing=False, use_cpu=True), prompt_tokens=4)
     assert m.weights == m.reference == m.gradients == 7888 * 4
     assert m.optimizer == 2 * 7888 * 4
-    # per token and layer: 4 * 16 hidden + 3 * 16 query + 3 * 8 key/value + 4 * 32 intermediate = 264
-    assert m.activations == 96 * 2 * 264 * 4
-    assert m.logits == 4 * 96 * 100 * 4
+    # per token and layer: 6 * 16 hidden + 2 * 16 query + 2 * 8 key/value + 4 * 32 intermediate = 272; beside the layers
+    # 3 * 16; on the way back 3 * 32 + 2 * 16
+    assert (m.pass_tokens, m.passes) == (72, 1)
+    assert m.activations == 72 * (2 * 272 + 48 + 128) * 4
+    assert m.logits == 2 * 72 * 100 * 4
+    assert m.head_gradient == 100 * 16 * 4
     # (8 rows * 8 tokens + 2 groups * 4) * 2 layers * (8 + 8) channels
     assert m.kv_cache == (8 * 8 + 2 * 4) * 2 * 16 * 4
-    assert m.training == 7888 * 4 * 5 + m.activations + m.logits
+    # the first backward pass is the only one: gradients are not there yet where activations are highest
+    assert m.training == 7888 * 4 * 4 + m.head_gradient + m.activations + m.logits
     assert m.sampling == 7888 * 4 * 4 + m.kv_cache + m.packed
     assert m.peak == max(m.training, m.sampling)
 
 
-def test_the_memory_knob_bounds_activations_and_large_batches_stop_at_what_keeps_a_cpu_busy():
-    config = LlamaConfig(**TINY)
-    off = {"gradient_checkpointing": False, "use_cpu": True}
-    assert estimate(config, args(max_tokens_per_micro_batch=50, **off), prompt_tokens=4).activations == 50 * 2 * 264 * 4
-    many = args(per_device_train_batch_size=800, **off)
-    assert estimate(config, many, prompt_tokens=4).activations == 1024 * 2 * 264 * 4
+@pytest.mark.parametrize(
+    ("changes", "tokens", "passes"),
+    [
+        ({}, 72, 1),  # 2 groups of 4 + 4 * 8 = 36
+        ({"max_tokens_per_micro_batch": 71}, 36, 2),
+        ({"max_tokens_per_micro_batch": 35}, 28, 4),  # 4 + 3 * 8, and what is left of the group
+        ({"max_tokens_per_micro_batch": 5}, 12, 8),  # a completion is never cut
+        ({"attn_layout": "padded"}, 96, 1),  # 8 rows of 12
+        ({"attn_layout": "padded", "max_tokens_per_micro_batch": 40}, 36, 3),
+        ({"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}, 36, 3),
+        ({"per_device_train_batch_size": 800}, 1008, 8),  # 1024 tokens keep a CPU busy: 28 groups of 36, of 200
+    ],
+)
+def test_tokens_of_a_pass_and_passes_of_a_step(changes, tokens, passes):
+    m = estimate(LlamaConfig(**TINY), args(use_cpu=True, **changes), prompt_tokens=4)
+    assert (m.pass_tokens, m.passes) == (tokens, passes)
+
+
+def test_with_several_passes_gradients_are_there_beside_activations():
+    m = estimate(LlamaConfig(**TINY), args(use_cpu=True, max_tokens_per_micro_batch=40), prompt_tokens=4)
+    assert m.training == m.resident + m.head_gradient + m.activations + m.logits + m.gradients
 
 
 def test_a_rollout_is_never_cut():
     m = estimate(LlamaConfig(**TINY), args(max_tokens_per_micro_batch=5, gradient_checkpointing=False), prompt_tokens=4)
-    assert m.activations == (4 + 8) * 2 * 264 * 4
+    assert m.activations == (4 + 8) * (2 * 272 + 176) * 4
 
 
 def test_a_cpu_samples_in_float32_from_a_second_copy_of_the_linear_layers(monkeypatch):
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     config, half = LlamaConfig(**TINY), {"model_init_kwargs": {"dtype": "bfloat16"}}
-    assert estimate(config, args(use_cpu=True)).packed == 6208 * 4
+    assert estimate(config, args(use_cpu=True)).packed == 174080 * 4
     assert estimate(config, args(use_cpu=True, **half)).packed == 0
     assert estimate(config, GRPOConfig(bf16=True, use_cpu=True)).packed == 0
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
@@ -74,7 +100,7 @@ def test_a_cpu_samples_in_float32_from_a_second_copy_of_the_linear_layers(monkey
 
 def test_checkpointing_keeps_one_layer_and_the_borders():
     m = estimate(LlamaConfig(**TINY), args(gradient_checkpointing=True), prompt_tokens=4)
-    assert m.activations == 96 * (2 * 16 + 264) * 4
+    assert m.activations == 72 * (2 * 16 + 272 + 176) * 4
 
 
 def test_no_kl_penalty_means_no_reference():
@@ -83,7 +109,7 @@ def test_no_kl_penalty_means_no_reference():
 
 def test_smaller_chunks_and_fewer_rows_shrink_their_parts():
     m = estimate(LlamaConfig(**TINY), args(logprob_chunk_size=10, max_concurrent_completions=2), prompt_tokens=4)
-    assert m.logits == 4 * 10 * 100 * 4
+    assert m.logits == 2 * 10 * 100 * 4
     assert m.kv_cache == (2 * 8 + 4) * 2 * 16 * 4
 
 
@@ -93,12 +119,102 @@ def test_half_precision_weights_halve_what_is_stored():
 
 
 def test_adapters_train_few_parameters_and_need_no_reference_copy():
-    pytest.importorskip("peft")
     # rank 4 on q (16 -> 16) of two layers: 2 * 4 * (16 + 16) = 256
     m = estimate(LlamaConfig(**TINY), args(beta=0.1), peft={"r": 4, "target_modules": ["q_proj"]})
     assert m.trainable == 256
     assert m.parameters == 7888 + 256
     assert (m.gradients, m.optimizer, m.reference) == (256 * 4, 2 * 256 * 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("way", "weights", "gradients", "optimizer"),
+    [("multi_gpu", 1, 1, 1), ("zero1", 1, 1, 4), ("zero2", 1, 4, 4), ("zero3", 4, 4, 4), ("fsdp2", 4, 4, 4)],
+)
+def test_processes_hold_their_shares(way, weights, gradients, optimizer):
+    spread = Spread.of(way, 4)
+    m = estimate(LlamaConfig(**TINY), args(beta=0.1, use_cpu=True), prompt_tokens=4, spread=spread)
+    size = 7888 * 4
+    assert (m.weights, m.reference, m.gradients, m.optimizer) == (
+        *(size // weights, size // weights, size // gradients),
+        2 * size // optimizer,
+    )
+    # outside of the layers 2 * 1600 + 16 = 3216, a layer 2336: weights of the first and two of the second, gradients of
+    # the first and one; and all weights while the built-in engine samples
+    assert m.gathered == ((3216 + 2 * 2336 + 3216 + 2336) * 4 if weights > 1 else 0)
+    assert m.copy == (size if weights > 1 else 0)
+
+
+def test_an_unknown_way_of_sharing_is_refused_by_name():
+    with pytest.raises(ValueError, match="sharding 'zero4' is not known; it is one of multi_gpu"):
+        Spread.of("zero4", 2)
+
+
+# ---- against what a pass keeps --------------------------------------------------------------------------------------
+
+WIDE = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=24,
+)
+PROMPT, LENGTH, GROUP = 64, 64, 8
+
+
+def kept_by_a_pass(layout, dtype, autocast, checkpointing, adapter):
+    """Bytes of all tensors that autograd keeps of one forward pass, weights and autocast's copies of them aside."""
+    model = AutoModelForCausalLM.from_config(WIDE, dtype=dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if adapter:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    chance = torch.Generator().manual_seed(0)
+    ids = [torch.randint(5, 500, (PROMPT,), generator=chance).tolist()]
+    ids += [torch.randint(5, 500, (LENGTH,), generator=chance).tolist() for _ in range(GROUP)]
+    batch = collate([Rollout(ids[0], one, [True] * LENGTH, None, "", FinishReason.STOP) for one in ids[1:]])
+    scorer = TokenScorer(lambda m: m, temperature=1.0, layout=layout, pad_token_id=0)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shapes = {tuple(p.shape) for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        is_copy = tuple(tensor.shape) in shapes or tuple(tensor.T.shape) in shapes if tensor.dim() == 2 else False
+        if tensor.untyped_storage().data_ptr() not in weights and not is_copy:
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other takes its place
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        scorer(model, batch, entropy=True)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "adapter"),
+    [
+        (torch.float32, False, False),
+        (torch.float32, True, False),
+        (torch.bfloat16, True, False),
+        (torch.float32, False, True),
+        (torch.float32, True, True),
+    ],
+)
+def test_activations_are_those_that_a_pass_keeps(layout, dtype, autocast, adapter):
+    kept = kept_by_a_pass(layout, dtype, autocast, False, adapter)
+    tokens = PROMPT + GROUP * LENGTH if layout == "shared_prefix" else GROUP * (PROMPT + LENGTH)
+    precision = Precision(dtype.itemsize, 2 if autocast else dtype.itemsize, trained=not adapter, shares=False)
+    assert tokens * (6 * layer_bytes(WIDE, precision) + 3 * 64 * 4) == pytest.approx(kept, rel=0.1)
+
+
+def test_checkpointed_layers_keep_their_inputs():
+    kept = kept_by_a_pass("shared_prefix", torch.float32, False, True, False)
+    # 6 layers and what is beside them: 64 numbers a token each
+    assert pytest.approx(kept, rel=0.1) == (PROMPT + GROUP * LENGTH) * (6 + 3) * 64 * 4
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Two processes that share the weights of the policy end with those of one process that has them all."""
 
 import pytest
+import runs
 import sharded_runs
 import torch
 from launching import HERE, accelerate
@@ -8,6 +9,9 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from covey.policy.weights import weight_update
+from covey.trainers.costs import received_by
+from covey.trainers.memory import estimate, unit_parameters
+from covey.trainers.spread import Spread
 
 peft = pytest.importorskip("peft")
 
@@ -87,6 +91,19 @@ def test_processes_with_less_to_do_keep_step(fsdp2, case):
 
 def test_weights_that_wait_in_the_memory_of_the_cpu_are_such(fsdp2):
     assert [fsdp2[case]["offload"] for case in ("grpo", "sampled in step")] == ["OffloadPolicy", "CPUOffloadPolicy"]
+
+
+def test_processes_receive_what_the_formulas_say(fsdp2):
+    found = fsdp2["uneven last batches"]["traffic"]
+    args, spread = runs.config("unused", per_device_train_batch_size=4), Spread.of("fsdp2", 2)
+    memory = estimate(tiny.config(), args, prompt_tokens=4, spread=spread)
+    received = received_by(spread, memory, unit_parameters(tiny.config()))
+    assert found["passes"] >= 5
+    assert found["reduced"] == received.reduced(found["passes"])
+    # The outermost unit stays gathered after a forward pass, until a backward pass has made use of it.
+    more = received.gathered(found["passes"], found["forwards"]) - found["gathered"]
+    still_there, rest = divmod(more, received.outer // 2)
+    assert 0 <= still_there <= found["forwards"] and rest == 0
 
 
 @pytest.mark.parametrize("case", SAVED)

@@ -16,23 +16,32 @@ from covey.cli import explain_sentences as sentences
 from covey.cli.config_file import load_run
 from covey.cli.evaluations import has_plain, suite_settings
 from covey.cli.explain_colocation import colocation, gpu_bytes
+from covey.cli.explain_costs import costs
+from covey.cli.explain_flags import take_cluster, take_number
 from covey.cli.explain_sentences import count
 from covey.cli.explain_start import Start, check_start
 from covey.cli.train import take_config
 from covey.trainers.config.algebra import BatchAlgebra
 from covey.trainers.config.rules.loss import CLIPPED
 from covey.trainers.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, estimate, readable
+from covey.trainers.spread import Cluster, Spread
 from covey.trainers.suites import suite_of
 from covey.trainers.vllm_memory import GIB, EngineMemory, engine_memory
 
-USAGE = """usage: covey explain [--config] CONFIG [--world_size N] [--prompt_tokens N]
-                     [--gpu_memory N] [--field value ...]
+USAGE = """usage: covey explain [--config] CONFIG [--world_size N] [--accelerate_config NAME]
+                     [--gpu NAME] [--gpus_of_node N] [--prompt_tokens N] [--gpu_memory N]
+                     [--field value ...]
 
-Say in words what a run will do: batches, updates, loss, tokens, memory; and whether its data and
-rewards are there. Its exit status is 2 where the run would not start.
+Say in words what a run will do: batches, updates, loss, tokens, memory, what processes send one
+another; and whether its data and rewards are there. Its exit status is 2 where the run would not
+start.
 
   CONFIG            YAML or JSON file of the run
   --world_size N    explain it for N processes
+  --accelerate_config NAME
+                    how they share weights: multi_gpu, fsdp2, zero1, zero2 or zero3
+  --gpu NAME        a100, h100 or h200: how long a step takes there, on paper
+  --gpus_of_node N  GPUs of one machine (8 if not given)
   --prompt_tokens N length of a prompt, for tokens and memory (256 if not given)
   --gpu_memory N    GiB of a GPU, where the run has another than this machine
   --field value     any setting of the run, in place of the file's
@@ -53,6 +62,9 @@ class Run:
     engine: EngineMemory | None = None
     gpu: int | None = None
     suites: dict[str, dict[str, Any]] | None = None
+    model_config: Any = None
+    adapter: bool = False
+    cluster: Cluster | None = None
 
 
 def explain(
@@ -67,6 +79,7 @@ def explain(
     start: Start | None = None,
     gpu: int | None = None,
     suites: dict[str, dict[str, Any]] | None = None,
+    cluster: Cluster | None = None,
 ) -> str:
     """Explain a config in words.
 
@@ -78,20 +91,27 @@ def explain(
         peft: arguments of `peft.LoraConfig`, when an adapter is trained.
         has_eval: the run has an evaluation dataset that is sampled as in training.
         suites: settings of its evaluation suites, by name.
+        cluster: how the processes share the model; None: each has all of it.
         no_model_because: what to say where there is no `model_config`.
         start: what is known of its data and rewards.
         gpu: bytes of a GPU; this machine's if None.
+        cluster: how the processes share the model; None: each has all of it.
 
     Raises:
         ValueError: the batch sizes do not divide for `world_size` processes.
     """
     length = prompt_tokens or ASSUMED_PROMPT_TOKENS
-    memory = estimate(model_config, args, prompt_tokens=length, peft=peft) if model_config is not None else None
-    engine = None
+    spread, device = (cluster.spread, cluster.device) if cluster else (None, None)
+    memory = engine = None
+    if model_config is not None:
+        memory = estimate(model_config, args, prompt_tokens=length, peft=peft, spread=spread, device=device)
     if memory is not None and args.use_vllm and args.vllm_mode == "colocate":
         engine = engine_memory(memory, model_config, args, length)
     gpu = gpu or gpu_bytes()
-    run = Run(args, args.algebra(world_size), length, has_eval, memory, no_model_because, start, engine, gpu, suites)
+    run = Run(
+        *(args, args.algebra(world_size), length, has_eval, memory, no_model_because, start, engine, gpu, suites),
+        *(model_config, peft is not None, cluster),
+    )
     sections = {title: lines(run) for title, lines in SECTIONS.items()}
     return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
 
@@ -103,9 +123,12 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     try:
         path, flags = take_config(argv)
-        world_size, flags = _take_number("--world_size", flags)
-        prompt_tokens, flags = _take_number("--prompt_tokens", flags)
-        gpu_gib, flags = _take_number("--gpu_memory", flags)
+        world_size, flags = take_number("--world_size", flags)
+        prompt_tokens, flags = take_number("--prompt_tokens", flags)
+        gpu_gib, flags = take_number("--gpu_memory", flags)
+        cluster, flags = take_cluster(world_size or 1, flags)
+        if cluster is not None and cluster.machine and gpu_bytes() is None:
+            flags += ["--use_cpu", "true"]  # else a config with bf16 would be refused here
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run = load_run(path, flags, world_size=world_size)
@@ -122,6 +145,7 @@ def main(argv: list[str]) -> int:
             no_model_because=reason,
             start=start,
             gpu=gpu_gib * GIB if gpu_gib else None,
+            cluster=cluster,
         )
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"covey explain: {error}", file=sys.stderr)
@@ -249,20 +273,47 @@ def memory(run: Run) -> list[str]:
         "gradients": m.gradients,
         "optimizer": m.optimizer,
         "activations": m.activations,
-        "logits": m.logits,
+        "logits": m.logits + m.head_gradient,
     }
+    more = {"weights' casts": m.casts, "gathered layers": m.gathered, "gathered copy": m.copy}
+    parts |= {name: size for name, size in more.items() if size}
     if not args.samples_elsewhere:
         parts |= {"KV cache": m.kv_cache, "packed weights": m.packed}
     table = [f"{name:<16}{readable(size):>12}" for name, size in parts.items()]
     return [
-        f"{m.parameters:,} parameters{share}; computing in {precision}. Per process, nothing sharded, completions of "
-        "full length:",
+        f"{m.parameters:,} parameters{share}; computing in {precision}. Per process, {_shared_out(run)}, completions "
+        "of full length:",
         *table,
         f"Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak "
         f"is about {readable(m.peak)}.",
         sentences.largest_part(m, args),
         *(colocation(m, run.engine, args, run.gpu) if run.engine is not None else []),
     ]
+
+
+def _shared_out(run: Run) -> str:
+    spread = run.cluster.spread if run.cluster else Spread()
+    parts = [name for name in ("weights", "gradients", "optimizer") if getattr(spread, name) > 1]
+    if not parts:
+        return "nothing sharded"
+    return f"{', '.join(parts)} shared out over {spread.processes} processes ({spread.name})"
+
+
+def communication(run: Run) -> list[str]:
+    """What a step computes and what processes send one another, where several or a machine are named."""
+    cluster = run.cluster
+    if run.memory is None or cluster is None or run.args.max_completion_length is None:
+        return []
+    return costs(
+        run.model_config,
+        run.args,
+        run.memory,
+        cluster.spread,
+        prompt_tokens=run.prompt_tokens,
+        adapter=run.adapter,
+        machine=cluster.machine,
+        gpus_of_node=cluster.gpus_of_node,
+    )
 
 
 def evaluation(run: Run) -> list[str]:
@@ -304,6 +355,7 @@ SECTIONS: dict[str, Callable[[Run], list[str]]] = {
     "Tokens": tokens,
     "Sampling": sampling,
     "Memory": memory,
+    "Operations and communication": communication,
     "Evaluation": evaluation,
     "Start": start,
 }
@@ -323,19 +375,6 @@ def _model_config(model: str | None) -> tuple[Any, str]:
         return AutoConfig.from_pretrained(model, local_files_only=True), ""
     except (OSError, ValueError) as error:
         return None, f"the config of {model!r} is not on this machine ({str(error).splitlines()[0]})"
-
-
-def _take_number(flag: str, argv: list[str]) -> tuple[int | None, list[str]]:
-    """Take `flag N` or `flag=N` out of an argument list."""
-    for i, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        if name.startswith("--") and name[2:].replace("-", "_") == flag[2:]:
-            rest = argv[:i] + argv[i + (1 if equals else 2) :]
-            value = value if equals else "".join(argv[i + 1 : i + 2])
-            if not value.isdigit() or int(value) < 1:
-                raise ValueError(f"{flag} must be a whole number, 1 or more, not {value!r}.")
-            return int(value), rest
-    return None, argv
 
 
 def _section(title: str, lines: list[str]) -> str:

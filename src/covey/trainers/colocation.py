@@ -143,7 +143,7 @@ def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.Engi
     """The run's memory as `covey explain` estimates it, with the parameters of the model that is there."""
     config = base_model(model).config
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    counts = memory.Counts(sum(p.numel() for p in model.parameters()), trainable, linear=0)
+    counts = memory.Counts(sum(p.numel() for p in model.parameters()), trainable, packed=0)
     estimate = memory.estimate(config, args, peft={} if has_adapter(model) else None, counts=counts)
     return estimate, vllm_memory.engine_memory(estimate, config, args)
 
