@@ -63,7 +63,7 @@ test-gpu: .venv/dev.done
 	touch $@
 
 .venv-vllm/covey.done: .venv-vllm/vllm.done pyproject.toml
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[peft]' 'pytest>=8' 'hypothesis>=6.100'
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[peft,quantization]' 'pytest>=8' 'hypothesis>=6.100'
 	touch $@
 
 # Real vLLM servers, on a CPU as well: half a minute for each start, and about 5 GB of memory while one runs.

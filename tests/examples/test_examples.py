@@ -51,6 +51,14 @@ def test_the_best_branches_of_trees_are_trained_on(tiny_folder, tmp_path, monkey
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_adapter_is_trained_over_four_bits(tiny_folder, tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    flags = ["--model", tiny_folder, "--max_steps", 2, "--output_dir", tmp_path, "--four_bits"]
+    trainer = run("lora.py", monkeypatch, *flags)
+    assert trainer.state.global_step == 2 and trainer.policy.get_base_model().is_quantized
+
+
 def test_a_loss_of_ones_own_takes_less_than_twenty_lines():
     assert code_lines((EXAMPLES / "custom_loss.py").read_text()) < 20
 

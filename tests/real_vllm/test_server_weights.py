@@ -12,6 +12,7 @@ from serving import SHAPE
 
 import tiny
 from covey.core.weights import WeightUpdate
+from covey.policy.loading import load_policy
 from covey.policy.weights import weight_update
 from covey.rollout.engines.remote import vllm_transports
 from covey.rollout.engines.remote.dialect import ServerFacts
@@ -129,6 +130,23 @@ def test_a_server_with_another_base_is_sent_the_base_first(server, weights):
 def test_an_adapter_that_is_merged_goes_as_a_whole_model(server, weights):
     model = adapted(3, use_dora=True)
     assert run(server, weights(), weight_update(model, 7)) == [expected(model)]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_policy_in_four_bits_goes_as_the_numbers_it_stands_for(server, weights, tmp_path, dora):
+    """A DoRA merged in full precision; a LoRA by itself, on the base that it was learnt on."""
+    pytest.importorskip("bitsandbytes")
+    import peft
+    from transformers import BitsAndBytesConfig
+
+    policy(0).save_pretrained(tmp_path)
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    lora = peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj"], init_lora_weights=False, use_dora=dora)
+    torch.manual_seed(1)
+    model = load_policy(str(tmp_path), quantization_config=bits, peft_config=lora).eval()
+    other = expected(policy(0))
+    assert run(server, weights(), weight_update(policy(0), 1)) == [other] != [expected(model)]
+    assert run(server, weights(), weight_update(model, 2, adapter_only=not dora)) == [expected(model)]
 
 
 def test_a_tensor_that_changed_on_its_way_is_refused_and_the_next_update_is_whole(server, weights, monkeypatch):
