@@ -418,6 +418,16 @@ def test_a_function_of_another_form_is_refused():
     async def waits(prompts, trainer):
         return {}
 
+    def blocks(row, engine, n):
+        return []
+
+    def prompts_alone(prompts):
+        return {}
+
+    with pytest.raises(ValueError, match=r"of \(row, engine, n\) that is not async.*`async def`"):
+        form_of(blocks)
+    with pytest.raises(ValueError, match=r"of \(prompts\), but is called with \(prompts, trainer\)"):
+        form_of(prompts_alone)
     with pytest.raises(ValueError, match=r"an async function of \(row\).*`async def rollouts\(row, engine, n\)`"):
         form_of(alone)
     with pytest.raises(ValueError, match=r"of \(prompts, trainer\).*without async, `def rollout\(prompts, trainer\)`"):

@@ -106,6 +106,11 @@ AGENTS = [
         (r"of \(prompts, args, processing_class\)", r"called with \(prompts, trainer\)", "`trainer.args`"),
     ),
     Mistake(
+        "Wrote a rollout function of (row, engine) without async",
+        lambda b: b.build(rollout_func=lambda row, engine: None),
+        (r"a function of \(row, engine\) that is not async", "write `async def`"),
+    ),
+    Mistake(
         "Set speculative_reuse with tools or a rollout_func",
         lambda b: conversations(b, tools=[add], settings={"speculative_reuse": "exact"}),
         ("speculative_reuse='exact'", "leave it unset"),

@@ -147,10 +147,19 @@ def form_of(function: Callable[..., Any]) -> str:
     Raises:
         ValueError: it takes other arguments than any of the forms.
     """
-    taken = inspect.signature(function).parameters.values()
+    try:
+        taken = inspect.signature(function).parameters.values()
+    except ValueError:  # compiled code that does not say
+        return "batch"
     if not is_async(function):
         needed = [one.name for one in taken if one.kind in POSITIONAL and one.default is one.empty]
-        if len(needed) > 2:
+        if "engine" in needed:
+            raise ValueError(
+                f"`rollout_func` is a function of ({', '.join(needed)}) that is not async, and an engine is waited for:"
+                " write `async def` and `await episode.sample()`."
+            )
+        takes = sum(one.kind in POSITIONAL for one in taken)
+        if len(needed) > 2 or (takes < 2 and not any(one.kind is one.VAR_POSITIONAL for one in taken)):
             raise ValueError(
                 f"`rollout_func` is a function of ({', '.join(needed)}), but is called with (prompts, trainer): the"
                 " config is `trainer.args`, the tokenizer `trainer.processing_class`."
