@@ -5,6 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import functools
 import math
 import sys
 import threading
@@ -130,6 +131,56 @@ def test_methods_and_callable_objects_are_tools_too():
     assert ask(box, ("Counter", {"by": 3}))[0].content == "5"
 
 
+def found(term: str, connection: threading.Lock, limit: int = 3) -> str:
+    """Search.
+
+    Args:
+        term: What for.
+        connection: Nothing that the policy knows of.
+        limit: How many lines.
+    """
+    return f"{term} {connection.locked()} {limit}"
+
+
+def test_what_is_bound_already_is_not_shown_to_the_policy():
+    box = Toolbox([functools.partial(found, connection=threading.Lock()), functools.cache(add)])
+    parameters = box.schemas[0]["function"]["parameters"]
+    assert (list(box.tools), list(parameters["properties"])) == (["found", "add"], ["term", "limit"])
+    assert parameters["required"] == ["term"]
+    assert ask(box, ("found", {"term": "x"}))[0].content == "x False 3"
+    assert ask(box, ("found", {"term": "x", "connection": 1}))[0].content.startswith("Error: there is no argument")
+    assert ask(box, ("add", {"a": 1, "b": 2}))[0].content == "3"
+
+
+def survey(
+    one: Unit | None, more: list[Unit], either: list[Unit] | Unit | int, pair: tuple[int, Unit] = (0, Unit.FEET)
+) -> str:
+    """Survey.
+
+    Args:
+        one: A unit, or none.
+        more: Units.
+        either: Some, one, or a number.
+        pair: A number and a unit.
+    """
+    return repr((one, more, either, pair))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got"),
+    [
+        (
+            {"one": "ft", "more": ["m", "ft"], "either": "m"},
+            (Unit.FEET, [Unit.METRES, Unit.FEET], Unit.METRES, (0, Unit.FEET)),
+        ),
+        ({"one": None, "more": [], "either": ["ft"], "pair": [1, "m"]}, (None, [], [Unit.FEET], [1, Unit.METRES])),
+        ({"one": "m", "more": [], "either": 4}, (Unit.METRES, [], 4, (0, Unit.FEET))),
+    ],
+)
+def test_members_of_enumerations_are_made_wherever_hints_name_them(arguments, got):
+    assert ask(Toolbox([survey]), ("survey", arguments))[0].content == repr(got)
+
+
 def undocumented(a: int):
     return a
 
@@ -157,6 +208,8 @@ def variadic(*args: int):
         (unhinted, "'unhinted' cannot be described .*missing a type hint"),
         (variadic, r"'\*args: int' cannot be given by name"),
         (len, "'len' cannot be described"),
+        (Counter.step, "its parameter 'self' is given by nobody.*`thing.step`"),
+        (functools.partial(unhinted, b=1), "'unhinted' cannot be described"),
         (3, "must be functions, methods or callable objects, got 3"),
         (int, "must be functions, methods or callable objects"),
     ],

@@ -1,7 +1,10 @@
 """`Tool`: a callable with the schema that the policy is shown."""
 
+import contextlib
 import enum
+import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +14,8 @@ from covey.rollout.tools.schema import WrongArgument, checked_object, shown
 
 _HINT = (
     "A tool needs a type hint for every argument and a Google-style docstring that describes itself and each of them"
-    " under 'Args:'. A schema written by hand goes in a Tool(name, schema, function)."
+    " under 'Args:', as `name: description` without the type. A schema written by hand goes in a Tool(name, schema,"
+    " function)."
 )
 
 
@@ -23,17 +27,19 @@ class Tool:
         name: what the policy calls it.
         schema: as the chat template gets it, `{"type": "function", "function": {"name", "description", "parameters"}}`.
         function: called with the arguments by name; ordinary or `async`.
-        enums: arguments that are given as members of an enumeration rather than as their values.
+        enums: for arguments that are members of an enumeration, or hold some: what makes them of their values.
     """
 
     name: str
     schema: dict[str, Any]
     function: Callable[..., Any]
-    enums: dict[str, type[enum.Enum]] = field(default_factory=dict)
+    enums: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, function: "Callable[..., Any] | Tool") -> "Tool":
         """A function or method, or an object with `__call__`, described by its type hints and docstring.
+
+        Arguments that `functools.partial` has bound already are not shown to the policy.
 
         Raises:
             ValueError: no schema can be made of it.
@@ -42,20 +48,20 @@ class Tool:
 
         if isinstance(function, Tool):
             return function
-        described: Any = function
-        name = getattr(function, "__name__", type(function).__name__)
         if not callable(function) or isinstance(function, type):
             raise ValueError(f"tools must be functions, methods or callable objects, got {shown(function)}. {_HINT}")
-        if not (inspect.isfunction(function) or inspect.ismethod(function)):
-            described = type(function).__call__
+        name = _name(function)
         try:
+            described = _described(function)
             _refuse_unnamed(function)
             schema = get_json_schema(described)
+            _refuse_unshown(function, schema)
             hints = typing.get_type_hints(described)
         except Exception as error:  # transformers raises its own kinds, and others for what it did not expect
-            raise ValueError(f"the tool {name!r} cannot be described to the policy: {error} {_HINT}") from error
+            reason = " ".join(map(str, error.args)).rstrip(".! ")
+            raise ValueError(f"the tool {name!r} cannot be described to the policy: {reason}. {_HINT}") from error
         schema["function"]["name"] = name
-        enums = {key: hint for key, hint in hints.items() if isinstance(hint, type) and issubclass(hint, enum.Enum)}
+        enums = {key: make for key, hint in hints.items() if key != "return" and (make := _members(hint))}
         return cls(name, schema, function, enums)
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -70,10 +76,91 @@ class Tool:
         if missing:
             raise WrongArgument(f"{self.name} needs the arguments: {', '.join(missing)}")
         arguments = checked_object(given, closed, "")
-        for name, kind in self.enums.items():
+        for name, members in self.enums.items():
             if arguments.get(name) is not None:
-                arguments[name] = kind(arguments[name])
+                arguments[name] = members(arguments[name])
         return arguments
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return _name(function.func)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _described(function: Any) -> Callable[..., Any]:
+    """The function whose hints and docstring speak for a callable."""
+    if isinstance(function, functools.partial):
+        return _unbound(function)
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        return function
+    if hasattr(function, "__wrapped__"):  # functools.cache
+        return _described(inspect.unwrap(function))
+    return type(function).__call__
+
+
+def _unbound(function: functools.partial[Any]) -> Callable[..., Any]:
+    """A stand-in with the arguments that are not bound yet, whose hints alone need to be understood."""
+    described = _described(function.func)
+    signature = inspect.signature(function)
+    left = [one for name, one in signature.parameters.items() if name not in function.keywords]
+    hints = typing.get_type_hints(described)
+
+    def stand_in() -> None: ...
+
+    stand_in.__name__ = _name(function)
+    stand_in.__doc__ = inspect.getdoc(described)
+    stand_in.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+    stand_in.__annotations__ = {one.name: hints[one.name] for one in left if one.name in hints}
+    return stand_in
+
+
+def _members(hint: Any) -> Callable[[Any], Any] | None:
+    """What makes members of enumerations of a value that the schema allows; None where the hint names none.
+
+    The result raises ValueError or TypeError for a value of another kind, which in a union means: try the next.
+    """
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    each = [_members(one) for one in inner]
+    if not any(each):
+        return None
+
+    def made(value: Any, make: Callable[[Any], Any] | None) -> Any:
+        return value if make is None else make(value)
+
+    def in_union(value: Any) -> Any:
+        for make in filter(None, each):
+            with contextlib.suppress(ValueError, TypeError):
+                return make(value)
+        return value
+
+    def in_mapping(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise TypeError(f"{value!r} is no {hint}")
+        return {key: made(item, each[1]) for key, item in value.items()}
+
+    def in_list(value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise TypeError(f"{value!r} is no {hint}")
+        makes = each if origin is tuple else each * len(value)
+        return [made(item, make) for item, make in zip(value, makes, strict=True)]
+
+    if origin is dict:
+        return in_mapping
+    return in_union if origin in (typing.Union, types.UnionType) else in_list
+
+
+def _refuse_unshown(function: Callable[..., Any], schema: dict[str, Any]) -> None:
+    """What is no argument for the policy has to be there already."""
+    known = schema["function"]["parameters"]["properties"]
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in known:
+            raise ValueError(
+                f"its parameter {parameter.name!r} is given by nobody: a method is a tool as that of an object, as in"
+                f" `thing.{_name(function)}`."
+            )
 
 
 def _refuse_unnamed(function: Callable[..., Any]) -> None:
