@@ -97,6 +97,18 @@ def write_qwen3_coder(calls):
     )
 
 
+def write_glm(calls):
+    def value(it):
+        return it if isinstance(it, str) else json.dumps(it)
+
+    return "\n".join(
+        f"<tool_call>{c.name}\n"
+        + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value(it)}</arg_value>\n" for key, it in c.arguments.items())
+        + "</tool_call>"
+        for c in calls
+    )
+
+
 def gemma_value(it, quote):
     if isinstance(it, dict):
         return "{" + ",".join(f"{quote}{key}{quote}:{gemma_value(one, quote)}" for key, one in it.items()) + "}"
@@ -132,6 +144,7 @@ WRITERS = [
     ("hermes", write_hermes),
     ("llama3", write_llama3),
     ("llama3", lambda calls: "<|python_tag|>" + write_llama3(calls)),
+    ("llama3", write_python_list),
     ("mistral", write_mistral_list),
     ("mistral", write_mistral_args),
     ("gemma", write_gemma),
@@ -140,6 +153,7 @@ WRITERS = [
     ("deepseek", write_deepseek_v3),
     ("deepseek", write_deepseek_v31),
     ("qwen3_coder", write_qwen3_coder),
+    ("glm", write_glm),
     ("functiongemma", write_functiongemma),
     ("gemma4", write_gemma4),
     ("json", write_fenced_json),
@@ -226,7 +240,10 @@ def test_a_turn_without_calls_is_content(family, text):
     assert parse(family, text) == AssistantTurn(text)
 
 
-@pytest.mark.parametrize("family", ["hermes", "mistral", "deepseek", "qwen3_coder", "functiongemma", "gemma4", "json"])
+THINKERS = ["hermes", "mistral", "deepseek", "qwen3_coder", "glm", "functiongemma", "gemma4", "json"]
+
+
+@pytest.mark.parametrize("family", THINKERS)
 def test_thinking_about_a_call_is_no_call(family):
     write = dict(WRITERS)[family]
     thought, said = [ToolCall("no", {})], [ToolCall("yes", {"x": 1})]
@@ -235,6 +252,29 @@ def test_thinking_about_a_call_is_no_call(family):
     assert turn.content.startswith("<think>")
     assert parse(family, f"<think>{write(thought)}").calls == []
     assert parse(family, f"{write(thought)}</think>{write(said)}").calls == said  # the prompt opened the thinking
+
+
+def test_mistral_thinks_between_marks_of_its_own():
+    tokenizer = tiny.tokenizer()
+    marks = ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks])
+    thought, call = "[THINK]or [TOOL_CALLS]no[ARGS]{}?[/THINK]", "[TOOL_CALLS]yes[ARGS]{}"
+    ids = tokenizer(thought + call, add_special_tokens=False)["input_ids"]
+    turn = read_turn(tokenizer, [*ids, tokenizer.eos_token_id], TOOL_PARSERS["mistral"])
+    assert turn == AssistantTurn(thought, [ToolCall("yes", {})])
+    assert parse("mistral", "[THINK][TOOL_CALLS]no[ARGS]{}").calls == []
+
+
+def test_brackets_in_llamas_prose_are_no_calls():
+    assert parse("llama3", "[1, 2] and [see f(a=1)]") == AssistantTurn("[1, 2] and [see f(a=1)]")
+    assert "by name" in parse("llama3", "[f(1)]").malformed[0].reason
+
+
+def test_a_broken_call_of_glm_does_not_hide_the_next_one():
+    broken = "<tool_call>f<arg_key>a</arg_key>1</tool_call>"
+    turn = parse("glm", f"So: {broken} and <tool_call>g</tool_call><tool_call>h")
+    assert (turn.content, turn.calls) == ("So:  and", [ToolCall("g", {}), ToolCall("h", {})])
+    assert [bad.text for bad in turn.malformed] == [broken]
 
 
 def test_builtin_tools_of_llama_are_called_in_python_notation():
@@ -349,6 +389,9 @@ def test_a_text_without_a_type_is_what_the_schema_asks_for(text, schema, value):
         ("qwen3_coder", "<tool_call><function=></function></tool_call>", "there is no <function=name>"),
         ("qwen3_coder", "<function=f><parameter=a>1", "argument a is not closed by </parameter>"),
         ("qwen3_coder", "<function=f>a=1</function>", "only <parameter=name>value</parameter> may stand"),
+        ("glm", '<tool_call>{"name": "f"}</tool_call>', "does not begin with the name"),
+        ("glm", "<tool_call>f(1)<arg_value>1</arg_value></tool_call>", "only <arg_key>name</arg_key><arg_value>"),
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>", "argument a is not closed by </arg_value>"),
         ("functiongemma", "<start_function_call>f{}<end_function_call>", "does not begin with call:name{"),
         ("functiongemma", "<start_function_call>call:f{a:<escape>x", "string is not closed by <escape>"),
         ("functiongemma", "<start_function_call>call:f{a:Paris}", "a string stands between <escape> and <escape>"),
@@ -397,6 +440,7 @@ PIECES = [
     *["<function=", "<function=f>", "</function>", "<parameter=", "<parameter=a>", "</parameter>", ">"],
     *["<start_function_call>", "<end_function_call>", "<escape>", "call:f{", "a:", "<start_function_response>"],
     *["<|tool_call>", "<tool_call|>", '<|"|>'],
+    *["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
 ]
 
 
@@ -437,6 +481,7 @@ HOSTILE = [
     *["<｜tool▁call▁begin｜>{}", '{"name":"f","arguments":{}} ', '<|python_tag|>{"', "```tool_code\nf(a='''"],
     *["<function=f><parameter=a>", "<function=f></function>", "</parameter>  ", "<parameter=a></parameter>", "a:1,"],
     *["<function=f", "<tool_call><function=f", "<start_function_call>call:f{a:<escape>", "a:[", "a:{", "[1,"],
+    *["<tool_call>f<arg_key>a</arg_key><arg_value>", "<arg_key>a</arg_key><arg_value>1</arg_value>", "<tool_call>f "],
     *["<escape><start_function_call>call:f{a:<escape>,a:", "<start_function_call>{", "call:f{a:1"],
 ]
 PREFIXES = [
@@ -484,6 +529,7 @@ def test_time_grows_with_the_text_and_not_with_its_square(family):
         ("{{ '<|start_header_id|>' }}{{ 'Environment: ipython' }}{{ '<|python_tag|>' }}", "llama3"),
         ("{{ '<start_of_turn>model' }}", "gemma"),
         ("{{ '<tool_call>\n<function=name>\n<parameter=key>' }}", "qwen3_coder"),
+        ("{{ '<tool_call>{function-name}\n<arg_key>{key}</arg_key>' }}", "glm"),
         ("{{ '<start_of_turn>model\n<start_function_call>call:' }}", "functiongemma"),
         ("{{ '<|turn>model\n<|tool_call>call:' }}", "gemma4"),
         ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' }}", "deepseek"),

@@ -1,7 +1,8 @@
 """Notations that are neither JSON nor Python: arguments between marks of their own.
 
-Qwen3-Coder's writes every argument as plain text, whatever its type; `ToolCall.texts` keeps it, and the tool's schema
-decides what it is (`covey.rollout.tools.schema.from_text`). The Gemma models' has types, and a mark in place of quotes.
+Qwen3-Coder's and GLM's write arguments as plain text, whatever their types; `ToolCall.texts` keeps it, and the tool's
+schema decides what it is (`covey.rollout.tools.schema.from_text`). The Gemma models' has types, and a mark in place of
+quotes.
 Both take time linear in the text, and none of it makes them raise. Not here: the table of notations (`parsers`).
 """
 
@@ -11,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from covey.rollout.tools.calls import MAX_DEPTH, AssistantTurn, MalformedCall, ToolCall
-from covey.rollout.tools.scan import Scanner
+from covey.rollout.tools.scan import Finder, Scanner
 from covey.rollout.tools.schema import from_text
 from covey.rollout.tools.spans import Part, Span, answer_start, assemble, tagged
 
@@ -63,11 +64,58 @@ def _read_coder_call(text: str, start: int, ends: list[tuple[int, int]]) -> tupl
     return end.end(), ToolCall(head[1].strip(), {key: from_text(value, {}) for key, value in texts.items()}, texts)
 
 
-def _broken(text: str, start: int, read: int, reason: str) -> tuple[int, Part]:
+def _broken(text: str, start: int, read: int, reason: str, resume: re.Pattern[str] = _RESUME) -> tuple[int, Part]:
     """A call that was read up to `read` and cannot be: it takes all up to a mark from where others may be read."""
-    after = _RESUME.search(text, read)
+    after = resume.search(text, read)
     stop = after.end() if after else len(text)
     return stop, MalformedCall(text[start:stop], reason)
+
+
+# --- GLM 4.5 and later ---------------------------------------------------------------------------------------------
+
+GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_GLM_NAME = re.compile(r"<tool_call>\s*+([^\s<>{}]++)\s*+")
+_GLM_KEY = re.compile(r"\s*+<arg_key>([^<]*+)</arg_key>\s*+<arg_value>")
+_GLM_END = re.compile(r"\s*+(?:</tool_call>|(?=<tool_call>)|\Z)")
+_GLM_RESUME = re.compile(r"</tool_call>|(?=<tool_call>)")
+
+
+def parse_glm(text: str) -> AssistantTurn:
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, once for each call.
+
+    A value ends at the first `</arg_value>`, and all of it counts; white space between marks is layout.
+    """
+    spans: list[Span] = []
+    opens, closes = Finder(text, "<tool_call>"), Finder(text, "</arg_value>")
+    start = opens(answer_start(text))
+    while start < len(text):
+        stop, part = _read_glm_call(text, start, closes)
+        spans.append((start, stop, [part]))
+        start = opens(stop)
+    return assemble(text, spans)
+
+
+def _read_glm_call(text: str, start: int, closes: Finder) -> tuple[int, Part]:
+    """The call at `start` and where it stops; `closes` finds where values end."""
+    head = _GLM_NAME.match(text, start)
+    if head is None:
+        return _broken(
+            text, start, start + len("<tool_call>"), "it does not begin with the name of a tool", _GLM_RESUME
+        )
+    texts: dict[str, str] = {}
+    at = head.end()
+    while key := _GLM_KEY.match(text, at):
+        end = closes(key.end())
+        if end == len(text):
+            reason = f"the argument {key[1]} is not closed by </arg_value>"
+            return _broken(text, start, key.end(), reason, _GLM_RESUME)
+        texts[key[1].strip()] = text[key.end() : end]
+        at = end + len("</arg_value>")
+    after = _GLM_END.match(text, at)
+    if after is None:
+        reason = "after the name only <arg_key>name</arg_key><arg_value>value</arg_value> may stand"
+        return _broken(text, start, at, reason, _GLM_RESUME)
+    return after.end(), ToolCall(head[1], {key: from_text(value, {}) for key, value in texts.items()}, texts)
 
 
 # --- Gemma models with calls of their own ------------------------------------------------------------------------

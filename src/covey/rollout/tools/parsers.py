@@ -17,7 +17,14 @@ from typing import Any
 
 from covey.core.registry import Registry
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, Unreadable, decode_json
-from covey.rollout.tools.marked import FUNCTION_GEMMA, GEMMA_4, parse_marked_gemma, parse_qwen3_coder
+from covey.rollout.tools.marked import (
+    FUNCTION_GEMMA,
+    GEMMA_4,
+    GLM_TOKENS,
+    parse_glm,
+    parse_marked_gemma,
+    parse_qwen3_coder,
+)
 from covey.rollout.tools.scan import Finder, Scanner, read_python_calls
 from covey.rollout.tools.schema import from_text
 from covey.rollout.tools.spans import Part, Span, answer_start, assemble, named, parts_of, tagged
@@ -88,6 +95,7 @@ def read_turn(
 # --- Marks of their own, before the families whose marks such a template mentions too ----------------------------
 
 TOOL_PARSERS.register("qwen3_coder", ToolParser(parse_qwen3_coder, ("<parameter=",), ("<tool_call>", "</tool_call>")))
+TOOL_PARSERS.register("glm", ToolParser(parse_glm, ("<arg_key>",), GLM_TOKENS))
 for _name, _marks in {"functiongemma": FUNCTION_GEMMA, "gemma4": GEMMA_4}.items():
     _parse = partial(parse_marked_gemma, marks=_marks)
     TOOL_PARSERS.register(_name, ToolParser(_parse, (_marks.opening,), (_marks.opening, _marks.closing, _marks.quote)))
@@ -145,13 +153,14 @@ TOOL_PARSERS.register("deepseek", ToolParser(parse_deepseek, ("<｜tool▁call",
 # --- Mistral -----------------------------------------------------------------------------------------------------
 
 _TOOL_CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_THINK = ("[THINK]", "[/THINK]")  # Magistral and later; models trained by others on top of Mistral write <think>
 
 
 def parse_mistral(text: str) -> AssistantTurn:
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` once for each call."""
     scanner, opens = Scanner(text), Finder(text, _TOOL_CALLS)
     spans: list[Span] = []
-    start = opens(answer_start(text))
+    start = opens(max(answer_start(text), answer_start(text, *_THINK)))
     while start < len(text):
         inner = scanner.skip_space(start + len(_TOOL_CALLS))
         limit = opens(inner)
@@ -178,7 +187,7 @@ def _named_mistral(text: str, scanner: Scanner, start: int, limit: int) -> tuple
     return found[1], [named(name, text[begin : found[1]], text[start : found[1]])]
 
 
-TOOL_PARSERS.register("mistral", ToolParser(parse_mistral, (_TOOL_CALLS,), (_TOOL_CALLS, _ARGS, _CALL_ID)))
+TOOL_PARSERS.register("mistral", ToolParser(parse_mistral, (_TOOL_CALLS,), (_TOOL_CALLS, _ARGS, _CALL_ID, *_THINK)))
 
 
 # --- Llama 3 -----------------------------------------------------------------------------------------------------
@@ -189,13 +198,15 @@ _PYTHON_TAG = "<|python_tag|>"
 def parse_llama3(text: str) -> AssistantTurn:
     """The whole turn is `{"name": ..., "parameters": {...}}`, or what follows `<|python_tag|>`; `;` between calls.
 
-    After the tag a call of a built-in tool may also read `search.call(query="...")`. Without the tag an object that is
-    no call is content.
+    After the tag a call of a built-in tool may also read `search.call(query="...")`, and the small models of 3.2 write
+    `[f(a=1), g(b="x")]` as the whole turn. Without the tag an object that is no call is content.
     """
     tag = text.find(_PYTHON_TAG)
     if tag >= 0:
         body = text[tag + len(_PYTHON_TAG) :]
         return assemble(text, [(tag, len(text), _llama_parts(body, tagged=True))])
+    if _CALL_LIST.match(text):
+        return _call_list(text)
     if not text.lstrip().startswith("{"):
         return AssistantTurn(text.strip())
     parts = _llama_parts(text, tagged=False)
@@ -221,6 +232,17 @@ def _llama_parts(text: str, tagged: bool) -> list[Part]:
         if text.startswith(";", start):
             start = scanner.skip_space(start + 1)
     return parts
+
+
+_CALL_LIST = re.compile(r"\s*+\[\s*+[^\W\d][\w.]*+\(")
+
+
+def _call_list(text: str) -> AssistantTurn:
+    """A turn that is `[f(a=1), g(b="x")]` from its beginning on."""
+    calls = read_python_calls(text)
+    if isinstance(calls, Unreadable):
+        return AssistantTurn("", [], [MalformedCall(text.strip(), str(calls))])
+    return AssistantTurn("", calls)
 
 
 def _llama_rest(text: str) -> list[Part]:
@@ -251,16 +273,16 @@ def parse_gemma(text: str) -> AssistantTurn:
             spans.append((*fence.span(), parts))
     if spans:
         return assemble(text, spans)
-    if _BARE_CALLS.match(text):
+    if _CALL_LIST.match(text):
+        return _call_list(text)
+    if _BARE_CALL.match(text):
         calls = read_python_calls(text)
         if not isinstance(calls, Unreadable):
-            return AssistantTurn("", list(calls))
-        if text.lstrip().startswith("["):
-            return AssistantTurn("", [], [MalformedCall(text.strip(), str(calls))])
+            return AssistantTurn("", calls)
     return parse_json(text)
 
 
-_BARE_CALLS = re.compile(r"\s*+\[?\s*+[^\W\d][\w.]*+\(")
+_BARE_CALL = re.compile(r"\s*+[^\W\d][\w.]*+\(")
 
 TOOL_PARSERS.register("gemma", ToolParser(parse_gemma, ("tool_code", "<start_of_turn>")))
 

@@ -58,12 +58,12 @@ def assemble(text: str, spans: list[Span]) -> AssistantTurn:
     return turn
 
 
-def answer_start(text: str) -> int:
+def answer_start(text: str, opening: str = "<think>", closing: str = "</think>") -> int:
     """Where thinking ends: what a policy considers calling is not a call. The whole text if thinking never ends."""
-    closed = text.find("</think>")
+    closed = text.find(closing)
     if closed >= 0:
         return closed
-    return len(text) if text.lstrip().startswith("<think>") else 0
+    return len(text) if text.lstrip().startswith(opening) else 0
 
 
 def parts_of(value: Any, text: str) -> list[Part]:
