@@ -150,7 +150,9 @@ def _by_prompt(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _sample(row: dict[str, Any], weights: dict[str, float]) -> Sample:
     scores = [weight * row[name] for name, weight in weights.items() if row.get(name) is not None]
     completion = json.loads(row["messages"]) if row.get("messages") else row["completion"]
-    return Sample(row["prompt"], completion, sum(scores) if scores else None, row.get("finish") or "")
+    return Sample(
+        row["prompt"], completion, sum(scores) if scores else None, row.get("finish") or "", row.get("images") or ()
+    )
 
 
 def _has_rewards(history: list[dict[str, Any]]) -> bool:

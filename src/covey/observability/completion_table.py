@@ -52,12 +52,18 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
         listed = "\n".join(f"{shorten(name, 15)} {value}" for name, value in zip(reward_names, values, strict=True))
         ending = "" if row.get("finish") in (None, "stop") else f" [{_ending(row)}]"
         table.add_row(
-            Text(shorten(row["prompt"], PROMPT_CHARACTERS)),
+            Text(_images(row) + shorten(row["prompt"], PROMPT_CHARACTERS)),
             _completion(row, Text(ending, style="yellow")),
             *(values if separate else [escape(listed)]),
             Text(_number(row["advantage"], signed=True), style=_colour(row["advantage"])),
         )
     return table
+
+
+def _images(row: dict[str, Any]) -> str:
+    """How many images a prompt shows, where its text does not say where they stand."""
+    count = 0 if "<image>" in row["prompt"] else len(row.get("images") or ())
+    return f"[{count} image{'s' if count > 1 else ''}] " if count else ""
 
 
 def _ending(row: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ Row = dict[str, Any]
 CONVERSATION_COLUMNS = ("messages", "turns", "calls", "failed_calls")
 """What a file has beside where completions are conversations: the messages as JSON, and how many of what they hold."""
 
-FIXED_COLUMNS = ("step", "prompt", "completion", "advantage", "finish", "error", "length", *CONVERSATION_COLUMNS)
+FIXED_COLUMNS = (
+    *("step", "prompt", "completion", "advantage", "finish", "error", "length", "images"),
+    *CONVERSATION_COLUMNS,
+)
 """What Covey writes; a reward function or an extra of that name gets another column name."""
 
 
@@ -82,6 +86,7 @@ class CompletionLog:
         lengths: Sequence[int] | None = None,
         counts: Sequence[Counts] | None = None,
         errors: Sequence[str | None] | None = None,
+        images: Sequence[Sequence[bytes]] | None = None,
     ) -> None:
         """Take the rollouts of a generation.
 
@@ -96,6 +101,7 @@ class CompletionLog:
             lengths: sampled tokens of each.
             counts: turns and calls of each, as its messages show by default.
             errors: what failed outside of the policy, where something did; a column if any did.
+            images: PNG files of what each showed a vision-language model; a column if any did.
 
         Raises:
             ValueError: a column's length is not the number of completions.
@@ -110,6 +116,7 @@ class CompletionLog:
             **({"finish": finish} if finish is not None else {}),
             **({"error": errors} if errors is not None and any(errors) else {}),
             **({"length": lengths} if lengths is not None else {}),
+            **({"images": images} if images is not None and any(images) else {}),
             **_conversation_columns(completions, counts),
         }
         for name, values in columns.items():
@@ -172,8 +179,13 @@ class CompletionLog:
         for name in report_to:
             if name in TRACKERS and rows:
                 headers = [column for column, _ in _columns_of(rows)]
-                cells = [[_cell(row.get(header)) for header in headers] for row in rows]
-                TRACKERS[name](importlib.import_module(name), headers, cells, step)
+                module = importlib.import_module(name)
+                picture = PICTURES.get(name, _counted)
+                cells = [
+                    [picture(module, row.get(h)) if h == "images" else _cell(row.get(h)) for h in headers]
+                    for row in rows
+                ]
+                TRACKERS[name](module, headers, cells, step)
 
     def _chosen(self, unique_prompts: bool) -> list[Row]:
         """Kept rows, or the last one of each prompt."""
@@ -212,6 +224,8 @@ def _arrow_column(name: str, values: list[Any], reward_names: list[str]) -> Any:
 
     if name in reward_names:
         return pa.array(values, pa.float64())
+    if name == "images":
+        return pa.array(values, pa.list_(pa.binary()))
     with suppress(UnicodeEncodeError, OverflowError, pa.ArrowException):  # values that fit no type, or not together
         array = pa.array(values)
         if _has_fields(array.type):
@@ -235,6 +249,21 @@ def _as_word(value: Any) -> str:
 def _cell(value: Any) -> Any:
     """What every tracker can show."""
     return value if value is None or isinstance(value, str | int | float | bool) else _as_word(value)
+
+
+def _counted(module: Any, images: Sequence[bytes] | None) -> str | None:
+    """Where a tracker's table holds no pictures."""
+    return f"{len(images)} image{'s' if len(images) > 1 else ''}" if images else None
+
+
+def _wandb_images(wandb: Any, images: Sequence[bytes] | None) -> list[Any]:
+    from PIL import Image
+
+    return [wandb.Image(Image.open(BytesIO(image))) for image in images or ()]
+
+
+PICTURES: dict[str, Callable[[Any, Sequence[bytes] | None], Any]] = {"wandb": _wandb_images}
+"""Trackers whose tables hold pictures: the module and PNG files in, a cell out."""
 
 
 def _to_wandb(wandb: Any, headers: list[str], cells: list[list[Any]], step: int) -> None:

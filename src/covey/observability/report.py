@@ -35,12 +35,14 @@ class Sample:
         prompt, completion: text or messages.
         reward: its total reward, or None if it has none.
         note: a word about it, such as why it ended.
+        images: PNG files of what a vision-language model was shown.
     """
 
     prompt: Any
     completion: Any
     reward: float | None = None
     note: str = ""
+    images: Sequence[bytes] = ()
 
 
 def write_report(
@@ -114,7 +116,8 @@ def _samples(before: list[Sample], after: list[Sample]) -> str:
     rows = []
     for first, last in zip_longest(before, after):
         shared = first is not None and last is not None and as_text(first.prompt) == as_text(last.prompt)
-        prompt = f'<div class="prompt">{_long(first.prompt, MAX_PROMPT)}</div>' if shared else ""
+        shared = shared and list(first.images) == list(last.images)
+        prompt = _prompt(first) if shared else ""
         cards = _card(first, "before", not shared) + _card(last, "after", not shared)
         rows.append(f'<article>{prompt}<div class="pair">{cards}</div></article>')
     return f"<section><h2>Completions before and after</h2>{''.join(rows)}</section>\n"
@@ -123,7 +126,7 @@ def _samples(before: list[Sample], after: list[Sample]) -> str:
 def _card(sample: Sample | None, when: str, with_prompt: bool) -> str:
     if sample is None:
         return '<div class="card empty"></div>'
-    prompt = f'<div class="prompt">{_long(sample.prompt, MAX_PROMPT)}</div>' if with_prompt else ""
+    prompt = _prompt(sample) if with_prompt else ""
     reward = "" if sample.reward is None else f'<span class="reward">reward {_text(_value(sample.reward))}</span>'
     note = f"<span>{_text(sample.note)}</span>" if sample.note else ""
     completion = _completion(sample.completion) or '<span class="faint">(empty)</span>'
@@ -131,6 +134,14 @@ def _card(sample: Sample | None, when: str, with_prompt: bool) -> str:
         f'<div class="card"><header><span class="when">{when}</span>{reward}{note}</header>{prompt}'
         f"<pre>{completion}</pre></div>"
     )
+
+
+def _prompt(sample: Sample) -> str:
+    encoded = (base64.b64encode(one).decode() for one in sample.images)
+    pictures = "".join(
+        f'<img class="shown" alt="what the model was shown" src="data:image/png;base64,{one}">' for one in encoded
+    )
+    return f'<div class="prompt">{pictures}{_long(sample.prompt, MAX_PROMPT)}</div>'
 
 
 def _completion(completion: Any) -> str:

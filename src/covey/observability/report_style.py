@@ -33,6 +33,7 @@ article { margin: 0 0 1.25rem; }
 .reward { font-variant-numeric: tabular-nums; color: var(--ink); }
 .faint { color: var(--faint); }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .9rem/1.45 ui-monospace, monospace; }
+.shown { max-width: 8rem; max-height: 8rem; margin: 0 .5rem .3rem 0; vertical-align: top; }
 .call { color: var(--accent); }
 .result, .gap { color: var(--faint); }
 .failure { color: var(--bad); }

@@ -247,7 +247,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
             truncated=[rollout.truncated for rollout in sampled.rollouts],
             prompt_lengths=[len(rollout.prompt_ids) for rollout in sampled.rollouts],
             oldest=oldest(sampled.rollouts, self.state.global_step),
-            table=describe(sampled.draws, sampled.rollouts, sampled.columns),
+            table=describe(sampled.draws, sampled.rollouts, sampled.columns, self.args.log_multimodal),
         )
         what = "gather the rewards of {} generation {}".format(*key)
         return Generation(self.collectives.gather(mine, what), self.accelerator.process_index)

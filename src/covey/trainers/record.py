@@ -10,6 +10,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch
 from covey.core.rollout import Rollout
 from covey.core.stats import Mean, Stat, merge_all
+from covey.core.thumbnails import thumbnails
 from covey.core.transcript import Counts, count
 from covey.rewards.batch import RewardContext
 from covey.rollout.collector import Draw
@@ -66,9 +67,13 @@ class Share:
     table: dict[str, list[Any]]
 
 
-def describe(draws: list[Draw], rollouts: list[Rollout], columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The completions table's columns that do not depend on other processes."""
+def describe(
+    draws: list[Draw], rollouts: list[Rollout], columns: dict[str, list[Any]], images: bool = True
+) -> dict[str, list[Any]]:
+    """The completions table's columns that do not depend on other processes; with `images`, small ones of each."""
+    known: dict[int, bytes] = {}
     return {
+        "images": [thumbnails(rollout.images, known) if images else [] for rollout in rollouts],
         "prompt": [rollout.asked(draw.row) or "" for draw, rollout in zip(draws, rollouts, strict=True)],
         "completion": [rollout.completion for rollout in rollouts],
         "finish": [str(rollout.finish) for rollout in rollouts],
@@ -139,6 +144,7 @@ class Generation:
             "finish": self._joined(lambda share: share.table["finish"]),
             "counts": self._joined(lambda share: share.table["counts"]),
             "errors": self._joined(lambda share: share.table["error"]),
+            "images": self._joined(lambda share: share.table["images"]),
             "lengths": self.lengths,
         }
 

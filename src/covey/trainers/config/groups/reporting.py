@@ -12,7 +12,9 @@ class LoggingFields:
     log_completions: bool = described(
         False, "Show sampled prompts and completions at every log, on the console and in the trackers."
     )
-    log_multimodal: bool = described(True, "Include images in the tables of completions that trackers receive.")
+    log_multimodal: bool = described(
+        True, "Include small images of what vision-language models are shown in the tables of completions."
+    )
     num_completions_to_print: int | None = described(
         None, "With `log_completions`: how many to print; unset prints all."
     )
