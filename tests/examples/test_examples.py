@@ -37,7 +37,8 @@ def test_every_example_trains(name, tiny_folder, tmp_path, monkeypatch):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     model = tiny.folder(tmp_path / "wide", max_position_embeddings=4096) if name in LONG_PROMPTS else tiny_folder
-    trainer = run(name, monkeypatch, "--model", model, "--max_steps", 2, "--output_dir", tmp_path)
+    which = ["--tiny"] if name == "vlm.py" else ["--model", model]
+    trainer = run(name, monkeypatch, *which, "--max_steps", 2, "--output_dir", tmp_path)
     assert trainer.state.global_step == 2
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses and all(loss == loss for loss in losses), "every logged loss is a number"

@@ -54,7 +54,7 @@ def test_trackers_get_pictures_where_their_tables_hold_them(tmp_path, monkeypatc
 
     def module(name):
         def logged(values, **where):
-            sent[name] = values["completions"]
+            sent.setdefault(name, values["completions"])
 
         table = SimpleNamespace(add=lambda headers, cells: sent.update(swanlab=cells))
         return SimpleNamespace(

@@ -41,11 +41,11 @@ def second_server(tmp_path_factory, vllm_model) -> Iterator[Running]:
 
 @pytest.fixture
 def start_server(tmp_path, vllm_model) -> Iterator[Callable[..., Running]]:
-    """Starts servers that end with the test; takes flags for them, and `env`."""
+    """Starts servers that end with the test; takes flags for them, another `model`, and `env`."""
     started: list[Running] = []
 
     def start(*flags: str, **options: Any) -> Running:
-        started.append(serve(tmp_path, vllm_model, *flags, **options))
+        started.append(serve(tmp_path, options.pop("model", vllm_model), *flags, **options))
         return started[-1]
 
     yield start

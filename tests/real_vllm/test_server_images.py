@@ -1,4 +1,4 @@
-"""Images, as vLLM's own request class reads them."""
+"""Images, as vLLM's own request class reads them, and a server that samples from prompts with images."""
 
 import base64
 import io
@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import tiny_vision
+from covey import GRPOConfig, GRPOTrainer
 from covey.core.media import Media
 from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.engines.remote.vllm_images import body_of
@@ -29,3 +30,37 @@ def test_vllm_reads_tokens_images_and_settings_from_the_request():
     assert settings.stop_token_ids == [1] and settings.ignore_eos and not settings.detokenize
     (part,) = read.content_parts
     assert Image.open(io.BytesIO(base64.b64decode(part["url"].partition(",")[2]))).tobytes() == picture.tobytes()
+
+
+def length_reward(completions, **kwargs):
+    return [float(len(one[0]["content"])) for one in completions]
+
+
+def test_training_samples_from_prompts_with_images(start_server, tmp_path):
+    """What the server sampled is as probable to it as to the trainer, before and after updates of the vision tower."""
+    if not tiny_vision.HAS_TORCHVISION:
+        pytest.skip("Qwen2-VL's processor needs torchvision: tools/install_torchvision.py")
+    folder = str(tmp_path / "model")
+    for part in tiny_vision.make_wide():
+        part.save_pretrained(folder)
+    server = start_server("--max-model-len", "512", "--enable-scale-out", model=folder)
+    ask = [{"role": "user", "content": "What?"}]
+    rows = [
+        {"prompt": ask, "image": tiny_vision.picture(0)},
+        {"prompt": ask, "images": [tiny_vision.picture(1, (40, 16)), tiny_vision.picture(2)]},
+        {"prompt": ask, "image": None},
+    ]
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"), use_vllm=True, vllm_mode="server", vllm_server_base_url=[server.url],
+        per_device_train_batch_size=12, gradient_accumulation_steps=1, num_generations=4, max_completion_length=6,
+        max_steps=3, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", bf16=False,
+        use_cpu=True, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = GRPOTrainer(model=folder, reward_funcs=length_reward, args=args, train_dataset=rows)
+    trainer.train()
+    differences = [
+        entry["sampling/sampling_logp_difference/max"]
+        for entry in trainer.state.log_history
+        if "sampling/sampling_logp_difference/max" in entry
+    ]
+    assert len(differences) == 3 and max(differences) < 1e-3

@@ -1,11 +1,10 @@
 """Prompts with images on servers: sent unexpanded, sampled from, and scored alike."""
 
 import asyncio
-import warnings
 
 import pytest
 import runs
-from fake_vllm import FakeVllm
+from fake_vllm import FakeVllm, status
 from sglang_servers import InThread
 from test_vision_training import ROWS, length_reward
 
@@ -118,10 +117,14 @@ def test_a_server_that_makes_other_tokens_of_an_image_is_refused(vllm, train):
 
 
 def test_a_vllm_without_the_route_for_images_says_so(vllm, train):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = train(**vllm_settings(vllm(processor=False)))
-    with pytest.raises(ServerRefused, match="Images are sent to /inference/v1/generate: update vLLM"):
+    """A release that does not have it, and one that was not told to serve it."""
+    server = vllm(processor=False)
+    trainer = train(**vllm_settings(server))
+    with pytest.raises(ServerRefused, match=r"generate: start vLLM with --enable-scale-out, 0\.32 or"):
+        asyncio.run(trainer.collector.engine.generate(asked_for(trainer)))
+    said = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+    server.misbehave("/inference/v1/generate", status(403, said), times=9)
+    with pytest.raises(ServerRefused, match=r"generate: start vLLM with --enable-scale-out, 0\.32 or"):
         asyncio.run(trainer.collector.engine.generate(asked_for(trainer)))
 
 

@@ -273,9 +273,9 @@ class VllmDialect:
             body = vllm_images.body_of(request, model, ends)
             answer = await server.ask(vllm_images.ROUTE, doing="sample with images", deadline=deadline, body=body)
         except ServerRefused as refused:
-            if "HTTP 404" not in refused.said:
+            if "HTTP 404" not in refused.said and "--enable-scale-out" not in refused.said:
                 raise
-            hint = f"Images are sent to {vllm_images.ROUTE}: update vLLM (0.32 has it)."
+            hint = f"Images are sent to {vllm_images.ROUTE}: start vLLM with --enable-scale-out, 0.32 or later."
             raise ServerRefused(server.url, "sample with images", refused.said, hint) from refused
         answer, tokens = vllm_images.as_completions(server.url, answer)
         check_expanded(server.url, request, tokens)
