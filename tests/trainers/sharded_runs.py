@@ -13,10 +13,11 @@ from pathlib import Path
 import runs
 import torch
 
+import mixtures
 import tiny
 from covey import GRPOTrainer, RLOOTrainer
 from covey.core.batch import TrainBatch
-from covey.policy.weights import is_sharded, weight_update
+from covey.policy.weights import is_sharded, weight_update, whole_shape
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -65,6 +66,7 @@ CASES = {
     "a head of its own": {"tie_word_embeddings": False, "cast_lm_head_to_fp32": True, "num_generations": 8},
     "sampled in step": {"ds3_gather_for_generation": False, "beta": 0.05, "offload": True, **EVALUATED},
     "evaluated before it is trained": {"evaluate_first": True, "beta": 0.05, "max_steps": 2, **EVALUATED},
+    "experts with balanced loads": {"experts": True, "router_aux_loss_coef": 0.2, "max_steps": 3},
     "a model that is read from a folder": {"model": "model", "beta": 0.05, "max_steps": 2},
 }
 
@@ -79,6 +81,8 @@ def train(case, output, resume=None, watch=None):
     parts = {name: settings.pop(name) for name in ("train_dataset", "eval_dataset", "reward_funcs") if name in settings}
     parts = {"train_dataset": tiny.rows(), "reward_funcs": sums_of_odd, **parts}
     parts["model"] = tiny.model(tie_word_embeddings=settings.pop("tie_word_embeddings", True))
+    if settings.pop("experts", False):
+        parts["model"] = mixtures.model("Mixtral")
     if "model" in settings:
         parts["model"] = str(output.parent / settings.pop("model"))
     if settings.pop("peft", False):
@@ -177,6 +181,7 @@ def outcome(trained):
     policy = trained.policy
     weights = {name: tensor.clone() for name, tensor in weight_update(policy, 0).tensors()}
     names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "eval_reward", "eval_loss", "learning_rate")
+    names += ("aux_loss",)
     held = sum(part_of(parameter).numel() for parameter in policy.parameters())
     return {
         "weights": weights,
@@ -184,7 +189,7 @@ def outcome(trained):
         "sharding": trained.sharding.name,
         "sharded": is_sharded(policy),
         "offload": type(getattr(getattr(trained.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)).__name__,
-        "share": held / sum(parameter.numel() for parameter in tiny.model().parameters()),
+        "share": held / sum(whole_shape(parameter).numel() for parameter in policy.parameters()),
     }
 
 
