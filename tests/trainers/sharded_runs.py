@@ -69,6 +69,23 @@ CASES = {
     "experts with balanced loads": {"experts": True, "router_aux_loss_coef": 0.2, "max_steps": 3},
     "a model that is read from a folder": {"model": "model", "beta": 0.05, "max_steps": 2},
 }
+VARIANTS = {
+    "GRPO": {"beta": 0.05},
+    "RLOO": {"method": "rloo", "beta": 0.05},
+    "GRPO, LoRA": {"peft": True, "beta": 0.05},
+    "RLOO, LoRA": {"method": "rloo", "peft": True, "beta": 0.05},
+}
+CONDITIONS = {
+    "as usual": {},
+    "uneven last batches": {"steps_per_generation": 1, "train_dataset": tiny.rows(6)},
+    "a rank with no signal": {"reward_funcs": signal_of_seven, "beta": 0.0},
+    "a rank whose completions are all truncated": CASES["a rank whose completions are all truncated"],
+}
+MATRIX = {
+    f"{name}: {condition}": {**variant, **more}
+    for name, variant in VARIANTS.items()
+    for condition, more in CONDITIONS.items()
+}
 
 
 def train(case, output, resume=None, watch=None):
@@ -77,7 +94,7 @@ def train(case, output, resume=None, watch=None):
     From a checkpoint if given; `watch` is shown the model.
     """
     settings = {**BASE, "per_device_train_batch_size": 8 // PROCESSES, "per_device_eval_batch_size": 8 // PROCESSES}
-    settings |= CASES[case]
+    settings |= {**CASES, **MATRIX}[case]
     parts = {name: settings.pop(name) for name in ("train_dataset", "eval_dataset", "reward_funcs") if name in settings}
     parts = {"train_dataset": tiny.rows(), "reward_funcs": sums_of_odd, **parts}
     parts["model"] = tiny.model(tie_word_embeddings=settings.pop("tie_word_embeddings", True))
@@ -209,7 +226,7 @@ if __name__ == "__main__":
         traffic.take()
         done = train(case, folder / case, watch=traffic.watch)
         found[case] = {**outcome(done), "idle": idle.take(), "traffic": traffic.take()}
-        if "save_steps" in CASES[case]:
+        if "save_steps" in CASES.get(case, {}):
             found[case]["resumed"] = saved_and_resumed(done, case, folder / case)
     if done.accelerator.is_main_process:
         torch.save(found, folder / "result.pt")

@@ -58,7 +58,14 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("what", WAYS, ids=WAYS.values())
+ESSENTIAL = ("returns nonsense", "is killed")
+"""What every run of the tests tries; the others take a launch each, too, and are slow."""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(row, id=way, marks=() if way in ESSENTIAL else pytest.mark.slow) for row, way in WAYS.items()],
+)
 def test_a_process_that_goes_wrong_ends_the_others_which_say_why(tmp_path, what):
     first, second = launch(tmp_path, WAYS[what], 20)
     try:

@@ -1,16 +1,15 @@
 """Two processes on gloo give the losses and weights of one."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
+import warnings
 
 import pytest
 import torch
+from launching import HERE, free_port
+from launching import run as launch
+from two_processes import train
 
-SCRIPT = Path(__file__).parent / "two_processes.py"
 CASES = {
     "grpo": {"method": "grpo", "beta": 0.05},
     "rloo, and suites that do not divide": {"method": "rloo", "num_iterations": 2, "suites": True},
@@ -83,64 +82,49 @@ CASES = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+PADDED = "a layout that suits the last process alone"
+MICRO = {"gradient_accumulation_steps": 1, "max_steps": 3, "optim": "sgd"}
 
 
-def run(output: Path, settings: dict, processes: int) -> dict:
-    output.mkdir()
-    per_device = 8 // processes
-    micro = {
-        "per_device_train_batch_size": per_device,
-        "gradient_accumulation_steps": 1,
-        "max_steps": 3,
-        "optim": "sgd",
-    }
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += [
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            str(processes),
-            "--master_addr",
-            "127.0.0.1",
-            "--master_port",
-            str(free_port()),
-        ]
-    folders = [str(SCRIPT.parent), str(SCRIPT.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(folders),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    done = subprocess.run(
-        [*launcher, str(SCRIPT), str(output), json.dumps({**micro, **settings})],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(output / "result.pt", weights_only=True)
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A case by this process alone, once."""
+    folder, found = tmp_path_factory.mktemp("one"), {}
+    torch.set_num_threads(1)
+
+    def run(case):
+        if case not in found:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found[case] = train(folder / case, {**MICRO, "per_device_train_batch_size": 8, **CASES[case]})
+        return found[case]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """All cases by two processes, in one launch by torchrun."""
+    folder = tmp_path_factory.mktemp("two")
+    cases = {**CASES, PADDED: {"method": "grpo", "pads_at_the_last": True}}
+    settings = {case: {**MICRO, "per_device_train_batch_size": 4, **more} for case, more in cases.items()}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    launch([*launcher, str(HERE / "two_processes.py"), str(folder), json.dumps(settings)], 900)
+    return torch.load(folder / "result.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_equal_one(tmp_path, case):
-    one, two = (run(tmp_path / str(n), CASES[case], n) for n in (1, 2))
-    for name, values in one["history"].items():
-        assert two["history"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
-    for a, b in zip(one["weights"], two["weights"], strict=True):
+def test_two_processes_equal_one(one, two, case):
+    for name, values in one(case)["history"].items():
+        assert two[case]["history"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+    for a, b in zip(one(case)["weights"], two[case]["weights"], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_processes_take_the_layout_that_suits_all_of_them(tmp_path):
-    one = run(tmp_path / "1", {"method": "grpo"}, 1)
-    two = run(tmp_path / "2", {"method": "grpo", "pads_at_the_last": True}, 2)
-    assert (one["layout"], two["layout"]) == ("shared_prefix", "padded")
-    assert two["history"]["loss"] == pytest.approx(one["history"]["loss"], rel=1e-4, abs=1e-6)
-    for a, b in zip(one["weights"], two["weights"], strict=True):
+def test_processes_take_the_layout_that_suits_all_of_them(two, tmp_path):
+    alone = train(tmp_path, {**MICRO, "per_device_train_batch_size": 8, "method": "grpo"})
+    assert (alone["layout"], two[PADDED]["layout"]) == ("shared_prefix", "padded")
+    assert two[PADDED]["history"]["loss"] == pytest.approx(alone["history"]["loss"], rel=1e-4, abs=1e-6)
+    for a, b in zip(alone["weights"], two[PADDED]["weights"], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,6 @@
-"""Run under torchrun or alone: trains a tiny model for a few steps and saves losses and weights.
+"""Trains a tiny model for a few steps, in this process or under torchrun, and gives losses and weights.
 
-Usage: two_processes.py OUTPUT SETTINGS_AS_JSON
+Usage under a launcher: two_processes.py OUTPUT CASES_AS_JSON, a dictionary from names to settings. One launch runs all.
 """
 
 import json
@@ -91,77 +91,70 @@ def act_as_environments(trainer):
     trainer.collector.collect = collecting
 
 
-if __name__ == "__main__":
-    output, settings = sys.argv[1], json.loads(sys.argv[2])
+NAMES = (
+    *("loss", "aux_loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length"),
+    *("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance"),
+    *("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max"),
+    *("rollouts/turns", "rollouts/failed", "sampling/staleness/mean", "sampling/staleness/max"),
+    *("steps/per_completion", "frac_reward_zero_std"),
+)
+
+
+def train(output, settings):
+    """Train one case; its history, layout and weights."""
+    settings = dict(settings)
     method = settings.pop("method")
-    lora = settings.pop("lora", False)
-    settled = settings.pop("settled", False)
-    out_of_memory = settings.pop("out_of_memory", False)
-    perturbed = settings.pop("perturbed", False)
-    by_steps = settings.pop("by_steps", False)
-    pads_at_the_last = settings.pop("pads_at_the_last", False)
-    environments = settings.pop("environments", False)
+    flags = ("lora", "settled", "out_of_memory", "perturbed", "by_steps", "pads_at_the_last", "environments")
+    flags += ("experts", "suites")
+    chosen = {name for name in flags if settings.pop(name, False)}
     player = settings.pop("player", None)
-    experts = settings.pop("experts", False)
-    suites = settings.pop("suites", False)
-    torch.set_num_threads(1)
     parts = {}
     if settings.get("max_staleness"):
         parts["engine"] = CopyEngine(tiny.model())
-    if lora:
+    if "lora" in chosen:
         from peft import LoraConfig
 
         parts["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    if experts:
+    if "experts" in chosen:
         parts["model"] = mixtures.model("Qwen3Moe")
-    if suites:
+    if "suites" in chosen:
         parts["eval_dataset"] = {
             "few": EvalSuite(
                 tiny.rows(3), num_generations=3, pass_at=(1, 2), maj_at=3, success_threshold=6.5, answer=first
             ),
             "greedy": EvalSuite(tiny.rows(5), temperature=0, pass_at=1, success_threshold=6.5),
         }
-    if settled:
+    if "settled" in chosen:
         parts["reward_funcs"] = longer_for_odd
-    if by_steps:
+    if "by_steps" in chosen:
         parts["reward_funcs"] = [rewarded_by_steps, runs.longer]
     if player:
         parts["rollout_func"] = PLAYERS[player]
     trained = runs.trainer(output, method, parts=parts, **settings)
-    if out_of_memory:
-        run_out_of_memory(trained)
-    if perturbed:
-        perturb_reports(trained)
-    if environments:
-        act_as_environments(trained)
-    if pads_at_the_last and trained.accelerator.process_index == trained.accelerator.num_processes - 1:
+    for name, change in (
+        ("out_of_memory", run_out_of_memory),
+        ("perturbed", perturb_reports),
+        ("environments", act_as_environments),
+    ):
+        if name in chosen:
+            change(trained)
+    last = trained.accelerator.process_index == trained.accelerator.num_processes - 1
+    if "pads_at_the_last" in chosen and last:
         trained.scorer._prove = lambda model, device: "padded"
     trained.train()
-    evaluated = trained.evaluate() if suites else {}
-    if trained.accelerator.is_main_process:
-        names = ("loss", "aux_loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "completions/mean_length")
-        names += ("dynamic_sampling/first_signal", "dynamic_sampling/cost", "difficulty/chance")
-        names += ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max")
-        names += (
-            "rollouts/turns",
-            "rollouts/failed",
-            "sampling/staleness/mean",
-            "sampling/staleness/max",
-            "steps/per_completion",
-            "frac_reward_zero_std",
-        )
-        torch.save(
-            {
-                "history": {name: runs.history(trained, name) for name in names}
-                | {
-                    name: [value]
-                    for name, value in evaluated.items()
-                    if not name.endswith(("second", "seconds", "runtime"))
-                },
-                "layout": trained.scorer.layout,
-                "weights": [parameter.detach() for parameter in trained.policy.parameters()],
-            },
-            f"{output}/result.pt",
-        )
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter
+    evaluated = trained.evaluate() if "suites" in chosen else {}
+    timeless = {name: [x] for name, x in evaluated.items() if not name.endswith(("second", "seconds", "runtime"))}
+    return {
+        "history": {name: runs.history(trained, name) for name in NAMES} | timeless,
+        "layout": trained.scorer.layout,
+        "weights": [parameter.detach().clone() for parameter in trained.policy.parameters()],
+    }
+
+
+if __name__ == "__main__":
+    output, cases = sys.argv[1], json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    found = {case: train(f"{output}/{case}", settings) for case, settings in cases.items()}
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, f"{output}/result.pt")
+    torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter
