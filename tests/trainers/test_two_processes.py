@@ -12,7 +12,19 @@ from two_processes import train
 
 CASES = {
     "grpo": {"method": "grpo", "beta": 0.05},
-    "rloo, and suites that do not divide": {"method": "rloo", "num_iterations": 2, "suites": True},
+    "rloo, suites that do not divide, and the best model": {
+        "method": "rloo",
+        "num_iterations": 2,
+        "suites": True,
+        "max_steps": 4,
+        "learning_rate": 0.1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_few_reward",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    },
     "a group over both processes": {"method": "grpo", "num_generations": 8, "loss_type": "grpo"},
     "steps of a group over both processes, with refills": {
         "method": "rloo",

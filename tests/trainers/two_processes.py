@@ -143,6 +143,10 @@ def train(output, settings):
         trained.scorer._prove = lambda model, device: "padded"
     trained.train()
     evaluated = trained.evaluate() if "suites" in chosen else {}
+    if settings.get("load_best_model_at_end"):
+        assert 0 < trained.state.best_global_step < trained.state.global_step, "not the last one, which all have anyway"
+        sums = trained.collectives.gather(sum(p.sum().item() for p in trained.policy.parameters()), "compare weights")
+        assert len(set(sums)) == 1, "every process loads the best weights"
     timeless = {name: [x] for name, x in evaluated.items() if not name.endswith(("second", "seconds", "runtime"))}
     return {
         "history": {name: runs.history(trained, name) for name in NAMES} | timeless,

@@ -86,17 +86,23 @@ class AtomicCheckpoints(Trainer):
         if self.args.should_save:
             self._publish(staged, final)
         self.collectives.meet(f"go on after {name}")
+        self._place_best(final)
         if self._pushes:
             self._push_from_checkpoint(final)
+
+    def _place_best(self, final: str) -> None:
+        """Every process knows the best checkpoint by its final place, wherever the others were staged."""
+        if best := self.state.best_global_step:
+            folder = os.path.join(os.path.dirname(final), f"checkpoint-{best}")
+            there = folder == final or os.path.isdir(folder) or not self.args.should_save
+            self.state.best_model_checkpoint = folder if there else None
 
     def _publish(self, staged: str, final: str) -> None:
         """Put a finished checkpoint in its place and let old ones go."""
         from transformers.trainer_utils import rotate_checkpoints
 
-        best = self.state.best_global_step
-        if best:
-            folder = os.path.join(os.path.dirname(final), f"checkpoint-{best}")
-            self.state.best_model_checkpoint = folder if folder == final or os.path.isdir(folder) else None
+        if self.state.best_global_step:
+            self._place_best(final)
             self.state.save_to_json(os.path.join(staged, "trainer_state.json"))
         shutil.rmtree(final, ignore_errors=True)
         os.rename(staged, final)
