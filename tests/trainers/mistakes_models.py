@@ -67,6 +67,12 @@ def marked_quantised():
     return model
 
 
+def with_quantised_experts(bench):
+    pytest.importorskip("bitsandbytes")
+    folder = bench.save("experts", mixtures.model("Qwen3Moe"))
+    bench.build(model=folder, quantization_config=QUANTISED, peft_config=lora())
+
+
 def without_bitsandbytes(bench):
     find_spec = importlib.util.find_spec
     with pytest.MonkeyPatch.context() as patch:
@@ -274,6 +280,12 @@ MODELS = [
         "Gave a quantised model without an adapter",
         lambda b: b.build(model=marked_quantised()),
         ("weights of this LlamaForCausalLM are quantised and cannot be trained", "Pass a `peft_config`"),
+    ),
+    Mistake(
+        "Quantised a mixture of experts",
+        with_quantised_experts,
+        ("leaves .*% of the weights as they are", "fused experts", "take their full memory"),
+        kind=UserWarning,
     ),
     Mistake(
         "Gave quantization_config twice",

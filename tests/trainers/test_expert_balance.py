@@ -131,6 +131,7 @@ def test_the_weight_is_the_configs_or_the_models_own(tmp_path, asks, given, coef
     assert saved.get("output_router_logits", False) == asks
 
 
+@pytest.mark.slow
 def test_loads_become_even(tmp_path):
     parts = {"model": mixtures.model("Qwen3Moe"), "reward_funcs": same_rewards}
     settings = {"per_device_train_batch_size": 16, "router_aux_loss_coef": 1.0, "max_steps": 12, "learning_rate": 2e-3}

@@ -7,6 +7,7 @@ import runs
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+import mixtures
 import tiny
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
@@ -126,6 +127,16 @@ def test_layouts_agree(folder, head):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
+def test_fused_experts_stay_as_they_are_and_a_warning_says_so(tmp_path):
+    folder = str(tmp_path / "model")
+    mixtures.model("Qwen3Moe").save_pretrained(folder)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    with pytest.warns(UserWarning, match=r"quantised .* leaves .*% of the weights as they are.*gate_up_proj"):
+        policy = load_policy(folder, quantization_config=BitsAndBytesConfig(**NF4), peft_config=lora)
+    experts = {p.dtype for name, p in policy.named_parameters() if name.endswith("gate_up_proj")}
+    assert experts == {torch.float32}
+
+
 def trainer_of(folder, output, method="grpo", **changes):
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     parts = {"model": folder, "processing_class": None, "peft_config": lora}
@@ -134,8 +145,7 @@ def trainer_of(folder, output, method="grpo", **changes):
     return runs.trainer(output, method, parts=parts, **{"beta": 0.1, "max_steps": 3, **changes})
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@pytest.mark.parametrize(("method", "checkpointing"), [("grpo", False), ("rloo", True)])
 def test_only_the_adapter_moves_and_reloads(tmp_path, folder, method, checkpointing):
     trained = trainer_of(folder, tmp_path, method, gradient_checkpointing=checkpointing)
     before = {name: p.detach().clone() for name, p in trained.model.named_parameters()}

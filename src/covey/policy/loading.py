@@ -16,8 +16,8 @@ import torch
 
 from covey.core.media import placeholder_ids
 from covey.policy.parts import freeze_parts, outside_of
-from covey.policy.quantised import check_installed, keep_gradients, one_quantisation, quantisation_of
-from covey.policy.weights import whole_shape
+from covey.policy.quantised import check_installed, keep_gradients, one_quantisation, quantisation_of, tell_what_is_not
+from covey.policy.weights import base_model, whole_shape
 
 OWN_VOCABULARY = 0.5
 """A tokenizer with a smaller share of the model's vocabulary is taken for another model's."""
@@ -68,6 +68,8 @@ def load_policy(
         model = _with_adapter(model, peft_config, frozen)
     _check_trains(model)
     keep_gradients(model)
+    if quantisation_of(base_model(model)) == "bitsandbytes":
+        tell_what_is_not(model)
     return model
 
 

@@ -6,6 +6,7 @@ job when it loads), adapters (`peft`).
 """
 
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
@@ -69,6 +70,20 @@ def keep_gradients(model: nn.Module) -> None:
         if type(layer._parameters.get("weight")).__name__ == "Params4bit":
             layer.support_avx512bf16_for_cpu = False
             layer.state_dict()  # which bitsandbytes writes in the original order, putting the weight back into it
+
+
+def tell_what_is_not(model: nn.Module, largest: float = 0.5) -> None:
+    """Warn where quantising left most of a model as it was: bitsandbytes knows linear layers, not fused experts."""
+    fused = {name: p for name, p in model.named_parameters() if p.dim() == 3 and not p.requires_grad}
+    count = sum(parameter.numel() for parameter in fused.values())
+    others = sum(plain_like(layer)["weight"].numel() for layer in model.modules() if is_quantised_layer(layer))
+    if fused and count > largest * (count + others):
+        name, share = next(iter(fused)).rpartition(".")[2], count / (count + others)
+        warnings.warn(
+            f"the model is quantised by bitsandbytes, which leaves {share:.0%} of the weights as they are:"
+            f" those of fused experts ({name}, ...), which are no linear layers. They take their full memory.",
+            stacklevel=3,
+        )
 
 
 def plain_like(layer: Any) -> dict[str, Tensor]:
