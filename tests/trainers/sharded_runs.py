@@ -86,6 +86,12 @@ MATRIX = {
     for name, variant in VARIANTS.items()
     for condition, more in CONDITIONS.items()
 }
+SERVED = {
+    "a server": {"beta": 0.05},
+    "a server, RLOO": {"method": "rloo"},
+    "a server, LoRA merged": {"peft": True, "vllm_lora_sync": "merged"},
+}
+"""Sampled from a server at `COVEY_TEST_SERVER`, which has the policy's last weights in the end."""
 
 
 def train(case, output, resume=None, watch=None):
@@ -94,7 +100,10 @@ def train(case, output, resume=None, watch=None):
     From a checkpoint if given; `watch` is shown the model.
     """
     settings = {**BASE, "per_device_train_batch_size": 8 // PROCESSES, "per_device_eval_batch_size": 8 // PROCESSES}
-    settings |= {**CASES, **MATRIX}[case]
+    settings |= {**CASES, **MATRIX, **SERVED}[case]
+    if case in SERVED:
+        settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_group_port": 0, "vllm_server_timeout": 30.0}
+        settings["vllm_server_base_url"] = os.environ["COVEY_TEST_SERVER"]
     parts = {name: settings.pop(name) for name in ("train_dataset", "eval_dataset", "reward_funcs") if name in settings}
     parts = {"train_dataset": tiny.rows(), "reward_funcs": sums_of_odd, **parts}
     parts["model"] = tiny.model(tie_word_embeddings=settings.pop("tie_word_embeddings", True))
@@ -121,6 +130,9 @@ def train(case, output, resume=None, watch=None):
             trained.sharded_at_first = is_sharded(trained.policy)
             trained.log(found)
         trained.train(resume_from_checkpoint=resume)
+        if case in SERVED:
+            trained.weight_sync.ensure_current(trained.state.global_step)
+            trained.collector.engine.close()
     return trained
 
 
