@@ -10,7 +10,20 @@ from pathlib import Path
 from covey import __version__
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets")
-EXTRAS = ("peft", "vllm", "sglang", "deepspeed", "bitsandbytes", "math-verify", "wandb", "trackio", "swanlab")
+EXTRAS = (
+    "peft",
+    "vllm",
+    "sglang",
+    "deepspeed",
+    "bitsandbytes",
+    "math-verify",
+    "wandb",
+    "trackio",
+    "swanlab",
+    "mlflow",
+    "tensorboard",
+    "optuna",
+)
 
 
 def main(argv: Sequence[str]) -> int:
