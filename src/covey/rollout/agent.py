@@ -90,6 +90,11 @@ def as_message(turn: AssistantTurn, text: str) -> Message:
     message: Message = {"role": "assistant", "content": text if turn.malformed else turn.content}
     if turn.calls:
         message["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls
+            {
+                "type": "function",
+                **({"id": call.call_id} if call.call_id else {}),
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in turn.calls
         ]
     return message

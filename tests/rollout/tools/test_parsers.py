@@ -265,6 +265,18 @@ def test_mistral_thinks_between_marks_of_its_own():
     assert parse("mistral", "[THINK][TOOL_CALLS]no[ARGS]{}").calls == []
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "VvvODy9mT"}, {"name": "f", "arguments": {}}]', True),
+        ("[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{}[TOOL_CALLS]f[ARGS]{}", True),
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "<s>"}, {"name": "f", "arguments": {}, "id": 1}]', False),
+    ],
+)
+def test_mistral_names_its_calls(text, named):
+    assert [call.call_id for call in parse("mistral", text).calls] == ["VvvODy9mT" if named else None, None]
+
+
 def test_brackets_in_llamas_prose_are_no_calls():
     assert parse("llama3", "[1, 2] and [see f(a=1)]") == AssistantTurn("[1, 2] and [see f(a=1)]")
     assert "by name" in parse("llama3", "[f(1)]").malformed[0].reason

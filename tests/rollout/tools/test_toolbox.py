@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from covey.core.rollout import FinishReason, Rollout
+from covey.rollout.agent import as_message
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Failure, Toolbox, call_stats, count_fates
@@ -307,6 +308,15 @@ def test_calls_of_a_turn_run_side_by_side_and_are_answered_in_order():
 def test_the_message_is_what_chat_templates_read():
     (result,) = asyncio.run(Toolbox([add]).answer(AssistantTurn("", [ToolCall("add", {"a": 1})]), first_id=7))
     assert result.message() == {"role": "tool", "name": "add", "tool_call_id": "call00007", "content": "2"}
+
+
+def test_a_result_bears_the_id_that_the_policy_wrote():
+    calls = [ToolCall("add", {"a": 1, "b": 2}, call_id="VvvODy9mT"), ToolCall("no", {}, call_id="abcdefghi")]
+    turn = AssistantTurn("", [*calls, ToolCall("add", {"a": 1, "b": 2})])
+    results = asyncio.run(Toolbox([add]).answer(turn, first_id=4))
+    assert [result.call_id for result in results] == ["VvvODy9mT", "abcdefghi", "call00006"]
+    said = as_message(turn, "")["tool_calls"]
+    assert [call.get("id") for call in said] == ["VvvODy9mT", "abcdefghi", None]
 
 
 def test_an_unknown_tool_and_a_malformed_call_are_answered():

@@ -1,6 +1,7 @@
 """What the policy asked for: calls, calls that cannot be read, and the text around them."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +14,13 @@ class ToolCall:
         name: of the tool.
         arguments: by name, as JSON values.
         texts: what was written for each argument, where the notation says nothing of types; the tool's schema does.
+        call_id: what the policy calls this call, nine letters and digits, so that its result can say whose it is.
     """
 
     name: str
     arguments: dict[str, Any]
     texts: dict[str, str] | None = field(default=None, compare=False, repr=False)
+    call_id: str | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)
@@ -61,6 +64,7 @@ def read_call(value: Any) -> ToolCall | str:
     """
     if not isinstance(value, dict):
         return f"a call must be a JSON object with 'name' and 'arguments', not {_kind(value)}"
+    call_id = value.get("id")
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name", value.get("function"))
@@ -75,7 +79,12 @@ def read_call(value: Any) -> ToolCall | str:
         arguments = {}
     if not isinstance(arguments, dict):
         return f"the arguments of {name} must be a JSON object with a value for each name, not {_kind(arguments)}"
-    return ToolCall(name, arguments)
+    known = isinstance(call_id, str) and _ID.fullmatch(call_id)
+    return ToolCall(name, arguments, call_id=call_id if known else None)
+
+
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""As Mistral's templates demand; other ids could be anything, control tokens too."""
 
 
 class Unreadable(str):

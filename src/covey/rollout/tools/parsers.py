@@ -179,12 +179,12 @@ def _named_mistral(text: str, scanner: Scanner, start: int, limit: int) -> tuple
     """`name[CALL_ID]id[ARGS]{...}` from `start` on: where it stops, and the call."""
     begin = text.find("{", start, limit)
     head_end = begin if begin >= 0 else limit
-    name = text[start:head_end].partition(_ARGS)[0].partition(_CALL_ID)[0].strip()
+    name, _, call_id = text[start:head_end].partition(_ARGS)[0].partition(_CALL_ID)
     found = scanner.value(begin) if begin >= 0 else None
     if found is None:
         reason = "the arguments are not closed" if begin >= 0 else "there are no arguments in braces after the name"
         return limit, [MalformedCall(text[start:limit], reason)]
-    return found[1], [named(name, text[begin : found[1]], text[start : found[1]])]
+    return found[1], [named(name.strip(), text[begin : found[1]], text[start : found[1]], call_id.strip())]
 
 
 TOOL_PARSERS.register("mistral", ToolParser(parse_mistral, (_TOOL_CALLS,), (_TOOL_CALLS, _ARGS, _CALL_ID, *_THINK)))

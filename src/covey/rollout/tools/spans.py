@@ -80,9 +80,9 @@ def parts_of(value: Any, text: str) -> list[Part]:
     return _one(value, text)
 
 
-def named(name: str, arguments: str, text: str) -> Part:
-    """A call whose name stands outside of its JSON arguments."""
-    return _one({"name": name, "arguments": arguments}, text)[0]
+def named(name: str, arguments: str, text: str, call_id: str = "") -> Part:
+    """A call whose name and id stand outside of its JSON arguments."""
+    return _one({"name": name, "arguments": arguments, "id": call_id}, text)[0]
 
 
 def _one(value: Any, text: str) -> list[Part]:

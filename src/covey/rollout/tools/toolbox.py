@@ -130,7 +130,8 @@ class Toolbox:
 
         Args:
             turn: as a parser read it.
-            first_id: number of the first call within its rollout, from which `call_id` is made.
+            first_id: number of the first call within its rollout, from which `call_id` is made where the policy wrote
+                none.
         """
         wanted: list[ToolCall | MalformedCall] = [*turn.calls, *turn.malformed]
         executed = wanted[: self.max_parallel_calls]
@@ -138,31 +139,33 @@ class Toolbox:
         left_out = len(wanted) - len(executed)
         if left_out:
             text = f"only {len(executed)} calls of a turn are executed; {left_out} more were left out"
-            results.append(_failed("tool", first_id + len(executed), Failure.TOO_MANY, text))
+            results.append(_failed("tool", _call_id(first_id + len(executed)), Failure.TOO_MANY, text))
         return results
 
     async def _one(self, call: ToolCall | MalformedCall, number: int) -> ToolResult:
         if isinstance(call, MalformedCall):
-            return _failed("tool", number, Failure.MALFORMED, f"the call could not be read: {_short(call.reason)}")
-        name = _short(call.name, 100)
+            return _failed(
+                "tool", _call_id(number), Failure.MALFORMED, f"the call could not be read: {_short(call.reason)}"
+            )
+        name, call_id = _short(call.name, 100), call.call_id or _call_id(number)
         tool = self.tools.get(call.name)
         if tool is None:
-            return _failed(name, number, Failure.UNKNOWN_TOOL, self._unknown(name))
+            return _failed(name, call_id, Failure.UNKNOWN_TOOL, self._unknown(name))
         try:
             arguments = tool.arguments(copy.deepcopy(call.arguments))
         except WrongArgument as wrong:
-            return _failed(name, number, Failure.WRONG_ARGUMENT, _short(str(wrong)))
+            return _failed(name, call_id, Failure.WRONG_ARGUMENT, _short(str(wrong)))
         started = perf_counter()
         try:
             content = await self._call(tool, arguments)
-            return ToolResult(name, _call_id(number), content, None, perf_counter() - started)
+            return ToolResult(name, call_id, content, None, perf_counter() - started)
         except TimedOut:
             failure, text = Failure.TIMEOUT, f"{name} took longer than {self.timeout:g} s and was given up"
         except Raised as raised:
             failure, text = Failure.EXCEPTION, _short(raised.told())
         except RuntimeError as error:  # no thread could be started
             failure, text = Failure.EXCEPTION, describe(error)
-        return _failed(name, number, failure, text, perf_counter() - started)
+        return _failed(name, call_id, failure, text, perf_counter() - started)
 
     async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
         """The rendered result. Rendering may be as slow or broken as the tool, so it is under the same deadline."""
@@ -187,8 +190,8 @@ class Toolbox:
         return f"there is no tool {name!r}{hint} The tools are: {', '.join(self.tools) or 'none'}"
 
 
-def _failed(name: str, number: int, failure: Failure, text: str, seconds: float = 0.0) -> ToolResult:
-    return ToolResult(name, _call_id(number), f"Error: {text}", failure, seconds)
+def _failed(name: str, call_id: str, failure: Failure, text: str, seconds: float = 0.0) -> ToolResult:
+    return ToolResult(name, call_id, f"Error: {text}", failure, seconds)
 
 
 def _call_id(number: int) -> str:
