@@ -220,6 +220,12 @@ def test_what_cannot_be_described_is_refused_at_once(bad, message):
         Toolbox([bad])
 
 
+@pytest.mark.parametrize("schema", [{"name": "f", "parameters": {}}, {"function": {"name": "g"}}, None])
+def test_a_schema_written_by_hand_is_of_that_tool(schema):
+    with pytest.raises(ValueError, match=r"schema of Tool\('f', ...\) must be .*'function': {'name': 'f'.*, got"):
+        Tool("f", schema, add)
+
+
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ValueError, match="two tools are called 'add'"):
         Toolbox([add, add])

@@ -35,6 +35,19 @@ class Tool:
     function: Callable[..., Any]
     enums: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Refuse a schema that shows the policy something else.
+
+        Raises:
+            ValueError: it is no schema of a function, or of one of another name.
+        """
+        function = self.schema.get("function") if isinstance(self.schema, dict) else None
+        if not isinstance(function, dict) or function.get("name") != self.name:
+            wanted = (
+                f"{{'type': 'function', 'function': {{'name': {self.name!r}, 'description': ..., 'parameters': ...}}}}"
+            )
+            raise ValueError(f"the schema of Tool({self.name!r}, ...) must be {wanted}, got {shown(self.schema)}.")
+
     @classmethod
     def of(cls, function: "Callable[..., Any] | Tool") -> "Tool":
         """A function or method, or an object with `__call__`, described by its type hints and docstring.
