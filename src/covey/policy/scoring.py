@@ -18,6 +18,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch
 from covey.core.media import media_inputs, placeholder_ids, reading, stray_placeholders
 from covey.core.modes import inference_mode_of
+from covey.core.rollout import Rollout
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.experts import RouterLoads, captured_router_logits, loads_of, refuse_without_gradient
 from covey.policy.inside import scores_inside
@@ -63,6 +64,8 @@ class TokenScorer:
         self.float32_head = float32_head
         self.inside = inside
         self.vision = vision
+        self.blank: Rollout | None = None
+        """Shown to the model in passes over text alone, where encoding images takes all processes (FSDP2, ZeRO-3)."""
         self._wanted = layout
         self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
@@ -146,6 +149,8 @@ class TokenScorer:
         counted: Tensor | None = None,
     ) -> tuple[TokenScores, RouterLoads | None]:
         inner = self.unwrap(model)
+        blank = self.blank is not None and not any(batch.media or ())
+        batch = with_blank(batch, self.blank) if blank and self.blank is not None else batch
         inputs = LAYOUTS[layout](batch, self.pad_token_id)
         shown: AbstractContextManager[dict[str, Any]] = nullcontext(inputs.kwargs)
         if self.vision:
@@ -168,7 +173,9 @@ class TokenScorer:
             if self.inside:
 
                 def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
-                    return score(hidden.flatten(0, 1)[wanted], head=replace(head, forward=forward))
+                    logprobs, entropies = score(hidden.flatten(0, 1)[wanted], head=replace(head, forward=forward))
+                    # Behind the image of the blank row is a gradient of 0, which others take part in as well.
+                    return TokenScores(logprobs + 0.0 * hidden[-1].sum() if blank else logprobs, entropies)
 
                 scores = scores_inside(model, head.module, answer, **kwargs)
             else:
@@ -217,6 +224,21 @@ def inputs_with_media(
     with reading(model.get_input_embeddings(), ids, strays, pad_token_id) as read:
         shown = media_inputs(media, ids.shape[1], ids.device)
         yield {"input_ids": read, "attention_mask": kwargs["attention_mask"], **shown}
+
+
+def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:
+    """A batch of text with one more row at its end: a prompt that shows an image, and no completion."""
+    device = batch.lengths.device
+    ids = torch.tensor(blank.prompt_ids, device=device)
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    return replace(
+        batch,
+        lengths=torch.cat([batch.lengths, zero]),
+        prompt_ids=torch.cat([batch.prompt_ids, ids]),
+        prompt_lengths=torch.cat([batch.prompt_lengths, zero + len(ids)]),
+        groups=torch.cat([batch.groups, zero + len(batch.prompt_lengths)]),
+        media=[*([()] * len(batch)), blank.media],
+    )
 
 
 def first_and_last(batch: TrainBatch) -> Tensor:

@@ -44,11 +44,11 @@ from covey.trainers.servers import generation_extras
 from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
 from covey.trainers.staleness import refuse_shared_weights
 from covey.trainers.trackers import OpensSwanLab, check_trackers
-from covey.trainers.vision import build_vision, frozen_parts, layout_of
+from covey.trainers.vision import blank_row, build_vision, frozen_parts, layout_of, name_present_blocks
 from covey.trainers.watching import Watched
 from covey.trainers.weight_sync import WeightSync
 
-__all__ = ["build_vision", "load_processing_class", "tokenizer_of"]
+__all__ = ["blank_row", "build_vision", "load_processing_class", "tokenizer_of"]
 
 UNLIMITED = 2**31
 """`max_completion_length=None`: only the model's context ends a completion."""
@@ -101,6 +101,7 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
         peft_config=peft_config,
         frozen=frozen_parts(args),
     )
+    name_present_blocks(policy)
     if args.disable_dropout:
         disable_dropout(policy)
     if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):

@@ -139,6 +139,8 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         self.collector = assembly.build_collector(
             self, model, tokenizer, engine, tools, rollout_func, environment_factory, vision
         )
+        if vision is not None and self.sharding.weights:
+            self.scorer.blank = assembly.blank_row(self.collector.codec)
         engine = self.collector.engine
         self.weight_sync = assembly.build_weight_sync(args, engine, lambda: self.policy, self.collectives)
         self.sampling = assembly.sampling_params(args)

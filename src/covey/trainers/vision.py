@@ -3,6 +3,8 @@
 from typing import Any
 
 from covey.core.media import placeholder_ids
+from covey.core.rollout import FinishReason, Rollout
+from covey.rollout.prompts import PromptCodec
 from covey.rollout.vision import Vision, is_processor
 
 
@@ -26,6 +28,27 @@ def layout_of(args: Any, vision: Vision | None) -> str:
             " `processing_class=processor.tokenizer` to train on text alone."
         )
     return "padded"
+
+
+def name_present_blocks(policy: Any) -> None:
+    """Leave out classes of blocks that a model names and does not have, such as those of an encoder of text.
+
+    Accelerate wraps the blocks that a model names for FSDP and refuses a model that lacks one.
+    """
+    base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    named = getattr(base, "_no_split_modules", None)
+    if named:
+        present = {type(module).__name__ for module in base.modules()}
+        base._no_split_modules = type(named)(name for name in named if name in present)
+
+
+def blank_row(codec: PromptCodec) -> Rollout:
+    """A prompt that shows a small white image, and nothing after it."""
+    from PIL import Image
+
+    content = [{"type": "image", "image": Image.new("RGB", (64, 64), "white")}, {"type": "text", "text": "?"}]
+    encoded = codec.read([{"role": "user", "content": content}])
+    return Rollout(encoded.ids, [], [], None, "", FinishReason.STOP, media=encoded.media)
 
 
 def frozen_parts(args: Any) -> list[str]:

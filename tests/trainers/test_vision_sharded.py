@@ -1,0 +1,18 @@
+"""Two processes that share the weights of a vision-language model train as one that has them all."""
+
+import pytest
+import torch
+import vision_runs
+from launching import HERE, accelerate
+
+pytestmark = pytest.mark.slow
+
+
+def test_fsdp2_trains_on_rows_of_images_and_of_text_as_one_process_does(tmp_path):
+    """Passes of text beside passes with images: encoding images takes both processes, so both do it in every pass."""
+    alone = vision_runs.train(tmp_path / "alone")
+    accelerate("fsdp2", str(HERE / "vision_runs.py"), str(tmp_path), seconds=300)
+    shared = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert shared.keys() == alone.keys()
+    for name, tensor in alone.items():
+        torch.testing.assert_close(shared[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
