@@ -175,6 +175,8 @@ def test_the_rows_of_local_data_are_counted(run_file, data, capsys):
         (["--reward_funcs", "exact_match"], "did you mean 'exact_match_reward'?"),
         (["--reward_funcs", "get_repetition_penalty_reward"], "is a factory"),
         (["--tools", "none.py:add"], "will fail: tool file"),
+        (["--quantization", "{load_in_4bit: true}"], "will fail: `quantization` without `peft`"),
+        (["--quantization", "{bits: 4}", "--peft", "{r: 2}"], "has bits, which transformers.BitsAndBytesConfig"),
         (["--tools", "os:getcwd", "json:dumps"], "tool 'dumps' cannot be described"),
         (["--rollout_func", "operator.nothing"], "'nothing' does not exist. There: "),
         (["--per_device_train_batch_size", "32"], "has 7 prompt(s) but one generation draws 16"),
@@ -189,6 +191,11 @@ def test_what_is_not_here_is_named_as_unchecked(run_file, capsys):
     assert main([run_file, "--dataset", "org/data", "--reward_funcs", "org/model"]) == 0
     text = words(capsys.readouterr().out)
     assert "not checked: dataset 'org/data'" in text and "not checked: reward 'org/model'" in text
+
+
+def test_that_quantised_weights_take_less_memory_than_is_said_is_told(run_file, data, capsys):
+    assert main([run_file, *data, "--quantization", "{load_in_4bit: true}", "--peft", "{r: 2}"]) == 0
+    assert "not checked: the memory of quantised weights, which are counted as if" in words(capsys.readouterr().out)
 
 
 def test_what_is_still_to_be_named_is_listed(run_file, capsys):

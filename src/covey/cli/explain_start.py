@@ -59,6 +59,8 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
         check_trackers(run.args.report_to)
     except (ValueError, ImportError) as error:
         start.problems.append(str(error))
+    if run.quantization:
+        _check_quantisation(run, start)
     if run.model and not Path(run.model).is_dir():
         start.unchecked.append(f"model {run.model!r}, which is no folder here and so comes from the hub")
     return start
@@ -88,6 +90,18 @@ def _check_evaluations(given: Any, start: Start) -> None:
             load_evaluations(given)
         except (ValueError, OSError) as error:
             start.problems.append(str(error))
+
+
+def _check_quantisation(run: RunConfig, start: Start) -> None:
+    from covey.cli.train import quantisation
+
+    start.unchecked.append("the memory of quantised weights, which are counted as if they were not")
+    try:
+        quantisation(run.quantization)
+    except ValueError as error:
+        start.problems.append(str(error))
+    if run.peft is None:
+        start.problems.append("`quantization` without `peft`: quantised weights cannot be trained.")
 
 
 def _check_enough(start: Start, algebra: BatchAlgebra) -> None:
