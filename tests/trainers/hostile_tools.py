@@ -58,6 +58,13 @@ def raises(error: Callable[[], BaseException]) -> Callable[[Scene], Any]:
     return act
 
 
+def picture() -> Any:
+    """The model is one of text."""
+    from PIL import Image
+
+    return Image.new("RGB", (8, 8))
+
+
 def returns(make: Callable[[], Any]) -> Callable[[Scene], Any]:
     return lambda scene: make()
 
@@ -316,6 +323,7 @@ TOOLS = [
     Case("A tool returns a list 100,000 deep", SHOWN, tool(returns(lambda: nested(100_000, 1)))),
     Case("A tool's result cannot be printed", TOLD, tool(returns(Unprintable)), ("RuntimeError: no words",), EXCEPTION),
     Case("A tool returns a string that lies about itself", SHOWN, tool(returns(lambda: Liar("fine"))), ("fine",)),
+    Case("A tool returns an image", TOLD, tool(returns(picture)), ("read text alone",), EXCEPTION),
     Case("A tool returns an endless generator", TOLD, tool(returns(numbers)), ("generator",), EXCEPTION),
     Case("A tool is an async generator", TOLD, tool(async_numbers), ("generator",), EXCEPTION),
     Case("A tool returns a coroutine", SHOWN, tool(later), ("fine",), harmless=True),

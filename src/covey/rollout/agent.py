@@ -66,6 +66,8 @@ class ToolAgent:
                 results = await toolbox.answer(turn, executed)
             finally:
                 episode.tool_seconds += perf_counter() - began
+            if not episode.engine.shows_images:
+                results = [result.without_images() for result in results]
             rounds, executed = rounds + 1, executed + len(results)
             episode.calls = dict(Counter(episode.calls) + count_fates(results))
             if not episode.write([result.message() for result in results]):

@@ -93,6 +93,11 @@ class EpisodeEngine:
         self._asides = 0
         self._closed = False
 
+    @property
+    def shows_images(self) -> bool:
+        """Whether the policy can be shown images."""
+        return self._templates.codec.vision is not None
+
     def begin(self, prompt: Prompt | None = None, tools: Sequence[dict[str, Any]] | None = None) -> "Episode":
         """Start an episode.
 

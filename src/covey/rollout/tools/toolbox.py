@@ -10,7 +10,7 @@ import difflib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from time import perf_counter
@@ -36,7 +36,7 @@ class Failure(StrEnum):
     WRONG_ARGUMENT = "wrong_argument"
     """An argument is missing, unknown or of another type."""
     EXCEPTION = "exception"
-    """The tool raised, or its result could not be rendered."""
+    """The tool raised, or its result could not be rendered or shown."""
     TIMEOUT = "timeout"
     """The tool took longer than `timeout`."""
     TOO_MANY = "too_many"
@@ -64,6 +64,13 @@ class ToolResult:
     def message(self) -> Message:
         """As chat templates and reward functions get it."""
         return {"role": "tool", "name": self.name, "tool_call_id": self.call_id, "content": self.content}
+
+    def without_images(self) -> "ToolResult":
+        """For a model of text alone, which is told that there is something it cannot be shown."""
+        if isinstance(self.content, str) or all(part["type"] == "text" for part in self.content):
+            return self
+        content = f"Error: {self.name} returned an image, and you can read text alone"
+        return replace(self, content=content, failure=Failure.EXCEPTION)
 
 
 def count_fates(results: Iterable[ToolResult]) -> Counter[str]:
