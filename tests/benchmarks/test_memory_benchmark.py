@@ -21,3 +21,13 @@ def test_a_row_of_the_table():
     found = {"sampling": 80 * mib, "training": 100 * mib}
     found["predicted"] = {"sampling": 70 * mib, "training": 90 * mib, "peak": 90 * mib}
     assert memory.line("full", found) == "| full | 70 / 80 | 90 / 100 | 90 / 100 | -10% |"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [{"bf16": False}, {"bf16": True}])
+def test_the_predicted_peak_is_near_what_a_gpu_gave_out(precision):
+    from covey.cli.demo import model_folder
+
+    found = memory.measure(str(model_folder()), {**memory.CONFIGURATIONS["full"], **precision})
+    measured = max(found["sampling"], found["training"])
+    assert found["predicted"]["peak"] == pytest.approx(measured, rel=0.15)
