@@ -132,9 +132,8 @@ def with_images(messages: Sequence[Message], given: Sequence[Any]) -> tuple[list
 
 def shows_images(prompt: Any) -> bool:
     """Whether a message of a prompt has an image among its parts."""
-    if not isinstance(prompt, list):
-        return False
-    parts = [part for message in prompt for part in as_parts(message.get("content"))]
+    messages = [one for one in prompt if isinstance(one, Mapping)] if isinstance(prompt, list) else []
+    parts = [part for message in messages for part in as_parts(message.get("content"))]
     return any(part.get("type") in ("image", "image_url") for part in parts)
 
 
@@ -142,7 +141,7 @@ def as_parts(content: Any) -> list[dict[str, Any]]:
     """A message's content as parts, also where it is text."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
-    return [dict(part) for part in content or () if isinstance(part, Mapping)]
+    return [dict(part) for part in content if isinstance(part, Mapping)] if isinstance(content, list | tuple) else []
 
 
 def _source(part: Mapping[str, Any]) -> Any:
