@@ -94,7 +94,7 @@ class HyperparameterSearch(AtomicCheckpoints):
             if isinstance(direction, list):
                 best: Any = [BestRun(str(one.number), one.values, one.params) for one in study.best_trials]
             else:
-                best = BestRun(str(study.best_trial.number), study.best_trial.value, study.best_trial.params)
+                best = BestRun(str(study.best_trial.number), study.best_value, study.best_params)
         finally:
             trials.end(locals().get("best"))
         return (
