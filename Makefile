@@ -50,7 +50,7 @@ test: lint
 
 # What needs a CPU, the real model and some minutes.
 test-slow: .venv/dev.done
-	$(BIN)/python -m pytest -m 'slow and not gpu'
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not gpu'
 
 test-gpu: .venv/dev.done
 	$(BIN)/python -m pytest -m gpu

@@ -81,6 +81,7 @@ def test_an_interrupt_ends_the_run_within_seconds_and_its_server_with_it(run, tm
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
+@pytest.mark.slow
 def test_when_the_trainer_is_killed_its_server_ends_too(run):
     one = run("generation")
     assert servers()

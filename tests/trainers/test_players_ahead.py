@@ -46,7 +46,10 @@ def same(one, other, *names, exact=True):
         assert runs.history(one, name) == runs.history(other, name)
 
 
-@pytest.mark.parametrize("player", PLAYERS)
+ONE_BY_DEFAULT = [pytest.param(name, marks=[pytest.mark.slow] * (name != "a group")) for name in PLAYERS]
+
+
+@pytest.mark.parametrize("player", ONE_BY_DEFAULT)
 def test_prompts_and_completions_are_those_of_the_synchronous_run(tmp_path, player):
     found = {}
     for staleness in (0, 1, 4):
@@ -59,7 +62,7 @@ def test_prompts_and_completions_are_those_of_the_synchronous_run(tmp_path, play
             assert all(0 <= step - version <= staleness for version in versions)
 
 
-@pytest.mark.parametrize("player", PLAYERS)
+@pytest.mark.parametrize("player", ONE_BY_DEFAULT)
 def test_two_runs_are_equal(tmp_path, player):
     parts = {"rollout_func": PLAYERS[player]}
     (first, found), (second, again) = (trained(runs.trainer(tmp_path / i, parts=parts, **LONG)) for i in "ab")
@@ -67,14 +70,14 @@ def test_two_runs_are_equal(tmp_path, player):
     same(first, second, "loss", "grad_norm", "rollouts/turns")
 
 
-@pytest.mark.parametrize("player", PLAYERS)
+@pytest.mark.parametrize("player", ONE_BY_DEFAULT)
 def test_two_runs_ahead_are_equal(tmp_path, player):
     (first, found), (second, again) = (trained(play(tmp_path / i, player, 2, CopyEngine(tiny.model()))) for i in "ab")
     assert found == again
     same(first, second, "sampling/staleness/mean", exact=False)
 
 
-@pytest.mark.parametrize("player", PLAYERS)
+@pytest.mark.parametrize("player", ONE_BY_DEFAULT)
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_resuming_goes_on_as_if_nothing_had_happened(tmp_path, player, staleness):
     cycle = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 10}

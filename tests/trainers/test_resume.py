@@ -46,7 +46,7 @@ def sometimes_equal(prompts, completion_ids, **kwargs):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@pytest.mark.parametrize("method", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_resuming_is_exact(tmp_path, method, variant):
     settings = {"max_steps": 6, **VARIANTS[variant]}
     parts = {"reward_funcs": sometimes_equal} if {"dynamic_sample", "prompt_sampler"} & set(settings) else {}

@@ -50,7 +50,7 @@ def lengths(trial):
 GRID = {"max_completion_length": [2, 4, 6]}
 
 
-@pytest.mark.parametrize("direction", [None, "minimize"])
+@pytest.mark.parametrize("direction", [None, pytest.param("minimize", marks=pytest.mark.slow)])
 def test_trials_differ_by_their_settings_alone(tmp_path, direction):
     sampler = optuna.samplers.GridSampler(GRID)
     trainer, remembers, best = searched(tmp_path, lengths, sampler=sampler, direction=direction)
@@ -65,6 +65,7 @@ def test_trials_differ_by_their_settings_alone(tmp_path, direction):
     assert trainer.args.max_completion_length == 6 and trainer.state.global_step == 0  # the searching one is as it was
 
 
+@pytest.mark.slow
 def test_batches_follow_from_what_a_trial_changes(tmp_path):
     space = lambda trial: {"num_generations": trial.suggest_categorical("num_generations", [2, 8])}  # noqa: E731
     sampler = optuna.samplers.GridSampler({"num_generations": [2, 8]})
@@ -107,6 +108,7 @@ def test_a_model_may_depend_on_the_trial_and_the_objective_on_any_metric(tmp_pat
     assert (tmp_path / "deep-0").is_dir()
 
 
+@pytest.mark.slow
 def test_engines_are_closed_between_trials(tmp_path, monkeypatch):
     from covey.rollout.engines.native import NativeEngine
 

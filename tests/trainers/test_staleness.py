@@ -320,6 +320,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resuming_is_exact(tmp_path, variant):
     staleness, settings = VARIANTS[variant]

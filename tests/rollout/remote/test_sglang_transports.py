@@ -303,6 +303,7 @@ def test_a_cache_that_cannot_be_emptied_fails_the_update(running, engines, monke
         running.fail("/flush_cache", times=0)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_during_an_update_costs_itself_not_the_others(running, tiny_folder, tmp_path, engines):
     second = OwnProcess(tiny_folder, tmp_path)
     try:
@@ -316,6 +317,7 @@ def test_a_server_that_dies_during_an_update_costs_itself_not_the_others(running
         second.stop()
 
 
+@pytest.mark.slow
 def test_the_only_server_dying_is_an_error_within_the_deadline(tiny_folder, tmp_path, engines):
     server = OwnProcess(tiny_folder, tmp_path)
     try:
