@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
 import hybrids
 
@@ -36,7 +35,8 @@ def model(name: str, **changes: Any) -> Any:
     """One whose distribution and routing are far from uniform."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**hybrids.SIZES, **SETTINGS[name], **changes})
-    made = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    made = getattr(transformers, f"{name}ForCausalLM")(config).eval()  # `from_config` would leave shares under ZeRO-3
+    made.set_experts_implementation("eager")
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:
