@@ -1,7 +1,12 @@
-"""Exceptions of other people's code, in words."""
+"""Exceptions and values of other people's code, in words."""
+
+from typing import Any
 
 DESCRIBED = 500
 """Characters of a message that are kept."""
+
+SHOWN = 120
+"""Characters of a value that are kept."""
 
 
 def describe(error: BaseException) -> str:
@@ -22,3 +27,17 @@ def describe(error: BaseException) -> str:
     if len(text) > DESCRIBED:
         text = f"{text[:DESCRIBED]}..."
     return f"{kind}: {text}" if text else kind
+
+
+def shown(value: Any) -> str:
+    """A value and its type, shortened, even of one that cannot be printed.
+
+    Example:
+        >>> shown("1")
+        "'1' (str)"
+    """
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"what cannot be printed: {describe(error)}"
+    return f"{text if len(text) <= SHOWN else text[:SHOWN] + '...'} ({type(value).__name__})"

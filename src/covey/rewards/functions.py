@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.core.copies import PlainCopies
-from covey.core.failures import describe
+from covey.core.failures import shown
 from covey.rewards.batch import Log, RewardBatch
 from covey.rewards.errors import MissingArgument, RewardError
 from covey.rewards.marks import judges_each
@@ -155,7 +155,7 @@ def as_values(returned: Any, size: int) -> Values:
     expected = f"expected a list of {size} numbers (or None), one per completion"
     items = _listed(returned)
     if items is None:
-        raise RewardError(f"it returned {_shown(returned)}; {expected}.{_hint(returned)}")
+        raise RewardError(f"it returned {shown(returned)}; {expected}.{_hint(returned)}")
     if len(items) != size:
         raise RewardError(f"it returned {len(items)} rewards for {size} completions; {expected}.")
     return [_value(item, expected) for item in items]
@@ -171,7 +171,7 @@ def _value(item: Any, expected: str) -> Value:
     hint = " Give finite numbers of ordinary size, None where there is no reward." if endless else ""
     if is_steps(item) and not endless:
         hint = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
-    return Unusable(f"it returned {_shown(item)} for a completion; {expected}, {STEPS}.{hint}")
+    return Unusable(f"it returned {shown(item)} for a completion; {expected}, {STEPS}.{hint}")
 
 
 def _listed(returned: Any) -> list | None:
@@ -206,14 +206,6 @@ def _number(item: Any) -> "float | _NotANumber | None":
     if abs(value) > torch.finfo(torch.float32).max:
         return _NotANumber()
     return value
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:
-        text = f"what cannot be printed: {describe(error)}"
-    return f"{text if len(text) <= 120 else text[:120] + '...'} ({type(value).__name__})"
 
 
 def _hint(returned: Any) -> str:

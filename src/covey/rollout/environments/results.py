@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.core.failures import shown
 from covey.core.rollout import Message
 from covey.rollout.environments.calls import EnvironmentFailed
 from covey.rollout.prompts import is_conversational
@@ -46,7 +47,7 @@ def checked_observation(value: Any, where: str) -> str | list[Message] | None:
     if is_conversational(value) and all(isinstance(one, dict) and "role" in one for one in value):
         return copy.deepcopy(value)
     raise EnvironmentFailed(
-        f"{where} returned {_shown(value)}; it must return text, a list of messages with 'role' and 'content', or None"
+        f"{where} returned {shown(value)}; it must return text, a list of messages with 'role' and 'content', or None"
     )
 
 
@@ -58,13 +59,13 @@ def checked_step(value: Any, where: str) -> Step:
     """
     if not isinstance(value, tuple) or len(value) not in (4, 5):
         raise EnvironmentFailed(
-            f"{where} returned {_shown(value)}; it must return (observation, reward, done, info) or"
+            f"{where} returned {shown(value)}; it must return (observation, reward, done, info) or"
             " (observation, reward, terminated, truncated, info)"
         )
     done, cut = value[2], value[3] if len(value) == 5 else False
     for flag in (done, cut):
         if not isinstance(flag, bool) and type(flag).__name__ not in ("bool", "bool_"):  # numpy's has another name
-            raise EnvironmentFailed(f"{where} returned {_shown(flag)} where it says whether the episode is over")
+            raise EnvironmentFailed(f"{where} returned {shown(flag)} where it says whether the episode is over")
     observation = checked_observation(value[0], where)
     reward = checked_number(value[1], where)
     if observation is None and not (done or cut):
@@ -80,7 +81,7 @@ def checked_reward(value: Any, where: str) -> Reward:
     """
     if isinstance(value, list):
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
-            raise EnvironmentFailed(f"{where} returned {_shown(value)}; steps are a list of (end, reward)")
+            raise EnvironmentFailed(f"{where} returned {shown(value)}; steps are a list of (end, reward)")
         return [(end, checked_number(reward, where)) for end, reward in value]
     return checked_number(value, where)
 
@@ -97,7 +98,7 @@ def checked_number(value: Any, where: str) -> float | None:
     if not isinstance(number, numbers.Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         number = value.item()
     if not isinstance(number, numbers.Real) or not math.isfinite(number):
-        raise EnvironmentFailed(f"{where} returned the reward {_shown(value)}; it must be a finite number or None")
+        raise EnvironmentFailed(f"{where} returned the reward {shown(value)}; it must be a finite number or None")
     return float(number)
 
 
@@ -120,7 +121,7 @@ def opened_with(prompt: Any, opening: str | list[Message] | None, where: str) ->
             raise EnvironmentFailed(f"the row has no prompt, and {where} returned none")
         return [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
     if not is_conversational(prompt):
-        raise EnvironmentFailed(f"an environment needs a prompt of messages, and the row's is {_shown(prompt)}")
+        raise EnvironmentFailed(f"an environment needs a prompt of messages, and the row's is {shown(prompt)}")
     messages: list[Message] = copy.deepcopy(prompt)
     if opening is None or opening == "":
         return messages
@@ -140,11 +141,3 @@ def opened_with(prompt: Any, opening: str | list[Message] | None, where: str) ->
 def as_messages(observation: str | list[Message]) -> Sequence[Message]:
     """An observation as what is said to the policy."""
     return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = "something that cannot be printed"
-    return f"{text if len(text) <= 120 else text[:117] + '...'} ({type(value).__name__})"

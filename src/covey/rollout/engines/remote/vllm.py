@@ -19,6 +19,7 @@ from covey.rollout.engines.remote.errors import BadAnswer, ServerBusy, ServerErr
 from covey.rollout.engines.remote.pictures import check_expanded
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.vllm_flags import OLDEST
+from covey.rollout.engines.remote.vllm_sampling import sampling_settings
 
 DEV_MODE = (
     "Start it with the environment variable VLLM_SERVER_DEV_MODE=1, which adds the routes that training needs, or with"
@@ -238,30 +239,15 @@ class VllmDialect:
         self, server: Server, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
     ) -> list[Sampled]:
         """`request.n` completions; completion i has the seed of the first plus i, which is how vLLM counts."""
-        params = request.params
-        refuse_ours(params.extra)
+        refuse_ours(request.params.extra)
         if request.media:
             return await self._with_images(server, request, model, ends, deadline)
         body = {
             "model": model,
             "prompt": request.prompt_ids,
-            "n": request.n,
-            "seed": request.seeds[0] % 2**62,
-            "max_tokens": params.max_tokens,
-            # every one of them, or the model's generation config decides
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p or 0.0,
-            "repetition_penalty": params.repetition_penalty,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "ignore_eos": True,  # the server's idea of what ends a text; ours is next
-            "stop_token_ids": sorted(ends),
-            "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,
-            **params.extra,
+            **sampling_settings(request, ends),
         }
         answer = await server.ask("/v1/completions", doing="generate", deadline=deadline, body=body)
         return completions_of(server, answer)

@@ -8,6 +8,7 @@ from typing import Any
 from covey.rollout.engine import SampleRequest
 from covey.rollout.engines.remote.errors import BadAnswer
 from covey.rollout.engines.remote.pictures import sent_ids, sent_images
+from covey.rollout.engines.remote.vllm_sampling import sampling_settings
 
 ROUTE = "/inference/v1/generate"
 TEXT = ("stop", "bad_words")
@@ -16,29 +17,13 @@ TEXT = ("stop", "bad_words")
 
 def body_of(request: SampleRequest, model: str, ends: frozenset[int]) -> dict[str, Any]:
     """A request for `request.n` completions; completion i has the seed of the first plus i."""
-    params = request.params
+    settings = sampling_settings(request, ends)
     return {
         "model": model,
         "token_ids": sent_ids(request),
         "content_parts": [{"type": "image_url", "url": url} for url in sent_images(request)],
         "return_token_ids": True,
-        "sampling_params": {
-            "n": request.n,
-            "seed": request.seeds[0] % 2**62,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p or 0.0,
-            "repetition_penalty": params.repetition_penalty,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "ignore_eos": True,
-            "stop_token_ids": sorted(ends),
-            "logprobs": 0,
-            "detokenize": any(name in params.extra for name in TEXT),
-            **params.extra,
-        },
+        "sampling_params": {"detokenize": any(name in settings for name in TEXT), **settings},
     }
 
 
