@@ -89,14 +89,15 @@ class HyperparameterSearch(AtomicCheckpoints):
         optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
         several = {"directions": direction} if isinstance(direction, list) else {"direction": direction or "maximize"}
         study = optuna.create_study(**several, **kwargs)
+        best: Any = None
         try:
             study.optimize(lambda trial: trials.lead(trial, (hp_space or _learning_rates)(trial)), n_trials, **optimize)
             if isinstance(direction, list):
-                best: Any = [BestRun(str(one.number), one.values, one.params) for one in study.best_trials]
+                best = [BestRun(str(one.number), one.values, one.params) for one in study.best_trials]
             else:
                 best = BestRun(str(study.best_trial.number), study.best_value, study.best_params)
         finally:
-            trials.end(locals().get("best"))
+            trials.end(best)
         return (
             [one._replace(run_summary=study) for one in best]
             if isinstance(best, list)
