@@ -274,7 +274,7 @@ def test_a_server_that_dies_while_it_samples_loses_nothing(servers, engines):
 
 def test_a_server_that_freezes_is_given_up_and_its_requests_go_elsewhere(servers, engines, monkeypatch):
     monkeypatch.setattr(fleet_module, "WATCH_EVERY", 0.1)
-    monkeypatch.setattr("covey.rollout.engines.remote.engine.QUICK_SECONDS", 0.3)
+    monkeypatch.setattr(fleet_module, "QUICK_SECONDS", 0.3)
     one, other = servers(token_delay=0.05), servers(token_delay=0.05)
     engine = engines(one, other)
     threading.Timer(0.2, one.freeze).start()
@@ -408,7 +408,7 @@ def test_a_server_that_takes_no_weights_is_asked_again_only_after_it_was_away(se
     assert transport.sent == [(2, [other.url])]
     one.kill()
     until = time.monotonic() + 10
-    while engine._hopeless and time.monotonic() < until:
+    while engine._weights._hopeless and time.monotonic() < until:
         time.sleep(0.05)
     one.mend()
     one.start()

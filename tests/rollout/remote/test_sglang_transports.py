@@ -13,7 +13,7 @@ from sglang_servers import InThread, OwnProcess, call, greedy, request, update
 import tiny
 from covey.core.weights import TensorSpec, WeightUpdate
 from covey.policy.weights import weight_update
-from covey.rollout.engines.remote import engine as engine_module
+from covey.rollout.engines.remote import fleet as fleet_module
 from covey.rollout.engines.remote import sglang_payload
 from covey.rollout.engines.remote.engine import RemoteEngine
 from covey.rollout.engines.remote.errors import DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
@@ -293,7 +293,7 @@ def test_a_group_that_nobody_joins_ends_by_the_deadline(running):
 
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_emptied_fails_the_update(running, engines, monkeypatch):
-    monkeypatch.setattr(engine_module, "QUICK_SECONDS", 1.0)
+    monkeypatch.setattr(fleet_module, "QUICK_SECONDS", 1.0)
     engine = engines(SglangWeights("tensor"), running)
     running.fail("/flush_cache", text="Flush cache failed.", times=100_000)
     try:

@@ -23,6 +23,9 @@ ATTEMPTS = 3
 LATE = 2
 """How often one request may take too long: a server that lives and is too slow will be so the next time as well."""
 
+QUICK_SECONDS = 15.0
+"""For a server to say that it lives, or to be paused: it may be busy."""
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Seconds until a server that failed is looked at again, twice as many every time."""
 
@@ -73,7 +76,7 @@ class Fleet:
 
     Args:
         members: all servers, up.
-        alive: raises a `ServerError` if the server does not live.
+        alive: raises a `ServerError` if the server does not live; given the seconds it has to say so.
         readmit: looks at a server that was left out: whether it may take part again, or a `ServerError`.
         concurrency: most completions a server is given at once; a larger request has a server to itself.
         timeout: seconds to wait for a server when none is left.
@@ -84,7 +87,7 @@ class Fleet:
         self,
         members: list[Member],
         *,
-        alive: Callable[[Member], Awaitable[None]],
+        alive: Callable[[Server, float], Awaitable[None]],
         readmit: Callable[[Member], Awaitable[bool]],
         concurrency: int,
         timeout: float,
@@ -239,13 +242,38 @@ class Fleet:
 
     async def _check(self, member: Member) -> None:
         try:
-            await self._alive(member)
+            await self._alive(member.server, QUICK_SECONDS)
             member.misses = 0
         except ServerError as error:
             member.misses += 1
             if member.misses >= MISSES and member.up:
                 self.leave_out(member, error)
                 self.recall([member])
+
+    async def each(
+        self, members: list[Member], do: Callable[[Server, float], Awaitable[None]], seconds: float | None = None
+    ) -> list[Member]:
+        """Do something with every member at once; those that fail in a way that may pass are left out.
+
+        Args:
+            members: with whom.
+            do: what, given the server and its deadline in seconds.
+            seconds: that deadline; None: `QUICK_SECONDS`.
+
+        Returns:
+            With whom it was done.
+
+        Raises:
+            ServerRefused: a server said no.
+        """
+        deadline = QUICK_SECONDS if seconds is None else seconds
+        results = await asyncio.gather(*(do(member.server, deadline) for member in members), return_exceptions=True)
+        for member, error in zip(members, results, strict=True):
+            if isinstance(error, ServerError) and not isinstance(error, ServerRefused):
+                self.leave_out(member, error)
+            elif isinstance(error, BaseException):
+                raise error
+        return [member for member, error in zip(members, results, strict=True) if error is None]
 
     # ---- changing weights ------------------------------------------------------------------------------------------
 
