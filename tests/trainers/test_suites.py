@@ -165,3 +165,11 @@ def test_settings_of_run_files():
     assert suite.pass_at == (1, 4)
     with pytest.raises(ValueError, match=r"has no setting 'n_generations'.*Did you mean 'num_generations'"):
         suite_of({"n_generations": 4}, [])
+
+
+def test_what_is_answered_in_an_evaluation_as_in_training_is_written_down_too(tmp_path):
+    trainer = runs.trainer(tmp_path, parts={"eval_dataset": {"plain": tiny.rows(2)}}, per_device_eval_batch_size=4)
+    trainer.evaluate()
+    table = pq.read_table(tmp_path / "evaluations" / "eval_plain_00000.parquet")
+    assert len(table) == 2 * trainer.algebra.eval_group
+    assert {"prompt", "completion", "advantage"} <= set(table.column_names)

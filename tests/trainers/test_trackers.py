@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import runs
@@ -64,9 +65,14 @@ def test_wandb(tmp_path, monkeypatch):
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     log = written.read_bytes()
     assert not [name for name in (*PROMISED, "num_generations", "first") if name.encode() not in log]
-    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("completions_*.table.json")]
+    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("table/completions_*.table.json")]
     assert len(tables) == 2 and {"prompt", "completion", "even", "advantage"} <= set(tables[0]["columns"])
     assert [len(table["data"]) for table in tables] == [8, 8]
+    # each evaluation's as well, by set: 2 prompts of 2 completions, and of as many as in training
+    for name, judged, rows in (("sums", {"right"}, 4), ("plain", {"advantage"}, 8)):
+        tables = [json.loads(path.read_text()) for path in tmp_path.rglob(f"{name}_completions_*.table.json")]
+        assert [len(table["data"]) for table in tables] == [rows, rows]
+        assert {"prompt", "completion", "even", *judged} <= set(tables[0]["columns"])
 
 
 def test_trackio(tmp_path, monkeypatch):
@@ -85,6 +91,9 @@ def test_trackio(tmp_path, monkeypatch):
     assert [row["train/reward"] for row in rows if "train/reward" in row] == runs.history(trainer, "reward")
     tables = [row["completions"]["_value"] for row in rows if "completions" in row]
     assert [len(table) for table in tables] == [8, 8] and {"prompt", "completion", "even"} <= set(tables[0][0])
+    tables = [row["eval/sums_completions"]["_value"] for row in rows if "eval/sums_completions" in row]
+    assert [len(table) for table in tables] == [4, 4] and {"prompt", "completion", "right"} <= set(tables[0][0])
+    assert sum("eval/plain_completions" in row for row in rows) == 2
     settings = json.loads(sqlite3.connect(written).execute("select config from configs").fetchone()[0])
     assert settings["num_generations"] == 4
 
@@ -101,7 +110,8 @@ def test_swanlab(tmp_path, monkeypatch):
     (settings,) = (tmp_path / "swanlog").rglob("config.yaml")
     assert "num_generations" in settings.read_text()
     tables = [path.read_text() for path in (tmp_path / "swanlog").rglob("*.json") if "echarts" in str(path)]
-    assert len(tables) == 2 and "completion" in tables[0]
+    assert len(tables) == 6 and all("completion" in table for table in tables)  # of training and two sets, twice each
+    assert b"eval/sums_completions" in log and b"eval/plain_completions" in log
 
 
 def test_mlflow(tmp_path, monkeypatch):
@@ -119,6 +129,21 @@ def test_mlflow(tmp_path, monkeypatch):
     assert written.data.params["num_generations"] == "4" and written.info.run_name == "first"
     table = mlflow.load_table("completions/completions_00001.json", run_ids=[written.info.run_id])
     assert len(table) == 8 and {"prompt", "completion", "even"} <= set(table.columns)
+    table = mlflow.load_table("completions/eval/sums_completions_00002.json", run_ids=[written.info.run_id])
+    assert len(table) == 4 and {"prompt", "completion", "right"} <= set(table.columns)
+
+
+def test_completions_of_an_evaluation_without_training_are_sent_once_the_run_is_open(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = runs.trainer(tmp_path / "out", report_to=["wandb"], log_completions=True, per_device_eval_batch_size=4)
+    trainer.evaluate(EvalSuite(tiny.rows(2), num_generations=2))
+    trainer.predict(EvalSuite(tiny.rows(2), num_generations=2))
+    written = Path(wandb.run.dir)
+    wandb.finish()
+    tables = sorted(path.parent.name for path in written.rglob("completions_*.table.json"))
+    assert tables == ["eval", "test"]
 
 
 def test_an_unknown_tracker_is_refused_before_a_model_is_loaded(tmp_path):

@@ -39,6 +39,7 @@ class CompletionLog:
         num_to_print: most rows of that printed table; None prints all.
         unique_prompts: one row per prompt in printed and sent tables.
         report_to: names of trackers, as in `TrainingArguments.report_to`; ones without tables are passed over.
+        sent_as: what the table is called there.
         folder: name of the subfolder.
         name: what the files' names begin with.
         enabled: False makes a log that takes rows and does nothing with them (processes other than the first).
@@ -59,6 +60,7 @@ class CompletionLog:
         num_to_print: int | None = None,
         unique_prompts: bool = False,
         report_to: Sequence[str] = (),
+        sent_as: str = "completions",
         folder: str = "completions",
         name: str = "completions",
         enabled: bool = True,
@@ -72,6 +74,7 @@ class CompletionLog:
         self._num_to_print = num_to_print
         self._unique_prompts = unique_prompts
         self._report_to = list(report_to)
+        self._sent_as = sent_as
         self._unpublished = False
 
     def add(
@@ -185,7 +188,7 @@ class CompletionLog:
                     [picture(module, row.get(h)) if h == "images" else _cell(row.get(h)) for h in headers]
                     for row in rows
                 ]
-                TRACKERS[name](module, headers, cells, step)
+                TRACKERS[name](module, self._sent_as, headers, cells, step)
 
     def _chosen(self, unique_prompts: bool) -> list[Row]:
         """Kept rows, or the last one of each prompt."""
@@ -266,40 +269,38 @@ PICTURES: dict[str, Callable[[Any, Sequence[bytes] | None], Any]] = {"wandb": _w
 """Trackers whose tables hold pictures: the module and PNG files in, a cell out."""
 
 
-def _to_wandb(wandb: Any, headers: list[str], cells: list[list[Any]], step: int) -> None:
+def _to_wandb(wandb: Any, table: str, headers: list[str], cells: list[list[Any]], step: int) -> None:
     if wandb.run is not None:
-        wandb.log({"completions": wandb.Table(columns=headers, data=cells), "train/global_step": step})
+        wandb.log({table: wandb.Table(columns=headers, data=cells), "train/global_step": step})
 
 
-def _to_trackio(trackio: Any, headers: list[str], cells: list[list[Any]], step: int) -> None:
+def _to_trackio(trackio: Any, table: str, headers: list[str], cells: list[list[Any]], step: int) -> None:
     import pandas as pd
 
-    trackio.log(
-        {"completions": trackio.Table(dataframe=pd.DataFrame(cells, columns=headers)), "train/global_step": step}
-    )
+    trackio.log({table: trackio.Table(dataframe=pd.DataFrame(cells, columns=headers)), "train/global_step": step})
 
 
-def _to_swanlab(swanlab: Any, headers: list[str], cells: list[list[Any]], step: int) -> None:
+def _to_swanlab(swanlab: Any, table: str, headers: list[str], cells: list[list[Any]], step: int) -> None:
     try:
         run = swanlab.get_run()
     except RuntimeError:  # since 0.9, where there is none
         return
     if run is not None:
-        table = swanlab.echarts.Table()
-        table.add(headers, cells)
-        swanlab.log({"completions": table}, step=step)
+        made = swanlab.echarts.Table()
+        made.add(headers, cells)
+        swanlab.log({table: made}, step=step)
 
 
-def _to_mlflow(mlflow: Any, headers: list[str], cells: list[list[Any]], step: int) -> None:
+def _to_mlflow(mlflow: Any, table: str, headers: list[str], cells: list[list[Any]], step: int) -> None:
     if mlflow.active_run() is not None:
         columns = {header: [row[number] for row in cells] for number, header in enumerate(headers)}
-        mlflow.log_table(columns, artifact_file=f"completions/completions_{step:05d}.json")
+        mlflow.log_table(columns, artifact_file=f"completions/{table}_{step:05d}.json")
 
 
-TRACKERS: dict[str, Callable[[Any, list[str], list[list[Any]], int], None]] = {
+TRACKERS: dict[str, Callable[[Any, str, list[str], list[list[Any]], int], None]] = {
     "wandb": _to_wandb,
     "trackio": _to_trackio,
     "swanlab": _to_swanlab,
     "mlflow": _to_mlflow,
 }
-"""Trackers that take tables: the module, headers, rows and step in, nothing out."""
+"""Trackers that take tables: the module, the table's name, headers, rows and step in, nothing out."""

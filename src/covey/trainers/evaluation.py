@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations import rewrite_logs
 from transformers.trainer_utils import EvalLoopOutput
 
 from covey.core.advantages import weighted_total
@@ -43,6 +44,8 @@ class SampledEvaluation(AtomicCheckpoints):
     weight_sync: WeightSync
     evaluates_alone = False
     """It has been got ready to evaluate without training."""
+    eval_completions: CompletionLog | None = None
+    """Those of the latest evaluation."""
     _generations: dict[str, int]
     _prompts_required: bool
     """Rows must have a prompt; an environment may give it otherwise."""
@@ -90,6 +93,24 @@ class SampledEvaluation(AtomicCheckpoints):
         """Batches over a dataset given to `predict`."""
         return self.get_eval_dataloader(test_dataset)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Sample and score an evaluation dataset, or each of several; log metrics, and with them completions."""
+        metrics = super().evaluate(*args, **kwargs)
+        self._send_completions()
+        return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample and score a dataset that is given; there are metrics and no predictions."""
+        output = super().predict(*args, **kwargs)
+        self._send_completions()
+        return output
+
+    def _send_completions(self) -> None:
+        """Send what was written down to trackers, now that these have their runs: the first metrics open them."""
+        if self.eval_completions is not None and self.args.log_completions:
+            self.eval_completions.to_trackers(self.args.report_to, self.state.global_step)
+        self.eval_completions = None
+
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -103,20 +124,33 @@ class SampledEvaluation(AtomicCheckpoints):
         was_training = self.model.training
         self.model.eval()
         self._generations["eval"] = 0  # every evaluation draws alike, so that what changes is the model
+        self.eval_completions = self._completions_of(metric_key_prefix)
         try:
             with self._weights_to_judge():
                 if dataloader.suite is None:
                     rows, found = self._evaluate_with_loss(dataloader)
                 else:
-                    rows, found = self._evaluate_suite(dataloader, dataloader.suite, metric_key_prefix)
+                    rows, found = self._evaluate_suite(dataloader, dataloader.suite, self.eval_completions)
         finally:
             self.model.train(was_training)
             if not self.is_in_train:
                 self._end_rollouts()
+        self.eval_completions.publish(self.state.global_step)
         start = f"{metric_key_prefix}_"
         metrics = self.metrics.drain("eval", prefix=start)
         metrics |= {start + name: value for name, value in found.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
+
+    def _completions_of(self, name: str) -> CompletionLog:
+        """Where the completions of an evaluation are written down; trackers have them beside its metrics."""
+        return CompletionLog(
+            self.args.output_dir,
+            unique_prompts=self.args.log_unique_prompts,
+            sent_as=next(iter(rewrite_logs({f"{name}_completions": 0.0}))),
+            folder="evaluations",
+            name=name,
+            enabled=self.is_world_process_zero(),
+        )
 
     def _evaluate_with_loss(self, dataloader: Any) -> tuple[int, dict[str, float]]:
         """The completions of a plain dataset, and their loss."""
@@ -133,20 +167,19 @@ class SampledEvaluation(AtomicCheckpoints):
         return rows, {"loss": losses / max(rows, 1)}
 
     @torch.no_grad()
-    def _evaluate_suite(self, dataloader: Any, suite: EvalSuite, name: str) -> tuple[int, dict[str, float]]:
+    def _evaluate_suite(self, dataloader: Any, suite: EvalSuite, log: CompletionLog) -> tuple[int, dict[str, float]]:
         """The completions of a suite, which are written down, and what it estimates from them."""
         completions, judge = suite.completions(self.algebra), suite.judge(self.rewards)
         tally = Tally(suite, completions)
         rewards: list[Tensor] = []
         measured: list[tuple[int, bool]] = []
-        log = CompletionLog(self.args.output_dir, folder="evaluations", name=name, enabled=self.is_world_process_zero())
         key = self._generation_key()  # one for all, so that samples do not depend on how prompts are cut into batches
         for draws in dataloader:
             with self.collectives.ending_all(), self._sampling_as(suite):
                 sampled = self._sample(key, draws, 0)
                 mine = self._verdicts(sampled, judge)
             lengths = [(rollout.num_sampled, rollout.truncated) for rollout in sampled.rollouts]
-            table = describe(sampled.draws, sampled.rollouts, sampled.columns)
+            table = describe(sampled.draws, sampled.rollouts, sampled.columns, bool(self.args.log_multimodal))
             everyone = self.collectives.gather((mine, sampled.rewards, lengths, table), "put the evaluation together")
             for verdicts, scores, sizes, columns in everyone:
                 tally.add(verdicts)
@@ -165,7 +198,6 @@ class SampledEvaluation(AtomicCheckpoints):
         if completions == 1:
             del stats["frac_reward_zero_std"]  # of one each
         self.metrics.add(stats, "eval")
-        log.publish(self.state.global_step)
         return len(measured), tally.metrics()
 
     def _write_down(
@@ -191,6 +223,7 @@ class SampledEvaluation(AtomicCheckpoints):
             lengths=lengths,
             counts=table["counts"],
             errors=table["error"],
+            images=table["images"],
         )
 
     @contextmanager

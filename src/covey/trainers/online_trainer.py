@@ -292,9 +292,9 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         )
         of_steps = step_stats(drawn.scores, self.rewards.weights, self.rewards.names, self._group_size)
         self.metrics.add({**stats, **of_steps}, self.mode)
-        if self.mode == "train":
-            table = generation.table(self.rewards.names, credit.of_completions())
-            self.completions.add(self.state.global_step, **table)
+        log = self.completions if self.mode == "train" else self.eval_completions
+        if log is not None and log.enabled:
+            log.add(self.state.global_step, **generation.table(self.rewards.names, credit.of_completions()))
 
     # ---- processes, data, logs, checkpoints ------------------------------------------------------------------------
 
