@@ -1,6 +1,7 @@
 """How one make of inference server is spoken to. To support another, write a `Dialect` and its `WeightTransport`s.
 
-A dialect knows paths and bodies. It knows no load or retries (`Fleet`), versions (`ServerWeights`) or threads (`RemoteEngine`).
+A dialect knows paths and bodies. It knows no load or retries (`Fleet`), versions (`ServerWeights`) or threads
+(`RemoteEngine`).
 """
 
 from collections.abc import Sequence
