@@ -18,9 +18,9 @@ def lora(**changes):
     return peft.LoraConfig(**{**settings, **changes})
 
 
-def adapted(seed=0, **changes):
+def adapted(seed=0, tied=True, **changes):
     """A model with an adapter that does something: PEFT starts with zeros."""
-    model = peft.get_peft_model(tiny.model(), lora(**changes))
+    model = peft.get_peft_model(tiny.model(tie_word_embeddings=tied), lora(**changes))
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,7 +81,7 @@ CASES = {
     "biases": {"bias": "lora_only"},
     "ranks differ": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 32}},
     "whole modules": {"modules_to_save": ["norm"]},
-    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"], "tied": False},
     "tokens": {"trainable_token_indices": [3, 5]},
 }
 
@@ -181,3 +181,36 @@ def test_vision_language_models_are_sent_under_the_names_of_their_checkpoints(fa
     sent = dict(weight_update(model, 0).tensors())
     assert sent.keys() == saved.keys()
     assert all(torch.equal(sent[name], tensor) for name, tensor in saved.items())
+
+
+ONE_OF_TWO = {
+    "the embeddings as a whole": {"modules_to_save": ["embed_tokens"]},
+    "the head by LoRA": {"target_modules": ["lm_head", "q_proj"]},
+    "both, each for itself": {"modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Model with `tie_word_embeddings=True`", "ignore:Model has `tie_word_embeddings=True`"
+)
+@pytest.mark.parametrize("changes", ONE_OF_TWO.values(), ids=ONE_OF_TWO)
+def test_an_adapter_that_unties_embeddings_and_head_is_not_merged_into_one_tensor(changes):
+    model = adapted(**changes)
+    with pytest.raises(ValueError, match=r"ties lm_head and model.embed_tokens.*ensure_weight_tying"):
+        weight_update(model, 0)
+
+
+ALIKE = {
+    "both as a whole": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "both by LoRA": {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
+    "a few tokens": {"trainable_token_indices": [5, 6, 7]},
+}
+
+
+@pytest.mark.parametrize("changes", ALIKE.values(), ids=ALIKE)
+def test_an_adapter_that_changes_embeddings_and_head_alike_is_merged(changes):
+    model = adapted(**changes)
+    engine = tiny.model(seed=1)
+    engine.load_state_dict(sent(weight_update(model, 0)), strict=False)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    torch.testing.assert_close(engine(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-4)

@@ -1,6 +1,7 @@
 """Mistakes about how weights reach inference servers."""
 
 import socket
+import warnings
 
 import torch
 from mistakes import CONFIG, Bench, Mistake
@@ -52,6 +53,12 @@ def quantised(bench: Bench):
     weight_update(model, 0)
 
 
+def untied(bench: Bench):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, about the same
+        weight_update(adapted(modules_to_save=["embed_tokens"]), 0)
+
+
 def spoiled(bench: Bench):
     named = [("lm_head.weight", torch.randn(4))]
     packer = Packer(WeightUpdate(0, (TensorSpec("lm_head.weight", (4,), torch.float32),), lambda: iter(named)), 100)
@@ -95,5 +102,11 @@ WEIGHTS = [
         when=CONFIG,
     ),
     Mistake("Sent the weights of a quantised model", quantised, ("quantised", "vllm_lora_sync='adapter'"), when=CONFIG),
+    Mistake(
+        "Adapted the embeddings of a model that ties its head to them, and sampled from a server",
+        untied,
+        ("ties lm_head", "ensure_weight_tying=True"),
+        when=CONFIG,
+    ),
     Mistake("Sent weights through something that changes them", spoiled, ("lm_head.weight", "checksum"), when=CONFIG),
 ]

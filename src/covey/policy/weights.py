@@ -45,14 +45,15 @@ def weight_update(
             they weigh little, and some are kept in float32.
 
     Raises:
-        ValueError: the base is quantised in a way that Covey cannot undo, and was to be sent; or there is no adapter,
-            or several are active, and one was to be sent.
+        ValueError: the base is quantised in a way that Covey cannot undo, and was to be sent; or an adapter makes two
+            weights of one that the model ties; or there is no adapter, or several are active, and one was to be sent.
     """
     model = unwrapped(model)
     reshard(model)
     base = base_model(model)
     if not adapter_only:
         _check_can_be_whole(base, is_adapted=base is not model)
+        _check_still_tied(base)
         return _update(version, _as_in_checkpoint(base, _model_parts(base, merge=True)), dtype)
     name = active_adapter(model)
     alone = _update(version, _adapter_parts(model, name), dtype)
@@ -410,6 +411,36 @@ def _check_can_be_whole(base: Any, is_adapted: bool) -> None:
         f"the weights of {type(base).__name__} are quantised with {method} and cannot be sent as a checkpoint; those of"
         f" bitsandbytes can. {advice}."
     )
+
+
+def _check_still_tied(base: Any) -> None:
+    """A checkpoint holds one tensor for weights that the model ties; an adapter can make them differ."""
+    tied: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
+    modules = {checkpoint_name(name): module for name, module in base.named_modules()}
+    for names in tied.items():
+        first, second = (name.rpartition(".")[0] for name in names)
+        if first in modules and second in modules and _added_to(modules[first]) != _added_to(modules[second]):
+            raise ValueError(
+                f"{type(base).__name__} ties {first} and {second}: a checkpoint, and a server that reads one, holds a"
+                " single weight for both. The adapter makes two of it. Let it change both alike"
+                " (ensure_weight_tying=True in the LoraConfig), leave both out of target_modules and modules_to_save,"
+                " or load the model with tie_word_embeddings=False, here and in the server."
+            )
+
+
+def _added_to(module: Any) -> set[int]:
+    """Where the numbers lie that active adapters add to a module or put in its place."""
+    if hasattr(module, "modules_to_save"):
+        used = [module.modules_to_save[name] for name in module.active_adapters if name in module.modules_to_save]
+        added = [parameter for one in used for parameter in one.parameters()]
+    elif tuner := getattr(module, "token_adapter", module if hasattr(module, "base_layer") else None):
+        theirs: list[Any] = [getattr(tuner, name) for name in tuner.adapter_layer_names]
+        parts = [part[name] for part in theirs for name in tuner.active_adapters if name in part]
+        added = [p for part in parts for p in ([part] if isinstance(part, Tensor) else part.parameters())]
+    else:
+        added = []
+    lie = (getattr(one, "ds_tensor", getattr(one, "_local_tensor", one)) for one in added)
+    return {one.untyped_storage().data_ptr() for one in lie}
 
 
 def checkpoint_name(name: str) -> str:
