@@ -133,6 +133,16 @@ def test_intervals_hold_the_truth_as_often_as_they_say(shape, prompts, samples):
     assert 0.895 <= statistics.fmean(held) <= 0.995
 
 
+def test_intervals_of_few_prompts_hold_the_chance_of_a_subset():
+    # chances evenly spread: of 8 samples one is right in 1 - 1/9; of 16 samples there are two such sets for themselves
+    rng, held = random.Random(3), []
+    for _ in range(300):
+        counts = [sum(rng.random() < chance for _ in range(16)) for chance in (rng.random() for _ in range(5))]
+        low, high = interval_of_share([pass_at_k(16, count, 8) for count in counts], 16 // 8)
+        held.append(low <= 8 / 9 <= high)
+    assert 0.91 <= statistics.fmean(held) <= 0.99
+
+
 def test_intervals_of_rewards_hold_the_mean():
     rng = random.Random(2)
     held = []

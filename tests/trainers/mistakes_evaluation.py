@@ -97,6 +97,14 @@ EVALUATION = [
         ("the evaluation sets have names", "Choose whose is to decide: 'eval_sums_reward' or 'eval_more_reward'"),
     ),
     Mistake(
+        "Chose the best model by a metric that its evaluation set does not have",
+        lambda b: b.build(
+            {"metric_for_best_model": "eval_hard_pass@8", "per_device_eval_batch_size": 4},
+            eval_dataset={"hard": EvalSuite(tiny.rows(2), num_generations=4, pass_at=(1, 4), success_reward="longer")},
+        ),
+        ("is a suite and has no pass@8", "such as reward, pass@1, pass@4, or let it estimate others"),
+    ),
+    Mistake(
         "Wrote an evaluation set into a run file that is none",
         lambda b: load_evaluations({"sums": {"temperature": 0}}),
         ("an evaluation set is a file or hub id, or settings with one",),

@@ -6,6 +6,7 @@ import runs
 
 import tiny
 from covey import EvalSuite
+from covey.core.estimates import interval_of_share
 from covey.rewards import answers, numeric_match_reward
 from covey.trainers.suites import Tally, Verdict, suite_of
 
@@ -41,6 +42,48 @@ def test_estimates_by_eye():
     assert found["prompts"] == 3
     for name in ("pass@1", "pass@2", "maj@2"):
         assert found[f"{name}_low"] < found[name] < found[f"{name}_high"]
+
+
+def test_subsets_of_samples_are_worth_no_more_trials_than_there_are_apart():
+    tally = Tally(EvalSuite([], num_generations=4, pass_at=2), 4)
+    for prompt in range(3):  # one of four right: half of the pairs hold it, and two pairs have no sample in common
+        tally.add(verdicts(prompt, (True, "4"), (False, "5"), (False, "6"), (False, "7")))
+    found = tally.metrics()
+    assert (found["pass@2_low"], found["pass@2_high"]) == pytest.approx(interval_of_share([1.0, 0.0] * 3))
+
+
+def test_a_reward_at_the_threshold_is_right(tmp_path):
+    def nearly(completions, **kwargs):
+        return [0.7] * len(completions)  # rewards are float32, in which that is less than 0.7
+
+    suite = EvalSuite(tiny.rows(2), num_generations=2, pass_at=1, success_threshold=0.7)
+    assert evaluated(tmp_path, suite, nearly)[1]["eval_pass@1"] == 1.0
+
+
+def test_a_function_that_raises_has_found_no_answer(tmp_path):
+    def last_word(completion):
+        raise IndexError("list index out of range")
+
+    suite = EvalSuite(tiny.rows(2), num_generations=2, pass_at=1, maj_at=1, answer=last_word)
+    with pytest.warns(UserWarning, match="IndexError: list index out of range for .*counts as no answer"):
+        metrics = evaluated(tmp_path, suite)[1]
+    assert metrics["eval_maj@1"] == 0.0 and "eval_pass@1" in metrics
+
+
+def test_a_reward_that_fails_on_a_batch_logs_no_answers_for_it(tmp_path):
+    calls = []
+
+    def logs(completions, log_extra, **kwargs):
+        calls.append(None)
+        if len(calls) > 1:
+            raise RuntimeError("the service is away")
+        log_extra("first", [text[:1] for text in completions])
+        return even(completions)
+
+    suite = EvalSuite(tiny.rows(4), num_generations=2, pass_at=1, maj_at=2, answer="first")
+    with pytest.warns(UserWarning, match="the service is away"):
+        metrics = evaluated(tmp_path, suite, logs)[1]
+    assert metrics["eval_prompts"] == 4 and "eval_maj@2" in metrics
 
 
 def test_every_suite_is_sampled_in_its_own_way(tmp_path):

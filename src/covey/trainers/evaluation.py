@@ -250,7 +250,8 @@ class SampledEvaluation(AtomicCheckpoints):
 
     def _verdicts(self, sampled: Sampled, judge: Judge) -> list[Verdict]:
         totals = weighted_total(sampled.rewards.double(), self.rewards.weights.double()).tolist()
-        answers = judge.answers([rollout.completion for rollout in sampled.rollouts], sampled.columns)
+        scored = any(total == total for total in totals)
+        answers = judge.answers([rollout.completion for rollout in sampled.rollouts], sampled.columns, scored)
         return [
             Verdict(draw.prompt, total, judge.right(rewards), answer)
             for draw, total, rewards, answer in zip(

@@ -52,13 +52,39 @@ def _check_fit(trainer: Any, dataset: Any, role: str) -> None:
 
 
 def _check_best_metric(name: str | None, datasets: Any) -> None:
-    """With evaluation sets by name, what decides which model is best is one set's metric."""
-    if name is None or not isinstance(datasets, dict):
+    """What decides which model is best is a metric that an evaluation has; with sets by name, one set's."""
+    if name is None or datasets is None:
         return
     wanted = name.removeprefix("eval_")
-    if not any(wanted.startswith(f"{one}_") for one in datasets):
+    if not isinstance(datasets, dict):
+        _check_estimated(name, wanted, datasets)
+        return
+    owners = [one for one in datasets if wanted.startswith(f"{one}_")]
+    if not owners:
         proposals = [f"eval_{one}_{wanted}" for one in datasets]
         raise ValueError(
             f"metric_for_best_model={name!r}: the evaluation sets have names, and every metric begins with one. Choose"
             f" whose is to decide: {' or '.join(map(repr, proposals))}."
+        )
+    owner = max(owners, key=len)
+    _check_estimated(name, wanted.removeprefix(f"{owner}_"), datasets[owner])
+
+
+def _check_estimated(name: str, metric: str, dataset: Any) -> None:
+    """A suite has no loss, and an estimate is only of the k that it names."""
+    is_suite = isinstance(dataset, EvalSuite)
+    estimated = [
+        f"{kind}@{k}" for kind in ("pass", "maj") for k in (getattr(dataset, f"{kind}_at") if is_suite else ())
+    ]
+    unknown = "@" in metric and metric.removesuffix("_low").removesuffix("_high") not in estimated
+    if unknown or (is_suite and metric == "loss"):
+        there = ["reward", *estimated, *([] if is_suite else ["loss"])]
+        raise ValueError(
+            f"metric_for_best_model={name!r}: this evaluation set {'is a suite and' if is_suite else ''} has no {metric}."
+            f" Choose among its metrics, such as {', '.join(there)}"
+            + (
+                ", or let it estimate others (pass_at, maj_at)."
+                if is_suite
+                else "; pass@k and maj@k are an EvalSuite's."
+            )
         )

@@ -10,11 +10,15 @@ import dataclasses
 import math
 import numbers
 import statistics
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from covey.core.estimates import interval_of_mean, interval_of_share, maj_at_k, pass_at_k
+from covey.core.failures import describe, shown
 from covey.rewards.functions import FunctionReward
 from covey.rewards.marks import extract_of
 from covey.rewards.suite import RewardSuite
@@ -142,6 +146,7 @@ class EvalSuite:
         """
         if not self.pass_at and not self.maj_at:
             return Judge(None, self.success_threshold, None)
+        threshold = torch.tensor(self.success_threshold, dtype=torch.float32).item()  # rounded as rewards are
         named = self.success_reward
         if named is None and len(rewards.names) > 1:
             raise ValueError(
@@ -164,7 +169,7 @@ class EvalSuite:
                 " what a completion's answer is. Set `answer` to a function from a completion to its answer (None where"
                 " it has none), or to the name of a column that a reward function logs with `log_extra`."
             )
-        return Judge(index, self.success_threshold, answer if self.maj_at else None)
+        return Judge(index, threshold, answer if self.maj_at else None)
 
     def _count(self, name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -208,8 +213,17 @@ class Judge:
             return None
         return value >= self.threshold
 
-    def answers(self, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[str | None]:
+    def answers(
+        self, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]], scored: bool
+    ) -> list[str | None]:
         """What each completion votes for, as text (processes must agree on what is equal).
+
+        A completion on which the function raises has no answer, as one that holds nothing to find.
+
+        Args:
+            completions: text or messages.
+            columns: what reward functions have logged with `log_extra`.
+            scored: any of the completions has a reward; a reward function that failed on all has logged nothing.
 
         Raises:
             ValueError: no reward function has logged the column.
@@ -217,13 +231,24 @@ class Judge:
         if self.answer is None:
             return [None] * len(completions)
         if not isinstance(self.answer, str):
-            return [_as_vote(self.answer(completion)) for completion in completions]
-        if self.answer not in columns and completions:
+            return [self._answer(self.answer, completion) for completion in completions]
+        if self.answer not in columns and scored:
             raise ValueError(
                 f"EvalSuite(answer={self.answer!r}): no reward function has logged such a column with `log_extra`;"
                 f" there are: {', '.join(columns) or 'none'}."
             )
-        return [_as_vote(value) for value in columns.get(self.answer, ())]
+        return [_as_vote(value) for value in columns.get(self.answer, [None] * len(completions))]
+
+    def _answer(self, extract: Callable[[Any], Hashable | None], completion: Any) -> str | None:
+        try:
+            return _as_vote(extract(completion))
+        except Exception as error:  # of a user
+            warnings.warn(
+                f"what reads the answers of an evaluation suite raised {describe(error)} for {shown(completion)}, which"
+                " counts as no answer. Return None where there is none to silence this.",
+                stacklevel=2,
+            )
+            return None
 
 
 class Tally:
@@ -263,7 +288,7 @@ class Tally:
         values = [estimate(verdicts, k) for verdicts in judged if len(verdicts) >= k]
         if not values:
             return {}
-        low, high = interval_of_share(values, self._completions)
+        low, high = interval_of_share(values, self._completions // k)
         return {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
 
 
