@@ -107,8 +107,8 @@ def interval_of_share(values: Sequence[float], draws: int = 1, z: float = Z95) -
 
     Args:
         values: [P].
-        draws: independent trials behind each value, as n / k for an estimate over all subsets of k of n samples; P times
-            as many are the most that the values can be worth.
+        draws: independent trials behind each value, n / k where it is about all subsets of k of n samples; P times as
+            many are the most that the values can be worth.
         z: standard deviations to each side.
 
     Returns:

@@ -79,12 +79,10 @@ def _check_estimated(name: str, metric: str, dataset: Any) -> None:
     unknown = "@" in metric and metric.removesuffix("_low").removesuffix("_high") not in estimated
     if unknown or (is_suite and metric == "loss"):
         there = ["reward", *estimated, *([] if is_suite else ["loss"])]
+        others = (
+            ", or let it estimate others (pass_at, maj_at)" if is_suite else "; pass@k and maj@k are an EvalSuite's"
+        )
         raise ValueError(
-            f"metric_for_best_model={name!r}: this evaluation set {'is a suite and' if is_suite else ''} has no {metric}."
-            f" Choose among its metrics, such as {', '.join(there)}"
-            + (
-                ", or let it estimate others (pass_at, maj_at)."
-                if is_suite
-                else "; pass@k and maj@k are an EvalSuite's."
-            )
+            f"metric_for_best_model={name!r}: this evaluation set{' is a suite and' * is_suite} has no {metric}. Choose"
+            f" among its metrics, such as {', '.join(there)}{others}."
         )
