@@ -93,12 +93,13 @@ def _qwen(kind: str, vision: dict[str, Any], special_tokens: dict[str, str], tex
     )
     pixels = {"patch_size": vision["patch_size"], "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
     images = transformers.Qwen2VLImageProcessor(**pixels)
-    maker = "Qwen3VL" if kind == "Qwen3VL" else "Qwen2VL"
+    maker = "Qwen3VL" if kind.startswith("Qwen3VL") else "Qwen2VL"
     videos = getattr(transformers, f"{maker}VideoProcessor")(**pixels)
     processor_class = {
         "Qwen2VL": "Qwen2VLProcessor",
         "Qwen2_5_VL": "Qwen2_5_VLProcessor",
         "Qwen3VL": "Qwen3VLProcessor",
+        "Qwen3VLMoe": "Qwen3VLProcessor",
     }
     processor = getattr(transformers, processor_class[kind])(images, tok, videos, chat_template=tok.chat_template)
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config), processor
@@ -115,12 +116,18 @@ def _qwen2_5_vl() -> tuple[Any, Any]:
     return _qwen("Qwen2_5_VL", vision, {}, {})
 
 
-def _qwen3_vl() -> tuple[Any, Any]:
+def _qwen3_vl(kind: str = "Qwen3VL", **text: Any) -> tuple[Any, Any]:
     vision = {"depth": 2, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32,
               "patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
     named = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
              "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}  # fmt: skip
-    return _qwen("Qwen3VL", vision, named, {"head_dim": 8})
+    return _qwen(kind, vision, named, {"head_dim": 8, **text})
+
+
+def _qwen3_vl_moe() -> tuple[Any, Any]:
+    made = _qwen3_vl("Qwen3VLMoe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    made[0].set_experts_implementation("eager")
+    return made
 
 
 def _gemma3() -> tuple[Any, Any]:
@@ -185,9 +192,10 @@ MAKERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "smolvlm": _smolvlm,
 }
-NEEDS_TORCHVISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
+NEEDS_TORCHVISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm"}
 HAS_TORCHVISION = find_spec("torchvision") is not None
 
 

@@ -14,6 +14,7 @@ from covey.policy.parts import part_names
 from covey.policy.scoring import TokenScorer
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.vision import Vision, tokenizer_of
+from covey.trainers.vision import blank_row
 
 FAMILIES = [
     pytest.param(
@@ -165,3 +166,17 @@ def test_frozen_parts_keep_their_weights(family, frozen, tmp_path):
     args = config(tmp_path, RLOOConfig, max_steps=2, **{f"freeze_{frozen}": True})
     RLOOTrainer(model, length_reward, args, ROWS, processing_class=processor).train()
     assert changed_parts(model, before) == {"vit", "aligner", "llm"} - {frozen}
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.values == ("qwen3_vl_moe",)])
+def test_an_image_beside_a_batch_of_text_has_no_part_in_the_load_of_experts(family):
+    """Where encoding images takes all processes, passes over text alone show the model one more row."""
+    model, processor = tiny_vision.make(family)
+    batch = collate([Rollout([5, 6, 7], [8, 9], [True] * 2, None, "", FinishReason.STOP)])
+    scorer = TokenScorer(lambda one: one, temperature=1.0, vision=True, layout="padded")
+    alone = scorer.loads(model, batch, 2)
+    scorer.blank, scorer.inside = blank_row(codec_of(model, processor)), True
+    for loads in (scorer.loads(model, batch, 2), scorer.with_loads(model, batch, 2)[1]):
+        assert loads.pairs == alone.pairs == 2 * 5  # layers and tokens
+        assert torch.equal(loads.chosen, alone.chosen)
+        torch.testing.assert_close(loads.probability.detach(), alone.probability)

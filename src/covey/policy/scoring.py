@@ -149,8 +149,10 @@ class TokenScorer:
         counted: Tensor | None = None,
     ) -> tuple[TokenScores, RouterLoads | None]:
         inner = self.unwrap(model)
+        counted = batch.sampled_lengths > 0 if counted is None else counted
         blank = self.blank is not None and not any(batch.media or ())
-        batch = with_blank(batch, self.blank) if blank and self.blank is not None else batch
+        if blank and self.blank is not None:
+            batch, counted = with_blank(batch, self.blank), torch.cat([counted, counted.new_zeros(1)])
         inputs = LAYOUTS[layout](batch, self.pad_token_id)
         shown: AbstractContextManager[dict[str, Any]] = nullcontext(inputs.kwargs)
         if self.vision:
@@ -186,8 +188,7 @@ class TokenScorer:
         loads = None
         if top_k is not None:
             refuse_without_gradient(inner, routed)
-            readers = inputs.readers((batch.sampled_lengths > 0 if counted is None else counted).float())
-            loads = loads_of(routed, readers, top_k)
+            loads = loads_of(routed, inputs.readers(counted.float()), top_k)
         return scores if len(learned) == batch.num_tokens else scores.among(learned, batch.num_tokens), loads
 
     @torch.no_grad()
