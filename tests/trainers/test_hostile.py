@@ -27,15 +27,6 @@ MOST_SECONDS = 20.0
 """Of a run; deadlines are below a second in most of them, and the machine may be shared."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections():
-    """The trainer collects garbage at its end; what there was before takes no part in that."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 PATIENCE = {
     "covey.core.loop_thread.LOOK_SECONDS": 0.05,
     "covey.core.stopping.SECONDS": 0.1,
