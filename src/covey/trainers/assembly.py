@@ -44,6 +44,7 @@ from covey.trainers.servers import generation_extras
 from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
 from covey.trainers.staleness import refuse_shared_weights
 from covey.trainers.trackers import OpensSwanLab, check_trackers
+from covey.trainers.unwrapping import Unwrap
 from covey.trainers.vision import blank_row, build_vision, frozen_parts, layout_of, name_present_blocks
 from covey.trainers.watching import Watched
 from covey.trainers.weight_sync import WeightSync
@@ -112,7 +113,7 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
 def build_scorer(args: Any, tokenizer: Any, accelerator: Any, vision: Vision | None = None) -> TokenScorer:
     """What runs the policy and the reference forward."""
     return TokenScorer(
-        lambda model: accelerator.unwrap_model(model, keep_torch_compile=False),
+        Unwrap(accelerator),
         temperature=args.temperature,
         layout=layout_of(args, vision),
         pad_token_id=tokenizer.pad_token_id,

@@ -5,6 +5,7 @@ process, in which forward passes), then run pass by pass. Not here: how experien
 (`covey.trainers.online_trainer`), how passes survive a lack of memory (`covey.trainers.passes`).
 """
 
+import functools
 import time
 import warnings
 from typing import Any
@@ -30,6 +31,7 @@ from covey.trainers.experience import Experience, nominal_parts, pool
 from covey.trainers.gradients import average_gradients
 from covey.trainers.passes import Passes
 from covey.trainers.sharding import Sharding, ready_to_train
+from covey.trainers.unwrapping import Unwrap
 
 
 class PolicyUpdates(SampledEvaluation):
@@ -324,7 +326,11 @@ class PolicyUpdates(SampledEvaluation):
     @property
     def policy(self) -> Any:
         """The transformers (or PEFT) model inside whatever wraps it."""
-        return self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+        return self._unwrap(self.model_wrapped)
+
+    @functools.cached_property
+    def _unwrap(self) -> Unwrap:
+        return Unwrap(self.accelerator)
 
     @property
     def mode(self) -> str:
