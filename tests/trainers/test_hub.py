@@ -116,6 +116,17 @@ def test_a_hub_that_fails_costs_no_training(tmp_path, hub):
     assert trainer.state.global_step == 2
 
 
+def test_a_resumed_run_pushes_what_had_not_been(tmp_path, hub):
+    settings = {"log_completions_hub_repo": "me/said", "save_strategy": "steps", "save_steps": 1}
+    hub.refuses.add("dataset")
+    with pytest.warns(UserWarning, match="completions were not pushed"):
+        runs.trainer(tmp_path, max_steps=1, **settings).train()
+    hub.refuses.clear()
+    runs.trainer(tmp_path, max_steps=2, **settings).train(resume_from_checkpoint=True)
+    pushed = {name for _, files in files_of(hub, "dataset") for name in files}
+    assert pushed == {"completions/completions_00001.parquet", "completions/completions_00002.parquet"}
+
+
 def test_a_data_set_that_cannot_be_had_is_refused_at_once(tmp_path, hub):
     with pytest.raises(ValueError, match="log_completions_hub_repo='a/b/c' cannot be created"):
         runs.trainer(tmp_path, log_completions_hub_repo="a/b/c")
@@ -139,6 +150,27 @@ def test_the_card_tells_what_the_model_is(tmp_path):
         f"| training reward, step 1 | {first:.4g} |" in card and f"| training reward, step 2 | {latest:.4g} |" in card
     )
     assert "hf_secret" not in card and str(tmp_path) not in card
+
+
+def test_the_card_of_a_vision_language_model_shows_it_images(tmp_path):
+    import tiny_vision
+
+    model, processor = tiny_vision.make("gemma3")
+    trainer = runs.trainer(tmp_path, parts={"model": model, "processing_class": processor}, max_steps=1)
+    trainer.create_model_card(model_name="me/eyes")
+    card = (tmp_path / "README.md").read_text()
+    assert metadata(card)["pipeline_tag"] == "image-text-to-text" and "# me/eyes" in card
+    lines = card.partition("```python\n")[2].partition("```")[0]
+    trainer.save_model()
+    lines = lines.replace("me/eyes", str(tmp_path)).replace('"url": "..."', '"image": picture')
+    exec(lines.replace("max_new_tokens=256", "max_new_tokens=2"), {"picture": tiny_vision.picture()})
+
+
+def test_the_name_that_is_given_is_that_of_the_card(tmp_path):
+    trainer = runs.trainer(tmp_path, hub_model_id="me/one")
+    for given, told in ((None, "me/one"), ("one", "me/one"), ("you/two", "you/two")):
+        trainer.create_model_card(model_name=given)
+        assert metadata((tmp_path / "README.md").read_text())["model_name"] == told
 
 
 def facts(**changes):
@@ -184,3 +216,27 @@ def test_a_config_is_written_without_its_secrets_and_copied_with_them(tmp_path):
     assert b"hf_secret" not in pickle.dumps(config)
     assert copy.copy(config).hub_token == copy.deepcopy(config).hub_token == "hf_secret"
     assert pickle.loads(pickle.dumps(config)).num_generations == config.num_generations
+
+
+def test_a_token_among_the_models_arguments_is_nowhere_to_be_read(tmp_path, tiny_folder):
+    settings = {
+        "model_init_kwargs": {"token": "hf_secret", "dtype": "float32"},
+        "save_strategy": "steps",
+        "max_steps": 1,
+    }
+    trainer = runs.trainer(tmp_path, parts={"model": tiny_folder}, **settings)
+    trainer.train()
+    trainer.create_model_card()
+    assert "| `model_init_kwargs` | {'dtype': 'float32'} |" in (tmp_path / "README.md").read_text()
+    assert "hf_secret" not in str(trainer.args) + str(trainer.args.to_dict())
+    assert trainer.args.model_init_kwargs["token"] == "hf_secret"
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name == "training_args.bin" for path in files)
+    assert not any(b"hf_secret" in path.read_bytes() for path in files)
+
+
+def test_a_card_names_no_settings_that_are_as_always(tmp_path):
+    trainer = runs.trainer(tmp_path)
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "[]" not in card and "accelerator_config" not in card

@@ -28,6 +28,7 @@ class OnTheHub(AtomicCheckpoints):
 
     rewards: Any
     policy: Any
+    scorer: Any
 
     def create_model_card(
         self,
@@ -56,18 +57,18 @@ class OnTheHub(AtomicCheckpoints):
             return
         config = self.policy.config
         base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
-        defaults = {one.name: one.default for one in dataclasses.fields(self.args)}
         facts = CardFacts(
-            name=self.hub_model_id or self.args.hub_model_id or model_name or Path(self.args.output_dir).name,
+            name=self._name_on_hub(model_name),
             base=base,
             method=self.args.method,
             adapter=hasattr(self.policy, "peft_config"),
             datasets=_listed(dataset_name or dataset or dataset_tags) or _data_set_of(self.train_dataset),
             rewards=self.rewards.names,
             config=self.args.to_dict(),
-            defaults=defaults,
+            defaults={one.name: _default(one) for one in dataclasses.fields(self.args)},
             history=self.state.log_history,
             processes=self.args.world_size,
+            sees_images=self.scorer.vision,
             language=language,
             license=license,
             tags=_listed(tags),
@@ -75,6 +76,13 @@ class OnTheHub(AtomicCheckpoints):
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
+
+    def _name_on_hub(self, given: str | None) -> str:
+        """The name that is given; transformers gives that of the hub without its owner."""
+        known = self.hub_model_id or self.args.hub_model_id
+        if known and given in (None, known.rpartition("/")[2]):
+            return str(known)
+        return given or Path(self.args.output_dir).name
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._staging and self.args.hub_strategy != "end":
@@ -111,6 +119,11 @@ class PushCompletions(TrainerCallback):
                 f"log_completions_hub_repo={repo!r} cannot be created or written to: {error} Give the id of a data set,"
                 " such as 'me/completions', and log in with a token that may write (`hf auth login`, or hub_token)."
             ) from error
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A run that goes on pushes what it had no more time to push."""
+        if state.global_step:
+            self._pushed = {}
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to push what is new, unless something still is under way or was pushed a moment ago."""
@@ -158,6 +171,10 @@ class PushCompletions(TrainerCallback):
 
     def _stamps(self) -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in self._folder.glob("completions_*.parquet")}
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

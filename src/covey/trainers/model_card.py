@@ -58,6 +58,10 @@ PRIVATE = (
     "trackio_space_id",
     "deepspeed",
     "fsdp_config",
+    "accelerator_config",
+    "debug",
+    "disable_tqdm",
+    "use_cpu",
 )
 """Settings about a place rather than the training, with those about hubs, servers, logs and secrets."""
 
@@ -76,6 +80,7 @@ class CardFacts:
         base: hub id of the model that was trained; None for one that has none.
         method: `grpo` or `rloo`.
         adapter: the model is a PEFT adapter.
+        sees_images: it is a vision-language model.
         datasets: hub ids.
         rewards: names of the reward functions.
         config: every setting and its value.
@@ -96,6 +101,7 @@ class CardFacts:
     defaults: Mapping[str, Any]
     history: list[dict[str, Any]]
     processes: int = 1
+    sees_images: bool = False
     language: str | Sequence[str] | None = None
     license: str | None = None
     tags: Sequence[str] = field(default_factory=tuple)
@@ -121,7 +127,7 @@ def _metadata(facts: CardFacts) -> str:
     values = {
         "base_model": facts.base,
         "library_name": "peft" if facts.adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": _task(facts),
         "model_name": facts.name,
         "language": facts.language,
         "license": facts.license,
@@ -144,12 +150,20 @@ def _introduction(facts: CardFacts) -> str:
     )
 
 
+def _task(facts: CardFacts) -> str:
+    return "image-text-to-text" if facts.sees_images else "text-generation"
+
+
 def _quick_start(facts: CardFacts) -> str:
+    given, asked = "messages", '[{"role": "user", "content": "..."}]'
+    if facts.sees_images:
+        given = "text=messages"
+        asked = '[{"role": "user", "content": [{"type": "image", "url": "..."}, {"type": "text", "text": "..."}]}]'
     return (
         "## Quick start\n\n```python\nfrom transformers import pipeline\n\n"
-        f'generate = pipeline("text-generation", model="{facts.name}")\n'
-        'messages = [{"role": "user", "content": "..."}]\n'
-        'print(generate(messages, max_new_tokens=256, return_full_text=False)[0]["generated_text"])\n```'
+        f'generate = pipeline("{_task(facts)}", model="{facts.name}")\n'
+        f"messages = {asked}\n"
+        f'print(generate({given}, max_new_tokens=256, return_full_text=False)[0]["generated_text"])\n```'
     )
 
 

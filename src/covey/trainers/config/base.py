@@ -33,6 +33,9 @@ DICT_FIELDS = (
 KEYS = ("vllm_server_api_key", "sglang_api_key")
 """Fields that nobody is shown: logs, trackers and checkpoints, which may be pushed to a hub, go without."""
 
+SECRET = re.compile(r"(.*[_-])?(token|key|secret|password)")
+"""What entries of `DICT_FIELDS` are called that nobody is shown either, where they hold text."""
+
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Schedulers that look at `metric_for_best_model`."""
 
@@ -169,11 +172,14 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as trackers and logs are shown them: without the key of the servers."""
-        shown = super().to_dict()
+        shown = {**super().to_dict(), **self._plain_dicts()}
         for name in KEYS:
             if shown.get(name) is not None:
                 shown[name] = f"<{name.upper()}>"
         return shown
+
+    def _plain_dicts(self) -> dict[str, Any]:
+        return {name: without_secrets(getattr(self, name)) for name in DICT_FIELDS}
 
     def __str__(self) -> str:
         with self.keys_aside():
@@ -183,7 +189,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled, as into checkpoints, which may be pushed to a hub: no keys and no token."""
-        return {**self.__dict__, **dict.fromkeys((*KEYS, "hub_token"))}
+        return {**self.__dict__, **self._plain_dicts(), **dict.fromkeys((*KEYS, "hub_token"))}
 
     def __copy__(self) -> "OnlineConfig":
         copied = object.__new__(type(self))
@@ -198,10 +204,10 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     @contextmanager
     def keys_aside(self) -> Iterator[None]:
         """Within this context the servers' keys are not there, for whoever writes the config to a file."""
-        keys = {name: getattr(self, name) for name in KEYS}
+        keys = {name: getattr(self, name) for name in (*KEYS, *DICT_FIELDS)}
         try:
-            for name in keys:
-                setattr(self, name, None)
+            for name, value in {**dict.fromkeys(KEYS), **self._plain_dicts()}.items():
+                setattr(self, name, value)
             yield
         finally:
             for name, key in keys.items():
@@ -263,6 +269,19 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         algebra = self.algebra()
         self.steps_per_generation = algebra.steps_per_generation
         self.generation_batch_size = algebra.generation_batch_size
+
+
+def without_secrets(value: Any) -> Any:
+    """A dictionary, and those within, without the entries that are called like tokens and keys and hold text.
+
+    Example:
+        >>> without_secrets({"token": "hf_abc", "revision": "main", "pad_token_id": 0})
+        {'revision': 'main', 'pad_token_id': 0}
+    """
+    if not isinstance(value, dict):
+        return value
+    kept = (one for one in value.items() if not (isinstance(one[1], str) and SECRET.fullmatch(str(one[0]).lower())))
+    return {name: without_secrets(inner) for name, inner in kept}
 
 
 def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
