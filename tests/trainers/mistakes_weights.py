@@ -13,7 +13,8 @@ from covey.rollout.engine import EngineTraits
 from covey.rollout.engines.remote.buckets import Packer, unpack
 from covey.rollout.engines.remote.errors import ServerRefused
 from covey.rollout.engines.remote.server import Server
-from covey.rollout.engines.remote.vllm_transports import Peer, VllmWeights, choose_way
+from covey.rollout.engines.remote.vllm_peers import Peer, choose_way
+from covey.rollout.engines.remote.vllm_transports import VllmWeights
 from covey.trainers.collectives import Collectives
 from covey.trainers.weight_sync import WeightSync
 

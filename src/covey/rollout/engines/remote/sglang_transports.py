@@ -17,8 +17,6 @@ import logging
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,54 +28,32 @@ from covey.rollout.engines.remote import sglang_payload as payload
 from covey.rollout.engines.remote.adapters import AdapterBook
 from covey.rollout.engines.remote.buckets import BUCKET_BYTES, Bucket, Packer
 from covey.rollout.engines.remote.channels import own_address
-from covey.rollout.engines.remote.errors import BadAnswer, ServerError, ServerRefused
+from covey.rollout.engines.remote.errors import ServerRefused
 from covey.rollout.engines.remote.folders import Shelf
 from covey.rollout.engines.remote.sending import Until, all_of, in_thread, meet, together
 from covey.rollout.engines.remote.server import Server
-from covey.rollout.engines.remote.sglang import ADAPTER, model_info, server_info, ways_of
+from covey.rollout.engines.remote.sglang import ADAPTER
 from covey.rollout.engines.remote.sglang_group import SglangGroup
-
-WAYS = ("auto", "group", "tensor", "disk")
+from covey.rollout.engines.remote.sglang_peers import (
+    WAYS,
+    Peer,
+    begin_update,
+    choose_way,
+    confirm,
+    end_update,
+    look,
+    quietly,
+)
 
 INLINE_BYTES = 32 * 2**20
 """Of numbers in one HTTP request; as text they are a third more."""
 
 KEPT_ADAPTERS = 2
 """Versions of an adapter that a server keeps: the current one, and the one of requests that are asked again."""
-
 AS_STARTED = "default"
 """The version of its weights that a server names until somebody sends some."""
 
-CLEANUP_SECONDS = 5.0
-"""For a server to close what a failed update left open."""
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A server as far as weights are concerned.
-
-    Attributes:
-        server: where.
-        ways: names of the ways it takes weights.
-        copies: processes that each want a payload of their own.
-        born: tells one start of the server from another.
-        model: the path of the model it holds.
-        version: that it says its weights are of.
-    """
-
-    server: Server
-    ways: tuple[str, ...]
-    copies: int
-    born: str
-    model: str
-    version: str
-
-    @property
-    def same_machine(self) -> bool:
-        """Whether it surely runs on this machine."""
-        return urlsplit(self.server.url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 class SglangWeights(AdapterBook):
@@ -141,7 +117,7 @@ class SglangWeights(AdapterBook):
             await self._by_buckets(peers, update, until, packer, self._broadcast, self._connect)
         else:
             await self._by_buckets(peers, update, until, *self._payloads(peers, update))
-        await all_of(_confirm(peer, update, until) for peer in peers)
+        await all_of(confirm(peer, update, until) for peer in peers)
 
     async def _by_disk(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
         folder = self._shelf.path / f"v{update.version}-{uuid.uuid4().hex[:6]}"
@@ -192,7 +168,7 @@ class SglangWeights(AdapterBook):
         async def begin(peer: Peer) -> None:
             if connect is not None:
                 await connect(peer, until)
-            await _begin(peer, until)
+            await begin_update(peer, until)
 
         try:
             await each(begin)
@@ -207,7 +183,7 @@ class SglangWeights(AdapterBook):
                 full = bucket
                 await each(lambda peer: push(peer, body, full, doing, until))  # noqa: B023 - awaited within the turn
                 bucket = await asyncio.shield(gathering)
-            await each(lambda peer: _end(peer, until))
+            await each(lambda peer: end_update(peer, until))
         finally:
             await asyncio.wait([gathering])
             packer.close()
@@ -220,8 +196,8 @@ class SglangWeights(AdapterBook):
         known = self._groups.pop(peer.server.url, None)
         if known is not None:
             known[1].close()
-            await _quietly(peer, "/destroy_weights_update_group", {"group_name": known[1].name})
-        await _quietly(peer, "/end_weight_update", {})
+            await quietly(peer, "/destroy_weights_update_group", {"group_name": known[1].name})
+        await quietly(peer, "/end_weight_update", {})
 
     # ---- the group -------------------------------------------------------------------------------------------------
 
@@ -351,7 +327,7 @@ class SglangWeights(AdapterBook):
         loaded = self._loaded.setdefault((server.url, peer.born), [])
         if name in loaded:
             return
-        await _quietly(peer, "/unload_lora_adapter", {"lora_name": name})  # an earlier try may have got through
+        await quietly(peer, "/unload_lora_adapter", {"lora_name": name})  # an earlier try may have got through
         doing = f"load the adapter {name}"
         hint = (
             "Start it with --enable-lora --max-lora-rank R --lora-target-modules all, or set vllm_lora_sync='merged'."
@@ -365,79 +341,6 @@ class SglangWeights(AdapterBook):
         while len(loaded) > KEPT_ADAPTERS:
             old = {"lora_name": loaded.pop(0)}
             await server.ask("/unload_lora_adapter", doing=f"unload {old}", deadline=until.left(server), body=old)
-
-
-# ---- requests --------------------------------------------------------------------------------------------------------
-
-
-async def look(server: Server, until: Until) -> Peer:
-    """What an SGLang server can do about weights."""
-    model = await model_info(server, until.left(server))
-    info = await server_info(server, until.left(server))
-    return Peer(
-        server,
-        ways_of(info),
-        int(info.get("tp_size") or 1),
-        str(info.get("startup_time") or ""),
-        str(model["model_path"]),
-        str(model.get("weight_version")),
-    )
-
-
-def choose_way(wanted: str, peers: Sequence[Peer], *, shared_folder: bool) -> str:
-    """The fastest way that all servers have.
-
-    Raises:
-        ServerRefused: there is none, or one of them does not have the wanted one.
-    """
-    for way in WAYS[1:] if wanted == "auto" else (wanted,):
-        obstacles = [(peer, why) for peer in peers if (why := _why_not(way, peer, shared_folder)) is not None]
-        if not obstacles:
-            return way
-    peer, why = obstacles[0]
-    raise ServerRefused(peer.server.url, f"take weights by {way}", why, "Set checkpoint_path to a folder that it sees.")
-
-
-def _why_not(way: str, peer: Peer, shared_folder: bool) -> str | None:
-    if way not in peer.ways:
-        return "replicas (--dp-size) take weights from files, and pipelines (--pp-size) in no group"
-    if way == "disk" and not shared_folder and not peer.same_machine:
-        return "it is on another machine, and no folder is known that both see"
-    return None
-
-
-async def _begin(peer: Peer, until: Until) -> None:
-    """Open a server for weights; one that a killed run left open is closed first."""
-    server = peer.server
-    try:
-        await server.ask("/begin_weight_update", doing=until.doing, deadline=until.left(server), body={})
-    except ServerRefused as error:
-        if "already open" not in error.said:
-            raise
-        await _end(peer, until)
-        await server.ask("/begin_weight_update", doing=until.doing, deadline=until.left(server), body={})
-
-
-async def _end(peer: Peer, until: Until) -> None:
-    await peer.server.ask("/end_weight_update", doing=until.doing, deadline=until.left(peer.server), body={})
-
-
-async def _confirm(peer: Peer, update: WeightUpdate, until: Until) -> None:
-    """The server must say that it has what was sent."""
-    found = (await model_info(peer.server, until.left(peer.server))).get("weight_version")
-    if found != str(update.version):
-        raise BadAnswer(
-            peer.server.url,
-            until.doing,
-            f"afterwards it says that its weights are of version {found!r}, not '{update.version}'",
-            "Does another trainer send weights to it?",
-        )
-
-
-async def _quietly(peer: Peer, path: str, body: dict[str, Any]) -> None:
-    """Ask, and do not mind a no."""
-    with suppress(ServerError):
-        await peer.server.ask(path, doing="clean up", deadline=CLEANUP_SECONDS, body=body)
 
 
 def _sha256(tensor: Tensor) -> str:
