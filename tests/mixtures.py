@@ -13,7 +13,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "DeepseekV3": {
         "num_key_value_heads": 4,
-        "kv_lora_rank": 8,
+        "kv_lora_rank": 12,
         "q_lora_rank": 16,
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8,

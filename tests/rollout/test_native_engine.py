@@ -232,6 +232,9 @@ def test_a_failure_reaches_every_caller_and_leaves_the_engine_usable():
         def get_decoder(self):
             return self.inner.get_decoder()
 
+        def get_input_embeddings(self):
+            return self.inner.get_input_embeddings()
+
         def forward(self, **kwargs):
             if self.fails:
                 raise RuntimeError("boom")

@@ -11,7 +11,7 @@ import tiny
 from covey.core.rollout import FinishReason
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.rollout.engines.native import NativeEngine
-from covey.rollout.engines.stateful import StatefulEngine, is_stateful
+from covey.rollout.engines.stateful import StatefulEngine, goes_prompt_by_prompt
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15]]
 
@@ -51,7 +51,7 @@ def test_it_samples_what_the_native_engine_samples(tiny_model, settings):
     assert len(lengths) > 2
 
 
-@pytest.mark.parametrize("name", hybrids.SETTINGS)
+@pytest.mark.parametrize("name", [*hybrids.SETTINGS, *hybrids.MASKED_WHOLE])
 def test_reported_logprobs_are_the_models_own(name):
     model = hybrids.model(name)
     for prompt, group in zip(PROMPTS, sample(engine_of(model, eos=set(range(1, 15)))), strict=True):
@@ -76,7 +76,7 @@ def test_the_context_bounds_the_budget(tiny_model):
     assert len(completion.token_ids) == 5 and completion.finish is FinishReason.LENGTH
 
 
-def test_which_models_have_a_state():
-    assert all(is_stateful(hybrids.model(name)) for name in hybrids.SETTINGS)
-    assert not is_stateful(tiny.model())
-    assert not is_stateful(MistralForCausalLM(MistralConfig(**hybrids.SIZES, sliding_window=4)))
+def test_which_models_go_prompt_by_prompt():
+    assert all(goes_prompt_by_prompt(hybrids.model(name)) for name in {**hybrids.SETTINGS, **hybrids.MASKED_WHOLE})
+    assert not goes_prompt_by_prompt(tiny.model())
+    assert not goes_prompt_by_prompt(MistralForCausalLM(MistralConfig(**hybrids.SIZES, sliding_window=4)))

@@ -100,9 +100,9 @@ class Bench:
             part.save_pretrained(self.path / name)
         return str(self.path / name)
 
-    def checkpoint(self, **settings: Any) -> str:
+    def checkpoint(self, peft_config: Any = None, **settings: Any) -> str:
         """The checkpoint of a run that stopped after one step."""
-        self.train({"save_strategy": "steps", "save_steps": 1, **settings})
+        self.train({"save_strategy": "steps", "save_steps": 1, **settings}, peft_config=peft_config)
         return str(self.output_dir / "checkpoint-1")
 
     def resume(self, checkpoint: str | bool, settings: dict[str, Any] | None = None, **parts: Any) -> Any:

@@ -17,6 +17,8 @@ from transformers import (
     LlamaForSequenceClassification,
     LlamaModel,
     ProcessorMixin,
+    RwkvConfig,
+    RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     TrainingArguments,
@@ -64,6 +66,19 @@ def marked_quantised():
     """A model that says what transformers says of one that it has quantised."""
     model = tiny.model()
     model.is_quantized, model.quantization_method = True, "bitsandbytes"
+    return model
+
+
+def without_recomputing():
+    """A model that says what JetMoe says of itself."""
+    model = tiny.model()
+    model.supports_gradient_checkpointing = False
+    return model
+
+
+def with_adapter_added():
+    model = tiny.model()
+    model.add_adapter(lora())
     return model
 
 
@@ -324,6 +339,38 @@ MODELS = [
         ("task_type='SEQ_CLS'", "causal language model", "use task_type='CAUSAL_LM'"),
     ),
     Mistake(
+        "Gave an adapter of virtual tokens",
+        lambda b: b.build(peft_config=peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+        ("`peft_config` is a PromptTuningConfig", "virtual tokens before the prompt", "Use LoRA"),
+    ),
+    Mistake(
+        "Gave an adapter of virtual tokens",
+        lambda b: b.build(
+            model=peft.get_peft_model(tiny.model(), peft.PrefixTuningConfig("CAUSAL_LM", num_virtual_tokens=3))
+        ),
+        ("the adapter of the model is a PrefixTuningConfig", "virtual tokens before the prompt", "Use LoRA"),
+    ),
+    Mistake(
+        "Gave an adapter that needs other inputs, such as Poly or X-LoRA",
+        lambda b: b.build(peft_config=peft.PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)),
+        ("`peft_config` is a PolyConfig", "needs more than tokens", "Use LoRA"),
+    ),
+    Mistake(
+        "Gave an AdaLoraConfig",
+        lambda b: b.build(
+            peft_config=peft.AdaLoraConfig(
+                task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9, tinit=1, tfinal=1, init_r=4
+            )
+        ),
+        ("`update_and_allocate`", "keeps its first rank, init_r=4", "on_optimizer_step"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Gave a model with adapters that is no PeftModel",
+        lambda b: b.build(model=with_adapter_added()),
+        ("LlamaForCausalLM holds adapters without being a PeftModel", "`peft_config`, or make it with peft"),
+    ),
+    Mistake(
         "Loaded an adapter for inference, or froze the model",
         lambda b: b.build(model=frozen_adapter(b)),
         ("every weight of the adapter is frozen", "nothing would be trained", "is_trainable=True"),
@@ -353,6 +400,18 @@ MODELS = [
         "Asked for speculative_reuse with linear attention, state-space or convolution layers",
         lambda b: b.build({"speculative_reuse": "exact"}, model=hybrids.model("Lfm2")),
         ("speculative_reuse='exact' does not suit Lfm2ForCausalLM", "cannot be taken out", "Leave speculative_reuse"),
+    ),
+    Mistake(
+        "Sampled with the built-in engine from a model whose state cannot be copied",
+        lambda b: b.train(model=RwkvForCausalLM(RwkvConfig(vocab_size=104, hidden_size=32, num_hidden_layers=2))),
+        ("RwkvForCausalLM keeps what it has read in a way of its own", "cannot be copied", "Sample from a server"),
+        TRAINING,
+    ),
+    Mistake(
+        "Left gradient_checkpointing on for a model that cannot recompute its layers",
+        lambda b: b.build({"gradient_checkpointing": True}, model=without_recomputing()),
+        ("gradient_checkpointing=True has no effect", "LlamaForCausalLM", "set gradient_checkpointing=False"),
+        kind=UserWarning,
     ),
     Mistake(
         "Asked for the load-balancing loss of a model without experts",

@@ -4,6 +4,7 @@ import os
 
 import torch
 from mistakes import CONFIG, TRAINING, Mistake
+from peft import LoraConfig
 
 import tiny
 from covey.cli.config_file import load_run
@@ -291,6 +292,22 @@ RESUMING = [
         "Resumed with another model",
         lambda b: b.resume(b.checkpoint(), model=tiny.model(hidden_size=64)),
         ("do not fit this model", "Resume with the model that the run began with", "size mismatch"),
+        TRAINING,
+    ),
+    Mistake(
+        "Resumed with another model",
+        lambda b: b.resume(b.checkpoint(peft_config=LoraConfig(target_modules=["q_proj"])), model=tiny.model()),
+        ("do not fit this model", "Resume with the model that the run began with", "adapter_model.*with `peft_config`"),
+        TRAINING,
+    ),
+    Mistake(
+        "Resumed with another model",
+        lambda b: b.resume(b.checkpoint(), peft_config=LoraConfig(target_modules=["q_proj"])),
+        (
+            "do not fit this model",
+            "Resume with the model that the run began with",
+            r"model\.safetensors.*without `peft",
+        ),
         TRAINING,
     ),
     Mistake(

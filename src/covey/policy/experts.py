@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from covey.core.decoder import decoder_of
+
 
 class RouterLoads(NamedTuple):
     """Sums over tokens and layers; each token counts as often as rollouts read it.
@@ -93,7 +95,7 @@ def captured_router_logits(model: Any) -> Iterator[list[Tensor]]:
     def keep(module: Any, args: Any, output: Any) -> None:
         captured.extend(logits for logits in getattr(output, "router_logits", None) or () if logits is not None)
 
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     handles = [decoder.register_forward_pre_hook(ask, with_kwargs=True), decoder.register_forward_hook(keep)]
     try:
         yield captured

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch
+from covey.core.decoder import decoder_of
 from covey.core.out_of_memory import is_out_of_memory
 from covey.policy.attention import PACKED_ATTENTION
 
@@ -168,7 +169,7 @@ def _replaceable(model: Any, attention: str) -> bool:
 
 def _convolution(model: Any) -> str | None:
     """The name of a one-dimensional convolution in the decoder: state-space models and hybrids have them."""
-    return next((name for name, module in model.get_decoder().named_modules() if isinstance(module, nn.Conv1d)), None)
+    return next((name for name, module in decoder_of(model).named_modules() if isinstance(module, nn.Conv1d)), None)
 
 
 def _warn(message: str) -> None:

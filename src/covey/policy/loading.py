@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from covey.core.media import placeholder_ids
-from covey.policy.parts import freeze_parts, outside_of
+from covey.policy.adapters import check_adapters, with_adapter
+from covey.policy.parts import freeze_parts
 from covey.policy.quantised import check_installed, keep_gradients, one_quantisation, quantisation_of, tell_what_is_not
 from covey.policy.weights import base_model, whole_shape
 
@@ -65,8 +66,10 @@ def load_policy(
         _check_has_parts(model, frozen)
         freeze_parts(model, frozen)
     if peft_config is not None:
-        model = _with_adapter(model, peft_config, frozen)
+        model = with_adapter(model, peft_config, frozen)
     _check_trains(model)
+    if peft_config is None:
+        check_adapters(model)
     keep_gradients(model)
     if quantisation_of(base_model(model)) == "bitsandbytes":
         tell_what_is_not(model)
@@ -228,41 +231,6 @@ def _check_has_parts(model: Any, frozen: Collection[str]) -> None:
         )
 
 
-def _with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> Any:
-    try:
-        from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-    except ImportError as error:
-        raise ImportError("`peft_config` needs PEFT: pip install 'covey[peft]'") from error
-    if isinstance(model, PeftModel):
-        raise ValueError(
-            "a PeftModel and a `peft_config` were both given; pass the base model with the config, or the PeftModel"
-            " alone."
-        )
-    if not isinstance(peft_config, PeftConfig):
-        raise ValueError(
-            f"`peft_config` must be a PEFT config, got {type(peft_config).__name__}: {peft_config!r:.80}. Make one,"
-            " such as peft.LoraConfig(r=16, target_modules='all-linear')."
-        )
-    if peft_config.task_type not in (None, "CAUSAL_LM"):
-        raise ValueError(
-            f"`peft_config` has task_type={str(peft_config.task_type)!r}, but the policy is a causal language model:"
-            " use task_type='CAUSAL_LM' or leave it out."
-        )
-    if peft_config.is_prompt_learning:
-        raise ValueError(
-            f"`peft_config` is a {type(peft_config).__name__}, which puts virtual tokens before the prompt; sampling"
-            " and scoring support adapters inside the layers. Use LoRA or one of its relatives."
-        )
-    if quantisation_of(model) is not None:
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    if frozen:
-        peft_config = outside_of(model, peft_config, frozen)
-    try:
-        return get_peft_model(model, peft_config)
-    except ValueError as error:
-        raise ValueError(f"the adapter of `peft_config` does not fit {type(model).__name__}: {error}") from error
-
-
 def load_processing_class(
     processing_class: Any, model: Any, *, trust_remote_code: bool = False, init_kwargs: dict[str, Any] | None = None
 ) -> Any:
@@ -359,7 +327,8 @@ def end_token_ids(model: Any, tokenizer: Any) -> set[int]:
 
 def max_context(model: Any) -> int | None:
     """Most tokens the model has positions for, or None when it does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    said = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return said if said and said > 0 else None  # XLNet says -1
 
 
 def has_dropout(model: torch.nn.Module) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
+from covey.core.decoder import decoder_of
 from covey.core.media import media_inputs, placeholder_ids, reading, stray_placeholders
 from covey.core.modes import inference_mode_of
 from covey.core.rollout import Rollout
@@ -292,7 +293,7 @@ def capture_decoder_output(model: Any) -> Iterator[list[Tensor]]:
     def keep(module: Any, args: Any, output: Any) -> None:
         captured.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
-    handle = model.get_decoder().register_forward_hook(keep)
+    handle = decoder_of(model).register_forward_hook(keep)
     try:
         yield captured
     finally:

@@ -105,6 +105,13 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
     name_present_blocks(policy)
     if args.disable_dropout:
         disable_dropout(policy)
+    if args.gradient_checkpointing and not getattr(policy, "supports_gradient_checkpointing", True):
+        warnings.warn(
+            f"gradient_checkpointing=True has no effect: transformers cannot recompute the layers of"
+            f" {type(policy).__name__}. Their activations are kept; set gradient_checkpointing=False to silence this.",
+            stacklevel=2,
+        )
+        args.gradient_checkpointing = args.activation_checkpointing = False
     if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):
         policy.enable_input_require_grads()  # checkpointed frozen layers need an input that carries gradient
     return policy

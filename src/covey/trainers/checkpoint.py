@@ -141,6 +141,7 @@ class AtomicCheckpoints(Trainer):
             super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        _check_kind(resume_from_checkpoint, adapter=has_adapter(self.model))
         try:
             if self._is_renamed(model or self.model, resume_from_checkpoint):
                 load_renamed(model or self.model, resume_from_checkpoint)
@@ -219,6 +220,22 @@ def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
 
 def _is_checkpoint(folder: Path) -> bool:
     return (folder / "trainer_state.json").is_file()
+
+
+def _check_kind(checkpoint: str, adapter: bool) -> None:
+    """An adapter goes on from an adapter, a whole model from a whole one.
+
+    Raises:
+        ValueError: the checkpoint holds the other alone.
+    """
+    wanted, other = ("adapter_model*", "model*.safetensors*") if adapter else ("model*.safetensors*", "adapter_model*")
+    held = sorted(path.name for path in Path(checkpoint).rglob(other))
+    if held and not any(Path(checkpoint).rglob(wanted)):
+        raise ValueError(
+            f"the weights in {checkpoint!r} do not fit this model: they are {held[0]}, and this run trains"
+            f" {'an adapter' if adapter else 'a whole model'}. Resume with the model that the run began with,"
+            f" {'without' if adapter else 'with'} `peft_config`."
+        )
 
 
 def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:

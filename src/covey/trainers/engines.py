@@ -12,7 +12,7 @@ from covey.policy.loading import end_token_ids
 from covey.rollout.engine import RolloutEngine
 from covey.rollout.engines.in_step import InStep
 from covey.rollout.engines.native import NativeEngine
-from covey.rollout.engines.stateful import StatefulEngine, is_stateful
+from covey.rollout.engines.stateful import StatefulEngine, goes_prompt_by_prompt
 from covey.rollout.vision import Vision
 from covey.trainers.collectives import Collectives
 from covey.trainers.parity import AUTOCAST
@@ -71,7 +71,7 @@ def _built_in(
         common |= _in_step(accelerator, policy, collectives)
     elif sharding_of(accelerator).weights:
         policy, common["forward_context"] = _gathered(accelerator, model, policy)
-    if not is_stateful(model) and vision is None:
+    if not goes_prompt_by_prompt(model) and vision is None:
         return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, whole_calls=in_step, **common)
     if args.speculative_reuse is not None and vision is not None:
         raise ValueError(

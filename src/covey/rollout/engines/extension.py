@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from covey.core.decoder import decoder_of
 from covey.rollout.engines.cache_parts import additive_masks, keys_and_values
 
 TILE = 1 << 24
@@ -81,7 +82,7 @@ def extend(
     exists = torch.cat([of_prompt < before, torch.ones_like(positions, dtype=torch.bool)], dim=1)
     config = model.config.get_text_config()
     masks = additive_masks(torch.cat([of_prompt, positions], dim=1), exists, positions, config, compute_dtype(model))
-    hidden = model.get_decoder()(
+    hidden = decoder_of(model)(
         input_ids=ids, position_ids=positions, attention_mask=masks, past_key_values=cache, use_cache=True
     ).last_hidden_state
     lengths = torch.tensor([len(row) for row in inputs], device=device)

@@ -74,11 +74,11 @@ class ForkedCache(Cache):
         first = len(self._prompt_lengths)
         self._prompt_lengths += lengths
         if prefilled is None:
-            added = [(_nothing_like(k, len(lengths)),) * 2 for k, _ in self._prompts]
+            added = [(_nothing_like(k, len(lengths)), _nothing_like(v, len(lengths))) for k, v in self._prompts]
         else:
             added = [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in keys_and_values(prefilled)]
         if added:
-            self._prompts = self._prompts or [(_nothing_like(k, first),) * 2 for k, _ in added]
+            self._prompts = self._prompts or [(_nothing_like(k, first), _nothing_like(v, first)) for k, v in added]
             self._prompts = [
                 (_stack(old[0], new[0], first, self._dtype), _stack(old[1], new[1], first, self._dtype))
                 for old, new in zip(self._prompts, added, strict=True)
@@ -110,7 +110,7 @@ class ForkedCache(Cache):
         source = (torch.arange(longest, device=ends.device) - (longest - ends[:, None])).clamp_(min=0)
         source = source[:, None, :, None]
         for layer, new in enumerate(own):
-            for stored, x in zip(self._storage(layer, new[0]), new, strict=True):
+            for stored, x in zip(self._storage(layer, new), new, strict=True):
                 aligned = x.gather(2, source.expand(-1, x.shape[1], -1, x.shape[3]))
                 stored[places, :, self._column - longest : self._column] = aligned.to(self._dtype)
 
@@ -175,11 +175,12 @@ class ForkedCache(Cache):
         self._column += shift
         self._seating = None
 
-    def _storage(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _storage(self, layer: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """A layer's tensors, made on first use. Zeros, because masked garbage could be NaN."""
         if layer not in self._own:
-            shape = (self.row_capacity, like.shape[1], self.capacity, like.shape[3])
-            self._own[layer] = (like.new_zeros(shape, dtype=self._dtype), like.new_zeros(shape, dtype=self._dtype))
+            room = (self.row_capacity, self.capacity)
+            keys, values = (x.new_zeros(room[0], x.shape[1], room[1], x.shape[3], dtype=self._dtype) for x in like)
+            self._own[layer] = (keys, values)
         return self._own[layer]
 
     # ---- a decoding step -------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ class ForkedCache(Cache):
         They are `[rows, kv_heads, columns, head_dim]`, without the prompts: only `forked_attention` reads them.
         """
         rows = key_states.shape[0]
-        stored = self._storage(layer_idx, key_states)
+        stored = self._storage(layer_idx, (key_states, value_states))
         for tensor, new in zip(stored, (key_states, value_states), strict=True):
             if self._fixed_column is not None:
                 tensor[:rows].index_copy_(2, self._fixed_column, new.to(self._dtype))
@@ -292,13 +293,13 @@ class ForkedCache(Cache):
         Args:
             layer: whose prompts.
             query: [rows, heads, 1, D], scaled.
-            keys: [rows, kv_heads, columns, D], and values likewise, as `update` gave them.
+            keys, values: [rows, kv_heads, columns, D], D of the values maybe another, as `update` gave them.
             mask: [rows, 1, 1, prompt + columns] additive.
             softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
             sinks: [heads] one more score per head that takes probability and gives nothing (gpt-oss).
 
         Returns:
-            [rows, 1, heads, D].
+            [rows, 1, heads, D], D of the values.
         """
         self.attended += 1
         rows, heads, _, dim = query.shape
@@ -316,7 +317,7 @@ class ForkedCache(Cache):
         out = weights[..., width:] @ values
         if width:
             out += self._of_rows(self._of_groups(weights[..., :width]) @ prompt_values)
-        return out.reshape(rows, 1, heads, dim)
+        return out.reshape(rows, 1, heads, -1)
 
     def _softmax(self, scores: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         """[rows, kv, per kv, width] scores -> weights, in float32 at least."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from covey.core.decoder import decoder_of
 from covey.core.modes import inference_mode_of
 from covey.core.out_of_memory import is_out_of_memory
 from covey.core.rollout import Completion
@@ -284,7 +285,7 @@ class NativeEngine:
         if self._whole_calls:
             model(**inputs, use_cache=True, logits_to_keep=1)
         else:
-            model.get_decoder()(**inputs, use_cache=True)
+            decoder_of(model)(**inputs, use_cache=True)
         return cache
 
     def _new_cache(self) -> ForkedCache | RowCache:

@@ -1,9 +1,10 @@
-"""An engine for models that are sampled prompt by prompt: linear attention, state spaces, hybrids, models of images.
+"""An engine for models that are sampled prompt by prompt: linear attention, state spaces, hybrids, ALiBi, images.
 
-A state cannot be masked, padded or shared in part, and images have positions that only the model knows, so prompts of
-different lengths do not mix: each prompt is computed once, with its images, its state copied for every completion, and
-its completions are decoded side by side; those that are finished leave. It shares the policy's memory. Not here:
-drafts, which a state cannot be taken back from; the usual engine is `native`.
+A state cannot be masked, padded or shared in part, ALiBi's biases (BLOOM) are made of a mask of whole rows, and images
+have positions that only the model knows, so prompts of different lengths do not mix: each prompt is computed once, with
+its images, its state copied for every completion, and its completions are decoded side by side; those that are finished
+leave. It shares the policy's memory. Not here: drafts, which a state cannot be taken back from; the usual engine is
+`native`.
 """
 
 import asyncio
@@ -25,14 +26,16 @@ from covey.rollout.engines.packed_linear import packed_linears
 from covey.rollout.engines.requests import budget_of, check_request
 from covey.rollout.engines.rows import Batch, Row, steps_per_look
 
-KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layer that remember nothing else."""
+KEYS_AND_VALUES = {"full_attention", "sliding_attention"}
+"""Kinds of layer that remember nothing else and see what a mask of distances shows (chunks are not of that kind)."""
 
 
-def is_stateful(model: Any) -> bool:
-    """Whether some layer of a model remembers more than keys and values."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return bool(getattr(model, "_is_stateful", False)) or not KEYS_AND_VALUES.issuperset(kinds)
+def goes_prompt_by_prompt(model: Any) -> bool:
+    """Whether rows of a model cannot be masked one by one: it has a state, or reads the mask of whole rows itself."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    biased = getattr(config, "alibi", False) or config.model_type == "bloom"
+    return bool(biased or getattr(model, "_is_stateful", False)) or not KEYS_AND_VALUES.issuperset(kinds)
 
 
 class StatefulEngine:
@@ -143,8 +146,17 @@ class StatefulEngine:
         known = inspect.signature(model.get_base_model().forward if hasattr(model, "peft_config") else model.forward)
         name = "past_key_values" if "past_key_values" in known.parameters else "cache_params"
         last = {"logits_to_keep": 1} if "logits_to_keep" in known.parameters else {}
-        output = model(input_ids=tokens, use_cache=True, **{name: cache}, **last, **images)
-        return output.logits[:, -1], output[name]
+        output = model(
+            input_ids=tokens, use_cache=True, **({name: cache} if name in known.parameters else {}), **last, **images
+        )
+        after = output.get(name)
+        if not hasattr(after, "reorder_cache"):
+            raise ValueError(
+                f"{type(model).__name__} keeps what it has read in a way of its own ({type(after).__name__} as"
+                f" `{name}`), which cannot be copied for a prompt's completions. Sample from a server of vLLM or"
+                " SGLang, or train another model."
+            )
+        return output.logits[:, -1], after
 
 
 def _keep(cache: Any, rows: list[int], device: torch.device) -> None:

@@ -1,0 +1,26 @@
+"""Which module of a causal language model turns tokens into hidden states. Not here: what is done with them."""
+
+from typing import Any
+
+from torch import nn
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """The part of a model that its head reads.
+
+    transformers looks for it by name, and for some (Llama 4, ModernBERT's decoder) finds the whole model or the head;
+    there it is the child that holds the input embeddings.
+
+    Args:
+        model: a transformers or PEFT model with a language-modelling head.
+    """
+    base: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model
+    found: nn.Module = model.get_decoder()
+    embeddings = model.get_input_embeddings()
+    if found is not base and _holds(found, embeddings):
+        return found
+    return next((child for child in base.children() if _holds(child, embeddings)), found)
+
+
+def _holds(module: nn.Module, part: nn.Module) -> bool:
+    return any(one is part for one in module.modules())
