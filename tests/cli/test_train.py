@@ -12,8 +12,9 @@ import pytest
 from covey.cli.config_file import RUN_KEYS, config_of
 from covey.cli.main import main
 from covey.cli.results import key_figures, samples
-from covey.cli.train import adapter, read_run, resume_from, rewards, take_config, train
+from covey.cli.train import adapter, read_run, rewards, take_config, train
 from covey.cli.train_help import help_text
+from covey.trainers.checkpoint import resume_from
 
 ACTING = '''
 from covey.rollout.tools.tool import Tool

@@ -349,3 +349,17 @@ def test_prompts_are_shared_in_mixed_precision_too(tiny_model):
         tiny_model.get_output_embeddings().weight.mul_(4)
     with engine.awake():
         assert isinstance(engine._new_cache(), ForkedCache)
+
+
+def test_matrices_in_bfloat16_beside_norms_in_float32_are_sampled_from_in_mixed_precision(tiny_model):
+    """So are weights that are gathered from shares."""
+    for parameter in tiny_model.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.data.bfloat16()
+    engine = NativeEngine(
+        lambda: tiny_model,
+        eos_token_ids={1},
+        pad_token_id=0,
+        forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    )
+    assert all(len(group) == 3 for group in sample(engine))

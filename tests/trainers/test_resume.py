@@ -130,6 +130,24 @@ def test_a_run_can_be_started_again(tmp_path):
     assert trained.state.global_step == 3
 
 
+def test_the_config_may_say_what_to_resume_from(tmp_path):
+    runs.trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    resumed = runs.trainer(tmp_path, max_steps=3, resume_from_checkpoint="true")
+    resumed.train()
+    steps = [log["step"] for log in resumed.state.log_history if "reward" in log]
+    assert resumed._initial_global_step == 2 and steps[-1] == 3
+
+
+def test_a_run_that_is_resumed_at_its_end_takes_no_step_more(tmp_path):
+    ended = runs.trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    ended.train()
+    resumed = runs.trainer(tmp_path, max_steps=2)
+    with pytest.warns(UserWarning, match="nothing is left to train: the checkpoint is of step 2"):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    assert all(torch.equal(a, b) for a, b in zip(runs.weights(ended), runs.weights(resumed), strict=True))
+
+
 def test_resuming_without_the_buffer_says_what_is_missing(tmp_path):
     cycle = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
     runs.trainer(tmp_path, save_only_model=True, save_strategy="steps", save_steps=3, **cycle).train()

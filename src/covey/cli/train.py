@@ -7,7 +7,6 @@ The steps are in `train`. How a run file is read is in `covey.cli.config_file`, 
 import inspect
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from covey.cli.config_file import RunConfig, load_run
@@ -92,17 +91,17 @@ def read_run(
 def train(run: RunConfig) -> Any:
     """Train, save the model, and write curves and report. Returns the trainer."""
     from covey.cli.results import write_results
+    from covey.trainers.checkpoint import resume_from
 
     started = time.time()
     trainer = build_trainer(run)
-    resume = resume_from(run.args.resume_from_checkpoint)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     trainer.save_model()
     trainer.save_state()
     if run.eval_dataset and run.args.eval_strategy == "no":
         trainer.evaluate()
     if trainer.is_world_process_zero():
-        write_results(trainer, run, since=None if resume else started)
+        write_results(trainer, run, since=None if resume_from(run.args.resume_from_checkpoint) else started)
     return trainer
 
 
@@ -204,20 +203,3 @@ def quantisation(settings: dict[str, Any] | None) -> Any:
         return BitsAndBytesConfig(**settings)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"quantization={settings!r}: {error}. See transformers.BitsAndBytesConfig.") from error
-
-
-def resume_from(text: str | None) -> str | bool | None:
-    """What to resume from: a checkpoint's folder, the latest one ("true", "last"), or nothing.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
-    if text is None or text.lower() in ("", "false", "no"):
-        return None
-    if text.lower() in ("true", "yes", "last", "latest"):
-        return True
-    if not Path(text).is_dir():
-        raise FileNotFoundError(
-            f"there is no checkpoint {text!r} to resume from; name its folder, or write `true` for the latest one."
-        )
-    return text

@@ -54,16 +54,31 @@ class AtomicCheckpoints(Trainer):
         """Train, from the start or from a checkpoint.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the last one in `output_dir`.
+            resume_from_checkpoint: a checkpoint's folder, or True for the last one in `output_dir`; None: what the
+                config says.
             trial: of a hyperparameter search.
             ignore_keys_for_eval: has no meaning here, as evaluation returns no model outputs.
 
         Raises:
             ValueError: there is no such checkpoint, or it is of a run with another model or other batch sizes.
         """
+        if resume_from_checkpoint is None and trial is None:
+            resume_from_checkpoint = resume_from(self.args.resume_from_checkpoint)
         if resume_from_checkpoint:
             resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir or ".")
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _init_training_state(self, max_steps: int, updates_per_epoch: int, epochs: int, *rest: Any) -> tuple[int, int]:
+        """A run that is resumed at its end has ended: `Trainer` would take one more step."""
+        begun, micro_steps = super()._init_training_state(max_steps, updates_per_epoch, epochs, *rest)
+        if self.state.global_step < max_steps:
+            return begun, micro_steps
+        warnings.warn(
+            f"nothing is left to train: the checkpoint is of step {self.state.global_step}, and this run has"
+            f" {max_steps}. Raise max_steps or num_train_epochs to go on.",
+            stacklevel=2,
+        )
+        return epochs, 0
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)
@@ -187,6 +202,23 @@ class AtomicCheckpoints(Trainer):
         """The batch sizes that the saved state depends on."""
         algebra = self.args.algebra(self.args.world_size)
         return {name: value for name, value in asdict(algebra).items() if name not in NOT_BINDING}
+
+
+def resume_from(text: str | None) -> str | bool | None:
+    """What to resume from: a checkpoint's folder, the latest one ("true", "last"), or nothing.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    if text is None or text.lower() in ("", "false", "no"):
+        return None
+    if text.lower() in ("true", "yes", "last", "latest"):
+        return True
+    if not Path(text).is_dir():
+        raise FileNotFoundError(
+            f"there is no checkpoint {text!r} to resume from; name its folder, or write `true` for the latest one."
+        )
+    return text
 
 
 def find_checkpoint(wanted: str | bool, output_dir: str) -> str:

@@ -294,8 +294,10 @@ class NativeEngine:
         dtype = compute_dtype(model)
         softcap = model.config._attn_implementation == "eager"  # transformers' SDPA ignores it
         if self._forks is None:
-            with torch.autocast(self._device.type, enabled=False):  # its rounding is no objection
-                objection = self._objection_to_forking(ForkedCache(model.dtype, softcap), dtype)
+            # Rounding is no objection; but weights of two types, as those gathered from shares, need autocast.
+            uniform = len({one.dtype for one in model.parameters() if one.is_floating_point()}) == 1
+            with torch.autocast(self._device.type, enabled=False) if uniform else nullcontext():
+                objection = self._objection_to_forking(ForkedCache(model.dtype if uniform else dtype, softcap), dtype)
             self._forks = objection is None
             if objection is not None:
                 warnings.warn(

@@ -83,6 +83,19 @@ ALIASES: dict[str, Alias] = {
     # transformers 4
     "warmup_ratio": Alias("warmup_steps", "a number below 1 is a share of all updates"),
     "logging_dir": _removed("TensorBoard's folder is the environment variable TENSORBOARD_LOGGING_DIR"),
+    "evaluation_strategy": Alias("eval_strategy"),
+    "no_cuda": Alias("use_cpu"),
+    "per_gpu_train_batch_size": Alias("per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size"),
+    "push_to_hub_model_id": Alias("hub_model_id"),
+    "push_to_hub_token": Alias("hub_token"),
+    "overwrite_output_dir": _removed(
+        "a run writes into output_dir whatever is there; name another folder to keep both"
+    ),
+    "save_safetensors": _removed("weights are always saved as safetensors"),
+    "group_by_length": _removed("prompts are drawn as the sampler has them, and nothing is padded to a common length"),
+    "include_tokens_per_second": _removed("timings are logged by themselves"),
+    "use_mps_device": _removed("the device is found by itself"),
     # ms-swift
     "async_generate": Alias("max_staleness", "True means 1, False means 0", _one_if_on),
     "overlong_filter": Alias("mask_truncated_completions"),
