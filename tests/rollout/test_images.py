@@ -40,6 +40,43 @@ def test_every_form_is_the_same_image(tmp_path):
         assert (read.mode, read.size, read.getpixel((0, 0))) == ("RGB", (3, 2), (255, 0, 0))
 
 
+RED = (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (CAT.convert("P"), RED),
+        (CAT.convert("CMYK"), RED),
+        (Image.new("1", (3, 2), 1), (255, 255, 255)),
+        (Image.new("RGBA", (3, 2), (255, 0, 0, 0)), (255, 255, 255)),  # transparent: as on a white page
+        (Image.new("LA", (3, 2), (0, 51)), (204, 204, 204)),  # black, a fifth of it: 255 - 51
+        (Image.new("I;16", (3, 2), 0x8000), (128, 128, 128)),  # half of 65536 is half of 256
+        (Image.new("I", (3, 2), 200), (200, 200, 200)),
+    ],
+)
+def test_every_kind_of_pixel_becomes_rgb(given, expected):
+    read = read_image(given)
+    assert (read.mode, read.getpixel((0, 0))) == ("RGB", expected)
+    data = BytesIO()
+    if given.mode not in ("CMYK", "I"):
+        given.save(data, "PNG")
+        assert read_image(data.getvalue()).getpixel((0, 0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Image.new("I", (3, 2), 70000), "mode 'I'"),
+        (Image.new("F", (3, 2), 0.5), "mode 'F'"),
+        (Image.new("RGB", (0, 2)), "no pixels: it is 0x2"),
+    ],
+)
+def test_pixels_that_mean_nothing_certain_are_refused(given, message):
+    with pytest.raises(ImageError, match=message):
+        read_image(given)
+
+
 def test_a_photograph_stands_upright():
     """Orientation 6 in the file says: turn it by 90 degrees."""
     data, tags = BytesIO(), Image.Exif()

@@ -2,9 +2,12 @@
 
 from mistakes import TRAINING, Bench, Mistake
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 
 import tiny
 import tiny_vision
+from covey.rollout.functions import RolloutError
+from covey.trainers.agents import RolloutWarning
 
 
 def seeing(bench: Bench, rows, settings=None, **parts):
@@ -27,6 +30,19 @@ def broken(bench: Bench):
 def broken_later(bench: Bench):
     made = seeing(bench, Rows(40), {"shuffle_dataset": False, "max_steps": 30})
     made.train()
+
+
+def columns(completions):
+    return {name: [one[name] for one in completions] for name in ("prompt_ids", "completion_ids", "logprobs")}
+
+
+def other_images(prompts, trainer):
+    return {**columns(trainer.generate_completions(prompts)), "images": [[]] * len(prompts)}
+
+
+def from_tokens(prompts, trainer):
+    first = trainer.generate_completions(prompts)
+    return columns(trainer.generate_completions([one["prompt_ids"] for one in first]))
 
 
 def adapted():
@@ -70,8 +86,28 @@ VISION = [
     Mistake(
         "Gave an image that cannot be read, in a row that is first looked at when it is sampled",
         broken_later,
-        ("row 16 of the dataset", "image 0 cannot be read", "Mend or remove the row"),
+        ("of 8 rollouts failed", "row 16 of the dataset", "image 0 cannot be read", "Mend or remove the row"),
+        TRAINING,
+        RolloutWarning,
+    ),
+    Mistake(
+        "Gave an image of floating-point numbers or of 32 bits",
+        lambda b: seeing(b, [row(Image.new("F", (4, 4), 0.5))] * 2),
+        ("row 0 of `train_dataset`", "PIL's mode 'F'", "convert it to RGB"),
+    ),
+    Mistake(
+        "Returned from a rollout_func tokens that do not show the images that go with them",
+        lambda b: seeing(b, [row(tiny_vision.picture())] * 4, rollout_func=other_images).train(),
+        ("tokens that rollout_func returned for prompt 0", "do not show the images", "in 'images' for each prompt"),
         when=TRAINING,
+        kind=RolloutError,
+    ),
+    Mistake(
+        "Gave a rollout_func's `generate_completions` the tokens of a prompt with images",
+        lambda b: seeing(b, [row(tiny_vision.picture())] * 4, rollout_func=from_tokens).train(),
+        ("a prompt of tokens holds some that stand for images", "give `generate_completions` messages"),
+        when=TRAINING,
+        kind=RolloutError,
     ),
     Mistake(
         "Gave something as an image that is none",

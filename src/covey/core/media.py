@@ -62,6 +62,11 @@ def unexpanded(ids: Sequence[int], media: Iterable[Media]) -> list[int]:
     return [*short, *ids[at:]]
 
 
+def images_of(media: Iterable[Media]) -> list[Any]:
+    """The images in the order of the tokens that stand for them."""
+    return [image for one in sorted(media, key=lambda one: one.start) for image in one.images]
+
+
 def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.device) -> dict[str, Tensor]:
     """Further inputs of a forward pass over rows of tokens that begin at column 0.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from covey.core.media import Media
+from covey.core.media import Media, images_of
 
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}` and whatever else a chat template reads."""
@@ -112,7 +112,7 @@ class Rollout:
     @property
     def images(self) -> list[Any]:
         """The images of `media`, in the order of the tokens that stand for them."""
-        return [image for one in self.media for image in one.images]
+        return images_of(self.media)
 
     def asked(self, row: dict[str, Any]) -> Any:
         """The prompt as reward functions and logs get it: the episode's own, or the row's."""

@@ -71,8 +71,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "rollout_func.",
     "rollouts/seconds": "Mean seconds from the beginning of a rollout to its end, waiting for other rollouts and for "
     "tools included.",
-    "rollouts/failed": "Share of rollouts in which an environment or a rollout function failed. They get no reward "
-    "and advantage 0; the column error of the completions says what happened.",
+    "rollouts/failed": "Share of rollouts in which an environment or a rollout function failed, or whose images could "
+    "not be shown. They get no reward and advantage 0; the column error of the completions says what happened.",
     "rollouts/tool_budget": "Share of rollouts that ended because max_tool_calling_iterations was used up and the "
     "model called once more.",
     "tools/call_frequency": "Mean number of tool calls per rollout, those that could not be read included.",

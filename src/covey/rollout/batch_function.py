@@ -13,13 +13,16 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
+from covey.core.media import Media
 from covey.core.rollout import Completion, FinishReason, Rollout
 from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.functions import Limits, RolloutError
+from covey.rollout.images import ImageError
 from covey.rollout.merging import MergedRequests
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.seeds import sample_seed
 from covey.rollout.tools.execution import Raised, TimedOut, run_in_thread
+from covey.rollout.vision import Encoded, Vision
 
 
 class _Sampling:
@@ -44,15 +47,30 @@ class _Sampling:
             )
         params, call = replace(self._params, **changes), self._calls
         self._calls += 1
-        encoded = [list(one) if _is_tokens(one) else self._codec.encode(one) for one in prompts]
+        encoded = [self._encoded(one) for one in prompts]
         seeds = [sample_seed(*self._key, "call", call, i) for i in range(len(prompts))]
 
         async def sample() -> list[list[Completion]]:
-            asked = (SampleRequest(ids, 1, params, [seed]) for ids, seed in zip(encoded, seeds, strict=True))
+            asked = (
+                SampleRequest(one.ids, 1, params, [seed], media=one.media)
+                for one, seed in zip(encoded, seeds, strict=True)
+            )
             return await asyncio.gather(*(self._merged.generate(request) for request in asked))
 
         answers = asyncio.run_coroutine_threadsafe(sample(), self._loop).result()
-        return [(ids, answer[0]) for ids, answer in zip(encoded, answers, strict=True)]
+        return [(one.ids, answer[0]) for one, answer in zip(encoded, answers, strict=True)]
+
+    def _encoded(self, prompt: Any) -> Encoded:
+        if not _is_tokens(prompt):
+            return self._codec.read(prompt)
+        vision = self._codec.vision
+        if vision is not None and not vision.placeholders.isdisjoint(prompt):
+            raise RolloutError(
+                "a prompt of tokens holds some that stand for images, and nothing says which: give"
+                " `generate_completions` messages, whose image parts hold their images, as the prompts of rollout_func"
+                " do."
+            )
+        return Encoded(list(prompt))
 
 
 def _is_tokens(prompt: Any) -> bool:
@@ -67,8 +85,9 @@ class BatchFunction:
     """A user's `(prompts, trainer) -> dict`, for all prompts of a generation at once.
 
     The dictionary holds, for every prompt, a list in `prompt_ids`, `completion_ids` and `logprobs` (which may be None).
-    `env_mask` may say with 1 and 0 which completion tokens the policy chose. Every other field goes to the reward
-    functions, an element per prompt.
+    `env_mask` may say with 1 and 0 which completion tokens the policy chose. For a vision-language model `images` may
+    hold a list for every prompt: the images that its tokens show, in their order; by default those of the row. Every
+    other field goes to the reward functions, an element per prompt.
 
     Args:
         function: the user's.
@@ -134,8 +153,12 @@ class BatchFunction:
             )
         return current.complete(prompts, changes)
 
-    async def __call__(self, prompts: Sequence[Any]) -> list[Rollout]:
+    async def __call__(self, prompts: Sequence[Any], images: Sequence[Sequence[Any]] = ()) -> list[Rollout]:
         """One rollout for each prompt, in their order.
+
+        Args:
+            prompts: text or messages.
+            images: what the prompts show, for each a list; empty where the policy sees none.
 
         Raises:
             RolloutError: the function took too long, or returned something else than described.
@@ -143,7 +166,9 @@ class BatchFunction:
         """
 
         def run() -> list[Rollout]:
-            return self._rollouts(prompts, self._function(copy.deepcopy(list(prompts)), self._trainer))
+            shared = {id(image): image for shown in images for image in shown}
+            given = copy.deepcopy(list(prompts), shared)
+            return self._rollouts(prompts, images, self._function(given, self._trainer))
 
         try:
             return await run_in_thread(run, self._timeout)
@@ -157,7 +182,7 @@ class BatchFunction:
                 raise raised.error from None
             raise RolloutError(f"rollout_func raised {raised.text}") from raised.error  # SystemExit would end silently
 
-    def _rollouts(self, prompts: Sequence[Any], returned: Any) -> list[Rollout]:
+    def _rollouts(self, prompts: Sequence[Any], images: Sequence[Sequence[Any]], returned: Any) -> list[Rollout]:
         needed = ("prompt_ids", "completion_ids", "logprobs")
         if not isinstance(returned, dict) or any(name not in returned for name in needed):
             raise RolloutError(
@@ -173,7 +198,9 @@ class BatchFunction:
                     f"rollout_func returned {count} elements in {name!r} for {len(prompts)} prompts; it needs one for"
                     " each (every prompt comes as many times as it is to be completed)."
                 )
-        extras = {name: values for name, values in returned.items() if name not in (*needed, "env_mask")}
+        vision = self._codec.vision
+        read = (*needed, "env_mask", *(["images"] if vision is not None else []))
+        extras = {name: values for name, values in returned.items() if name not in read}
         rollouts = []
         for i, prompt in enumerate(prompts):
             completion_ids = [int(one) for one in returned["completion_ids"][i]]
@@ -195,8 +222,33 @@ class BatchFunction:
                 extras={name: _of(values, i) for name, values in extras.items()},
                 turn_ends=[end for end, (now, then) in enumerate(pairwise([*sampled, False])) if now and not then],
             )
-            rollouts.append(self._limits.checked(rollout))
+            rollout = self._limits.checked(rollout)
+            if vision is not None:
+                own = _of(returned.get("images"), i)
+                rollout.media = _shown(vision, rollout, own, images[i] if images else (), i)
+            rollouts.append(rollout)
         return rollouts
+
+
+def _shown(vision: Vision, rollout: Rollout, own: Any, of_row: Sequence[Any], number: int) -> tuple[Media, ...]:
+    """What a rollout shows: the images that were returned with it, or else those of its row, if any."""
+    ids = rollout.prompt_ids + rollout.completion_ids
+    written = [True] * len(rollout.prompt_ids) + [not one for one in rollout.sampled]
+    if own is None and not any(id_ in vision.placeholders for id_, other in zip(ids, written, strict=True) if other):
+        return ()
+    if own is not None and not isinstance(own, list | tuple):
+        raise RolloutError(
+            f"rollout_func returned {type(own).__name__} in 'images' for prompt {number}; it needs a list of images for"
+            " each prompt, or None."
+        )
+    try:
+        return vision.find(ids, of_row if own is None else own, written)
+    except ImageError as error:
+        raise RolloutError(
+            f"the tokens that rollout_func returned for prompt {number} do not show the images"
+            f" {'of its row' if own is None else 'that it returned with them'}: {error} Return the prompt_ids that"
+            " `generate_completions` gives, and in 'images' for each prompt a list of what its tokens show, in order."
+        ) from error
 
 
 def _of(values: Any, place: int) -> Any:

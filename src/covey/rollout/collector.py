@@ -9,6 +9,7 @@ coroutine of its own, which goes on as fast as its tools and turns allow; one th
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from covey.core.rollout import Completion, Rollout
@@ -17,10 +18,10 @@ from covey.rollout.batch_function import BatchFunction
 from covey.rollout.draws import Draw as Draw
 from covey.rollout.draws import Siblings, siblings
 from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.rollout.images import ImageError
+from covey.rollout.images import images_of, showing
 from covey.rollout.merging import MergedRequests
 from covey.rollout.playing import Agency as Agency
-from covey.rollout.playing import Ended, Playing
+from covey.rollout.playing import Ended, Playing, failed_rollout
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.seeds import sample_seed
 from covey.rollout.speculation import Speculation
@@ -155,8 +156,8 @@ class Collector:
         siblings, row, prompt = group.draws, group.draws[0].row, group.draws[0].prompt
         try:
             encoded = self.codec.read_row(row)
-        except ImageError as error:
-            raise ImageError(f"row {prompt} of the dataset: {error}") from error
+        except ValueError as error:
+            return self._unreadable(group, error)
         prompt_ids = encoded.ids
         key = key if reuse is None else reuse.seed_key(key, prompt_ids)
         seeds = [sample_seed(self.seed, *key, prompt, draw.sample) for draw in siblings]
@@ -191,16 +192,44 @@ class Collector:
     ) -> list[Rollout]:
         """All rollouts at once, by a function of the user's."""
         first = [number for draw in draws[:1] for number in (draw.prompt, draw.sample)]  # other processes have others
-        with function.sampling(MergedRequests(self.engine), self.codec, params, (self.seed, *key, *first)):
-            rollouts = await function([draw.row["prompt"] for draw in draws])
-        for group in siblings(draws):
-            mine = rollouts[group.place : group.place + len(group.draws)]
-            for rollout in mine:
+        groups, played, shown = siblings(draws), [], []
+        rollouts: dict[int, list[Rollout]] = {}
+        for group in groups:
+            try:
+                prompt, images = self._showing(group.draws[0].row)
+            except ValueError as error:
+                rollouts[group.number] = self._unreadable(group, error)
+            else:
+                played += [prompt] * len(group.draws)
+                shown += [images] * len(group.draws)
+        if played:
+            with function.sampling(MergedRequests(self.engine), self.codec, params, (self.seed, *key, *first)):
+                returned = iter(await function(played, shown))
+        for group in groups:
+            if group.number not in rollouts:
+                rollouts[group.number] = [next(returned) for _ in group.draws]
+            for rollout in rollouts[group.number]:
                 rollout.group = group.number
             if ended is not None:
-                ended.on_rollouts(group.place, group.rows, mine)
-                ended.on_group(group.place, group.rows, mine)
-        return _numbered(rollouts)
+                ended.on_rollouts(group.place, group.rows, rollouts[group.number])
+                ended.on_group(group.place, group.rows, rollouts[group.number])
+        return _numbered([rollout for group in groups for rollout in rollouts[group.number]])
+
+    def _showing(self, row: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """A row's prompt, and the images that it shows a vision-language model.
+
+        Raises:
+            ValueError: these cannot be read, or the prompt cannot be encoded with them.
+        """
+        if self.codec.vision is None:
+            return row["prompt"], []
+        self.codec.read_row(row)
+        return showing(row["prompt"], images_of(row))
+
+    def _unreadable(self, group: Siblings, error: ValueError) -> list[Rollout]:
+        """A row that cannot be shown to the policy costs itself."""
+        said = f"row {group.draws[0].prompt} of the dataset: {error}"
+        return [replace(failed_rollout(self.codec, row, said), group=group.number) for row in group.rows]
 
 
 def _numbered(rollouts: list[Rollout]) -> list[Rollout]:

@@ -5,7 +5,6 @@ makes of them (`covey.rollout.vision`).
 """
 
 import base64
-import binascii
 import os
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -42,41 +41,67 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def read_image(given: Any, what: str = "an image") -> Any:
-    """A PIL image in RGB, upright.
+    """A PIL image in RGB, upright; white where it is transparent, 16 bits scaled to 8.
 
     Args:
         given: a PIL image, a path, a data URL, bytes of a file, or a dictionary with `bytes` or `path`.
         what: names it in errors.
 
     Raises:
-        ImageError: it is none of these, there is no such file, or it cannot be decoded.
+        ImageError: it is none of these, there is no such file, it cannot be decoded, or it has no pixels.
     """
-    from PIL import Image, ImageOps
-
     if isinstance(given, Mapping):
         known = [given[key] for key in ("bytes", "path") if given.get(key) is not None]
         if not known:
             raise ImageError(f"{what} is a dictionary with {sorted(map(str, given))}; give {FORMS}.")
         given = known[0]
     try:
-        if isinstance(given, str) and given.startswith("data:"):
-            given = base64.b64decode(given.partition(",")[2], validate=True)
-        if isinstance(given, str | os.PathLike):
-            opened: Any = Image.open(_path(given, what))
-        elif isinstance(given, bytes | bytearray | memoryview):
-            opened = Image.open(BytesIO(given))
-        elif isinstance(given, Image.Image):
-            opened = given
-        else:
-            raise ImageError(f"{what} is of type {type(given).__name__}; give {FORMS}.")
-        return ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, SyntaxError, ValueError, binascii.Error, Image.DecompressionBombError) as error:
-        if isinstance(error, ImageError):
-            raise
-        shown = f" ({given})" if isinstance(given, str | os.PathLike) else ""
+        return _as_rgb(_opened(given, what), what)
+    except ImageError:
+        raise
+    except Exception as error:  # decoders meet what is broken with exceptions of every kind
+        shown = f" ({given!s:.200})" if isinstance(given, str | os.PathLike) else ""
         raise ImageError(
             f"{what}{shown} cannot be read: {type(error).__name__}: {error}. Mend or remove the row."
         ) from error
+
+
+def _opened(given: Any, what: str) -> Any:
+    from PIL import Image
+
+    if isinstance(given, str) and given.startswith("data:"):
+        given = base64.b64decode(given.partition(",")[2], validate=True)
+    if isinstance(given, str | os.PathLike):
+        return Image.open(_path(given, what))
+    if isinstance(given, bytes | bytearray | memoryview):
+        return Image.open(BytesIO(given))
+    if isinstance(given, Image.Image):
+        return given
+    raise ImageError(f"{what} is of type {type(given).__name__}; give {FORMS}.")
+
+
+def _as_rgb(opened: Any, what: str) -> Any:
+    from PIL import Image, ImageOps
+
+    picture = ImageOps.exif_transpose(opened)
+    if 0 in picture.size:
+        raise ImageError(f"{what} has no pixels: it is {'x'.join(map(str, picture.size))}. Mend or remove the row.")
+    if picture.mode in ("I", "F") and not _within_a_byte(picture):
+        raise ImageError(
+            f"{what} is in PIL's mode {picture.mode!r}, whose values have no range that could be known: convert it to"
+            " RGB, as by `Image.fromarray(array.astype('uint8'))`."
+        )
+    if picture.mode.startswith("I;16"):  # PIL itself would turn all but the darkest of it white
+        return picture.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
+    if picture.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in picture.info:
+        shown = (picture.convert("LA") if picture.mode == "La" else picture).convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown).convert("RGB")
+    return picture.convert("RGB")
+
+
+def _within_a_byte(picture: Any) -> bool:
+    low, high = picture.getextrema()
+    return bool(low >= 0 and high <= 255 and (picture.mode == "I" or high > 1))
 
 
 def _path(given: str | os.PathLike[str], what: str) -> str:
@@ -128,6 +153,34 @@ def with_images(messages: Sequence[Message], given: Sequence[Any]) -> tuple[list
     for message in written:
         message["content"] = [_plain_part(part) for part in message["content"]]
     return written, shown
+
+
+def showing(prompt: Any, given: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """A prompt whose image parts hold their images, for code that knows no columns; and the images.
+
+    Args:
+        prompt: a string or messages.
+        given: images of a column.
+
+    Returns:
+        The prompt as it is where it shows none, else messages with parts `{"type": "image", "image": a PIL image}`; and
+        these images in their order.
+
+    Raises:
+        ImageError: an image cannot be read or has no place, or the prompt is a string.
+    """
+    if not given and not shows_images(prompt):
+        return prompt, []
+    if isinstance(prompt, str):
+        raise ImageError("a prompt that is a string cannot hold its images: write it as messages.")
+    messages, shown = with_images(prompt, given)
+    images = [read_image(image, f"image {number}") for number, image in enumerate(shown)]
+    rest = iter(images)
+    for message in messages:
+        message["content"] = [
+            {**part, "image": next(rest)} if part.get("type") == "image" else part for part in message["content"]
+        ]
+    return messages, images
 
 
 def shows_images(prompt: Any) -> bool:

@@ -192,14 +192,24 @@ class Playing:
         if engine.episodes:
             with suppress(Raised, TimedOut):  # the user's code may have put anything into its episode
                 return await run_in_thread(salvaged, SALVAGE_SECONDS)
-        prompt = row.get("prompt")
         try:
-            prompt_ids = self.codec.read_row(row).ids
+            return failed_rollout(self.codec, row, error, self.codec.read_row(row).ids)
         except ValueError as no_prompt:
-            error = f"{error} (and {no_prompt})"
-            prompt_ids = [self.codec.tokenizer.eos_token_id or 0]
-        completion: Any = [] if is_conversational(prompt) else ""
-        return Rollout(prompt_ids, [], [], [], completion, FinishReason.ERROR, entropies=[], versions=[], error=error)
+            return failed_rollout(self.codec, row, f"{error} (and {no_prompt})")
+
+
+def failed_rollout(codec: PromptCodec, row: dict[str, Any], error: str, prompt_ids: list[int] | None = None) -> Rollout:
+    """A rollout in which the policy said nothing.
+
+    Args:
+        codec: of the prompts.
+        row: of the dataset.
+        error: what failed, in words.
+        prompt_ids: of the prompt, if it has any that can be had.
+    """
+    completion: Any = [] if is_conversational(row.get("prompt")) else ""
+    ids = prompt_ids or [codec.tokenizer.eos_token_id or 0]
+    return Rollout(ids, [], [], [], completion, FinishReason.ERROR, entropies=[], versions=[], error=error)
 
 
 def _own_copy(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ here: reading images (`covey.rollout.images`), chat templates (`covey.rollout.pr
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,59 @@ class Vision:
             if len(self._known) > REMEMBERED:
                 del self._known[next(iter(self._known))]
         return known
+
+    def find(self, ids: Sequence[int], images: Sequence[Any], written: Sequence[bool]) -> tuple[Media, ...]:
+        """Images among tokens that somebody else has put together.
+
+        Each is processed by itself, and looked for as the tokens that stand for it, behind those of the one before.
+        What is found can be trained on, and not be sent to servers, which would have to make the tokens themselves.
+
+        Args:
+            ids: tokens of a rollout, with images expanded.
+            images: as `read_image` takes them, in their order.
+            written: by others than the policy, one value a token: only these can stand for an image.
+
+        Raises:
+            ImageError: an image cannot be read, or its tokens are not there; or there are tokens of other images.
+        """
+        found: list[Media] = []
+        at = 0
+        for number, image in enumerate(images):
+            stretch, alone = self._alone(read_image(image, f"image {number}"))
+            places = range(at, len(ids) - len(stretch) + 1)
+            here = (i for i in places if ids[i] == stretch[0] and list(ids[i : i + len(stretch)]) == stretch)
+            start = next((i for i in here if all(written[i : i + len(stretch)])), None)
+            if start is None:
+                raise ImageError(
+                    f"image {number} of {len(images)} is not among the tokens: the model's processor makes"
+                    f" {len(stretch)} of it, and they are nowhere after token {at}."
+                )
+            found.append(replace(alone, start=start))
+            at = start + len(stretch)
+        covered = {i for one in found for i in range(one.start, one.start + one.length)}
+        others = sum(token in self.placeholders and written[i] and i not in covered for i, token in enumerate(ids))
+        if others:
+            raise ImageError(f"{others} tokens stand for images that are not among the {len(images)} that are given.")
+        return tuple(found)
+
+    def _alone(self, image: Any) -> tuple[list[int], Media]:
+        """The tokens that stand for an image, whatever is around it, and what the model is given with them."""
+        tokenizer = self.processor.tokenizer
+        if getattr(tokenizer, "chat_template", None):
+            text = tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}], tokenize=False)
+        else:
+            text = getattr(self.processor, "boi_token", None) or self.processor.image_token
+        encoded = self.encode(text, [image])
+        (media,) = encoded.media
+        marked = [any(marks[i] for marks in media.marks.values()) for i in range(media.length)]
+        places = [i for i, token in enumerate(encoded.ids) if token in self.placeholders or marked[i]]
+        if not places:
+            raise ImageError(
+                f"{type(self.processor).__name__} makes no tokens of an image that could be told from text."
+            )
+        first, last = places[0], places[-1] + 1
+        marks = {name: marks[first:last] for name, marks in media.marks.items()}
+        return encoded.ids[first:last], replace(media, marks=marks, start=0, length=last - first, short_ids=())
 
     def _process(self, text: str, images: tuple[Any, ...], start: int, tokenizing: dict[str, Any]) -> Encoded:
         try:

@@ -198,19 +198,20 @@ def without_failed(rewards: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
     return rewards.masked_fill(failed[:, None], torch.nan) if len(rollouts) else rewards
 
 
+def failure_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
+    """`rollouts/failed`."""
+    return {"rollouts/failed": Mean.of([float(rollout.finish is FinishReason.ERROR) for rollout in rollouts])}
+
+
 def agent_stats(rollouts: Sequence[Rollout], agency: Agency) -> dict[str, Stat]:
     """`rollouts/turns`, `rollouts/failed`, ... and, where there are tools, what became of calls and what they took."""
-
-    def share(finish: FinishReason) -> Stat:
-        return Mean.of([float(rollout.finish is finish) for rollout in rollouts])
-
     own = plays_functions(agency) or isinstance(agency.play, TextEnvironmentAgent)
     tools = not own or any(rollout.calls for rollout in rollouts)
     seconds: dict[str, Stat] = {"tools/seconds": Mean.of([rollout.tool_seconds for rollout in rollouts])}
     return {
         "rollouts/turns": Mean.of([float(rollout.num_turns) for rollout in rollouts]),
         "rollouts/seconds": Mean.of([rollout.seconds for rollout in rollouts if rollout.seconds]),
-        "rollouts/failed": share(FinishReason.ERROR),
-        "rollouts/tool_budget": share(FinishReason.TOOL_BUDGET),
+        **failure_stats(rollouts),
+        "rollouts/tool_budget": Mean.of([float(rollout.finish is FinishReason.TOOL_BUDGET) for rollout in rollouts]),
         **(call_stats(rollouts) | seconds if tools else {}),
     }

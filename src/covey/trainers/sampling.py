@@ -20,7 +20,7 @@ from covey.rollout.batch_function import BatchFunction
 from covey.rollout.collector import Collector, Draw
 from covey.rollout.engine import SamplingParams
 from covey.rollout.speculation import Speculation, reuse_stats
-from covey.trainers.agents import RolloutWatch, agent_stats, without_failed
+from covey.trainers.agents import RolloutWatch, agent_stats, failure_stats, without_failed
 from covey.trainers.ahead import Flight, SamplingAhead
 from covey.trainers.assembly import build_ahead
 from covey.trainers.dynamic import Sampled
@@ -72,9 +72,11 @@ class SampledGenerations(PolicyUpdates):
                 self._bring_weights()
                 with self.phases("generate"), kept_surroundings():
                     rollouts = self.collector.collect(draws, self.sampling, key, reuse, watched)
+            self.rollout_watch.judge(rollouts)
             if self.collector.agency is not None:
-                self.rollout_watch.judge(rollouts)
                 self.metrics.add(agent_stats(rollouts, self.collector.agency), self.mode)
+            elif self.collector.codec.vision is not None:  # a picture may be broken, or larger than the context
+                self.metrics.add(failure_stats(rollouts), self.mode)
             try:
                 with self.phases("reward"), kept_surroundings():
                     rows = [draw.row for draw in draws]

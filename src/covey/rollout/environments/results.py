@@ -6,14 +6,19 @@ Everything here is pure. What cannot be used raises `EnvironmentFailed`, which c
 import copy
 import math
 import numbers
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from covey.core.failures import shown
 from covey.core.rollout import Message
 from covey.rollout.environments.calls import EnvironmentFailed
+from covey.rollout.images import as_parts
 from covey.rollout.prompts import is_conversational
+from covey.rollout.tools.results import parts_of
+
+Observation = str | list[Message] | list[dict[str, Any]]
+"""What the policy is told: text, messages, or parts of one, such as `{"type": "image", "image": ...}`."""
 
 Reward = float | list[tuple[Any, float | None]] | None
 """Of a rollout: a number, `(end, reward)` of its steps, or an abstention."""
@@ -24,20 +29,20 @@ class Step:
     """What a text environment answered to a turn.
 
     Attributes:
-        observation: text or messages for the policy, or None.
+        observation: for the policy, or None.
         reward: of the turn, or None.
         done: the episode is over.
         cut: it is over because it lasted too long, not because of what happened in it.
     """
 
-    observation: str | list[Message] | None
+    observation: Observation | None
     reward: float | None
     done: bool
     cut: bool = False
 
 
-def checked_observation(value: Any, where: str) -> str | list[Message] | None:
-    """Text, messages (copied) or None.
+def checked_observation(value: Any, where: str) -> Observation | None:
+    """Text, messages, or None; a PIL image, or a list with images and other things, becomes parts. All is copied.
 
     Raises:
         EnvironmentFailed: anything else.
@@ -46,8 +51,12 @@ def checked_observation(value: Any, where: str) -> str | list[Message] | None:
         return value
     if is_conversational(value) and all(isinstance(one, dict) and "role" in one for one in value):
         return copy.deepcopy(value)
+    parts = parts_of(value, sys.maxsize)
+    if parts is not None:
+        return copy.deepcopy(parts)  # an environment may draw its next picture over this one
     raise EnvironmentFailed(
-        f"{where} returned {shown(value)}; it must return text, a list of messages with 'role' and 'content', or None"
+        f"{where} returned {shown(value)}; it must return text, an image, a list of text and images, a list of messages"
+        " with 'role' and 'content', or None"
     )
 
 
@@ -102,11 +111,11 @@ def checked_number(value: Any, where: str) -> float | None:
     return float(number)
 
 
-def opened_with(prompt: Any, opening: str | list[Message] | None, where: str) -> list[Message]:
+def opened_with(prompt: Any, opening: Observation | None, where: str) -> list[Message]:
     """The prompt that an episode begins with.
 
-    Text of the environment is added to the last message of the user, messages follow those of the row. Where the row
-    has no prompt, they are all there is.
+    Text and images of the environment are added to the last message of the user, messages follow those of the row.
+    Where the row has no prompt, they are all there is.
 
     Args:
         prompt: of the row, or None.
@@ -119,25 +128,29 @@ def opened_with(prompt: Any, opening: str | list[Message] | None, where: str) ->
     if prompt is None or prompt == []:
         if not opening:
             raise EnvironmentFailed(f"the row has no prompt, and {where} returned none")
-        return [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
+        return as_messages(opening)
     if not is_conversational(prompt):
         raise EnvironmentFailed(f"an environment needs a prompt of messages, and the row's is {shown(prompt)}")
     messages: list[Message] = copy.deepcopy(prompt)
     if opening is None or opening == "":
         return messages
-    if not isinstance(opening, str):
-        return messages + opening
     last = next((message for message in reversed(messages) if message["role"] == "user"), None)
-    if last is None:
-        return [*messages, {"role": "user", "content": opening}]
+    if last is None or _are_messages(opening):
+        return messages + as_messages(opening)
     content = last.get("content")
-    if isinstance(content, list):
-        content.append({"type": "text", "text": opening})
+    if isinstance(content, list) or not isinstance(opening, str):
+        last["content"] = [*as_parts(content), *as_parts(opening)]
     else:
         last["content"] = (content or "") + opening
     return messages
 
 
-def as_messages(observation: str | list[Message]) -> Sequence[Message]:
+def as_messages(observation: Observation) -> list[Message]:
     """An observation as what is said to the policy."""
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    if not isinstance(observation, str) and _are_messages(observation):
+        return list(observation)
+    return [{"role": "user", "content": observation}]
+
+
+def _are_messages(observation: Observation) -> bool:
+    return not isinstance(observation, str) and all("role" in one for one in observation)

@@ -43,11 +43,24 @@ def content_of(result: Any, limit: int) -> Content:
         TypeError: it is a generator, which is the promise of a result.
         Exception: whatever printing it raises.
     """
+    parts = parts_of(result, limit)
+    return text_of(result, limit) if parts is None else parts
+
+
+def parts_of(result: Any, limit: int) -> list[dict[str, Any]] | None:
+    """An image, or a list with images or parts among other things, as parts; None for anything else.
+
+    Args:
+        result: of any type.
+        limit: characters of text that are kept of each part.
+
+    Raises:
+        Exception: whatever printing a member of the list raises.
+    """
     if isinstance(result, list | tuple):
         first = list(islice(result, MOST_PARTS))
-        if any(_is_image(item) or _is_part(item) for item in first):
-            return [_part(item, limit) for item in first]
-    return [_part(result, limit)] if _is_image(result) else text_of(result, limit)
+        return [_part(item, limit) for item in first] if any(_is_image(one) or _is_part(one) for one in first) else None
+    return [_part(result, limit)] if _is_image(result) else None
 
 
 def text_of(result: Any, limit: int) -> str:

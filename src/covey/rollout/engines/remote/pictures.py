@@ -9,7 +9,7 @@ import base64
 from io import BytesIO
 from typing import Any
 
-from covey.core.media import unexpanded
+from covey.core.media import images_of, unexpanded
 from covey.rollout.engine import SampleRequest
 from covey.rollout.engines.remote.errors import ServerRefused
 
@@ -24,7 +24,7 @@ def sent_ids(request: SampleRequest) -> list[int]:
 
 def sent_images(request: SampleRequest) -> list[str]:
     """Its images as data URLs, in the order of the tokens that stand for them."""
-    return [_data_url(image) for one in sorted(request.media, key=lambda one: one.start) for image in one.images]
+    return [_data_url(image) for image in images_of(request.media)]
 
 
 def check_expanded(url: str, request: SampleRequest, count: Any) -> None:
