@@ -39,6 +39,12 @@ def lora(**changes):
     return peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **changes})
 
 
+def optimizer_under_an_adapter(bench):
+    model = tiny.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return bench.build(model=model, peft_config=lora(), optimizers=(optimizer, None))
+
+
 def frozen_adapter(bench):
     folder = bench.save("adapter", peft.get_peft_model(tiny.model(), lora()))
     return peft.PeftModel.from_pretrained(tiny.model(), folder)
@@ -558,6 +564,11 @@ ARGUMENTS = [
         lambda b: call_by_a_launcher(["run.yaml", "--accelerate_config", "zero3"]),
         ("one of several already", "Use one of the two"),
         when=CONFIG,
+    ),
+    Mistake(
+        "Gave an optimizer of weights that are not trained, as of the model that a peft_config freezes",
+        optimizer_under_an_adapter,
+        ("a SGD of other weights than those that are trained", "give optimizer_cls_and_kwargs"),
     ),
     Mistake(
         "Chose an output_dir that is a file or cannot be written to",

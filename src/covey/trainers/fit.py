@@ -17,8 +17,9 @@ def check_fit(trainer: Any) -> None:
 
     Raises:
         ValueError: too few prompts, one that cannot be encoded, or a column that a reward function asks for is missing;
-            or an attention that cannot be trained on this device.
+            an optimizer of other weights; or an attention that cannot be trained on this device.
     """
+    _check_optimizer(trainer.optimizer, trainer.policy)
     _check_attention(trainer.policy, trainer.accelerator.device.type)
     if trainer.train_dataset is not None:
         if hasattr(trainer.train_dataset, "__len__"):
@@ -31,6 +32,21 @@ def check_fit(trainer: Any) -> None:
         if isinstance(dataset, EvalSuite):
             dataset.judge(trainer.rewards)
     _check_best_metric(trainer.args.metric_for_best_model, given)
+
+
+def _check_optimizer(optimizer: Any, policy: Any) -> None:
+    """One that is given holds weights that are trained; an adapter's are there once the trainer has made it."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    if not any(parameter.requires_grad and id(parameter) in held for parameter in policy.parameters()):
+        raise ValueError(
+            f"`optimizers` holds a {type(optimizer).__name__} of other weights than those that are trained, so nothing"
+            " would change. Make it of `model.parameters()` of the model that the trainer gets. With a `peft_config` it"
+            " makes the weights to train: give optimizer_cls_and_kwargs=(class, arguments), or apply"
+            " `get_peft_model` yourself."
+        )
 
 
 def _check_attention(policy: Any, device_type: str) -> None:
