@@ -132,11 +132,11 @@ def test_suites_are_evaluated_while_training_and_logged(tmp_path, capsys):
 
 def test_what_was_answered_is_written_down(tmp_path):
     suite = EvalSuite(tiny.rows(3), num_generations=2, pass_at=1, maj_at=2)
-    _, metrics = evaluated(tmp_path, {"letters": suite})
-    table = pq.read_table(tmp_path / "evaluations" / "eval_letters_00000.parquet").to_pydict()
+    _, metrics = evaluated(tmp_path, {"me/letters": suite})
+    table = pq.read_table(tmp_path / "evaluations" / "eval_me-letters_00000.parquet").to_pydict()
     assert table["prompt"] == [row["prompt"] for row in tiny.rows(3) for _ in range(2)]
     assert [float(right) for right in table["right"]] == table["even"]
-    assert sum(table["even"]) / 6 == pytest.approx(metrics["eval_letters_pass@1"])
+    assert sum(table["even"]) / 6 == pytest.approx(metrics["eval_me/letters_pass@1"])
     assert table["answer"] == [text[:1] or None for text in table["completion"]] and "advantage" not in table
 
 

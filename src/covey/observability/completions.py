@@ -41,7 +41,7 @@ class CompletionLog:
         report_to: names of trackers, as in `TrainingArguments.report_to`; ones without tables are passed over.
         sent_as: what the table is called there.
         folder: name of the subfolder.
-        name: what the files' names begin with.
+        name: what the files' names begin with; a slash in it, as in hub ids, is written as a dash.
         enabled: False makes a log that takes rows and does nothing with them (processes other than the first).
 
     Example:
@@ -66,7 +66,7 @@ class CompletionLog:
         enabled: bool = True,
     ):
         self.folder = Path(output_dir) / folder
-        self.name = name
+        self.name = name.replace("/", "-").replace(os.sep, "-")
         self.rows: deque[Row] = deque(maxlen=limit)
         self.reward_names: list[str] = []
         self.enabled = enabled
