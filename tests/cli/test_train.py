@@ -196,6 +196,7 @@ def test_rewards_must_be_names():
 
 def test_resuming_takes_a_folder_or_the_latest(tmp_path):
     assert resume_from(None) is None and resume_from("false") is None
+    assert resume_from(False) is None and resume_from(True) is True  # as YAML has them
     assert resume_from("True") is True and resume_from("last") is True
     assert resume_from(str(tmp_path)) == str(tmp_path)
 

@@ -333,6 +333,9 @@ RUN_FILES = [
         FileNotFoundError,
     ),
     run_file("Wrote YAML that cannot be read", "beta: [0.1\n", r"run\.yaml cannot be read", "line 2"),
+    run_file(
+        "Wrote a key twice", "beta: 0.1\nbeta: 0\n", r"run\.yaml cannot be read", "`beta` is in line 1 and in line 2"
+    ),
     run_file("Wrote a run file without fields", "- beta\n", "must hold `field: value` lines, but holds a list"),
     run_file(
         "Misspelt a key of a run file", "modle: x\n", "`modle` is no setting", "Did you mean `model`", kind=TypeError

@@ -42,6 +42,7 @@ REFUSED = [
     (training.learning_rate_goes_downhill, GRPOConfig, {"learning_rate": -1e-6}, "learning_rate=-1e-06 is out of"),
     (training.learning_rate_goes_downhill, GRPOConfig, {"learning_rate": float("nan")}, "learning_rate=nan"),
     (training.something_is_trained, GRPOConfig, {"num_train_epochs": 0}, "nothing would be trained"),
+    (training.something_is_trained, GRPOConfig, {"max_steps": 0}, "nothing would be trained"),
     (batches.batch_size_is_fixed, GRPOConfig, {"auto_find_batch_size": True}, "auto_find_batch_size=True"),
     (batches.batch_size_is_fixed, GRPOConfig, {"accelerator_config": {"split_batches": True}}, "split_batches=True"),
     (staleness.staleness_is_counted, GRPOConfig, {"max_staleness": -1}, "max_staleness=-1 .* 0 or more"),

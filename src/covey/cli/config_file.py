@@ -174,12 +174,25 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no run file {str(path)!r}.")
     try:
-        values = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+        values = json.loads(path.read_text()) if path.suffix == ".json" else yaml.load(path.read_text(), _Once)
     except (yaml.YAMLError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold `field: value` lines, but holds a {type(values).__name__}.")
     return values
+
+
+class _Once(yaml.SafeLoader):
+    """YAML in which no key of a mapping comes twice, as YAML has it; PyYAML would take the last one in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(f"`{name}` is in line {lines[name]} and in line {line}. Leave one out.")
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
 class _Flags(argparse.ArgumentParser):
@@ -251,6 +264,7 @@ def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
         if named is not None and named != value:
             raise ValueError(f"method={named!r} and {other}={value!r} contradict each other.")
         named = value
+    config_of(named or fixed or "grpo")
     if fixed is not None and named is not None and named != fixed:
         raise ValueError(f"the run says method={named!r}, but the command is `covey {fixed}`: use `covey {named}`.")
     return fixed or named or "grpo"

@@ -204,13 +204,14 @@ class AtomicCheckpoints(Trainer):
         return {name: value for name, value in asdict(algebra).items() if name not in NOT_BINDING}
 
 
-def resume_from(text: str | None) -> str | bool | None:
-    """What to resume from: a checkpoint's folder, the latest one ("true", "last"), or nothing.
+def resume_from(said: str | bool | None) -> str | bool | None:
+    """What a config says to resume from: a checkpoint's folder, the latest one (True, "true", "last"), or nothing.
 
     Raises:
         FileNotFoundError: there is no such folder.
     """
-    if text is None or text.lower() in ("", "false", "no"):
+    text = str(said or "")
+    if text.lower() in ("", "false", "no"):
         return None
     if text.lower() in ("true", "yes", "last", "latest"):
         return True

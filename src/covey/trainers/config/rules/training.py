@@ -43,10 +43,10 @@ def learning_rate_goes_downhill(args: Any) -> None:
 
 def something_is_trained(args: Any) -> None:
     """The run lasts for some steps."""
-    if args.max_steps <= 0 and args.num_train_epochs <= 0:
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
         raise ValueError(
             f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps}: nothing would be trained. Set"
-            " one of them above 0; max_steps wins when both are."
+            " one of them above 0; max_steps wins unless it is -1."
         )
 
 
