@@ -94,7 +94,7 @@ class Fleet:
         timeout_setting: str,
     ):
         self.members = members
-        self._alive = alive
+        self._ask_alive = alive
         self._readmit = readmit
         self._concurrency = concurrency
         self._timeout = timeout
@@ -221,6 +221,10 @@ class Fleet:
             except Exception as error:  # not its own fault, perhaps, as when a disk is full; it is looked at again
                 member.words = str(error) or type(error).__name__
 
+    async def alive(self, member: Member) -> None:
+        """Raises a `ServerError` if the server does not live."""
+        await self._ask_alive(member.server, QUICK_SECONDS)
+
     def _watch_over(self) -> None:
         if self._watch is None or self._watch.done():
             self._watch = asyncio.get_running_loop().create_task(self._look_after())
@@ -242,7 +246,7 @@ class Fleet:
 
     async def _check(self, member: Member) -> None:
         try:
-            await self._alive(member.server, QUICK_SECONDS)
+            await self.alive(member)
             member.misses = 0
         except ServerError as error:
             member.misses += 1

@@ -222,7 +222,7 @@ class ServerWeights:
     async def readmit(self, member: Member) -> bool:
         """Whether a server that was left out may sample: it lives, and holds the current weights."""
         try:
-            await self._dialect.alive(member.server, QUICK_SECONDS)
+            await self._fleet.alive(member)
         except (ServerUnreachable, ServerBusy):
             self._hopeless.pop(member, None)
             raise
