@@ -1,6 +1,5 @@
 """Fixtures shared by all tests."""
 
-import gc
 import os
 import signal
 
@@ -22,10 +21,8 @@ hypothesis.settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quick_collections():
-    """A trainer collects garbage when it starts, and what is imported takes half a second to look at each time."""
-    gc.collect()
-    gc.freeze()
+def _quick():
+    tiny.quick()
 
 
 @pytest.fixture(autouse=True)

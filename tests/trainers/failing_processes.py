@@ -1,15 +1,21 @@
-"""Run under torchrun: a training run in which the last process goes wrong in a chosen way, at its second generation.
+"""Training runs on two processes of which the last goes wrong in a chosen way, at its second generation.
 
-Usage: failing_processes.py OUTPUT WAY SECONDS
+Usage: failing_processes.py OUTPUT SECONDS WAY... Every way has a folder of its name, with what each process wrote and,
+in `statuses.json`, how it ended. The processes are forked from one that has everything imported, and no launcher ends
+one for the other's sake.
 """
 
+import json
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import runs
-import torch
+from launching import free_port
+
+import tiny
 
 CALLS = []
 WAYS = {
@@ -41,11 +47,33 @@ def goes_wrong(completions, **kwargs):
     return runs.digits(completions)
 
 
+def fork(port):
+    """The rank, in one of two new processes; in the old one the statuses of both, once they have ended."""
+    children = []
+    for rank in ("0", "1"):
+        child = os.fork()
+        if not child:
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": str(port)}
+            return rank, None
+        children.append(child)
+    return None, [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
 if __name__ == "__main__":
-    output, way, seconds = sys.argv[1:]
-    torch.set_num_threads(1)
+    output, seconds, *ways = sys.argv[1:]
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    tiny.quick()
+    for way in ways:
+        folder = Path(output, way)
+        folder.mkdir(parents=True)
+        rank, statuses = fork(free_port())
+        if rank is not None:
+            break
+        (folder / "statuses.json").write_text(json.dumps(statuses))
+    else:
+        sys.exit()
     trainer = runs.trainer(
-        output,
+        folder,
         parts={"reward_funcs": goes_wrong},
         per_device_train_batch_size=4,
         gradient_accumulation_steps=1,
@@ -55,6 +83,6 @@ if __name__ == "__main__":
     try:
         trainer.train()
     except BaseException as error:
-        with open(f"{output}/error_{trainer.args.process_index}.txt", "w") as file:
-            file.write("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
+        notes = getattr(error, "__notes__", [])
+        (folder / f"error_{rank}.txt").write_text("\n".join([f"{type(error).__name__}: {error}", *notes]))
         raise

@@ -1,52 +1,20 @@
 """Processes that do not come, fail or die: the others say so, soon, and end."""
 
-import os
+import json
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from failing_processes import WAYS
+from launching import environment, free_port
+from launching import run as launch
 from test_bad_input import quoted, rows
 
 from covey.trainers.collectives import Collectives
 
 SCRIPT = Path(__file__).parent / "failing_processes.py"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def launch(output: Path, way: str, seconds: int, script: Path = SCRIPT) -> list[subprocess.Popen]:
-    """Two processes without a launcher that would end one for the other's sake."""
-    port = free_port()
-    folders = [str(SCRIPT.parent), str(SCRIPT.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    common = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(folders),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    output.mkdir(exist_ok=True)
-    command = [sys.executable, str(script), str(output), way, str(seconds)]
-    return [
-        subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-
-
-def ends(process: subprocess.Popen) -> int:
-    _, said = process.communicate(timeout=180)
-    assert process.returncode != 0, said.decode()[-3000:]
-    return process.returncode
 
 
 TOLD = {
@@ -59,27 +27,36 @@ TOLD = {
 
 
 ESSENTIAL = ("returns nonsense", "is killed")
-"""What every run of the tests tries; the others take a launch each, too, and are slow."""
+"""What every run of the tests tries; the others take longer, and are slow."""
+
+
+@pytest.fixture(scope="module")
+def went_wrong(tmp_path_factory):
+    """(way) -> the folder of a run that went wrong so."""
+    folders = {}
+
+    def run(way):
+        ways = tuple(one for one in WAYS.values() if (one in ESSENTIAL) == (way in ESSENTIAL))
+        if ways not in folders:
+            folders[ways] = tmp_path_factory.mktemp("wrong")
+            launch([sys.executable, str(SCRIPT), str(folders[ways]), "20", *ways])
+        return folders[ways] / way
+
+    return run
 
 
 @pytest.mark.parametrize(
     "what",
     [pytest.param(row, id=way, marks=() if way in ESSENTIAL else pytest.mark.slow) for row, way in WAYS.items()],
 )
-def test_a_process_that_goes_wrong_ends_the_others_which_say_why(tmp_path, what):
-    first, second = launch(tmp_path, WAYS[what], 20)
-    try:
-        ends(first)
-        error = (tmp_path / "error_0.txt").read_text()
-        assert re.match("CollectiveError: step [13]: ", error)
-        assert quoted(rows()[what]).search(error), "the page says otherwise"
-        for part in TOLD[WAYS[what]]:
-            assert error.count(part) == 1
-        ends(second)  # also the one that hangs: it is interrupted
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.wait()
+def test_a_process_that_goes_wrong_ends_the_others_which_say_why(went_wrong, what):
+    folder = went_wrong(WAYS[what])
+    assert all(json.loads((folder / "statuses.json").read_text()))  # also the one that hangs: it is interrupted
+    error = (folder / "error_0.txt").read_text()
+    assert re.match("CollectiveError: step [13]: ", error)
+    assert quoted(rows()[what]).search(error), "the page says otherwise"
+    for part in TOLD[WAYS[what]]:
+        assert error.count(part) == 1
 
 
 def test_one_process_exchanges_with_itself_and_keeps_its_errors():
@@ -120,7 +97,11 @@ with processes.ending_all():
 def test_processes_that_have_all_failed_may_begin_anew(tmp_path):
     script = tmp_path / "begins_anew.py"
     script.write_text(BEGINS_ANEW)
-    processes = launch(tmp_path, "", 0, script)
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen([sys.executable, str(script)], env=environment(RANK=rank, **meeting), stderr=subprocess.PIPE)
+        for rank in ("0", "1")
+    ]
     try:
         said = [process.communicate(timeout=120)[1].decode() for process in processes]
         assert "KeyError: 'alone'" in said[1].splitlines()[-1]
