@@ -229,7 +229,7 @@ def part_of(parameter):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
+    tiny.quick()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         of_processes = importlib.import_module("deepspeed.comm.torch")
         of_processes.build_shm_op = lambda: None  # takes minutes to compile; gloo does the same

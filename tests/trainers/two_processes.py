@@ -157,7 +157,7 @@ def train(output, settings):
 
 if __name__ == "__main__":
     output, cases = sys.argv[1], json.loads(sys.argv[2])
-    torch.set_num_threads(1)
+    tiny.quick()
     found = {case: train(f"{output}/{case}", settings) for case, settings in cases.items()}
     if torch.distributed.get_rank() == 0:
         torch.save(found, f"{output}/result.pt")
