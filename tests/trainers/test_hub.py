@@ -74,7 +74,8 @@ def test_push_to_hub_at_the_end(tmp_path, hub):
     assert not hub.created
     trainer.push_to_hub(tags=["sums"], dataset_name="me/sums")
     (message, files) = files_of(hub)[-1]
-    assert message == "End of training" and "model.safetensors" in files
+    assert message == "End of training"
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(files)
     about = metadata(last(hub, "README.md"))
     assert about["tags"][:1] == ["sums"] and "rloo" in about["tags"] and about["datasets"] == ["me/sums"]
 
