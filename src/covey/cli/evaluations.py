@@ -1,43 +1,16 @@
-"""Evaluation sets of a run file, and `covey eval`: samples and scores them without training.
+"""Evaluation sets of a run file.
 
     eval_dataset:
       sums: held_out.jsonl
       hard: {dataset: hard.jsonl, num_generations: 16, temperature: 0.7, pass_at: [1, 16]}
 
-What a set's settings mean is in `covey.trainers.suites`.
+What a set's settings mean is in `covey.trainers.suites`. Not here: `covey eval` (`covey.cli.evaluate`).
 """
 
-import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
-
-
-def main(argv: Sequence[str]) -> int:
-    """`covey eval`; returns the exit status.
-
-    Raises:
-        ValueError, FileNotFoundError, ImportError: something that the user can mend.
-    """
-    from covey.cli.train import build_trainer, read_run, take_config
-
-    if not argv or "-h" in argv or "--help" in argv:
-        print("usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]")
-        print("Samples and scores the eval_dataset of a run file without training; the file is that of `covey grpo`.")
-        print("Prints every estimate, and writes evaluation.json and evaluations/ into output_dir.")
-        return 0 if argv else 2
-    path, flags = take_config(list(argv))
-    run = read_run(path, flags, None, needed=("model", "eval_dataset"))
-    trainer = build_trainer(run, training=False)
-    metrics = trainer.evaluate()
-    if trainer.is_world_process_zero():
-        assert run.args.output_dir is not None, "transformers fills it in"
-        place = Path(run.args.output_dir) / "evaluation.json"
-        place.write_text(json.dumps(metrics, indent=2) + "\n")
-        print(f"metrics:     {place}")
-    return 0
 
 
 def load_evaluations(given: Any) -> Any:
