@@ -451,6 +451,12 @@ MODELS = [
         TRAINING,
     ),
     Mistake(
+        "Asked for an attention whose package is not installed",
+        lambda b: b.build({"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}, model=b.folder),
+        ("needs a package that is missing here", "attn_implementation", "leave that out"),
+        kind=ImportError,
+    ),
+    Mistake(
         "Asked for flex_attention on a CPU",
         lambda b: b.build({"model_init_kwargs": {"attn_implementation": "flex_attention"}}, model=b.folder),
         ("attn_implementation='flex_attention' cannot be trained on a CPU", "choose 'sdpa' or 'eager'"),

@@ -85,6 +85,12 @@ def _from_pretrained(name: str, init_kwargs: dict[str, Any], trust_remote_code: 
         check_installed(quantization)
     try:
         loaded: Any = auto_class.from_pretrained(name, **kwargs, output_loading_info=True)
+    except ImportError as error:
+        raise ImportError(
+            f"the model {name!r} needs a package that is missing here, with model_init_kwargs={init_kwargs!r}:"
+            f" {_first_line(error)} Install it; or, for an attn_implementation, leave that out: packed rows use Covey's"
+            " own attention."
+        ) from error
     except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(_why_not_loaded(name, init_kwargs, error)) from error
