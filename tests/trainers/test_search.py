@@ -146,3 +146,11 @@ def test_searches_that_cannot_work_are_refused(tmp_path, parts, options, says):
 def test_a_trainer_needs_a_model_or_its_maker():
     with pytest.raises(TypeError, match="needs `model`"):
         GRPOTrainer(reward_funcs=runs.longer)
+
+
+def test_a_schedule_of_another_kind_gets_no_settings_of_the_first(tmp_path):
+    config = runs.config(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=1)
+    assert config.lr_scheduler_kwargs == {"mode": "max"}
+    assert not config.with_changes(lr_scheduler_type="linear").lr_scheduler_kwargs
+    falling = config.with_changes(greater_is_better=False)
+    assert falling.lr_scheduler_kwargs == {"mode": "min"}

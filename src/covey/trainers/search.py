@@ -9,7 +9,8 @@ import copy
 import inspect
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from transformers.trainer_utils import BestRun
@@ -83,7 +84,10 @@ class HyperparameterSearch(AtomicCheckpoints):
             import optuna
         except ImportError as error:
             raise ImportError("hyperparameter_search needs optuna: pip install 'covey[search]'.") from error
-        trials = _Trials(self, hp_name, compute_objective or mean_reward)
+        caught = kwargs.get("catch", ())
+        trials = _Trials(
+            self, hp_name, compute_objective or mean_reward, caught if isinstance(caught, Iterable) else (caught,)
+        )
         if self.args.process_index:
             return trials.follow()
         optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
@@ -137,12 +141,20 @@ class _Trials:
         original: whose settings the trials change.
         hp_name: names a trial.
         objective: from metrics to what is compared.
+        caught: kinds of errors that end a trial and not the search.
     """
 
-    def __init__(self, original: Any, hp_name: Callable[[Any], str] | None, objective: Objective):
+    def __init__(
+        self,
+        original: Any,
+        hp_name: Callable[[Any], str] | None,
+        objective: Objective,
+        caught: Iterable[type[Exception]] = (),
+    ):
         self._original = original
         self._name = hp_name or (lambda trial: f"run-{trial.number}")
         self._objective = objective
+        self._caught = tuple(caught)
         self._tell = original.collectives.gather
 
     def lead(self, trial: Any, changes: dict[str, Any]) -> Any:
@@ -164,7 +176,8 @@ class _Trials:
             if word == "end":
                 return told[0]
             number, params, changes, name = told
-            self._run(optuna.trial.FixedTrial(params, number), changes, name)
+            with suppress(*self._caught):  # as optuna does in the first process
+                self._run(optuna.trial.FixedTrial(params, number), changes, name)
 
     def end(self, best: Any) -> None:
         """In the first process: no trial follows."""

@@ -166,6 +166,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         filled_in = {
             "generation_batch_size": None if not self._generation_batch_size_given else self.generation_batch_size,
             "steps_per_generation": self._steps_given,
+            "lr_scheduler_kwargs": self._scheduler_kwargs_given,
         }
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
         return type(self)(**{**values, **filled_in, **changes})
@@ -248,9 +249,10 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     def _settle_direction(self) -> None:
         """A scheduler that waits for a metric waits for it to rise or to fall, as `greater_is_better` has it."""
+        given = as_dict("lr_scheduler_kwargs", self.lr_scheduler_kwargs)  # transformers has parsed text
+        self._scheduler_kwargs_given = given
         if self.lr_scheduler_type in BY_METRIC:
             mode = "max" if self.greater_is_better else "min"
-            given = as_dict("lr_scheduler_kwargs", self.lr_scheduler_kwargs)  # transformers has parsed text
             self.lr_scheduler_kwargs = {"mode": mode, **(given or {})}
 
     def _settle_batches(self) -> None:
