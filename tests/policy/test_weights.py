@@ -171,6 +171,13 @@ def test_adapters_that_servers_cannot_load_are_known(case, alone):
     assert (why_not_alone(adapted(**CASES[case])) is None) is alone
 
 
+@pytest.mark.parametrize(("modules", "alone"), [(r".*language_model.*q_proj", True), (["q_proj"], False)])
+def test_an_adapter_of_the_encoder_of_images_is_merged(modules, alone):
+    """Servers know adapters of the language model; the encoder has a q_proj as well."""
+    model, _ = tiny_vision.make("gemma3")
+    assert (why_not_alone(peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=modules))) is None) is alone
+
+
 @pytest.mark.parametrize("family", sorted(tiny_vision.MAKERS))
 def test_vision_language_models_are_sent_under_the_names_of_their_checkpoints(family, tmp_path):
     if family in tiny_vision.NEEDS_TORCHVISION and not tiny_vision.HAS_TORCHVISION:

@@ -16,6 +16,17 @@ ALIGNERS = ("merger", "projector", "connector", "aligner", "newline")
 """What the names of modules and parameters hold that stand between the encoder of images and the language model."""
 
 
+def image_encoder(model: Any) -> nn.Module | None:
+    """What encodes the images of a transformers or PEFT model; None where there is nothing of the kind."""
+    base = _base(model)
+    encoder = base.get_encoder(modality="image") if hasattr(base, "get_encoder") else None
+    return encoder if isinstance(encoder, nn.Module) and encoder not in (base, getattr(base, "model", None)) else None
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
 def part_names(model: Any) -> dict[str, str]:
     """Which part each parameter belongs to, by name: "vit", "aligner" or "llm".
 
@@ -25,14 +36,13 @@ def part_names(model: Any) -> dict[str, str]:
     Raises:
         ValueError: it has no encoder of images.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    encoder, decoder = base.get_encoder(modality="image"), base.get_decoder()
-    if encoder in (base, getattr(base, "model", None)) or not isinstance(encoder, nn.Module):
+    base, encoder = _base(model), image_encoder(model)
+    if encoder is None:
         raise ValueError(
             f"{type(base).__name__} has no encoder of images that could be found, so freeze_vit and freeze_aligner mean"
             " nothing. Leave them at False."
         )
-    of_encoder, of_decoder = ({id(one) for one in part.parameters()} for part in (encoder, decoder))
+    of_encoder, of_decoder = ({id(one) for one in part.parameters()} for part in (encoder, base.get_decoder()))
     of_head = {id(one) for one in base.get_output_embeddings().parameters()}
 
     def part(name: str, parameter: nn.Parameter) -> str:
@@ -42,6 +52,15 @@ def part_names(model: Any) -> dict[str, str]:
         return "vit" if id(parameter) in of_encoder and not aligns else "aligner"
 
     return {name: part(name, parameter) for name, parameter in model.named_parameters()}
+
+
+def adapted_parts(model: Any) -> set[str]:
+    """The parts of a PEFT model that low-rank matrices lie in.
+
+    Raises:
+        ValueError: it has no encoder of images.
+    """
+    return {part for name, part in part_names(model).items() if "lora_" in name}
 
 
 def freeze_parts(model: Any, frozen: Collection[str]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.weights import TensorSpec, WeightUpdate
+from covey.policy.parts import adapted_parts, image_encoder
 from covey.policy.quantised import (
     is_quantised_layer,
     plain_layer,
@@ -167,6 +168,8 @@ def why_not_alone(model: Any) -> str | None:
     ):
         if getattr(config, name, None):
             return why
+    if image_encoder(model) is not None and adapted_parts(model) != {"llm"}:
+        return "it changes what encodes images, where servers take none"
     return "it trains biases" if getattr(config, "bias", "none") != "none" else None
 
 

@@ -5,6 +5,7 @@ sampled like any other. Not here: the engine (`covey.rollout.engines.vllm_coloca
 (`covey.trainers.weight_sync`).
 """
 
+import copy
 import os
 import tempfile
 import warnings
@@ -16,9 +17,10 @@ import psutil
 import torch
 
 from covey.policy.loading import end_token_ids
-from covey.policy.weights import active_adapter, base_model, has_adapter, why_not_alone
+from covey.policy.weights import active_adapter, base_model, has_adapter, original_class, why_not_alone
 from covey.rollout.engines.vllm_colocate import Peers, VllmColocateEngine
 from covey.rollout.engines.vllm_process import start_vllm
+from covey.rollout.vision import Vision
 from covey.trainers import memory, offload, vllm_memory
 from covey.trainers.parity import AUTOCAST
 
@@ -30,9 +32,9 @@ CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def build_colocated(
-    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any]
+    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], vision: Vision | None = None
 ) -> VllmColocateEngine:
-    """vLLM in this process, asleep or without weights until the first update.
+    """vLLM in this process, asleep or without weights until the first update; it expands images as `vision` does.
 
     Raises:
         ValueError: settings that contradict one another or the number of processes, or too little memory.
@@ -42,8 +44,8 @@ def build_colocated(
     _check_processes(args, accelerator.num_processes)
     sleeping = sleeps(args, accelerator.device)
     folder = tempfile.TemporaryDirectory(prefix="covey-vllm-")
-    base_model(model).config.save_pretrained(folder.name)
-    tokenizer.save_pretrained(folder.name)
+    _save_config(base_model(model), folder.name)
+    (tokenizer if vision is None else vision.processor).save_pretrained(folder.name)
     arguments = {
         **engine_arguments(args, model, folder.name, accelerator),
         **memory_arguments(args, model, accelerator.device),
@@ -146,6 +148,13 @@ def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.Engi
     counts = memory.Counts(sum(p.numel() for p in model.parameters()), trainable, packed=0)
     estimate = memory.estimate(config, args, peft={} if has_adapter(model) else None, counts=counts)
     return estimate, vllm_memory.engine_memory(estimate, config, args)
+
+
+def _save_config(model: Any, folder: str) -> None:
+    """The config with the name of the model's class, which configs of models that were never saved lack."""
+    config = copy.copy(model.config)
+    config.architectures = config.architectures or [original_class(model).__name__]
+    config.save_pretrained(folder)
 
 
 def _check_processes(args: Any, processes: int) -> None:

@@ -137,7 +137,7 @@ def _vllm_colocate(
 ) -> RolloutEngine:
     from covey.trainers.colocation import build_colocated
 
-    return build_colocated(args, model, tokenizer, accelerator, policy)
+    return build_colocated(args, model, tokenizer, accelerator, policy, vision)
 
 
 def _vllm_server(

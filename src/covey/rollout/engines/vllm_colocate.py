@@ -4,7 +4,8 @@ Requests of all coroutines go into one vLLM engine and one task steps it; whatev
 that rewards and other rollouts go on meanwhile. Several trainer processes may split the model between them (tensor
 parallelism): then each step begins by telling one another what is new, all sample everybody's prompts in step, and
 each keeps its own completions. Weights come as a `WeightUpdate`, tensor by tensor. Not here: starting vLLM
-(`vllm_process`), how much memory it takes and what makes room for it (`covey.trainers`), servers (`remote`).
+(`vllm_process`), prompts as it takes them (`vllm_prompts`), how much memory it takes and what makes room for it
+(`covey.trainers`), servers (`remote`).
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from covey.rollout.engine import EngineTraits, SampleRequest
 from covey.rollout.engines.requests import budget_of
 from covey.rollout.engines.vllm_heads import repack_heads
 from covey.rollout.engines.vllm_process import is_running
+from covey.rollout.engines.vllm_prompts import otherwise_expanded, prompt_of
 
 OWN = frozenset(
     {
@@ -51,8 +54,21 @@ FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 LEAVING, FAILED = "leaving", "failed"
 """What processes that share a model tell one another besides their requests."""
 
-Fresh = tuple[str, list[int], dict[str, Any]]
-"""A request that vLLM does not know yet: its id, its prompt and its sampling settings."""
+Fresh = tuple[str, dict[str, Any], dict[str, Any]]
+"""A request that vLLM does not know yet: its id, its prompt as vLLM takes them, and its sampling settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A completion that is waited for.
+
+    Attributes:
+        done: gets it.
+        prompt_ids: of a prompt with images, which vLLM must expand to just these; None of text, which comes as it is.
+    """
+
+    done: "asyncio.Future[Completion]"
+    prompt_ids: list[int] | None
 
 
 class Peers:
@@ -138,7 +154,7 @@ class VllmColocateEngine:
         self._adapters = itertools.count(1)
         self._names = itertools.count()
         self._new: list[Fresh] = []
-        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._waiting: dict[str, _Asked] = {}
         self._driver: asyncio.Task[None] | None = None
         self._leaving = False
         config = vllm.vllm_config.model_config
@@ -157,17 +173,18 @@ class VllmColocateEngine:
         """Sample `request.n` completions of one prompt; drafts are left unused, which changes no sample.
 
         Raises:
-            ValueError: settings that vLLM does not know, images, or a prompt that fills the context.
-            RuntimeError: the weights never arrived, or sampling failed.
+            ValueError: settings that vLLM does not know, or a prompt that fills the context.
+            RuntimeError: the weights never arrived, sampling failed, or vLLM makes other tokens of images.
         """
         settings = self._settings(request)
         loop = asyncio.get_running_loop()
         waiting = []
+        prompt, expanded = prompt_of(request), request.prompt_ids if request.media else None
         for seed in request.seeds:
             name = f"covey-{next(self._names)}"
-            self._new.append((name, request.prompt_ids, {**settings, "seed": seed % (1 << 63)}))
+            self._new.append((name, prompt, {**settings, "seed": seed % (1 << 63)}))
             waiting.append(loop.create_future())
-            self._waiting[name] = waiting[-1]
+            self._waiting[name] = _Asked(waiting[-1], expanded)
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
         return list(await asyncio.gather(*waiting))
@@ -191,8 +208,6 @@ class VllmColocateEngine:
     def _settings(self, request: SampleRequest) -> dict[str, Any]:
         """vLLM's sampling settings of a request, but for the seed."""
         params = request.params
-        if request.media:
-            raise ValueError("vLLM in the trainer's process samples text only in this version; leave out the images.")
         if not is_running(self._vllm):
             raise RuntimeError(
                 "this engine's vLLM was stopped: another one was started in this process, where there is one at a time."
@@ -247,14 +262,14 @@ class VllmColocateEngine:
         Args:
             message: what the other processes are to know: "" (nothing), `LEAVING` or `FAILED`.
         """
-        given_up = [name for name, future in self._waiting.items() if future.done()]
+        given_up = [name for name, asked in self._waiting.items() if asked.done.done()]
         for name in given_up:
             del self._waiting[name]
         fresh, self._new = self._new, []
         everyone = self._peers.exchange((message, fresh, given_up))
         for owner, (_, fresh, dropped) in enumerate(everyone):
-            for name, prompt_ids, settings in fresh:
-                self._add(f"{owner}-{name}", prompt_ids, settings)
+            for name, prompt, settings in fresh:
+                self._add(f"{owner}-{name}", prompt, settings)
             if dropped:
                 self._vllm.abort_request([f"{owner}-{name}" for name in dropped])
         if self._vllm.has_unfinished_requests():
@@ -262,7 +277,7 @@ class VllmColocateEngine:
                 self._answer(output)
         return all(said == LEAVING for said, _, _ in everyone) and not self._vllm.has_unfinished_requests()
 
-    def _add(self, name: str, prompt_ids: list[int], settings: dict[str, Any]) -> None:
+    def _add(self, name: str, prompt: dict[str, Any], settings: dict[str, Any]) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -275,22 +290,25 @@ class VllmColocateEngine:
             raise ValueError(
                 f"vLLM does not know all of generation_kwargs: {error}. Its keys are those of vllm.SamplingParams."
             ) from error
-        self._vllm.add_request(name, {"prompt_token_ids": prompt_ids}, params, lora_request=self._adapter)
+        self._vllm.add_request(name, dict(prompt), params, lora_request=self._adapter)
 
     def _answer(self, output: Any) -> None:
         """Hand a finished completion to whoever waits for it."""
         owner, _, name = output.request_id.partition("-")
         if int(owner) != self._peers.rank or not output.finished or name not in self._waiting:
             return
-        future = self._waiting.pop(name)
-        if future.done():  # its caller was cancelled
+        asked = self._waiting.pop(name)
+        if asked.done.done():  # its caller was cancelled
+            return
+        if asked.prompt_ids is not None and (error := otherwise_expanded(asked.prompt_ids, output.prompt_token_ids)):
+            asked.done.set_exception(error)
             return
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
         finish = FINISHES.get(completion.finish_reason, FinishReason.ERROR)
         versions = None if self._update is None else [self._update.version] * len(tokens)
-        future.set_result(Completion(tokens, logprobs, finish, versions=versions))
+        asked.done.set_result(Completion(tokens, logprobs, finish, versions=versions))
 
     def _leave(self, failed: bool = False) -> None:
         """Stop stepping, once the other processes need this one no longer; what is unfinished is dropped."""
@@ -307,10 +325,10 @@ class VllmColocateEngine:
 
     def _give_up(self, error: BaseException) -> None:
         """Fail whoever waits, and leave nothing in vLLM that a later generation would go on with."""
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # looked at: whoever waited may be gone
+        for asked in self._waiting.values():
+            if not asked.done.done():
+                asked.done.set_exception(error)
+                asked.done.exception()  # looked at: whoever waited may be gone
         self._waiting.clear()
         self._new.clear()
         with contextlib.suppress(Exception):
@@ -336,6 +354,7 @@ class VllmColocateEngine:
         else:
             self._load_adapter(update)
         self._vllm.reset_prefix_cache()
+        self._vllm.reset_encoder_cache()  # what older weights made of images
         self._arrived = True
 
     def _load_all(self, update: WeightUpdate) -> None:

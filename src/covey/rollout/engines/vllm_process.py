@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from packaging.version import InvalidVersion, Version
 
+from covey.rollout.engines.vllm_dummy import register_dummy_loader
+
 OLDEST = "0.28"
 """The first vLLM whose in-process engine has all that is used here."""
 
@@ -56,7 +58,7 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
     """A `vllm.LLMEngine` whose worker lives in this process; one that ran before is stopped.
 
     Args:
-        arguments: of `vllm.EngineArgs`.
+        arguments: of `vllm.EngineArgs`; the load format "dummy" leaves constants as they are.
 
     Raises:
         ImportError: vLLM is missing or too old.
@@ -73,6 +75,8 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
         try:
             from vllm import EngineArgs, LLMEngine
 
+            if arguments.get("load_format") == "dummy":
+                arguments = {**arguments, "load_format": register_dummy_loader()}
             engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except TypeError as error:
             raise ValueError(
