@@ -115,6 +115,18 @@ VISION = [
         ("row 0 of `train_dataset`", "is of type int", "give a PIL image, the path of a file, its bytes"),
     ),
     Mistake(
+        "Put a video or a sound into a message",
+        lambda b: seeing(b, [{"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}] * 2),
+        ("row 0 of `train_dataset`", "a part of type 'video'", "Give a video as some of its images"),
+    ),
+    Mistake(
+        "Put a video or a sound into a message",
+        lambda b: b.build(
+            train_dataset=[{"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}] * 2
+        ),
+        ("row 0 of `train_dataset`", "a part of type 'audio'"),
+    ),
+    Mistake(
         "Gave the address of an image",
         lambda b: seeing(b, [row("https://example.org/cat.png")] * 2),
         ("row 0 of `train_dataset`", "is the address", "download it first"),

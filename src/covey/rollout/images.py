@@ -18,6 +18,9 @@ COLUMNS = ("image", "images")
 SOURCES = ("image", "path", "url", "base64", "image_url")
 """Keys of an image part that may say which image it is."""
 
+NEITHER = ("video", "video_url", "audio", "audio_url", "input_audio")
+"""Types of parts that are neither text nor images."""
+
 FORMS = "a PIL image, the path of a file, its bytes, or {'bytes': ..., 'path': ...} as `datasets.Image` has them"
 
 
@@ -126,12 +129,13 @@ def with_images(messages: Sequence[Message], given: Sequence[Any]) -> tuple[list
         images as they were given.
 
     Raises:
-        ImageError: there are more or fewer images than places for them.
+        ImageError: there are more or fewer images than places for them; or a part is a video or a sound.
 
     Example:
         >>> with_images([{"role": "user", "content": "What is it?"}], ["cat.png"])[0][0]["content"]
         [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]
     """
+    refuse_others(messages)
     written = [{**message, "content": as_parts(message.get("content"))} for message in messages]
     parts = [part for message in written for part in message["content"] if part.get("type") in ("image", "image_url")]
     if given and not parts:
@@ -181,6 +185,21 @@ def showing(prompt: Any, given: Sequence[Any]) -> tuple[Any, list[Any]]:
             {**part, "image": next(rest)} if part.get("type") == "image" else part for part in message["content"]
         ]
     return messages, images
+
+
+def refuse_others(prompt: Any) -> None:
+    """A chat template that does not know a kind of part leaves it out without a word.
+
+    Raises:
+        ImageError: a message holds a video or a sound.
+    """
+    messages = [one for one in prompt if isinstance(one, Mapping)] if isinstance(prompt, list | tuple) else []
+    for part in (part for message in messages for part in as_parts(message.get("content"))):
+        if part.get("type") in NEITHER:
+            raise ImageError(
+                f"a message holds a part of type {part['type']!r}, which models are not shown here: text and images"
+                " are. Give a video as some of its images, or remove the row."
+            )
 
 
 def shows_images(prompt: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from covey.core.rollout import Message
-from covey.rollout.images import ImageError, images_of, shows_images, with_images
+from covey.rollout.images import ImageError, images_of, refuse_others, shows_images, with_images
 from covey.rollout.vision import Encoded, Vision
 
 Prompt = str | list[Message]
@@ -98,6 +98,7 @@ class PromptCodec:
                 f"a prompt of {characters(prompt)} characters leaves no room to answer in the model's context of"
                 f" {self.max_context} tokens. Prompts are never truncated; shorten or filter such rows."
             )
+        refuse_others(prompt)
         if self.vision is None and (images or shows_images(prompt)):
             raise ImageError(
                 "there are images in the prompt or in a column 'image' or 'images', and this model would not see them:"
