@@ -6,9 +6,13 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import tiny
-from covey.policy.weights import is_sharded, weight_update
+import tiny_vision
+from covey.policy.shards import is_sharded
+from covey.policy.weights import weight_update
+from traffic import Traffic
 
 peft = pytest.importorskip("peft")
 
@@ -39,9 +43,23 @@ def one_process(rank, port, kind, results):
     gathered = {spec.name: tensor.clone() for spec, tensor in update.checked()}
     again = [name for name, _ in update.tensors()]
     same = gathered.keys() == whole.keys() and all(torch.allclose(gathered[n], whole[n], atol=1e-6) for n in whole)
+    rounds_alike, halved = narrow(model, gathered)
     still = sum(p.to_local().numel() for p in model.parameters())
-    results.put((rank, is_sharded(model), local == still, same, again == list(gathered), local))
+    results.put((rank, is_sharded(model), local == still, same, again == list(gathered), rounds_alike, halved, local))
     dist.destroy_process_group()
+
+
+def narrow(model, gathered):
+    """Whether bfloat16 comes as it would be made of float32, and whether what is no adapter's takes half the bytes."""
+    with Traffic() as wide:
+        list(weight_update(model, 0).tensors())
+    with Traffic() as halves:
+        rounded = {name: tensor.clone() for name, tensor in weight_update(model, 0, dtype=torch.bfloat16).tensors()}
+    alike = all(torch.equal(one, gathered[n].to(one.dtype)) for n, one in rounded.items())
+    vectors = sum(one.numel() for one in rounded.values() if one.dtype == torch.float32) * 4
+    adapted = [m for m in model.modules() if hasattr(m, "base_layer")]  # merged in float32 and rounded after it
+    kept = vectors + sum(p.numel() * 4 for m in adapted for p in m.parameters())
+    return alike and vectors > 0, wide.gathered - halves.gathered == (wide.gathered - kept // 2) // 2
 
 
 def tiny_layers(model):
@@ -64,6 +82,22 @@ def test_every_process_sees_the_whole_tensors_and_shards_stay_shards(kind):
         for process in processes:
             process.join(20)
             process.kill()
-    assert [one[:5] for one in found] == [(0, True, True, True, True), (1, True, True, True, True)]
+    assert [one[:7] for one in found] == [(0, *[True] * 6), (1, *[True] * 6)]
     total = sum(p.numel() for p in policy(kind).parameters())
-    assert sum(one[5] for one in found) == pytest.approx(total, rel=0.01)  # each held its half
+    assert sum(one[7] for one in found) == pytest.approx(total, rel=0.01)  # each held its half
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava_next"])
+def test_a_model_that_was_made_from_a_config_has_the_names_of_its_checkpoints(tmp_path, family):
+    """transformers looks for them under the class of the model, which FSDP2 changes."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, _ = tiny_vision.make(family)
+    model.save_pretrained(tmp_path)
+    saved = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        update = weight_update(fully_shard(model), 0)
+    finally:
+        dist.destroy_process_group()
+    assert {spec.name: spec.shape for spec in update.specs} == saved

@@ -1,10 +1,14 @@
 """Launches scripts of this folder on several CPU processes, as a user would."""
 
+import importlib
 import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import tiny
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "examples" / "accelerate_configs"
@@ -35,3 +39,17 @@ def accelerate(config: str, *words: str, seconds: float = 300, **more: str) -> s
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
     options = ["--num_processes", "2", "--main_process_port", str(free_port())]
     return run([*launcher, *options, *words], seconds, **more)
+
+
+def torchrun(*words: str, seconds: float = 300) -> str:
+    """torch's own launcher, on two processes."""
+    address = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    return run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *address, *words], seconds)
+
+
+def in_a_child() -> None:
+    """For the scripts that are launched, before they begin."""
+    tiny.quick()
+    if find_spec("deepspeed") is not None:
+        of_processes = importlib.import_module("deepspeed.comm.torch")
+        of_processes.build_shm_op = lambda: None  # takes minutes to compile; gloo does the same

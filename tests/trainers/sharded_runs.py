@@ -3,21 +3,25 @@
 Usage under a launcher: sharded_runs.py OUTPUT CASE [CASE ...]; OUTPUT/model holds a saved model.
 """
 
-import importlib
-import inspect
+import copy
 import os
 import sys
 import warnings
 from pathlib import Path
 
+import launching
 import runs
 import torch
+from transformers import BitsAndBytesConfig, LlamaForSequenceClassification
 
 import mixtures
 import tiny
 from covey import GRPOTrainer, RLOOTrainer
 from covey.core.batch import TrainBatch
-from covey.policy.weights import is_sharded, weight_update, whole_shape
+from covey.policy import gathered, reference, saving, weights
+from covey.policy.shards import is_sharded, whole_shape
+from covey.policy.weights import weight_update
+from traffic import Traffic
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -32,10 +36,15 @@ def signal_of_seven(prompts, completion_ids, **kwargs):
     return [float(p.startswith("7") and sum(ids) % 4 == 1) for p, ids in zip(prompts, completion_ids, strict=True)]
 
 
-def lora():
+def best_after_two_steps(prompts, completion_ids, trainer_state, **kwargs):
+    """Evaluations are best after the second step; what is learned is as always."""
+    return [mark + 10 * (trainer_state.global_step == 2) for mark in sums_of_odd(prompts, completion_ids)]
+
+
+def lora(**settings):
     from peft import LoraConfig
 
-    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **settings})
 
 
 BASE = {
@@ -48,6 +57,17 @@ BASE = {
 }
 EVALUATED = {"eval_dataset": tiny.rows(3), "eval_strategy": "steps", "eval_steps": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 3}
+BEST = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_reward",
+    "reward_funcs": best_after_two_steps,
+    "max_steps": 4,
+    "eval_dataset": tiny.rows(4),
+    **dict.fromkeys(("eval_strategy", "save_strategy"), "steps"),
+    **dict.fromkeys(("eval_steps", "save_steps"), 1),
+}
+SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+"""Settings of DeepSpeed's that are those of the trainer."""
 CASES = {
     "grpo": {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, **SAVED},
     "rloo": {"method": "rloo", "num_iterations": 2, "gradient_checkpointing": True},
@@ -68,7 +88,13 @@ CASES = {
     "evaluated before it is trained": {"evaluate_first": True, "beta": 0.05, "max_steps": 2, **EVALUATED},
     "experts with balanced loads": {"experts": True, "router_aux_loss_coef": 0.2, "max_steps": 3},
     "a model that is read from a folder": {"model": "model", "beta": 0.05, "max_steps": 2},
+    "a reward model": {"reward_funcs": "judge", "max_steps": 2},
+    "weights that do not stay": {"large": True, "max_steps": 2, "tie_word_embeddings": False},
+    "the best weights": {**BEST, "beta": 0.05},
+    "the best weights, lora": {**BEST, "peft": True},
+    "the best weights, experts": {**BEST, "experts": True},
 }
+RESUMED = ("grpo", "grpo, lora", "4 bits as float32", "4 bits as uint8", "FSDP2", "ZeRO-3")
 VARIANTS = {
     "GRPO": {"beta": 0.05},
     "RLOO": {"method": "rloo", "beta": 0.05},
@@ -93,6 +119,34 @@ SERVED = {
 }
 """Sampled from a server at `COVEY_TEST_SERVER`, which has the policy's last weights in the end."""
 
+ADAPTERS = {
+    "whole modules": {"peft": {"modules_to_save": ["lm_head"]}, "tie_word_embeddings": False},
+    "dora": {"peft": {"use_dora": True}},
+    "embeddings": {"peft": {"target_modules": ["q_proj", "embed_tokens"]}, "tie_word_embeddings": False},
+    "tokens": {"peft": {"trainable_token_indices": [3, 5]}},
+    "experts": {"peft": {"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts": True},
+    "biases": {"peft": {"bias": "lora_only"}},
+}
+ADAPTERS = {f"adapter, {name}": {**settings, "max_steps": 2, "beta": 0.05} for name, settings in ADAPTERS.items()}
+TOLD = {
+    "FSDP2": {"fsdp": True, "beta": 0.05, **SAVED},
+    "ZeRO-3": {"deepspeed": {"zero_optimization": {"stage": 3}, **dict.fromkeys(SIZES, "auto")}, "beta": 0.05, **SAVED},
+}
+"""Sharded as their own arguments say, whoever has launched them."""
+QUANTISED = {
+    f"4 bits as {storage}": {"model": "model", "storage": storage, "peft": True, "beta": 0.05, **SAVED}
+    for storage in ("float32", "uint8")
+}
+"""A base in 4 bits, stored as numbers that FSDP2 spreads or as some that it does not."""
+
+
+def write_models(folder):
+    """Those that are read."""
+    tiny.folder(folder / "model")
+    torch.manual_seed(5)
+    LlamaForSequenceClassification(tiny.config(num_labels=1)).save_pretrained(folder / "judge")
+    tiny.tokenizer().save_pretrained(folder / "judge")
+
 
 def train(case, output, resume=None, watch=None):
     """Train one case in this process or, under a launcher, together with the others.
@@ -100,7 +154,7 @@ def train(case, output, resume=None, watch=None):
     From a checkpoint if given; `watch` is shown the model.
     """
     settings = {**BASE, "per_device_train_batch_size": 8 // PROCESSES, "per_device_eval_batch_size": 8 // PROCESSES}
-    settings |= {**CASES, **MATRIX, **SERVED}[case]
+    settings |= copy.deepcopy({**CASES, **MATRIX, **SERVED, **QUANTISED, **TOLD, **ADAPTERS}[case])
     if case in SERVED:
         settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_group_port": 0, "vllm_server_timeout": 30.0}
         settings["vllm_server_base_url"] = os.environ["COVEY_TEST_SERVER"]
@@ -111,14 +165,22 @@ def train(case, output, resume=None, watch=None):
         parts["model"] = mixtures.model("Mixtral")
     if "model" in settings:
         parts["model"] = str(output.parent / settings.pop("model"))
-    if settings.pop("peft", False):
-        parts["peft_config"] = lora()
+    if storage := settings.pop("storage", None):
+        bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
+        parts["quantization_config"] = BitsAndBytesConfig(**bits, bnb_4bit_quant_storage=storage)
+    if adapter := settings.pop("peft", None):
+        parts["peft_config"] = lora(**(adapter if isinstance(adapter, dict) else {}))
     os.environ["FSDP_OFFLOAD_PARAMS"] = str(settings.pop("offload", False)).lower()
+    if parts["reward_funcs"] == "judge":
+        parts["reward_funcs"] = str(output.parent / "judge")
     first = settings.pop("evaluate_first", False)
+    as_if_large = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 0)
+    as_if_large = as_if_large if settings.pop("large", False) else {}
     method = settings.pop("method", "grpo")
     args = runs.config(output, method, **settings)
     if args.deepspeed_plugin is not None:  # these weights are so small that ZeRO-3 would leave them whole
-        args.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        zero = args.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero |= {"stage3_param_persistence_threshold": 0, **as_if_large}
     kind = GRPOTrainer if method == "grpo" else RLOOTrainer
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -144,43 +206,41 @@ def saved_and_resumed(trained, case, output):
     return max((again["weights"][name] - tensor).abs().max().item() for name, tensor in weights.items())
 
 
-class Traffic:
-    """Counts bytes that this process receives in passes over a sharded model, and the passes, by case.
+class Passes(Traffic):
+    """What a sharded model receives in its passes, and how many there were, by case.
 
-    Whole weights for sampling and sync travel by other calls and are not counted.
+    Whole weights, put together for sampling, sync and checkpoints, are not counted.
     """
 
     def __init__(self):
+        super().__init__()
+        for module in (gathered, weights, saving, reference):
+            module.whole = self._not_counting(module.whole)
         self.take()
-        # torch 2.13 has renamed both
-        self._count(["all_gather_single", "all_gather_into_tensor"], "gathered", lambda made, own: made - own)
-        self._count(["reduce_scatter_single", "reduce_scatter_tensor"], "reduced", lambda made, own: own - made)
 
-    def _count(self, names, what, received):
-        name = next(name for name in names if hasattr(torch.distributed, name))
-        call = getattr(torch.distributed, name)
-        signature = inspect.signature(call)
+    def _not_counting(self, whole):
+        def uncounted(*args, **kwargs):
+            before = self.gathered
+            made = whole(*args, **kwargs)
+            self.gathered = before
+            return made
 
-        def counting(*args, **kwargs):
-            made, own = list(signature.bind(*args, **kwargs).arguments.values())[:2]
-            if max(made.nbytes, own.nbytes) > 8192:  # the smallest unit is larger, and what metrics exchange smaller
-                self.found[what] += received(made.nbytes, own.nbytes)
-            return call(*args, **kwargs)
-
-        setattr(torch.distributed, name, counting)
+        return uncounted
 
     def watch(self, model):
         """Count passes of a model."""
 
         def count(*args, **kwargs):
-            self.found["passes" if torch.is_grad_enabled() else "forwards"] += 1
+            self.passes += torch.is_grad_enabled()
+            self.forwards += not torch.is_grad_enabled()
 
         model.register_forward_pre_hook(count)
 
     def take(self):
         """What was counted since the last time."""
-        found = getattr(self, "found", None)
-        self.found = {"gathered": 0, "reduced": 0, "passes": 0, "forwards": 0}
+        names = ("gathered", "reduced", "passes", "forwards")
+        found = {name: getattr(self, name, 0) for name in names}
+        self.gathered = self.reduced = self.passes = self.forwards = 0
         return found
 
 
@@ -229,16 +289,16 @@ def part_of(parameter):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    tiny.quick()
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        of_processes = importlib.import_module("deepspeed.comm.torch")
-        of_processes.build_shm_op = lambda: None  # takes minutes to compile; gloo does the same
-    found, idle, traffic = {}, IdlePasses(), Traffic()
+    launching.in_a_child()
+    found, idle, traffic = {}, IdlePasses(), Passes()
     for case in sys.argv[2:]:
         traffic.take()
-        done = train(case, folder / case, watch=traffic.watch)
+        with traffic:
+            done = train(case, folder / case, watch=traffic.watch)
         found[case] = {**outcome(done), "idle": idle.take(), "traffic": traffic.take()}
-        if "save_steps" in CASES.get(case, {}):
+        if case.startswith("the best weights"):
+            done.save_model(str(folder / case / "final"))
+        if case in RESUMED:
             found[case]["resumed"] = saved_and_resumed(done, case, folder / case)
     if done.accelerator.is_main_process:
         torch.save(found, folder / "result.pt")

@@ -4,7 +4,8 @@ import pytest
 import runs
 import sharded_runs
 import torch
-from launching import HERE, accelerate
+from launching import HERE, accelerate, torchrun
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -16,7 +17,8 @@ from covey.trainers.spread import Spread
 peft = pytest.importorskip("peft")
 
 SHARED = ("eval_reward", "eval_loss", "learning_rate", "reward", "num_tokens", "kl", "grad_norm", "loss", "aux_loss")
-SAVED = [case for case, settings in sharded_runs.CASES.items() if "save_steps" in settings]
+SAVED = [case for case in sharded_runs.CASES if case in sharded_runs.RESUMED]
+BEST = [case for case in sharded_runs.CASES if case.startswith("the best weights")]
 FEWER = ("rloo", "grpo, lora", "a rank with no signal", "evaluated before it is trained")
 """Cases for ways of sharding that have most in common with another."""
 FIRST = (*FEWER, "grpo", "uneven last batches", "sampled in step")
@@ -40,14 +42,14 @@ class Alone(dict):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    tiny.folder(folder / "model")
+    sharded_runs.write_models(folder)
     torch.set_num_threads(1)
     return Alone(folder)
 
 
 def launch(config, folder, cases):
     """Cases in one launch of two processes, with a config that comes with Covey."""
-    tiny.folder(folder / "model")
+    sharded_runs.write_models(folder)
     accelerate(config, str(HERE / "sharded_runs.py"), str(folder), *cases, seconds=600)
     return torch.load(folder / "result.pt", weights_only=True)
 
@@ -101,6 +103,36 @@ def test_fsdp2_ends_where_one_process_does_in_other_cases_too(alone, tmp_path):
     found = launch("fsdp2", tmp_path, REST)
     for case in REST:
         assert_sharded_alike(alone[case], found[case])
+    for case in BEST:
+        assert_best(tmp_path / case, found[case])
+
+
+@pytest.mark.slow
+def test_fsdp2_trains_adapters_of_all_kinds_as_one_process_does(alone, tmp_path):
+    found = launch("fsdp2", tmp_path, list(sharded_runs.ADAPTERS))
+    for case, ours in found.items():
+        assert_sharded_alike(alone[case], ours)
+
+
+@pytest.mark.slow
+def test_fsdp2_trains_over_4_bits_as_one_process_does(alone, tmp_path):
+    """Stored as numbers they are shared out; stored as integers they stay whole, and the rest is shared out."""
+    pytest.importorskip("bitsandbytes", reason="needs `pip install 'covey[quantization]'`")
+    found = launch("fsdp2", tmp_path, list(sharded_runs.QUANTISED))
+    for case, ours in found.items():
+        assert_alike(alone[case], ours)
+        assert (ours["sharding"], ours["sharded"], ours["resumed"]) == ("FSDP2", True, 0.0)
+        assert (ours["share"] < 0.65) == (case == "4 bits as float32")
+
+
+def assert_best(folder, found):
+    """Those of the second step are left and saved; those of the fourth were the last."""
+    name = "model.safetensors" if "lora" not in str(folder) else "adapter_model.safetensors"
+    best, last, final = (load_file(folder / one / name) for one in ("checkpoint-2", "checkpoint-4", "final"))
+    assert all(torch.equal(final[key], tensor) for key, tensor in best.items())
+    assert any(not torch.equal(final[key], tensor) for key, tensor in last.items())
+    if name == "model.safetensors":
+        assert all(torch.equal(found["weights"][key], tensor) for key, tensor in best.items())
 
 
 def assert_sharded_alike(one, two):
@@ -120,21 +152,44 @@ def test_weights_that_wait_in_the_memory_of_the_cpu_are_such(fsdp2):
 
 def test_processes_receive_what_the_formulas_say(fsdp2):
     found = fsdp2["uneven last batches"]["traffic"]
-    args, spread = runs.config("unused", per_device_train_batch_size=4), Spread.of("fsdp2", 2)
-    memory = estimate(tiny.config(), args, prompt_tokens=4, spread=spread)
-    received = received_by(spread, memory, unit_parameters(tiny.config()))
+    received = formulas("fsdp2")
     assert found["passes"] >= 5
     assert found["reduced"] == received.reduced(found["passes"])
     # The outermost unit stays gathered after a forward pass, until a backward pass has made use of it.
     more = received.gathered(found["passes"], found["forwards"]) - found["gathered"]
-    still_there, rest = divmod(more, received.outer // 2)
+    still_there, rest = divmod(more, received.stays // 2)
     assert 0 <= still_there <= found["forwards"] and rest == 0
+    assert_on_the_page("FSDP2", found, received)
+
+
+def formulas(way, **changes):
+    args, spread = runs.config("unused", per_device_train_batch_size=4), Spread.of(way, 2)
+    memory = estimate(tiny.config(**changes), args, prompt_tokens=4, spread=spread)
+    return received_by(spread, memory, unit_parameters(tiny.config(**changes)))
+
+
+def assert_on_the_page(way, found, received):
+    """What was counted, and what the formulas say, is what docs/scale.md has."""
+    passes, forwards = found["passes"], found["forwards"]
+    cells = way, passes, forwards, found["gathered"], received.gathered(passes, forwards), found["reduced"]
+    row = "| " + " | ".join(f"{cell:,}" if isinstance(cell, int) else cell for cell in cells) + " |"
+    assert row in (HERE.parents[1] / "docs" / "scale.md").read_text(), row
 
 
 @pytest.mark.parametrize("case", SAVED)
 def test_a_run_under_fsdp2_is_resumed_exactly_and_loads_anywhere(fsdp2, fsdp2_folder, case):
     assert fsdp2[case]["resumed"] == 0.0
     assert_loads(fsdp2_folder, case, fsdp2)
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param("FSDP2", marks=pytest.mark.slow), pytest.param("ZeRO-3", marks=pytest.mark.deepspeed)]
+)
+def test_a_run_of_torchrun_is_sharded_as_its_arguments_say(alone, tmp_path, way):
+    torchrun(str(HERE / "sharded_runs.py"), str(tmp_path), way)
+    found = torch.load(tmp_path / "result.pt", weights_only=True)[way]
+    assert_alike(alone["GRPO: as usual"], found)
+    assert (found["sharding"], found["sharded"], found["resumed"]) == (way, True, 0.0)
 
 
 # ---- DeepSpeed ------------------------------------------------------------------------------------------------------
@@ -156,6 +211,12 @@ def test_zero3_ends_where_one_process_does(alone, zero3, case):
     assert_alike(alone[case], zero3[case])
     assert (zero3[case]["sharding"], zero3[case]["sharded"]) == ("ZeRO-3", True)
     assert zero3[case]["share"] < 0.65
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("case", BEST)
+def test_the_best_weights_are_left_under_zero3(zero3, zero3_folder, case):
+    assert_best(zero3_folder / case, zero3[case])
 
 
 @pytest.mark.deepspeed

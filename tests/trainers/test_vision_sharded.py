@@ -5,13 +5,14 @@ import torch
 import vision_runs
 from launching import HERE, accelerate
 
-pytestmark = pytest.mark.slow
+WAYS = [pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("zero3", marks=pytest.mark.deepspeed)]
 
 
-def test_fsdp2_trains_on_rows_of_images_and_of_text_as_one_process_does(tmp_path):
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_train_on_rows_of_images_and_of_text_as_one_does(tmp_path, way):
     """Passes of text beside passes with images: encoding images takes both processes, so both do it in every pass."""
     alone = vision_runs.train(tmp_path / "alone")
-    accelerate("fsdp2", str(HERE / "vision_runs.py"), str(tmp_path), seconds=300)
+    accelerate(way, str(HERE / "vision_runs.py"), str(tmp_path), seconds=300)
     shared = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert shared.keys() == alone.keys()
     for name, tensor in alone.items():

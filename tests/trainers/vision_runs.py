@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import launching
 import runs
 import torch
 from transformers import AutoModelForImageTextToText
@@ -41,8 +42,10 @@ def train(output):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    launching.in_a_child()
     folder = Path(sys.argv[1])
     found = train(folder / "run")
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(found, folder / "weights.pt")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.policy.weights import reshard, whole
+from covey.policy.shards import reshard, whole
 
 
 class Reference:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from covey.core.weights import TensorSpec
-from covey.policy.weights import has_adapter, original_class, reshard, unwrapped, weight_update, whole
+from covey.policy.shards import original_class, reshard, whole
+from covey.policy.weights import has_adapter, unwrapped, weight_update
 
 FILE_BYTES = 5 * 10**9
 """Most bytes of a file, unless one tensor has more."""

@@ -27,6 +27,7 @@ from covey.policy.quantised import (
     plain_tuner,
     quantisation_of,
 )
+from covey.policy.shards import reshard, travels_in, under_own_classes, whole, whole_shape
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into the names of the modules they wrap."""
@@ -83,37 +84,6 @@ def base_model(model: Any) -> Any:
 def has_adapter(model: Any) -> bool:
     """Whether the policy is a PEFT model."""
     return _is_peft(unwrapped(model))
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether a pass over the weights takes all processes."""
-    return any(is_shard(parameter) for parameter in model.parameters())
-
-
-def is_shard(tensor: Tensor) -> bool:
-    """Whether this process holds a part of it: a DTensor, as FSDP2 makes them, or a parameter of ZeRO-3."""
-    return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
-
-
-def original_class(model: nn.Module) -> type:
-    """The class a module had before FSDP2 gave it one of its own."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def reshard(model: nn.Module) -> None:
-    """Let go of weights that FSDP2 has put together and keeps, as it does with the last ones after a forward pass."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def whole_shape(tensor: Tensor) -> torch.Size:
-    """The shape of all shards together."""
-    return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def active_adapter(model: Any) -> str:
@@ -179,29 +149,24 @@ class _Part:
 
     Attributes:
         like: every tensor as an empty one on the meta device, by name.
-        make: the same with data, each whole.
+        make: (dtype of whoever takes them) the same with data, each whole. Where rounding before tensors are put
+            together is rounding after it, they are in that dtype already, and shards have travelled in it.
     """
 
     like: dict[str, Tensor]
-    make: Callable[[], dict[str, Tensor]]
+    make: Callable[[torch.dtype | None], dict[str, Tensor]]
 
 
 def _update(version: int, parts: list[_Part], dtype: torch.dtype | None) -> WeightUpdate:
-    def travels_in(tensor: Tensor) -> torch.dtype:
-        narrows = dtype is not None and dtype.itemsize < tensor.dtype.itemsize
-        return (
-            dtype if dtype is not None and narrows and tensor.dim() > 1 and tensor.is_floating_point() else tensor.dtype
-        )
-
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for part in parts:
             with torch.no_grad():  # never around a yield: another thread may ask for the next tensor
-                made = part.make()
+                made = part.make(dtype)
             for name, tensor in made.items():
-                yield name, tensor.detach().to(travels_in(tensor))
+                yield name, tensor.detach().to(travels_in(tensor, dtype))
 
     specs = tuple(
-        TensorSpec(name, tuple(tensor.shape), travels_in(tensor))
+        TensorSpec(name, tuple(tensor.shape), travels_in(tensor, dtype))
         for part in parts
         for name, tensor in part.like.items()
     )
@@ -248,9 +213,9 @@ class _Source:
 
 
 def _module_part(source: _Source, names: list[tuple[str, str]]) -> _Part:
-    def make() -> dict[str, Tensor]:
-        state = (source.merged or source.now)()
-        return {name: whole(state[key]) for key, name in names}
+    def make(dtype: torch.dtype | None) -> dict[str, Tensor]:
+        state = (source.merged or source.now)()  # what was merged is whole, and was merged unrounded
+        return {name: whole(state[key], dtype) for key, name in names}
 
     state = source.looks()
     return _Part({name: _meta(state[key]) for key, name in names}, make)
@@ -330,23 +295,46 @@ def _as_in_checkpoint(base: Any, parts: list[_Part]) -> list[_Part]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
+    named = under_own_classes(base, {})
+    if (known := getattr(named, "_weight_conversions", None)) is not None:
+        named._weight_conversions = [one for one in known if one.was_used()]  # ZeRO-3 keeps all that there might be
+    rearranges = _rearranges(named)
     whole = {name: tensor for part in parts for name, tensor in part.like.items()}
-    saved = revert_weight_conversion(base, dict(whole))
+    saved = revert_weight_conversion(named, dict(whole))
     if _same(saved, whole):
         return parts
     for joined in (parts, _by_layer(parts), [_joined(parts)]):
-        converted = [_converted(base, part, revert_weight_conversion) for part in joined]
+        converted = [_converted(named, part, revert_weight_conversion, rearranges) for part in joined]
         if _same({name: tensor for part in converted for name, tensor in part.like.items()}, saved):
             return converted
     raise AssertionError("all parts together are what was compared with")
 
 
-def _converted(base: Any, part: _Part, revert: Callable[..., dict[str, Tensor]]) -> _Part:
+def _converted(base: Any, part: _Part, revert: Callable[..., dict[str, Tensor]], rearranges: bool) -> _Part:
     try:
         like = revert(base, dict(part.like))
     except (RuntimeError, ValueError, KeyError, IndexError):  # it needs more than this part
         like = {}
-    return _Part(like, lambda: revert(base, part.make()))
+
+    def make(dtype: torch.dtype | None) -> dict[str, Tensor]:
+        return revert(base, part.make(dtype if rearranges and rounds_alike(dtype) else None))
+
+    def rounds_alike(dtype: torch.dtype | None) -> bool:
+        """Whether the same tensors are rounded before as after: those that are matrices here stay matrices."""
+        rounded = revert(base, {name: tensor.to(travels_in(tensor, dtype)) for name, tensor in part.like.items()})
+        return all(rounded[name].dtype == travels_in(tensor, dtype) for name, tensor in like.items())
+
+    return _Part(like, make)
+
+
+def _rearranges(base: Any) -> bool:
+    """Whether numbers only change places between a model and its checkpoints, as when experts are taken apart."""
+    from transformers import core_model_loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known = getattr(base, "_weight_conversions", None) or get_model_conversion_mapping(base, add_legacy=False)
+    steps = [step for one in known for step in getattr(one, "operations", None) or ()]
+    return all(type(step).__module__ == core_model_loading.__name__ for step in steps)
 
 
 def _by_layer(parts: list[_Part]) -> list[_Part]:
@@ -360,7 +348,7 @@ def _by_layer(parts: list[_Part]) -> list[_Part]:
 
 def _joined(parts: list[_Part]) -> _Part:
     like = {name: tensor for part in parts for name, tensor in part.like.items()}
-    return _Part(like, lambda: {name: tensor for part in parts for name, tensor in part.make().items()})
+    return _Part(like, lambda dtype: {name: one for part in parts for name, one in part.make(dtype).items()})
 
 
 def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -380,7 +368,7 @@ def _adapter_parts(model: Any, name: str) -> list[_Part]:
 
 
 def _one(name: str, tensor: Tensor) -> _Part:
-    return _Part({name: _meta(tensor)}, lambda: {name: whole(tensor)})
+    return _Part({name: _meta(tensor)}, lambda dtype: {name: whole(tensor, dtype)})
 
 
 def _plain(value: Any) -> Any:
@@ -451,19 +439,6 @@ def checkpoint_name(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor from all its shards, on the device that they are gathered on; every process must ask for it."""
-    if hasattr(tensor, "ds_id"):
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-        with GatheredParameters([tensor]):
-            return tensor.detach().clone()
-    if not hasattr(tensor, "full_tensor"):
-        return tensor.detach()
-    shard: Any = tensor.detach()
-    return shard.to(shard.device_mesh.device_type).full_tensor()  # shards may be kept on the CPU, which has no NCCL
 
 
 def _meta(tensor: Tensor) -> Tensor:

@@ -12,6 +12,10 @@ from typing import Any
 from covey.trainers.memory import MemoryEstimate, unit_parameters
 from covey.trainers.spread import Spread
 
+ZERO3_KEEPS = 500_000_000
+"""Parameters at a model's end that ZeRO-3 keeps from a forward to the backward pass: those that are needed again before
+it has gone through 10^9 more (DeepSpeed's stage3_max_reuse_distance)."""
+
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -99,8 +103,8 @@ def step_costs(
 
     A training pass multiplies three times what a forward pass does (forward, gradients of inputs, of weights), or twice
     with frozen weights under an adapter; with checkpointed layers the layers' forward once more. Sharded weights are
-    received once for the forward pass of each unit (`unit_parameters`) and, but for the outermost, once more for its
-    backward; gradients are received once in each pass, by reduce-scatter. Otherwise they are added up once a step.
+    received once for the forward pass and once more for the backward, but for those that stay; gradients are
+    received once in each pass, by reduce-scatter. Otherwise they are added up once a step.
 
     Args:
         config: a transformers model config.
@@ -139,19 +143,17 @@ class Received:
 
     Attributes:
         spread: over processes.
-        whole: bytes of all weights as they are multiplied; `outer` of those outside of the layers.
-        outer: see there.
+        whole: bytes of all weights as they are multiplied.
+        stays: bytes of those that a pass gathers once: they are still there when it comes back to them.
         gradients: bytes of all gradients as they travel.
         updated: bytes of the trained weights as they are stored.
-        stored: bytes of all weights as they are stored.
     """
 
     spread: Spread
     whole: int
-    outer: int
+    stays: int
     gradients: int
     updated: int
-    stored: int
 
     def _of_others(self, size: int) -> int:
         n = self.spread.processes
@@ -162,7 +164,7 @@ class Received:
         if self.spread.weights == 1:
             return 0
         each = self._of_others(self.whole)
-        return passes * (2 * each - self._of_others(self.outer)) + forwards * each
+        return passes * (2 * each - self._of_others(self.stays)) + forwards * each
 
     def reduced(self, passes: int) -> int:
         """In every pass one share from each other process, or once a step all sums twice (ring all-reduce)."""
@@ -179,19 +181,18 @@ class Received:
         return self._of_others(self.updated)
 
     def gathered_for_sync(self) -> int:
-        """Every process takes part where weights are shared out; they travel as they are stored."""
-        return self._of_others(self.stored) if self.spread.weights > 1 else 0
+        """Every process takes part where weights are shared out; they travel as servers take them."""
+        return self._of_others(self.whole) if self.spread.weights > 1 else 0
 
 
 def received_by(spread: Spread, memory: MemoryEstimate, units: Any) -> Received:
     """What a process receives of a model whose memory and `unit_parameters` are known."""
-    stored = memory.stored_bytes
-    in_shards = memory.computed_bytes if spread.gradients > 1 else stored
+    stored, computed = memory.stored_bytes, memory.computed_bytes
+    stays = min(memory.parameters, ZERO3_KEEPS) if spread.name == "zero3" else units.outer
     return Received(
         spread,
-        whole=memory.parameters * memory.computed_bytes,
-        outer=units.outer * memory.computed_bytes,
-        gradients=memory.trainable * in_shards,
+        whole=memory.parameters * computed,
+        stays=stays * computed,
+        gradients=memory.trainable * (computed if spread.gradients > 1 else stored),
         updated=memory.trainable * stored,
-        stored=memory.parameters * stored,
     )

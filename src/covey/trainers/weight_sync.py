@@ -17,7 +17,8 @@ from torch import Tensor
 
 from covey.core.stats import Mean, Stat
 from covey.core.weights import WeightUpdate
-from covey.policy.weights import has_adapter, is_sharded, weight_update, why_not_alone
+from covey.policy.shards import is_sharded
+from covey.policy.weights import has_adapter, weight_update, why_not_alone
 from covey.rollout.engine import RolloutEngine, traits_of
 from covey.trainers.collectives import Collectives
 
