@@ -34,10 +34,3 @@ def test_matrices_are_kept_in_what_the_run_computes_in_and_vectors_as_they_are()
     with gathered.whole():
         for parameter in gathered.model.parameters():
             assert parameter.dtype == (torch.bfloat16 if parameter.dim() > 1 else torch.float32)
-
-
-def test_a_quantised_model_is_refused():
-    policy = tiny.model()
-    policy.is_quantized = True
-    with pytest.raises(ValueError, match="is quantised"):
-        GatheredPolicy(policy, lambda: policy)

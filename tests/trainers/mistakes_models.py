@@ -158,11 +158,10 @@ def launched_with(**set_up):
     return Launched
 
 
-def quantised_policy():
-    policy = peft.get_peft_model(tiny.model(), lora())
-    base = policy.base_model.model
-    base.is_quantized, base.hf_quantizer = True, SimpleNamespace(is_trainable=True, is_qat_trainable=False)
-    return policy
+def quantised_and_sharded(bench, settings, **bits):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_FSDP", "true")
+        bench.build(settings, model=bench.folder, quantization_config=BitsAndBytesConfig(**bits), peft_config=lora())
 
 
 def calls_its_head_twice():
@@ -539,11 +538,18 @@ ARGUMENTS = [
         ("speculative_reuse='exact' needs the whole model in each process", "ds3_gather_for_generation=False"),
     ),
     Mistake(
-        "Trained a quantised model with FSDP2 or ZeRO-3 and the built-in engine",
-        lambda b: b.build(
-            trainer=launched_with(distributed_type=DistributedType.FSDP, is_fsdp2=True), model=quantised_policy()
+        "Quantised the model and spread it over processes in a way that does not know its numbers",
+        lambda b: quantised_and_sharded(b, {}, load_in_8bit=True),
+        (
+            "FSDP2 cannot spread weights over processes that are quantised to 8 bits",
+            "load_in_4bit=True",
+            "DDP or ZeRO-2",
         ),
-        ("is quantised, and quantised weights that are spread over processes", "use_vllm=True"),
+    ),
+    Mistake(
+        "Stored 4 bits as other numbers than FSDP2 computes in",
+        lambda b: quantised_and_sharded(b, {"bf16": True}, load_in_4bit=True, bnb_4bit_quant_storage="float32"),
+        ("bnb_4bit_quant_storage='float32' does not go with computing in bfloat16", "='bfloat16'"),
     ),
     Mistake(
         "Gave a model that calls its head several times to FSDP or DeepSpeed",

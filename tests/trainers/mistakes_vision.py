@@ -1,6 +1,8 @@
 """Mistakes with images and vision-language models."""
 
+from accelerate.utils import DistributedType
 from mistakes import TRAINING, Bench, Mistake
+from mistakes_models import launched_with
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 
@@ -175,5 +177,15 @@ VISION = [
         "Chose speculative_reuse for a vision-language model",
         lambda b: seeing(b, tiny.rows(), {"speculative_reuse": "exact"}),
         ("speculative_reuse='exact'", "prompt by prompt", "Leave speculative_reuse unset"),
+    ),
+    Mistake(
+        "Set ds3_gather_for_generation=False for a vision-language model",
+        lambda b: seeing(
+            b,
+            [row(None)] * 8,
+            {"ds3_gather_for_generation": False},
+            trainer=launched_with(distributed_type=DistributedType.FSDP, is_fsdp2=True),
+        ),
+        ("ds3_gather_for_generation=False is not supported for vision-language models", "sample from a server"),
     ),
 ]

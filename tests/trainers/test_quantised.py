@@ -11,9 +11,12 @@ import mixtures
 import tiny
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
+from covey.policy.gathered import GatheredPolicy
 from covey.policy.layouts import LAYOUTS
 from covey.policy.loading import load_policy
+from covey.policy.quantised import check_shardable
 from covey.policy.scoring import TokenScorer
+from covey.policy.shards import is_shard
 from covey.policy.weights import weight_update
 
 pytest.importorskip("bitsandbytes", reason="needs `pip install 'covey[quantization]'`")
@@ -172,3 +175,59 @@ def test_it_may_be_asked_for_in_model_init_kwargs_and_resumes_exactly(tmp_path, 
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True):
         assert torch.equal(a, b)
+
+
+# ---- spread over processes ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_weights_that_fsdp2_shares_out_are_sent_and_sampled_from_as_whole_ones(folder, one_process):
+    from torch.distributed.fsdp import fully_shard
+
+    policy = quantised(folder, {**NF4, "bnb_4bit_quant_storage": "float32"})
+    before = sent(weight_update(policy, 0)), sent(weight_update(policy, 0, adapter_only=True).base)
+    logits = policy(IDS).logits
+    gathered, rounded = (GatheredPolicy(policy, lambda: policy, dtype) for dtype in (None, torch.bfloat16))
+    sharded = fully_shard(policy)
+    layer = sharded.base_model.model.model.layers[0].mlp.down_proj.base_layer
+    assert is_shard(layer.weight) and type(layer.weight).__name__ != "Params4bit"
+    after = sent(weight_update(sharded, 0)), sent(weight_update(sharded, 0, adapter_only=True).base)
+    for ours, theirs in zip(after, before, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    with gathered.whole(), torch.no_grad():
+        torch.testing.assert_close(gathered.model(IDS).logits, logits)
+    with rounded.whole():
+        twin = rounded.model.base_model.model
+        assert twin.lm_head.weight.dtype == torch.bfloat16
+        assert twin.model.layers[0].mlp.down_proj.base_layer.weight.dtype == torch.float32  # bytes, not numbers
+
+
+@pytest.mark.parametrize(
+    ("settings", "sharding", "computes_in", "says"),
+    [
+        ({"load_in_8bit": True}, "FSDP2", None, "FSDP2 cannot spread .* quantised to 8 bits"),
+        (NF4, "ZeRO-3", None, "ZeRO-3 cannot spread .* quantised to 4 bits.*with FSDP2; or launch with DDP or ZeRO-2"),
+        ({"quant_method": "gptq", "bits": 4}, "FSDP2", None, "quantised with gptq"),
+        ({**NF4, "bnb_4bit_quant_storage": "float32"}, "FSDP2", "bfloat16", "Set bnb_4bit_quant_storage='bfloat16'"),
+    ],
+)
+def test_what_cannot_be_spread_over_processes_is_refused_before_it_is_loaded(settings, sharding, computes_in, says):
+    kinds = [settings] if "quant_method" in settings else [settings, BitsAndBytesConfig(**settings)]
+    for quantization in kinds:
+        with pytest.raises(ValueError, match=says):
+            check_shardable(quantization, sharding, computes_in)
+
+
+def test_what_can_be_spread_is_not_refused():
+    for storage in ("uint8", "bfloat16"):
+        check_shardable(BitsAndBytesConfig(**NF4, bnb_4bit_quant_storage=storage), "FSDP2", "bfloat16")
+    check_shardable(BitsAndBytesConfig(**NF4, bnb_4bit_quant_storage="float32"), "FSDP2", None)
+    check_shardable({"load_in_8bit": True}, "", "bfloat16")
+    check_shardable(None, "ZeRO-3", None)

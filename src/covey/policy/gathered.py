@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from covey.policy.weights import checkpoint_name, reshard, whole, whole_shape
+from covey.policy.quantised import is_quantised_layer
+from covey.policy.shards import reshard, travels_in, whole, whole_shape
+from covey.policy.weights import checkpoint_name
 
 
 class GatheredPolicy:
@@ -26,26 +28,21 @@ class GatheredPolicy:
     Example:
         >>> with gathered.whole():  # collective: every process enters
         ...     gathered.model(input_ids=ids)
-
-    Raises:
-        ValueError: the model is quantised.
     """
 
     def __init__(self, model: Any, policy: Callable[[], Any], dtype: torch.dtype | None = None):
-        if getattr(model, "is_quantized", False):
-            raise ValueError(
-                f"{type(model).__name__} is quantised, and quantised weights that are spread over processes cannot be"
-                " put together for the built-in engine. Sample from a server (use_vllm=True), or train with DDP."
-            )
         self._policy = policy
         self._dtype = dtype
         empty = {
             id(p): nn.Parameter(torch.empty(whole_shape(p), dtype=p.dtype, device="meta"), requires_grad=False)
             for p in model.parameters()
         }
-        self.model: Any = copy.deepcopy(model, dict(empty)).eval()
+        quantised = {name: module for name, module in model.named_modules() if is_quantised_layer(module)}
+        shared = {id(layer.quant_state): layer.quant_state for layer in quantised.values()}
+        self.model: Any = copy.deepcopy(model, {**empty, **shared}).eval()
         """The twin; it holds weights within `whole()` alone."""
         self._places = _places(self.model)
+        self._packed = {f"{name}.weight" for name in quantised}
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -65,10 +62,9 @@ class GatheredPolicy:
         left = set(self._places)
         for name, parameter in policy.named_parameters():
             name = checkpoint_name(name)
-            made = whole(parameter)
-            if self._dtype is not None and made.dim() > 1 and self._dtype.itemsize < made.dtype.itemsize:
-                made = made.to(self._dtype)
-            one = nn.Parameter(made, requires_grad=False)
+            dtype = None if name in self._packed else self._dtype  # 4 bits are bytes, whatever they are stored as
+            made = whole(parameter, dtype).as_subclass(Tensor)
+            one = nn.Parameter(made.to(travels_in(made, dtype)), requires_grad=False)
             for module, key, _ in self._places[name]:
                 module._parameters[key] = one
             left.discard(name)

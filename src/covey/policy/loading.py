@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from covey.core.media import placeholder_ids
 from covey.policy.adapters import check_adapters, with_adapter
 from covey.policy.parts import freeze_parts
 from covey.policy.quantised import check_installed, keep_gradients, one_quantisation, quantisation_of, tell_what_is_not
-from covey.policy.weights import base_model, whole_shape
+from covey.policy.shards import whole_shape
+from covey.policy.weights import base_model
 
 OWN_VOCABULARY = 0.5
 """A tokenizer with a smaller share of the model's vocabulary is taken for another model's."""
@@ -32,6 +33,7 @@ def load_policy(
     quantization_config: Any = None,
     peft_config: Any = None,
     frozen: Collection[str] = (),
+    check_quantisation: Callable[[Any], None] = lambda quantization: None,
 ) -> Any:
     """The model to train.
 
@@ -42,6 +44,7 @@ def load_policy(
         quantization_config: loads the base in fewer bits; only with an id or folder, and with `peft_config`.
         peft_config: adds a trainable adapter.
         frozen: parts of a vision-language model that keep their weights and get no adapter: "vit", "aligner", "llm".
+        check_quantisation: is shown how the weights are quantised (None: not at all) before they are loaded.
 
     Raises:
         ValueError: the arguments contradict one another, or the model cannot be a policy.
@@ -55,13 +58,16 @@ def load_policy(
                 "`quantization_config` without `peft_config`: quantised weights cannot be trained. Pass a `peft_config`"
                 " to train an adapter on top of them, or drop `quantization_config`."
             )
-        model = _from_pretrained(os.fspath(model), init_kwargs or {}, trust_remote_code, quantization_config)
+        name, trust = os.fspath(model), trust_remote_code
+        model = _from_pretrained(name, init_kwargs or {}, trust, quantization_config, check_quantisation)
     elif init_kwargs or quantization_config is not None:
         raise ValueError(
             "`model_init_kwargs` and `quantization_config` say how to load a model, but a loaded model was given"
             f" ({type(model).__name__}). Pass the model's id or folder, or drop them."
         )
     _check_generates(model)
+    if (method := quantisation_of(base_model(model))) is not None:
+        check_quantisation(getattr(base_model(model).config, "quantization_config", None) or {"quant_method": method})
     if frozen:
         _check_has_parts(model, frozen)
         freeze_parts(model, frozen)
@@ -76,9 +82,17 @@ def load_policy(
     return model
 
 
-def _from_pretrained(name: str, init_kwargs: dict[str, Any], trust_remote_code: bool, quantization: Any) -> Any:
+def _from_pretrained(
+    name: str,
+    init_kwargs: dict[str, Any],
+    trust_remote_code: bool,
+    quantization: Any,
+    check_quantisation: Callable[[Any], None],
+) -> Any:
     kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
-    auto_class = _auto_class(name, kwargs)
+    config = _config_of(name, kwargs)
+    check_quantisation(quantization or getattr(config, "quantization_config", None))
+    auto_class = _auto_class(config)
     kwargs["dtype"] = as_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype"))
     if quantization is not None:
         kwargs["quantization_config"] = quantization
@@ -105,15 +119,21 @@ def _from_pretrained(name: str, init_kwargs: dict[str, Any], trust_remote_code: 
     return model
 
 
-def _auto_class(name: str, kwargs: dict[str, Any]) -> Any:
-    """What loads a model: vision-language models have a class of their own."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+def _config_of(name: str, kwargs: dict[str, Any]) -> Any:
+    """A model's configuration, before it is loaded; None where there is none, which loading it will complain of."""
+    from transformers import AutoConfig
 
     try:
-        config = kwargs.get("config") or AutoConfig.from_pretrained(name, **_whereabouts(kwargs))
+        return kwargs.get("config") or AutoConfig.from_pretrained(name, **_whereabouts(kwargs))
     except (OSError, ValueError, TypeError, KeyError):
-        return AutoModelForCausalLM  # which says what is wrong
-    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+        return None
+
+
+def _auto_class(config: Any) -> Any:
+    """What loads a model: vision-language models have a class of their own."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config is not None and sees_images(config) else AutoModelForCausalLM
 
 
 def _whereabouts(init_kwargs: dict[str, Any]) -> dict[str, Any]:

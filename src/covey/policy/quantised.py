@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from covey.policy.shards import whole
+
 KINDS = ("Params4bit", "Int8Params")
 """Names of bitsandbytes' parameter classes; it is imported only where there are some."""
 
@@ -48,15 +50,53 @@ def check_installed(quantization: Any) -> None:
     Raises:
         ImportError: it is not installed.
     """
-    settings = quantization if isinstance(quantization, dict) else vars(quantization)
-    wanted = any(settings.get(name) or settings.get(f"_{name}") for name in ("load_in_4bit", "load_in_8bit"))
+    wanted = any(_setting(quantization, name) for name in ("load_in_4bit", "load_in_8bit"))
     if wanted and importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError("quantising to 4 or 8 bits needs bitsandbytes: pip install 'covey[quantization]'")
 
 
+def check_shardable(quantization: Any, sharding: str, computes_in: str | None) -> None:
+    """Quantised weights that are to be spread over processes can be.
+
+    FSDP2 moves the bytes of 4-bit weights that bitsandbytes stores as floating-point numbers; those that it stores as
+    integers stay whole in each process.
+
+    Args:
+        quantization: how weights are quantised, as transformers has it; None: not at all.
+        sharding: what spreads weights over processes, "FSDP2" or "ZeRO-3"; "" where nothing does.
+        computes_in: the type that weights are converted to where they are multiplied, "bfloat16" say; None: none.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if quantization is None or not sharding:
+        return
+    if sharding != "FSDP2" or not _setting(quantization, "load_in_4bit"):
+        bits = [str(bits) for bits in (4, 8) if _setting(quantization, f"load_in_{bits}bit")]
+        method = _setting(quantization, "quant_method")
+        how = f"to {bits[0]} bits" if bits else f"with {getattr(method, 'value', method)}"
+        raise ValueError(
+            f"{sharding} cannot spread weights over processes that are quantised {how}. Train 4 bits of bitsandbytes"
+            " (load_in_4bit=True) with FSDP2; or launch with DDP or ZeRO-2, where each process holds all of them; or"
+            " load the model without `quantization_config`."
+        )
+    storage = str(_setting(quantization, "bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
+    if computes_in is not None and "float" in storage and storage != computes_in:
+        raise ValueError(
+            f"bnb_4bit_quant_storage={storage!r} does not go with computing in {computes_in} under FSDP2, which would"
+            f" round the bytes of 4-bit weights as if they were numbers. Set bnb_4bit_quant_storage={computes_in!r}."
+        )
+
+
+def _setting(quantization: Any, name: str) -> Any:
+    settings = quantization if isinstance(quantization, dict) else vars(quantization)
+    return settings.get(name) or settings.get(f"_{name}")
+
+
 def is_quantised_layer(module: Any) -> bool:
-    """Whether it is one of bitsandbytes' linear layers."""
-    return type(module._parameters.get("weight")).__name__ in KINDS
+    """Whether it is one of bitsandbytes' linear layers; also where FSDP2 has put its own parameter for the weight."""
+    weight = module._parameters.get("weight")
+    return type(weight).__name__ in KINDS or (weight is not None and getattr(module, "quant_state", None) is not None)
 
 
 def keep_gradients(model: nn.Module) -> None:
@@ -88,20 +128,24 @@ def tell_what_is_not(model: nn.Module, largest: float = 0.5) -> None:
 
 def plain_like(layer: Any) -> dict[str, Tensor]:
     """The tensors of `plain_state`, without data."""
-    weight = layer.weight
-    state = getattr(weight, "quant_state", None)
+    weight, state = layer.weight, _state_of(layer)
     shape, dtype = (weight.shape, torch.float32) if state is None else (state.shape, state.dtype)
     like = {"weight": torch.empty(tuple(shape), dtype=dtype, device="meta")}
     return like if layer.bias is None else {**like, "bias": layer.bias}
+
+
+def _state_of(layer: Any) -> Any:
+    """What 4 bits stand for; None where there are 8."""
+    return getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
 
 
 def plain_state(layer: Any) -> dict[str, Tensor]:
     """The weight that a quantised layer stands for, [out, in], and its bias."""
     from bitsandbytes import functional
 
-    packed = layer.weight
-    if type(packed).__name__ == "Params4bit":
-        weight = functional.dequantize_4bit(packed.data, packed.quant_state)
+    packed, state = layer.weight, _state_of(layer)
+    if state is not None:
+        weight = functional.dequantize_4bit(whole(packed), state)
     else:  # the scales move from the parameter to the layer's state when it is first used
         scales = packed.SCB if layer.state.SCB is None else layer.state.SCB
         weight = functional.int8_vectorwise_dequant(packed.data, scales.to(packed.device))

@@ -16,6 +16,7 @@ from covey.observability.advice import Advice, LogEnds
 from covey.observability.completions import CompletionLog
 from covey.observability.console import ProgressDisplay
 from covey.policy.loading import disable_dropout, load_policy, load_processing_class, max_context
+from covey.policy.quantised import check_shardable
 from covey.policy.reference import Reference, starts_as_nothing
 from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
@@ -41,7 +42,7 @@ from covey.trainers.passes import Passes
 from covey.trainers.prompt_stream import PromptStream
 from covey.trainers.read_ahead import prompt_source
 from covey.trainers.servers import generation_extras
-from covey.trainers.sharding import prepare_frozen, sharding_of, whole_models
+from covey.trainers.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainers.staleness import refuse_shared_weights
 from covey.trainers.trackers import OpensSwanLab, check_trackers
 from covey.trainers.unwrapping import Unwrap
@@ -101,6 +102,11 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
         quantization_config=quantization_config,
         peft_config=peft_config,
         frozen=frozen_parts(args),
+        check_quantisation=partial(
+            check_shardable,
+            sharding=weights_sharded_by(args),
+            computes_in="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+        ),
     )
     name_present_blocks(policy)
     if args.disable_dropout:
@@ -306,7 +312,7 @@ def build_rewards(trainer: Any, reward_funcs: Any, processing_classes: Any) -> R
             "`reward_funcs` is missing: give at least one reward function, reward model or list of them. Environments"
             " with `get_reward` need none."
         )
-    with whole_models(trainer.accelerator):
+    with whole_models():
         suite = RewardSuite(
             sources.functions,
             weights=sources.weights,

@@ -8,11 +8,11 @@ know of it: whether a forward pass takes all processes, and who adds gradients u
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from covey.policy.weights import reshard
+from covey.policy.shards import reshard
 from covey.trainers.config.hardware import by_fsdp
 
 
@@ -81,6 +81,13 @@ def sharding_of(accelerator: Any) -> Sharding:
     return Sharding()
 
 
+def weights_sharded_by(args: Any) -> str:
+    """What will spread weights over processes, as far as is known before there is an accelerator; "" for nothing."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    return "ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP2" if by_fsdp() or args.fsdp else ""
+
+
 def shard_on_cpu(trainer: Any) -> None:
     """Let FSDP2 shard CPU processes as well: accelerate takes its settings there and goes on without it."""
     from accelerate.state import AcceleratorState, PartialState
@@ -146,14 +153,16 @@ def ready_to_train(trainer: Any) -> None:
 
 
 @contextmanager
-def whole_models(accelerator: Any) -> Iterator[None]:
+def whole_models() -> Iterator[None]:
     """Within this context `from_pretrained` loads whole models, on every process, also where it shards the policy."""
+    from transformers.integrations import deepspeed
+
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # asks all processes but the first to leave weights out
-    kept = os.environ.pop(name, None)
-    plugin = accelerator.state.deepspeed_plugin if sharding_of(accelerator).deepspeed else None
+    kept, of_deepspeed = os.environ.pop(name, None), deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()  # which tells it of ZeRO-3
     try:
-        with nullcontext() if plugin is None else plugin.zero3_init_context_manager(enable=False):
-            yield
+        yield
     finally:
+        deepspeed._hf_deepspeed_config_weak_ref = of_deepspeed
         if kept is not None:
             os.environ[name] = kept
