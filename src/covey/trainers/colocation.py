@@ -17,7 +17,8 @@ import psutil
 import torch
 
 from covey.policy.loading import end_token_ids
-from covey.policy.weights import active_adapter, base_model, has_adapter, original_class, why_not_alone
+from covey.policy.shards import original_class
+from covey.policy.weights import active_adapter, base_model, has_adapter, why_not_alone
 from covey.rollout.engines.vllm_colocate import Peers, VllmColocateEngine
 from covey.rollout.engines.vllm_process import start_vllm
 from covey.rollout.vision import Vision
