@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MambaConfig
 
 import tiny
 from covey.cli.explain import explain, main
@@ -127,6 +127,12 @@ def test_the_command_reads_the_file_and_its_model(run_file, capsys):
 def test_the_command_plans_for_more_processes(run_file, capsys):
     assert main([run_file, "--world_size", "4", "--prompt_tokens=10"]) == 0
     assert "8 prompts, 4 completions each, 32 completions in all" in words(capsys.readouterr().out)
+
+
+def test_a_model_without_attention_costs_only_the_memory_estimate(run_file, tmp_path, capsys):
+    MambaConfig(vocab_size=100, hidden_size=16, num_hidden_layers=2).save_pretrained(tmp_path / "mamba")
+    assert main([run_file, "--model", str(tmp_path / "mamba")]) == 0
+    assert "No estimate: mamba has no attention" in words(capsys.readouterr().out)
 
 
 def test_a_model_that_is_not_here_costs_only_the_memory_estimate(run_file, capsys):

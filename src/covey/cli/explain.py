@@ -366,15 +366,18 @@ SECTIONS: dict[str, Callable[[Run], list[str]]] = {
 
 
 def _model_config(model: str | None) -> tuple[Any, str]:
-    """The config of a model that is on this machine, or why there is none."""
+    """The config of a model that is on this machine and made of attention, or why there is none."""
     if model is None:
         return None, "the run names no model"
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model, local_files_only=True), ""
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
         return None, f"the config of {model!r} is not on this machine ({str(error).splitlines()[0]})"
+    if not hasattr(config.get_text_config(), "num_attention_heads"):
+        return None, f"{config.model_type} has no attention, and the formulas are for layers with attention"
+    return config, ""
 
 
 def _section(title: str, lines: list[str]) -> str:
