@@ -357,6 +357,13 @@ POINTED_OUT = [
     (unused.supervised_options_are_off, GRPOConfig, {"remove_unused_columns": True}, "every column of the dataset"),
     (unused.supervised_options_are_off, GRPOConfig, {"bf16_full_eval": True}, "evaluation computes like training"),
     (unused.supervised_options_are_off, GRPOConfig, {"prediction_loss_only": True}, "keeps no predictions"),
+    (unused.supervised_options_are_off, GRPOConfig, {"batch_eval_metrics": True}, "keeps no predictions"),
+    (
+        unused.supervised_options_are_off,
+        GRPOConfig,
+        {"include_num_input_tokens_seen": True},
+        "`num_tokens` counts them",
+    ),
     (unused.supervised_options_are_off, GRPOConfig, {"dataloader_drop_last": True}, "generation by generation"),
 ]
 

@@ -1,4 +1,4 @@
-"""Which module of a causal language model turns tokens into hidden states. Not here: what is done with them."""
+"""What a model is under its wrappers: its name, and what turns tokens into hidden states. Not here: running it."""
 
 from typing import Any
 
@@ -14,12 +14,22 @@ def decoder_of(model: Any) -> nn.Module:
     Args:
         model: a transformers or PEFT model with a language-modelling head.
     """
-    base: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = _without_adapter(model)
     found: nn.Module = model.get_decoder()
     embeddings = model.get_input_embeddings()
     if found is not base and _holds(found, embeddings):
         return found
     return next((child for child in base.children() if _holds(child, embeddings)), found)
+
+
+def name_of(model: Any) -> str:
+    """The class of a model as people know it; an adapter's wrapper has a name that says nothing of the model."""
+    return type(_without_adapter(model)).__name__
+
+
+def _without_adapter(model: Any) -> nn.Module:
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
 
 
 def _holds(module: nn.Module, part: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch
-from covey.core.decoder import decoder_of
+from covey.core.decoder import decoder_of, name_of
 from covey.core.out_of_memory import is_out_of_memory
 from covey.policy.attention import PACKED_ATTENTION
 
@@ -50,7 +50,7 @@ def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -
     if not _replaceable(model, chosen):
         if chosen != "eager":
             _warn(
-                f"{type(model).__name__} runs with attn_implementation='{chosen}', as was asked for, so it is scored"
+                f"{name_of(model)} runs with attn_implementation='{chosen}', as was asked for, so it is scored"
                 " with padded rows. Leave it out to let completions share their prompt, or set attn_layout='padded' to"
                 " silence this."
             )
@@ -64,7 +64,7 @@ def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -
         reasons.append(reason)
     model.set_attn_implementation(chosen)
     _warn(
-        f"{type(model).__name__} cannot use the packed layouts ({'; '.join(dict.fromkeys(reasons))}); scoring with"
+        f"{name_of(model)} cannot use the packed layouts ({'; '.join(dict.fromkeys(reasons))}); scoring with"
         " padded rows instead. Set attn_layout='padded' to silence this."
     )
     return "padded"
@@ -139,7 +139,7 @@ def _check_insisted(layout: str, model: Any, score: Score, device: torch.device)
     objection = _objection(layout, model, score, *_padded_scores(model, score, device))
     if objection is None:
         return
-    message = f"attn_layout='{layout}' is wrong for {type(model).__name__}: {objection}."
+    message = f"attn_layout='{layout}' is wrong for {name_of(model)}: {objection}."
     if _precision(model).itemsize < 4 and objection.startswith("log-probs differ"):
         _warn(f"{message} If that is more than half precision explains, set attn_layout='auto' or 'padded'.")
     else:

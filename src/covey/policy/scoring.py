@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.decoder import decoder_of
+from covey.core.decoder import decoder_of, name_of
 from covey.core.media import media_inputs, placeholder_ids, reading, stray_placeholders
 from covey.core.modes import inference_mode_of
 from covey.core.rollout import Rollout
@@ -280,7 +280,7 @@ def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside: bool)
     difference = (ours[0] - theirs).abs().max().item()
     if difference > 1e-2 * max(1.0, theirs.abs().max().item()):
         raise ValueError(
-            f"{type(model).__name__} turns hidden states into logits in a way Covey does not know (they differ by"
+            f"{name_of(model)} turns hidden states into logits in a way Covey does not know (they differ by"
             f" {difference:.2g}). Supported: a linear head, logit scaling, soft-capping. Please report the model."
         )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from covey.core.decoder import decoder_of
+from covey.core.decoder import decoder_of, name_of
 from covey.core.modes import inference_mode_of
 from covey.core.out_of_memory import is_out_of_memory
 from covey.core.rollout import Completion
@@ -301,7 +301,7 @@ class NativeEngine:
             self._forks = objection is None
             if objection is not None:
                 warnings.warn(
-                    f"{type(model).__name__} decodes with a copy of the prompt for every completion, because"
+                    f"{name_of(model)} decodes with a copy of the prompt for every completion, because"
                     f" {objection}. Samples are the same, for more memory and time the longer prompts are.",
                     stacklevel=2,
                 )

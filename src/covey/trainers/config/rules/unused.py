@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from covey.trainers.config.hardware import by_deepspeed, by_fsdp
+from covey.trainers.config.hardware import by_deepspeed, by_fsdp, has_accelerator
 from covey.trainers.config.rules.helpers import ignored
 from covey.trainers.config.rules.mismatch import CORRECTION
 
@@ -49,7 +49,10 @@ def supervised_options_are_off(args: Any) -> None:
     ignored(args, names, "it belongs to supervised training")
     ignored(args, ["remove_unused_columns"], "reward functions receive every column of the dataset")
     ignored(args, ["bf16_full_eval", "fp16_full_eval"], "evaluation computes like training")
-    predictions = ("eval_accumulation_steps", "prediction_loss_only")
+    ignored(args, ["include_num_input_tokens_seen"], "the metric `num_tokens` counts them in every run")
+    predictions = ("eval_accumulation_steps", "prediction_loss_only", "batch_eval_metrics")
     ignored(args, predictions, "an evaluation keeps no predictions, only metrics")
+    if args.fp16 and not has_accelerator():
+        ignored(args, ["fp16"], "a CPU computes in float32 then; bf16 is for CPUs that multiply bfloat16")
     loader = ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last")
     ignored(args, loader, "prompts are drawn generation by generation, and an incomplete one is left out")
