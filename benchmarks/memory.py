@@ -1,8 +1,9 @@
 """What `covey explain` says of memory, against what runs take: `python -m benchmarks.memory`.
 
 Each run trains in a process of its own for a few steps, with completions of full length. What is measured is the
-largest resident size of a step's two halves, sampling and training, less what the process holds before it has a model:
-Python, PyTorch and its threads. On a GPU it is the most that PyTorch's allocator had given out.
+largest resident size of a step's two halves, sampling and training, less what the process holds after it has trained a
+tiny model: Python, PyTorch, its threads, and what libraries load when they are first used. On a GPU it is the most that
+PyTorch's allocator had given out.
 
     python -m benchmarks.memory                        # every row of CONFIGURATIONS, with SmolLM2-135M
     python -m benchmarks.memory "LoRA" --model FOLDER  # one of them, another model
@@ -20,11 +21,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks import vision_model
 from benchmarks.worker import peak_memory, reset_peak_memory
 
 LORA = {"r": 16, "target_modules": "all-linear"}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+IMAGES = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 32}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "full": {"gradient_checkpointing": False},
     "full, checkpointed layers": {"gradient_checkpointing": True},
@@ -41,8 +45,37 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "attn_layout": "padded",
         "gradient_checkpointing": False,
     },
+    "LoRA over 4 bits": {"gradient_checkpointing": False, "peft": LORA, "quantization": NF4},
+    "LoRA over 4 bits, nested, checkpointed layers": {
+        "gradient_checkpointing": True,
+        "peft": {**LORA, "r": 64},
+        "quantization": {**NF4, "bnb_4bit_use_double_quant": True},
+    },
+    "LoRA over 8 bits": {"gradient_checkpointing": False, "peft": LORA, "quantization": {"load_in_8bit": True}},
+    "images": {"gradient_checkpointing": False, "images": 1, **IMAGES},
+    "images, frozen encoder": {"gradient_checkpointing": False, "images": 1, "freeze_vit": True, **IMAGES},
+    "images, LoRA": {"gradient_checkpointing": False, "images": 1, "peft": LORA, **IMAGES},
+    "one layer of LoRA, embeddings trained": {
+        "gradient_checkpointing": False,
+        "peft": {"r": 64, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens"]},
+    },
+    "long completions, two iterations": {
+        "gradient_checkpointing": True,
+        "num_generations": 4,
+        "max_completion_length": 160,
+        "num_iterations": 2,
+        "beta": 0.02,
+    },
+    "16 completions a group": {
+        "gradient_checkpointing": False,
+        "num_generations": 16,
+        "per_device_train_batch_size": 16,
+        "max_completion_length": 32,
+        "loss_type": "grpo",
+    },
+    "small passes": {"gradient_checkpointing": False, "max_tokens_per_micro_batch": 200},
 }
-"""Fields of the run in which it differs from `COMMON`."""
+"""Fields of the run in which it differs from `COMMON`; `images` of a prompt, for a model made to see some."""
 
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -58,6 +91,7 @@ COMMON: dict[str, Any] = {
     "bf16": False,
 }
 PROMPT_TOKENS = 64
+IMAGE_SIZE = (320, 240)
 
 
 def measure(model: str, fields: dict[str, Any], threads: int = 1) -> dict[str, Any]:
@@ -65,7 +99,7 @@ def measure(model: str, fields: dict[str, Any], threads: int = 1) -> dict[str, A
 
     Args:
         model: folder of the model.
-        fields: of the run; `method` and `peft` among them.
+        fields: of the run; `method`, `peft`, `quantization` and `images` among them.
         threads: that it computes with.
 
     Returns:
@@ -87,12 +121,22 @@ def measure(model: str, fields: dict[str, Any], threads: int = 1) -> dict[str, A
 # ---- in the child ---------------------------------------------------------------------------------------------------
 
 
+class Parts(NamedTuple):
+    """Of a run, what are no fields of its config."""
+
+    method: str = "grpo"
+    peft: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None
+    images: int = 0
+
+
 class Meter:
     """The most memory that is held between two looks, beyond what was held at first."""
 
     def __init__(self, device: Any):
         self._device = device
         self._baseline = 0
+        self.take()
         self._baseline = self.take()
 
     def take(self) -> int:
@@ -116,9 +160,12 @@ def child(spec: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(spec["threads"])
     fields = {**COMMON, **spec["fields"]}
-    method, peft = fields.pop("method", "grpo"), fields.pop("peft", None)
+    what = Parts(*(fields.pop(name, usual) for name, usual in Parts()._asdict().items()))
     with tempfile.TemporaryDirectory() as folder:
-        trainer, meter = _trainer(method, spec["model"], {**fields, "output_dir": folder}, peft)
+        model = spec["model"] if not what.images else vision_model.make(spec["model"], Path(folder) / "model")
+        _warm_up(spec["model"], {**fields, "output_dir": folder, "max_completion_length": 8}, what)
+        meter = Meter(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        trainer = _trainer(model, {**fields, "output_dir": folder}, what)
         found: dict[str, list[int]] = {"sampling": [], "training": []}
         collect = trainer.collector.collect
 
@@ -131,7 +178,7 @@ def child(spec: dict[str, Any]) -> dict[str, Any]:
         trainer.collector.collect = collecting
         trainer.train()
         found["training"].append(meter.take())
-    predicted = _predicted(trainer.args, trainer.model.config, peft)
+        predicted = _predicted(trainer.args, model, what)
     return {
         "sampling": max(found["sampling"]),
         "training": max(found["training"][1:]),
@@ -140,31 +187,62 @@ def child(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _trainer(method: str, model: str, fields: dict[str, Any], peft: dict[str, Any] | None) -> tuple[Any, Meter]:
-    """A trainer whose completions never end before their limit, and a meter from before it has a model."""
-    import torch
+def _warm_up(model: str, fields: dict[str, Any], what: Parts) -> None:
+    """Train a tiny model, so that libraries have loaded what they load when they are first used."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(model)
+    config.update({"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "layer_types": None})
+    config.update({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+        tiny = vision_model.make(folder, Path(folder) / "vision") if what.images else folder
+        _trainer(tiny, fields, what).train()
+
+
+def _trainer(model: str, fields: dict[str, Any], what: Parts) -> Any:
+    """A trainer whose completions never end before their limit."""
     from datasets import Dataset
+    from PIL import Image
     from transformers import AutoTokenizer
 
     import covey
     from benchmarks.workloads import Workload, rows
+    from covey.cli.train import adapter, quantisation
 
-    args = (covey.GRPOConfig if method == "grpo" else covey.RLOOConfig)(**fields)
+    args = (covey.GRPOConfig if what.method == "grpo" else covey.RLOOConfig)(**fields)
     tokenizer = AutoTokenizer.from_pretrained(model)
     group = args.num_generations
     workload = Workload("memory", PROMPT_TOKENS, args.per_device_train_batch_size // group, group, 1)
-    data = Dataset.from_list(rows(workload, tokenizer, 4))
-    kind = covey.GRPOTrainer if method == "grpo" else covey.RLOOTrainer
-    adapter = None
-    if peft is not None:
-        from peft import LoraConfig
-
-        adapter = LoraConfig(task_type="CAUSAL_LM", **peft)
-    torch.randn(256, 256) @ torch.randn(256, 256)  # what the first product of a process makes
-    meter = Meter(args.device)
-    trainer = kind(model=model, reward_funcs=_rank, args=args, train_dataset=data, peft_config=adapter)
+    found = rows(workload, tokenizer, 4)
+    if what.images:
+        found = [_shown(row["prompt"], what.images, Image.new("RGB", IMAGE_SIZE)) for row in found]
+    kind = covey.GRPOTrainer if what.method == "grpo" else covey.RLOOTrainer
+    trainer = kind(
+        model=model,
+        reward_funcs=_rank,
+        args=args,
+        train_dataset=found if what.images else Dataset.from_list(found),
+        peft_config=adapter(what.peft),
+        quantization_config=quantisation(what.quantization),
+    )
     trainer.collector.engine.eos_token_ids = set()
-    return trainer, meter
+    _leave_files(trainer.model)
+    return trainer
+
+
+def _leave_files(model: Any) -> None:
+    """Copy what still lies in a mapped file of weights, of which all pages count that were ever read: those of the
+    weights that have been quantised, too."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.clone()
+
+
+def _shown(prompt: str, images: int, image: Any) -> dict[str, Any]:
+    content = [{"type": "image"}] * images + [{"type": "text", "text": prompt}]
+    return {"prompt": [{"role": "user", "content": content}], "images": [image] * images}
 
 
 def _rank(completions: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -172,12 +250,19 @@ def _rank(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     return [float(place) for place, _ in enumerate(completions)]
 
 
-def _predicted(args: Any, config: Any, peft: dict[str, Any] | None) -> dict[str, Any]:
+def _predicted(args: Any, model: str, what: Parts) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from covey.trainers.memory import estimate
+    from transformers import AutoConfig
 
-    m = estimate(config, args, prompt_tokens=PROMPT_TOKENS, peft=peft)
+    from covey.cli.explain_images import images_of_prompt
+    from covey.cli.train import quantisation
+    from covey.trainers.memory import Images, estimate
+
+    config = AutoConfig.from_pretrained(model)
+    images = images_of_prompt(model, config, what.images, IMAGE_SIZE) if what.images else Images()
+    given = {"peft": what.peft, "quantization": quantisation(what.quantization), "images": images}
+    m = estimate(config, args, prompt_tokens=PROMPT_TOKENS, **given)
     return {**asdict(m), "training": m.training, "sampling": m.sampling, "peak": m.peak}
 
 

@@ -6,7 +6,9 @@ import pytest
 from transformers import LlamaConfig, MambaConfig
 
 import tiny
+import tiny_vision
 from covey.cli.explain import explain, main
+from covey.cli.explain_model import ModelPlan
 from covey.trainers.grpo_config import GRPOConfig
 from covey.trainers.rloo_config import RLOOConfig
 
@@ -199,9 +201,14 @@ def test_what_is_not_here_is_named_as_unchecked(run_file, capsys):
     assert "not checked: dataset 'org/data'" in text and "not checked: reward 'org/model'" in text
 
 
-def test_that_quantised_weights_take_less_memory_than_is_said_is_told(run_file, data, capsys):
-    assert main([run_file, *data, "--quantization", "{load_in_4bit: true}", "--peft", "{r: 2}"]) == 0
-    assert "not checked: the memory of quantised weights, which are counted as if" in words(capsys.readouterr().out)
+def test_quantised_weights_and_their_scales_are_counted(run_file, data, capsys):
+    # linear layers of two layers: 2 * 2304 numbers in 4 bits, 2304 bytes, and a scale of 4 bytes for each 64 of them,
+    # 288; adapters of rank 2 on all 7: per layer 2 * (4 * 16 + 16 + 16 + 8 + 8 + 3 * (16 + 32)) = 512; those, norms
+    # 5 * 16, embeddings and head 3200 in float32: (1024 + 80 + 3200) * 4 = 17216. 19808 bytes are 19.3 KiB
+    adapter = ["--peft", "{r: 2, target_modules: all-linear}"]
+    assert main([run_file, *data, "--quantization", "{load_in_4bit: true}", *adapter]) == 0
+    text = words(capsys.readouterr().out)
+    assert "8,912 parameters, 1,024 of them trained" in text and "weights 19.3 KiB" in text
 
 
 def test_what_is_still_to_be_named_is_listed(run_file, capsys):
@@ -248,7 +255,7 @@ def colocated(**changes):
     """A run with vLLM in the trainer's process on a GPU of 24 GiB, explained."""
     settings = {"use_vllm": True, "vllm_gpu_memory_utilization": "auto", **changes}
     args = GRPOConfig(report_to="none", bf16=False, **settings)
-    return words(explain(args, model_config=tiny.config(), gpu=24 * 1024**3))
+    return words(explain(args, model=ModelPlan(tiny.config()), gpu=24 * 1024**3))
 
 
 def test_the_share_of_vllm_is_told_with_how_it_came_about():
@@ -274,7 +281,7 @@ def test_sleep_and_what_makes_room_for_it_are_told():
 
 def test_without_a_gpu_the_cache_is_told():
     args = GRPOConfig(report_to="none", bf16=False, use_cpu=True, use_vllm=True)
-    text = words(explain(args, model_config=tiny.config()))
+    text = words(explain(args, model=ModelPlan(tiny.config())))
     assert "on this CPU, a cache of 64.0 MiB" in text
     assert "VLLM_CPU_KVCACHE_SPACE" in text
 
@@ -319,11 +326,39 @@ def test_without_processes_or_a_gpu_nothing_is_said_of_communication(run_file, c
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--gpu", "h1000"], "--gpu 'h1000' is not known; it is one of a100, h100, h200."),
-        (["--accelerate_config", "fsdp1"], "sharding 'fsdp1' is not known; it is one of multi_gpu,"),
+        (["--gpu", "h1000"], "--gpu 'h1000' is not known; it is one of a100, h100, h200. Did you mean 'h100'?"),
+        (["--accelerate_config", "fsdp1"], "'fsdp1' is neither a file nor a config that comes with Covey; those are"),
         (["--accelerate_config"], "--accelerate_config needs a value after it."),
+        (["--accelerate_config", "old.yaml"], "shares the model as 'fsdp1', which Covey does not train with"),
+        (["--accelerate_config", "no.yaml"], "'no.yaml' cannot be read as a config of accelerate"),
+        (["--image_size", "640"], "--image_size must be width x height in pixels, as in 640x480, not '640'."),
+        (["--images", "-1"], "--images must be a whole number, 0 or more"),
     ],
 )
-def test_a_cluster_that_is_not_known_is_refused(run_file, capsys, argv, message):
+def test_a_cluster_that_is_not_known_is_refused(run_file, capsys, argv, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    (tmp_path / "no.yaml").write_text("a list: [1\n")
     assert main([run_file, *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_config_of_accelerate_says_how_many_processes_there_are(run_file, capsys, tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 2\n")
+    assert main([run_file, "--accelerate_config", str(own), "--max_completion_length", "8"]) == 0
+    assert "gradients, optimizer shared out over 2 processes (zero2)" in words(capsys.readouterr().out)
+    assert main([run_file, "--accelerate_config", str(own), "--num_processes", "4"]) == 0
+    assert "shared out over 4 processes (zero2)" in words(capsys.readouterr().out)
+
+
+def test_images_are_counted_by_the_processor_of_the_model(run_file, capsys, tmp_path):
+    model, processor = tiny_vision.make("gemma3")
+    model.save_pretrained(tmp_path / "vlm")
+    assert main([run_file, "--model", str(tmp_path / "vlm")]) == 0
+    assert "Images are not counted: its processor cannot be used here" in words(capsys.readouterr().out)
+    processor.save_pretrained(tmp_path / "vlm")
+    assert main([run_file, "--model", str(tmp_path / "vlm"), "--images", "2"]) == 0
+    text = words(capsys.readouterr().out)
+    assert "A prompt shows 2 images of 512 x 512 pixels (--images, --image_size)" in text and "32 patches of" in text
+    assert re.search(r"encoder\s+[1-9]", text)

@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen2Config
 
 from covey.cli.explain import main
-from covey.trainers.memory import count_parameters
+from covey.trainers.paper_model import count_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN_72B = Qwen2Config(

@@ -28,6 +28,7 @@ import hybrids
 import mixtures
 import tiny
 from covey import GRPOTrainer
+from covey.cli.explain_flags import take_flags
 from covey.cli.launch import launch_command, launch_if_asked
 from covey.trainers.sharding import Sharding
 
@@ -569,6 +570,30 @@ ARGUMENTS = [
         "Named an --accelerate_config that does not exist",
         lambda b: launch_command("grpo", ["run.yaml", "--accelerate_config", "zero_3"]),
         ("'zero_3' is neither a file nor a config that comes with Covey", "cpu_2proc, fsdp2", "Did you mean 'zero3'"),
+        when=CONFIG,
+    ),
+    Mistake(
+        "Explained a run with an accelerate config of a way that is not trained with",
+        lambda b: take_flags(["--accelerate_config", str(b.write("distributed_type: MEGATRON_LM", "own.yaml"))]),
+        ("shares the model as 'megatron_lm', which Covey does not train with", "multi_gpu, .*zero3"),
+        when=CONFIG,
+    ),
+    Mistake(
+        "Explained a run with an accelerate config that cannot be read",
+        lambda b: take_flags(["--accelerate_config", str(b.write("processes: 8", "own.yaml"))]),
+        ("own.yaml' cannot be read as a config of accelerate", "distributed_type", "`accelerate config` makes one"),
+        when=CONFIG,
+    ),
+    Mistake(
+        "Explained a run on a GPU whose figures are not known",
+        lambda b: take_flags(["--gpu", "h10"]),
+        ("--gpu 'h10' is not known; it is one of a100, h100, h200", "Did you mean 'h100'"),
+        when=CONFIG,
+    ),
+    Mistake(
+        "Gave the size of an image to `covey explain` in another form",
+        lambda b: take_flags(["--image_size", "640,480"]),
+        ("--image_size must be width x height in pixels, as in 640x480", "not '640,480'"),
         when=CONFIG,
     ),
     Mistake(

@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from covey.trainers.costs import ModelSize, forward_flops, step_costs
 from covey.trainers.grpo_config import GRPOConfig
-from covey.trainers.memory import estimate, unit_parameters
+from covey.trainers.memory import estimate
+from covey.trainers.paper_model import unit_parameters
 from covey.trainers.rloo_config import RLOOConfig
 from covey.trainers.spread import Spread
 from covey.trainers.timing import MACHINES, Machine, step_times

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen3Config
 
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
 from covey.trainers.grpo_config import GRPOConfig
-from covey.trainers.memory import Precision, count_parameters, estimate, layer_bytes, optimizer_states, readable
+from covey.trainers.memory import Precision, estimate, layer_bytes, optimizer_states, readable
+from covey.trainers.paper_model import Kept, count_parameters
 from covey.trainers.spread import Spread
 
 peft = pytest.importorskip("peft")
@@ -38,7 +39,7 @@ def test_parameters_by_hand():
     # mlp 3 * 16 * 32 = 1536, norms 2 * 16 = 32: 2336, twice 4672; last norm 16. 3200 + 4672 + 16 = 7888
     # packed by MKL, each linear layer of 512 outputs or fewer: (512 + 128) per input; per layer 6 of 16 inputs and one
     # of 32, so 640 * 128 = 81920, twice; the head 640 * 16
-    assert count_parameters(LlamaConfig(**TINY)) == (7888, 7888, 2 * 81920 + 10240)
+    assert count_parameters(LlamaConfig(**TINY))[:3] == (7888, 7888, 2 * 81920 + 10240)
 
 
 def test_every_part_by_hand():
@@ -55,7 +56,12 @@ def test_every_part_by_hand():
     # (8 rows * 8 tokens + 2 groups * 4) * 2 layers * (8 + 8) channels
     assert m.kv_cache == (8 * 8 + 2 * 4) * 2 * 16 * 4
     # the first backward pass is the only one: gradients are not there yet where activations are highest
-    assert m.training == 7888 * 4 * 4 + m.head_gradient + m.activations + m.logits
+    # embeddings and head are two: the other one comes late, where no piece of freed memory is as large
+    assert m.late_gradient == 100 * 16 * 4
+    # per token and layer, q 16, k 8, and what o and the MLP give, 16 each, leave gaps
+    assert m.gaps == 72 * 2 * 56 * 4
+    height = m.activations + m.gaps + m.logits
+    assert m.training == 7888 * 4 * 4 + m.head_gradient + m.late_gradient + height
     assert m.sampling == 7888 * 4 * 4 + m.kv_cache + m.packed
     assert m.peak == max(m.training, m.sampling)
 
@@ -80,7 +86,60 @@ def test_tokens_of_a_pass_and_passes_of_a_step(changes, tokens, passes):
 
 def test_with_several_passes_gradients_are_there_beside_activations():
     m = estimate(LlamaConfig(**TINY), args(use_cpu=True, max_tokens_per_micro_batch=40), prompt_tokens=4)
-    assert m.training == m.resident + m.head_gradient + m.activations + m.logits + m.gradients
+    assert m.late_gradient == 0  # of two, one is added to what is there before the other is made
+    assert m.training == m.resident + m.head_gradient + m.activations + m.gaps + m.logits + m.gradients
+
+
+def test_on_a_gpu_freed_memory_serves_for_whatever_comes():
+    m = estimate(LlamaConfig(**TINY), args(use_cpu=True), prompt_tokens=4, device="cuda")
+    assert (m.gaps, m.late_gradient) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "head", "late"),
+    [([], 0, 0), (["embed_tokens"], 0, 1), (["lm_head"], 1, 0), (["embed_tokens", "lm_head"], 1, 1)],
+)
+def test_gradients_of_embeddings_that_are_trained_beside_an_adapter(saved, head, late):
+    adapter = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": saved}
+    m = estimate(LlamaConfig(**TINY), args(use_cpu=True), prompt_tokens=4, peft=adapter)
+    # rank 2 on q of two layers: 2 * 2 * (16 + 16) = 128; each of the two others 1600 numbers
+    assert m.trainable == 128 + 1600 * len(saved)
+    assert (m.head_gradient, m.late_gradient) == (1600 * 4 * head, 1600 * 4 * late)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "unpacked"),
+    [
+        # of linear layers 2 * 2304 numbers; scales of 4 bytes for blocks of 64: 72
+        ({"load_in_4bit": True}, 2304 + 72 * 4, 512),
+        # scales of one byte, and 4 for each 256 of them: in every layer 7 weights
+        ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, 2304 + 72 + 14 * 4, 512),
+        # one scale for each of 16 + 8 + 8 + 16 + 32 + 32 + 16 outputs, twice
+        ({"load_in_8bit": True}, 4608 + 2 * 128 * 4, 512),
+    ],
+)
+def test_weights_in_fewer_bits_take_their_scales_with_them(settings, size, unpacked):
+    quantised = count_parameters(LlamaConfig(**TINY), {"r": 2}, BitsAndBytesConfig(**settings)).quantised
+    assert quantised == (4608, size, unpacked)
+    adapter = {"peft": {"r": 2, "target_modules": ["q_proj"]}, "quantization": BitsAndBytesConfig(**settings)}
+    m = estimate(LlamaConfig(**TINY), args(use_cpu=True, model_init_kwargs={"dtype": "bfloat16"}), **adapter)
+    # all others are made float32: embeddings, head and norms, 3280, and the adapter
+    assert m.weights == size + (3280 + 128) * 4
+    assert m.unpacked == unpacked * 4
+
+
+def test_a_layer_that_is_named_is_not_quantised():
+    config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["down_proj", "lm_head"])
+    assert count_parameters(LlamaConfig(**TINY), None, config).quantised.numbers == 4608 - 2 * 512
+
+
+def test_a_layer_keeps_the_inputs_of_what_is_trained_alone():
+    config = LlamaConfig(**TINY)
+    some = count_parameters(config, {"r": 2, "target_modules": ["q_proj", "v_proj"]}).kept
+    assert (some.norms, some.attention, some.mlp, some.down, some.ranks) == (False, 2, 0, False, 4)
+    precision = Precision(4, 4, 4, False, some)
+    # of 16 hidden units two norms' inputs and one layer's, q and result 2 * 16, k and v 2 * 8, 3 * 32 of the MLP, 4
+    assert layer_bytes(config, precision) == (3 * 16 + 32 + 16 + 96 + 4) * 4
 
 
 def test_a_rollout_is_never_cut():
@@ -207,7 +266,11 @@ def kept_by_a_pass(layout, dtype, autocast, checkpointing, adapter):
 def test_activations_are_those_that_a_pass_keeps(layout, dtype, autocast, adapter):
     kept = kept_by_a_pass(layout, dtype, autocast, False, adapter)
     tokens = PROMPT + GROUP * LENGTH if layout == "shared_prefix" else GROUP * (PROMPT + LENGTH)
-    precision = Precision(dtype.itemsize, 2 if autocast else dtype.itemsize, trained=not adapter, shares=False)
+    kept_inputs = count_parameters(WIDE, {"r": 2, "target_modules": "all-linear"} if adapter else None).kept
+    # nobody keeps q, k, what o and the MLP give: 96 + 48 + 64 + 64; under adapters v, gate and up as well: 48 + 2 * 176
+    assert kept_inputs == Kept(norms=not adapter, ranks=14 * adapter, passing=672 if adapter else 272)
+    updated = 4 if adapter else dtype.itemsize
+    precision = Precision(dtype.itemsize, 2 if autocast else dtype.itemsize, updated, False, kept_inputs)
     assert tokens * (6 * layer_bytes(WIDE, precision) + 3 * 64 * 4) == pytest.approx(kept, rel=0.1)
 
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 import tiny
 from covey.policy.weights import weight_update
 from covey.trainers.costs import received_by
-from covey.trainers.memory import estimate, unit_parameters
+from covey.trainers.memory import estimate
+from covey.trainers.paper_model import unit_parameters
 from covey.trainers.spread import Spread
 
 peft = pytest.importorskip("peft")

@@ -5,6 +5,7 @@ import runs
 
 import tiny
 from covey.trainers import memory, vllm_memory
+from covey.trainers.paper_model import Counts
 from covey.trainers.vllm_memory import CONTEXT, GIB, DoesNotFit, EngineMemory, cpu_cache_bytes, usable, utilization
 
 RUN = memory.MemoryEstimate(
@@ -94,7 +95,7 @@ def test_an_engine_elsewhere_takes_the_place_of_the_built_in_cache(tmp_path):
 
 def test_the_counts_of_a_model_stand_in_for_building_one(tmp_path):
     args = settings(tmp_path)
-    counted = memory.estimate(tiny.config(), args, counts=memory.Counts(1000, 10, 0), peft={})
+    counted = memory.estimate(tiny.config(), args, counts=Counts(1000, 10, 0), peft={})
     assert (counted.weights, counted.gradients, counted.reference) == (4000, 40, 0)
 
 

@@ -17,7 +17,8 @@ from covey.cli.config_file import load_run
 from covey.cli.evaluations import has_plain, suite_settings
 from covey.cli.explain_colocation import colocation, gpu_bytes
 from covey.cli.explain_costs import costs
-from covey.cli.explain_flags import take_cluster, take_number
+from covey.cli.explain_flags import take_flags
+from covey.cli.explain_model import ModelPlan, model_plan
 from covey.cli.explain_sentences import count
 from covey.cli.explain_start import Start, check_start
 from covey.cli.train import take_config
@@ -26,24 +27,27 @@ from covey.trainers.config.rules.loss import CLIPPED
 from covey.trainers.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, estimate, readable
 from covey.trainers.spread import Cluster, Spread
 from covey.trainers.suites import suite_of
-from covey.trainers.vllm_memory import GIB, EngineMemory, engine_memory
+from covey.trainers.vllm_memory import EngineMemory, engine_memory
 
 USAGE = """usage: covey explain [--config] CONFIG [--world_size N] [--accelerate_config NAME]
                      [--gpu NAME] [--gpus_of_node N] [--prompt_tokens N] [--gpu_memory N]
-                     [--field value ...]
+                     [--images N] [--image_size WxH] [--field value ...]
 
 Say in words what a run will do: batches, updates, loss, tokens, memory, what processes send one
 another; and whether its data and rewards are there. Its exit status is 2 where the run would not
 start.
 
   CONFIG            YAML or JSON file of the run
-  --world_size N    explain it for N processes
+  --world_size N    explain it for N processes; --num_processes is the same
   --accelerate_config NAME
-                    how they share weights: multi_gpu, fsdp2, zero1, zero2 or zero3
+                    how they share weights: multi_gpu, fsdp2, zero1, zero2, zero3, or the file of
+                    a config; without --world_size, for as many processes as it has
   --gpu NAME        a100, h100 or h200: how long a step takes there, on paper
   --gpus_of_node N  GPUs of one machine (8 if not given)
   --prompt_tokens N length of a prompt, for tokens and memory (256 if not given)
   --gpu_memory N    GiB of a GPU, where the run has another than this machine
+  --images N        images of a prompt, where the model sees some (1 if not given; 0 for none)
+  --image_size WxH  pixels of each (512x512 if not given)
   --field value     any setting of the run, in place of the file's
 """
 
@@ -57,25 +61,21 @@ class Run:
     prompt_tokens: int
     has_eval: bool
     memory: MemoryEstimate | None
-    no_memory_because: str
+    model: ModelPlan
     start: Start | None = None
     engine: EngineMemory | None = None
     gpu: int | None = None
     suites: dict[str, dict[str, Any]] | None = None
-    model_config: Any = None
-    adapter: bool = False
     cluster: Cluster | None = None
 
 
 def explain(
     args: Any,
     *,
-    model_config: Any = None,
+    model: ModelPlan | None = None,
     world_size: int | None = None,
     prompt_tokens: int | None = None,
-    peft: dict[str, Any] | None = None,
     has_eval: bool = False,
-    no_model_because: str = "no model config was given",
     start: Start | None = None,
     gpu: int | None = None,
     suites: dict[str, dict[str, Any]] | None = None,
@@ -85,32 +85,29 @@ def explain(
 
     Args:
         args: a `GRPOConfig` or `RLOOConfig`.
-        model_config: the model's transformers config, for the memory estimate.
+        model: what is known of the model, for the memory estimate.
         world_size: number of processes; those that are running by default.
-        prompt_tokens: length of a prompt.
-        peft: arguments of `peft.LoraConfig`, when an adapter is trained.
+        prompt_tokens: length of a prompt, its images aside.
         has_eval: the run has an evaluation dataset that is sampled as in training.
-        suites: settings of its evaluation suites, by name.
-        cluster: how the processes share the model; None: each has all of it.
-        no_model_because: what to say where there is no `model_config`.
         start: what is known of its data and rewards.
         gpu: bytes of a GPU; this machine's if None.
+        suites: settings of its evaluation suites, by name.
         cluster: how the processes share the model; None: each has all of it.
 
     Raises:
         ValueError: the batch sizes do not divide for `world_size` processes.
     """
-    length = prompt_tokens or ASSUMED_PROMPT_TOKENS
+    length, model = prompt_tokens or ASSUMED_PROMPT_TOKENS, model or ModelPlan()
     spread, device = (cluster.spread, cluster.device) if cluster else (None, None)
     memory = engine = None
-    if model_config is not None:
-        memory = estimate(model_config, args, prompt_tokens=length, peft=peft, spread=spread, device=device)
+    if model.config is not None:
+        what = {"images": model.images, "peft": model.peft, "quantization": model.quantization}
+        memory = estimate(model.config, args, prompt_tokens=length, spread=spread, device=device, **what)
     if memory is not None and args.use_vllm and args.vllm_mode == "colocate":
-        engine = engine_memory(memory, model_config, args, length)
-    gpu = gpu or gpu_bytes()
+        engine = engine_memory(memory, model.config, args, length)
     run = Run(
-        *(args, args.algebra(world_size), length, has_eval, memory, no_model_because, start, engine, gpu, suites),
-        *(model_config, peft is not None, cluster),
+        *(args, args.algebra(world_size), length, has_eval, memory, model),
+        *(start, engine, gpu or gpu_bytes(), suites, cluster),
     )
     sections = {title: lines(run) for title, lines in SECTIONS.items()}
     return "\n\n".join(_section(title, lines) for title, lines in sections.items() if lines)
@@ -122,30 +119,24 @@ def main(argv: list[str]) -> int:
         print(USAGE, end="")
         return 0 if argv else 2
     try:
-        path, flags = take_config(argv)
-        world_size, flags = take_number("--world_size", flags)
-        prompt_tokens, flags = take_number("--prompt_tokens", flags)
-        gpu_gib, flags = take_number("--gpu_memory", flags)
-        cluster, flags = take_cluster(world_size or 1, flags)
-        if cluster is not None and cluster.machine and gpu_bytes() is None:
-            flags += ["--use_cpu", "true"]  # else a config with bf16 would be refused here
+        path, argv = take_config(argv)
+        flags, settings = take_flags(argv)
+        if flags.cluster is not None and flags.cluster.machine and gpu_bytes() is None:
+            settings += ["--use_cpu", "true"]  # else a config with bf16 would be refused here
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            run = load_run(path, flags, world_size=world_size)
-        start = check_start(run, run.args.algebra(world_size))
-        model_config, reason = _model_config(run.model)
+            run = load_run(path, settings, world_size=flags.world_size)
+        start = check_start(run, run.args.algebra(flags.world_size))
         text = explain(
             run.args,
-            model_config=model_config,
-            world_size=world_size,
-            prompt_tokens=prompt_tokens,
-            peft=run.peft,
+            model=model_plan(run, flags.images, flags.image_size),
+            world_size=flags.world_size,
+            prompt_tokens=flags.prompt_tokens,
             has_eval=has_plain(run.eval_dataset),
             suites=suite_settings(run.eval_dataset) if run.eval_dataset else None,
-            no_model_because=reason,
             start=start,
-            gpu=gpu_gib * GIB if gpu_gib else None,
-            cluster=cluster,
+            gpu=flags.gpu,
+            cluster=flags.cluster,
         )
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"covey explain: {error}", file=sys.stderr)
@@ -264,7 +255,7 @@ def memory(run: Run) -> list[str]:
     """Bytes by part."""
     m, args = run.memory, run.args
     if m is None:
-        return [f"No estimate: {run.no_memory_because}."]
+        return [f"No estimate: {run.model.missing}."]
     share = f", {m.trainable:,} of them trained" if m.trainable != m.parameters else ""
     precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else "the type of the weights"
     parts = {
@@ -273,9 +264,10 @@ def memory(run: Run) -> list[str]:
         "gradients": m.gradients,
         "optimizer": m.optimizer,
         "activations": m.activations,
-        "logits": m.logits + m.head_gradient,
+        "logits": m.logits + m.head_gradient + m.late_gradient,
     }
-    more = {"weights' casts": m.casts, "gathered layers": m.gathered, "gathered copy": m.copy}
+    more = {"encoder": m.encoder, "gaps between": m.gaps, "weights' casts": m.casts, "unpacked weight": m.unpacked}
+    more |= {"gathered layers": m.gathered, "gathered copy": m.copy}
     parts |= {name: size for name, size in more.items() if size}
     if not args.samples_elsewhere:
         parts |= {"KV cache": m.kv_cache, "packed weights": m.packed}
@@ -284,6 +276,7 @@ def memory(run: Run) -> list[str]:
         f"{m.parameters:,} parameters{share}; computing in {precision}. Per process, {_shared_out(run)}, completions "
         "of full length:",
         *table,
+        *run.model.notes,
         f"Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak "
         f"is about {readable(m.peak)}.",
         sentences.largest_part(m, args),
@@ -305,12 +298,12 @@ def communication(run: Run) -> list[str]:
     if run.memory is None or cluster is None or run.args.max_completion_length is None:
         return []
     return costs(
-        run.model_config,
+        run.model.config,
         run.args,
         run.memory,
         cluster.spread,
-        prompt_tokens=run.prompt_tokens,
-        adapter=run.adapter,
+        prompt_tokens=run.prompt_tokens + run.model.images.tokens,
+        adapter=run.model.peft is not None,
         machine=cluster.machine,
         gpus_of_node=cluster.gpus_of_node,
     )
@@ -363,21 +356,6 @@ SECTIONS: dict[str, Callable[[Run], list[str]]] = {
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def _model_config(model: str | None) -> tuple[Any, str]:
-    """The config of a model that is on this machine and made of attention, or why there is none."""
-    if model is None:
-        return None, "the run names no model"
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError) as error:
-        return None, f"the config of {model!r} is not on this machine ({str(error).splitlines()[0]})"
-    if not hasattr(config.get_text_config(), "num_attention_heads"):
-        return None, f"{config.model_type} has no attention, and the formulas are for layers with attention"
-    return config, ""
 
 
 def _section(title: str, lines: list[str]) -> str:

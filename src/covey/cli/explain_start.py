@@ -95,7 +95,6 @@ def _check_evaluations(given: Any, start: Start) -> None:
 def _check_quantisation(run: RunConfig, start: Start) -> None:
     from covey.cli.train import quantisation
 
-    start.unchecked.append("the memory of quantised weights, which are counted as if they were not")
     try:
         quantisation(run.quantization)
     except ValueError as error:

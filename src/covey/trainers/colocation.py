@@ -23,6 +23,7 @@ from covey.rollout.engines.vllm_colocate import Peers, VllmColocateEngine
 from covey.rollout.engines.vllm_process import start_vllm
 from covey.rollout.vision import Vision
 from covey.trainers import memory, offload, vllm_memory
+from covey.trainers.paper_model import Counts
 from covey.trainers.parity import AUTOCAST
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -146,7 +147,7 @@ def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.Engi
     """The run's memory as `covey explain` estimates it, with the parameters of the model that is there."""
     config = base_model(model).config
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    counts = memory.Counts(sum(p.numel() for p in model.parameters()), trainable, packed=0)
+    counts = Counts(sum(p.numel() for p in model.parameters()), trainable, packed=0)
     estimate = memory.estimate(config, args, peft={} if has_adapter(model) else None, counts=counts)
     return estimate, vllm_memory.engine_memory(estimate, config, args)
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.trainers.memory import MemoryEstimate, unit_parameters
+from covey.trainers.memory import MemoryEstimate
+from covey.trainers.paper_model import unit_parameters
 from covey.trainers.spread import Spread
 
 ZERO3_KEEPS = 500_000_000

@@ -1,20 +1,23 @@
 """What a run keeps in memory, by part: an estimate from the model's config and the training arguments.
 
-Weights, gradients and optimizer state are counted exactly (the model is built on PyTorch's meta device, which holds
-shapes but no numbers). Activations, caches and logits are formulas for Llama-like decoders with fused attention, for
-completions of full length; `benchmarks/memory.py` compares them with what runs take. Not counted: what Python, CUDA
-and libraries hold without a model, fragmentation, reward models.
+Weights, gradients and optimizer state are counted exactly (`covey.trainers.paper_model`). Activations, caches and
+logits are formulas for Llama-like decoders with fused attention, and for encoders of images, for completions of full
+length; `benchmarks/memory.py` compares them with what runs take. Not counted: what Python, CUDA and libraries hold
+without a model, what lies between tensors, reward models.
 """
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from covey.policy.lm_head_linear import TILE_BYTES
+from covey.policy.loading import sees_images
+from covey.rollout.engines.packed_linear import MOST_ROWS
+from covey.trainers.paper_model import Counts, Kept, Tower, count_parameters, unit_parameters
 from covey.trainers.passes import derived_budget
 from covey.trainers.spread import Spread
+from covey.trainers.vision import frozen_parts
 
 ASSUMED_PROMPT_TOKENS = 256
 """Length of a prompt where nobody says."""
@@ -22,9 +25,19 @@ ASSUMED_PROMPT_TOKENS = 256
 LOGIT_COPIES = 2
 """Tiles of logits in float32 that the head works with at once, and what it makes of them."""
 
-PACKED_ROWS = (512, 128)
-"""MKL's packed copy of a weight [n, k] takes (n rounded up to a multiple of the first + the second) * k numbers; read
-off the copies that it makes."""
+
+class Images(NamedTuple):
+    """Images of a prompt.
+
+    Attributes:
+        tokens: of the language model that stand for them.
+        patches: that the encoder computes.
+        pixels: numbers that it reads.
+    """
+
+    tokens: int = 0
+    patches: int = 0
+    pixels: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,8 @@ class MemoryEstimate:
     c bytes of a number in matrix products, s of a stored weight.
 
     Attributes:
-        weights: parameters in the type they are loaded in, or this process's share of them.
+        weights: parameters in the type they are loaded in, those that are quantised in fewer bits with their scales, or
+            this process's share of them. Adapters, and beside quantised weights all others, are in float32.
         reference: a second copy of the parameters when there is a KL penalty; 0 with adapters, which are switched off
             instead.
         gradients: one number per trainable parameter, or per one of the share.
@@ -43,6 +57,7 @@ class MemoryEstimate:
         activations: what the backward pass of one pass needs, T * L * ((2Q + 2K + 4I) * c + H * h), with h in
             `layer_bytes`; with checkpointing one layer of that and H numbers at each border. And what passes through a
             layer on the way back, T * (3I * c + 8H).
+        encoder: the same of what encodes images (`encoder_bytes`).
         logits: `LOGIT_COPIES` tiles of min(T, logprob_chunk_size) * vocabulary float32 numbers, or smaller ones of
             `TILE_BYTES` on a plain linear head.
         kv_cache: (rows decoded at once * completion tokens + their prompts, one for each group) * L * 2K * c;
@@ -53,6 +68,11 @@ class MemoryEstimate:
         trainable: those that are updated.
         head_gradient: of the output head's weight, whole, which waits for the embedding's (if tied) or is added to what
             earlier passes left.
+        late_gradient: on a CPU, what gradients of embedding and head take beyond that when a backward pass ends:
+            activations' memory is kept for later tensors then, but in pieces that are smaller than these.
+        gaps: on a CPU, between the tensors of layers: where a product that nobody keeps was, no other of its size
+            fits, since the C library wants room for alignment besides.
+        unpacked: the largest of the quantised weights, in the type of products.
         casts: weights in the type of products, as autocast keeps them in a pass.
         gathered: where weights are shared out: the outermost unit and two layers whole, and the gradients of the first
             and of one layer, in c bytes each.
@@ -74,7 +94,11 @@ class MemoryEstimate:
     packed: int
     parameters: int
     trainable: int
+    encoder: int = 0
     head_gradient: int = 0
+    late_gradient: int = 0
+    gaps: int = 0
+    unpacked: int = 0
     casts: int = 0
     gathered: int = 0
     copy: int = 0
@@ -87,13 +111,16 @@ class MemoryEstimate:
     @property
     def training(self) -> int:
         """Bytes at the height of a training step: where the last backward pass begins, or where all gradients are."""
-        backward = self.activations + self.logits + self.casts + self.gathered
-        return self.resident + self.head_gradient + max(backward + self.gradients * (self.passes > 1), self.gradients)
+        backward = (
+            self.activations + self.gaps + self.encoder + self.logits + self.casts + self.gathered + self.unpacked
+        )
+        height = max(backward + self.gradients * (self.passes > 1), self.gradients - self.head_gradient)
+        return self.resident + self.head_gradient + self.late_gradient + height
 
     @property
     def sampling(self) -> int:
         """Bytes at the height of a generation."""
-        return self.resident + self.kv_cache + self.packed + self.copy
+        return self.resident + self.kv_cache + self.packed + self.copy + self.unpacked
 
     @property
     def peak(self) -> int:
@@ -111,8 +138,10 @@ def estimate(
     args: Any,
     *,
     prompt_tokens: int = ASSUMED_PROMPT_TOKENS,
+    images: Images | None = None,
     peft: dict[str, Any] | None = None,
-    counts: "Counts | None" = None,
+    quantization: Any = None,
+    counts: Counts | None = None,
     spread: Spread | None = None,
     device: str | None = None,
 ) -> MemoryEstimate:
@@ -121,58 +150,104 @@ def estimate(
     Args:
         config: a transformers model config.
         args: a `GRPOConfig` or `RLOOConfig`.
-        prompt_tokens: length of a prompt.
+        prompt_tokens: length of a prompt, its images aside.
+        images: of each prompt.
         peft: arguments of `peft.LoraConfig`, when adapters are trained.
+        quantization: a `BitsAndBytesConfig`, where the weights under them are quantised.
         counts: the model's parameters, where they are known; otherwise it is built to count them.
         spread: over processes; None: each has all of everything.
         device: "cpu" or "cuda", which the run is for; None: what this machine has.
 
     Raises:
-        ValueError: the config belongs to no causal language model.
+        ValueError: the config belongs to no language model.
     """
-    text = config.get_text_config()
-    spread = spread or Spread()
-    parameters, trainable, packed = counts or count_parameters(config, peft)
-    stored = _stored_bytes(config, args)
+    text, vision = config.get_text_config(), sees_images(config)
+    spread, images = spread or Spread(), images or Images()
+    counts = counts or count_parameters(config, peft, quantization, frozen_parts(args))
+    parameters, trainable, quantised = counts.parameters, counts.trainable, counts.quantised
+    stored = 4 if quantised.numbers else _stored_bytes(config, args)
     computed = 2 if args.bf16 or args.fp16 else stored
-    completion_tokens = args.max_completion_length or (text.max_position_embeddings - prompt_tokens)
+    prompt = prompt_tokens + images.tokens
+    completion = args.max_completion_length or (text.max_position_embeddings - prompt)
     device, shares = device or args.device.type, spread.weights > 1
-    tokens, passes = tokens_of_passes(args, prompt_tokens, completion_tokens, device)
-    rows = min(args.max_concurrent_completions, args.per_device_train_batch_size * args.steps_per_generation)
-    cached = rows * completion_tokens + -(-rows // args.num_generations) * prompt_tokens
+    tokens, passes = tokens_of_passes(args, prompt, completion, device, padded=vision)
     packs = device == "cpu" and computed == 4 and torch.backends.mkl.is_available() and not args.samples_elsewhere
     tile = min(min(tokens, args.logprob_chunk_size) * text.vocab_size * 4, TILE_BYTES.get(device, TILE_BYTES["cuda"]))
-    precision = Precision(stored, computed, trained=peft is None, shares=shares)
+    updated = 4 if peft is not None else stored
+    precision = Precision(stored, computed, updated, shares, counts.kept or Kept(norms=peft is None))
+    held = (parameters - quantised.numbers) * stored + quantised.size + trainable * (updated - stored)
+    head, late = (0, 0) if shares else _vocabulary_gradients(text, counts, updated, passes, peft is None, device)
+    again, rollouts = bool(args.gradient_checkpointing), tokens // (prompt + completion)
+    layers = 1 if again else text.num_hidden_layers
+    gaps = tokens * layers * precision.kept.passing * computed
     return MemoryEstimate(
-        weights=parameters * stored // spread.weights,
-        reference=parameters * stored // spread.weights if args.beta and peft is None else 0,
-        gradients=trainable * stored // spread.gradients,
-        optimizer=int(trainable * stored * optimizer_states(str(args.optim))) // spread.optimizer,
-        activations=tokens * activation_bytes(text, precision, bool(args.gradient_checkpointing)),
+        weights=held // spread.weights,
+        reference=held // spread.weights if args.beta and peft is None else 0,
+        gradients=trainable * updated // spread.gradients,
+        optimizer=int(trainable * updated * optimizer_states(str(args.optim))) // spread.optimizer,
+        activations=tokens * activation_bytes(text, precision, again),
         logits=LOGIT_COPIES * tile,
-        kv_cache=0 if args.samples_elsewhere else cached * cache_bytes_per_token(text, computed),
-        packed=packed * 4 if packs else 0,
+        kv_cache=0
+        if args.samples_elsewhere
+        else _cached_tokens(args, prompt, completion, vision) * cache_bytes_per_token(text, computed),
+        packed=_packed_numbers(counts, images) * 4 if packs else 0,
         parameters=parameters,
         trainable=trainable,
-        head_gradient=0 if peft is not None or shares else text.vocab_size * text.hidden_size * stored,
-        casts=parameters * computed if computed < stored and not shares else 0,
+        encoder=rollouts * encoder_bytes(counts.tower, precision, images, again),
+        head_gradient=head,
+        late_gradient=late,
+        gaps=(gaps + rollouts * _encoder_gaps(counts.tower, images, computed, again)) if device == "cpu" else 0,
+        unpacked=quantised.largest * computed,
+        casts=(parameters - quantised.numbers) * computed if computed < stored and not shares else 0,
         gathered=_gathered(config, computed, trained=peft is None) if shares else 0,
         copy=parameters * computed if shares and not args.samples_elsewhere and args.ds3_gather_for_generation else 0,
         passes=passes,
         pass_tokens=tokens,
-        completion_tokens=completion_tokens,
+        completion_tokens=completion,
         stored_bytes=stored,
         computed_bytes=computed,
     )
 
 
-def tokens_of_passes(args: Any, prompt: int, completion: int, device: str) -> tuple[int, int]:
+def _cached_tokens(args: Any, prompt: int, completion: int, vision: bool) -> int:
+    """Tokens whose keys and values the built-in engine holds at once: with images, of one prompt's completions, each
+    with a copy of it."""
+    group = args.num_generations
+    if vision:
+        return min(args.max_concurrent_completions, group) * (prompt + completion)
+    rows = min(args.max_concurrent_completions, args.per_device_train_batch_size * args.steps_per_generation)
+    return rows * completion + -(-rows // group) * prompt
+
+
+def _packed_numbers(counts: Counts, images: Images) -> int:
+    """Of all layers that multiply a few rows at a time, as those of an encoder do with small images."""
+    few = 0 < images.patches <= MOST_ROWS
+    return counts.packed + (counts.tower.packed if few and counts.tower is not None else 0)
+
+
+def _vocabulary_gradients(
+    text: Any, counts: Counts, number: int, passes: int, whole: bool, device: str
+) -> tuple[int, int]:
+    """Gradients of the head where a backward pass begins, and what they and those of embeddings take more at its end.
+
+    A tied weight has both, which are added up at the end. In a later pass they are added to what is there.
+    """
+    each = text.vocab_size * text.hidden_size * number
+    trained = int(whole) if counts.embeddings is None else counts.embeddings
+    tied = whole and trained == 1 and text.tie_word_embeddings
+    at_end = 2 if tied or (trained == 2 and passes == 1) else min(trained, 1)
+    head = int(trained > 0 and counts.head)
+    return each * head, each * (at_end - head) if device == "cpu" else 0
+
+
+def tokens_of_passes(args: Any, prompt: int, completion: int, device: str, padded: bool = False) -> tuple[int, int]:
     """Tokens of the largest pass, and how many passes an optimizer step has, at one process.
 
-    Groups are kept whole where they fit; a layout that shares prompts counts each once.
+    Groups are kept whole where they fit; a layout that shares prompts counts each once. With `padded`, as with images,
+    there is none.
     """
     group, sequence = args.num_generations, prompt + completion
-    shares_prompts = args.attn_layout in ("auto", "shared_prefix")
+    shares_prompts = args.attn_layout in ("auto", "shared_prefix") and not padded
     whole = prompt + group * completion if shares_prompts else sequence
     derived = derived_budget(args.per_device_train_batch_size, sequence, whole, device)
     budget = max(args.max_tokens_per_micro_batch or derived, sequence)
@@ -192,85 +267,48 @@ def cache_bytes_per_token(text: Any, number: int) -> int:
     return text.num_hidden_layers * 2 * _key_width(text) * number
 
 
-class Counts(NamedTuple):
-    """Numbers in a model: all parameters, those that are updated, and in MKL's packed copies of its linear layers."""
-
-    parameters: int
-    trainable: int
-    packed: int
-
-
-def count_parameters(config: Any, peft: dict[str, Any] | None = None) -> Counts:
-    """Parameters of a causal language model, and of its LoRA adapter if there is one; exact.
-
-    Raises:
-        ValueError: transformers has no causal language model for this config.
-    """
-    model = _shapes(config)
-    if peft is not None:
-        from peft import LoraConfig, get_peft_model
-
-        with torch.device("meta"):
-            model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **peft}))
-    linear = (module for module in model.modules() if type(module) is nn.Linear)
-    step, more = PACKED_ROWS
-    packed = sum((-(-one.out_features // step) * step + more) * one.in_features for one in linear)
-    return Counts(model.num_parameters(), model.num_parameters(only_trainable=True), packed)
-
-
-class Units(NamedTuple):
-    """Parameters that are gathered together: those outside of the layers, and those of the largest layer."""
-
-    outer: int
-    layer: int
-
-
-def unit_parameters(config: Any) -> Units:
-    """What FSDP2 wraps: each decoder layer, and around them embedding, last norm and head."""
-    model = _shapes(config)
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds]
-    return Units(model.num_parameters() - sum(layers), max(layers, default=0))
-
-
 class Precision(NamedTuple):
-    """What numbers of a pass are made of.
+    """What numbers of a pass are made of, and which of them are kept.
 
     Attributes:
         stored: bytes of a weight.
         computed: bytes of a number in matrix products.
-        trained: norms have gradients.
+        updated: bytes of a weight that is trained.
         shares: weights are shared out, and put together in the type of products.
+        kept: inputs that the backward pass of a layer needs.
     """
 
     stored: int
     computed: int
-    trained: bool
+    updated: int
     shares: bool
+    kept: Kept
 
     @property
     def casts(self) -> bool:
-        """Autocast makes a copy of its input for each linear layer."""
-        return self.computed < self.stored and not self.shares
+        """Each linear layer that is trained reads a copy of its input, made by autocast or by an adapter."""
+        return self.computed < self.updated and not self.shares
 
     @property
     def residual(self) -> int:
         """Bytes of a number between layers."""
-        return self.stored if self.casts else self.computed
+        return self.stored if self.computed < self.stored and not self.shares else self.computed
 
 
 def layer_bytes(text: Any, precision: Precision) -> int:
     """Bytes per token that the backward pass of one layer needs.
 
-    Of its two norms each keeps its input in float32 and, when trained, what it multiplies with its weight; linear
-    layers their inputs: two, or with autocast one copy for each of the five that read a norm. Queries, attention's
-    result, keys, values, and four of the MLP's width: h = 8 + 2 * residual + 2c (or 5c) for H, 2c each for Q and K, 4c
-    for I.
+    Of its two norms (or four, and those of queries and keys) each keeps its input in float32 and, when trained, what it
+    multiplies with its weight; linear layers that are trained their inputs: two, or with casts one copy for each of the
+    five that read a norm. Queries, attention's result, keys, values, and four of the MLP's width (three if its last
+    layer is not trained): with all trained h = 8 + 2 * residual + 2c (or 5c) for H, 2c each for Q and K, 4c for I.
     """
-    hidden, c = text.hidden_size, precision.computed
-    norms = 8 + 2 * precision.residual * precision.trained + (5 if precision.casts else 2) * c
-    queries = text.num_attention_heads * _head_width(text)
-    return hidden * norms + (2 * queries + 2 * _key_width(text) + 4 * _inner_width(text)) * c
+    c, kept = precision.computed, precision.kept
+    reading = kept.attention + kept.mlp if precision.casts else (kept.attention > 0) + (kept.mlp > 0)
+    norm = 4 + precision.residual * kept.norms
+    queries, keys = text.num_attention_heads * _head_width(text), _key_width(text)
+    wide = 2 * queries + 2 * keys + (3 + kept.down) * _inner_width(text) + kept.ranks
+    return text.hidden_size * (kept.wide * norm + reading * c) + (queries + keys) * kept.heads * norm + wide * c
 
 
 def activation_bytes(text: Any, precision: Precision, checkpointing: bool) -> int:
@@ -281,6 +319,27 @@ def activation_bytes(text: Any, precision: Precision, checkpointing: bool) -> in
     layer = layer_bytes(text, precision)
     kept = layers * hidden * precision.residual + layer if checkpointing else layers * layer
     return kept + last + passing
+
+
+def encoder_bytes(tower: Tower | None, precision: Precision, images: Images, checkpointing: bool) -> int:
+    """Bytes that encoding the images of one rollout keeps.
+
+    Per patch and block what `Tower.channels` counts, and of two norms what they read and what is read of them.
+    """
+    if tower is None:
+        return 0
+    c = precision.computed
+    norms = tower.hidden * (2 * precision.residual + (tower.readers if precision.casts else 2) * c)
+    block = (tower.channels * c + norms) * (tower.channels > 0)
+    borders = tower.layers * tower.hidden * precision.residual * (tower.channels > 0)
+    patch = borders + block if checkpointing else tower.layers * block
+    return images.patches * patch + images.tokens * tower.aligner * c + images.pixels * 4
+
+
+def _encoder_gaps(tower: Tower | None, images: Images, number: int, checkpointing: bool) -> int:
+    if tower is None or not tower.channels:
+        return 0
+    return images.patches * (1 if checkpointing else tower.layers) * tower.passing * number
 
 
 def optimizer_states(optim: str) -> float:
@@ -304,14 +363,6 @@ def readable(size: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _shapes(config: Any) -> Any:
-    """The causal language model of a config, without numbers."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _gathered(config: Any, computed: int, trained: bool) -> int:

@@ -100,7 +100,7 @@ def engine_memory(
         prompt_tokens: length of a prompt.
     """
     text = config.get_text_config()
-    number = 2 if args.bf16 or args.fp16 else memory.weights // memory.parameters
+    number = memory.computed_bytes
     tokens = completion_tokens(args, text, prompt_tokens)
     rows = args.per_device_train_batch_size * args.steps_per_generation
     held = rows * tokens + -(-rows // args.num_generations) * prompt_tokens

@@ -103,6 +103,18 @@ DEEPSEEK = (
     "<｜tool▁call▁end｜>{% if loop.last %}<｜tool▁calls▁end｜>{% endif %}{% endfor %}<｜end▁of▁sentence｜>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
 )
+GLM = (
+    "[gMASK]<sop>{% if tools %}<|system|>\n# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}\n"
+    "{% for key, value in c.function.arguments | items %}<arg_key>{{ key }}</arg_key>\n"
+    "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 GENERIC = (
     "{% for t in tools or [] %}TOOL {{ t.function.name }}\n{% endfor %}"
     # A line break before the content: a generation prompt that ends in a space would merge with the first word.
@@ -132,6 +144,7 @@ class Family:
         written: how a policy writes its calls into the content.
         broken: something that is meant as a call and cannot be read; "" where the template could not say it.
         asks_with: the token that ends a turn with calls, where the template does not end it.
+        ends_with: the same of a turn without calls.
     """
 
     template: str
@@ -147,6 +160,7 @@ class Family:
     )
     broken: str = '{"name": "lookup", "arguments": {"q": '
     asks_with: str = ""
+    ends_with: str = ""
 
 
 FAMILIES = {
@@ -205,6 +219,15 @@ FAMILIES = {
         ("<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
         arguments=str,
         broken="<｜tool▁call▁begin｜>lookup<｜tool▁call▁end｜>",
+    ),
+    "glm": Family(
+        GLM,
+        "<|endoftext|>",
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        ("<|user|>", "<|observation|>"),  # which begin the next turn, and which a policy writes to end its own
+        broken="<tool_call>lookup\n<arg_key>q</arg_key>\n</tool_call>",
+        asks_with="<|observation|>",
+        ends_with="<|user|>",
     ),
     "chatml": Family(CHATML, "<|im_end|>", ("<|im_start|>",), shows_tools=False, calls=0),
     "generic": Family(GENERIC, "<|endoftext|>", calls=0),

@@ -143,6 +143,8 @@ class Scene:
             answers = []
         assert not answers, "the policy has the last word"
         rendered = self._render(conversation, answer=False)
+        if self.family.ends_with:
+            return rendered + self.family.ends_with
         return rendered[: max(rendered.rfind(token) + len(token) for token in self._ends() if token in rendered)]
 
     # --- how a family says it ------------------------------------------------------------------------------------
@@ -173,8 +175,11 @@ class Scene:
         prompt, whole = self._render(before), self._render([*before, message], answer=False)
         assert whole.startswith(prompt)
         said = whole[len(prompt) :]
-        if message.get("tool_calls") and self.family.asks_with:
+        asks = message.get("tool_calls") or (self.family.broken and self.family.broken in message["content"])
+        if asks and self.family.asks_with:
             return said + self.family.asks_with
+        if self.family.ends_with:
+            return said + self.family.ends_with
         return said[: max(said.rfind(token) + len(token) for token in self._ends() if token in said)]
 
     def _as_rendered(self, answers):
