@@ -301,13 +301,15 @@ def layer_bytes(text: Any, precision: Precision) -> int:
     Of its two norms (or four, and those of queries and keys) each keeps its input in float32 and, when trained, what it
     multiplies with its weight; linear layers that are trained their inputs: two, or with casts one copy for each of the
     five that read a norm. Queries, attention's result, keys, values, and four of the MLP's width (three if its last
-    layer is not trained): with all trained h = 8 + 2 * residual + 2c (or 5c) for H, 2c each for Q and K, 4c for I.
+    layer is not trained): with all trained h = 8 + 2 * residual + 2c (or 5c) for H, 2c each for Q and K, 4c for I. Of
+    a mixture, each expert's copy of the token, and what it gives before and after it is weighed.
     """
     c, kept = precision.computed, precision.kept
     reading = kept.attention + kept.mlp if precision.casts else (kept.attention > 0) + (kept.mlp > 0)
     norm = 4 + precision.residual * kept.norms
     queries, keys = text.num_attention_heads * _head_width(text), _key_width(text)
     wide = 2 * queries + 2 * keys + (3 + kept.down) * _inner_width(text) + kept.ranks
+    wide += _experts(text) * (2 + kept.down) * text.hidden_size * (_experts(text) > 1)
     return text.hidden_size * (kept.wide * norm + reading * c) + (queries + keys) * kept.heads * norm + wide * c
 
 
@@ -372,9 +374,14 @@ def _gathered(config: Any, computed: int, trained: bool) -> int:
 
 def _inner_width(text: Any) -> int:
     """Intermediate channels of a token; of a mixture, in all experts that it goes through."""
-    experts = getattr(text, "num_experts_per_tok", None) or 1
+    experts = _experts(text)
     inner = getattr(text, "moe_intermediate_size", None) if experts > 1 else None
     return experts * (inner or getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+
+
+def _experts(text: Any) -> int:
+    """Experts that a token goes through; 1 without any."""
+    return getattr(text, "num_experts_per_tok", None) or 1
 
 
 def _head_width(text: Any) -> int:
