@@ -49,7 +49,9 @@ def model_plan(run: RunConfig, images: int, image_size: tuple[int, int]) -> Mode
     except (OSError, ValueError) as error:
         return ModelPlan(missing=f"the config of {run.model!r} is not on this machine ({str(error).splitlines()[0]})")
     if not hasattr(config.get_text_config(), "num_attention_heads"):
-        return ModelPlan(missing=f"{config.model_type} has no attention, and the formulas are for layers with attention")
+        return ModelPlan(
+            missing=f"{config.model_type} has no attention, and the formulas are for layers with attention"
+        )
     shown, notes = Images(), []
     if sees_images(config):
         shown, said = _images(run.model, config, images, image_size)
