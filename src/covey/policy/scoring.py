@@ -22,6 +22,7 @@ from covey.core.modes import inference_mode_of
 from covey.core.rollout import Rollout
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.experts import RouterLoads, captured_router_logits, loads_of, refuse_without_gradient
+from covey.policy.images_once import encoded_once
 from covey.policy.inside import scores_inside
 from covey.policy.layout_choice import choose_layout, made_up_rollouts
 from covey.policy.layouts import LAYOUTS
@@ -172,7 +173,7 @@ class TokenScorer:
         tapped: AbstractContextManager[list[Tensor]] = nullcontext([])
         if top_k is not None:
             tapped = captured_router_logits(inner)
-        with tapped as routed, shown as kwargs:
+        with tapped as routed, shown as kwargs, encoded_once(inner) if self.vision else nullcontext():
             if self.inside:
 
                 def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
