@@ -1,5 +1,8 @@
 """Rollout functions that play a whole generation, and environments, with images."""
 
+import asyncio
+from contextlib import nullcontext
+
 import pytest
 import runs
 import torch
@@ -9,8 +12,12 @@ from test_vision_training import FAMILIES, codec_of, rollouts, scores
 import tiny_vision
 from covey.core.batch import collate
 from covey.core.media import media_inputs
+from covey.core.rollout import Completion, FinishReason
+from covey.rollout.engine import SamplingParams
+from covey.rollout.episode import EpisodeEngine
 from covey.rollout.functions import RolloutError
 from covey.rollout.images import ImageError, as_parts
+from covey.rollout.tools.template import TurnTemplates
 from covey.trainers.agents import RolloutWarning
 
 
@@ -184,3 +191,30 @@ def test_a_picture_larger_than_the_context_costs_its_row(tmp_path):
     with pytest.warns(RolloutWarning, match=r"4 of 8 rollouts failed.*row 20 of the dataset: a prompt of \d+ tokens"):
         made.train()
     assert sum(runs.history(made, "rollouts/failed")) == 0.5
+
+
+@pytest.mark.parametrize("expands", [True, False])
+def test_a_token_of_an_image_that_the_policy_writes_does_not_become_the_next_image(expands):
+    """An engine that looks for images itself would find that one first; the built-in one is told where they are."""
+    model, processor = tiny_vision.make("gemma3")
+    codec = codec_of(model, processor)
+    (stray,) = codec.vision.placeholders
+    asked = []
+
+    async def ask(request):
+        asked.append(request)
+        return [Completion([20, stray, 1], None, FinishReason.STOP)]
+
+    async def play():
+        row = {"prompt": [{"role": "user", "content": "What?"}], "image": tiny_vision.picture()}
+        engine = EpisodeEngine(ask, TurnTemplates(codec, [1]), SamplingParams(64), (7,), row, 0, expands)
+        episode = engine.begin()
+        await episode.sample()
+        episode.write("Go on.")
+        await episode.sample()  # a stray token after the last image misleads nobody
+        episode.write({"role": "user", "content": [{"type": "image", "image": tiny_vision.picture(1)}]})
+        await episode.sample()
+
+    with pytest.raises(ValueError, match="wrong place") if expands else nullcontext():
+        asyncio.run(play())
+    assert len(asked) == (2 if expands else 3)

@@ -98,6 +98,7 @@ class EngineTraits:
             is under way.
         takes_adapters: it can sample from an adapter that is sent without the model it lies on; otherwise weights come
             merged.
+        expands_images: it is sent each image as a single token, and looks for these tokens itself.
     """
 
     shares_policy: bool = False
@@ -105,6 +106,7 @@ class EngineTraits:
     dtype: torch.dtype | None = None
     updates_in_flight: bool = False
     takes_adapters: bool = False
+    expands_images: bool = False
 
 
 def traits_of(engine: Any) -> EngineTraits:

@@ -52,6 +52,7 @@ class EpisodeEngine:
         seed_key: names this sample: another key gives other tokens.
         row: the dataset row.
         sibling: which of the prompt's completions this is, 0 ... G-1.
+        expands_images: the engine looks itself for tokens that stand for images.
 
     Attributes:
         row, sibling: as above; the row is the rollout's own copy.
@@ -79,6 +80,7 @@ class EpisodeEngine:
         seed_key: tuple[int | str, ...],
         row: dict[str, Any],
         sibling: int,
+        expands_images: bool = False,
     ):
         self.row = row
         self.sibling = sibling
@@ -90,6 +92,7 @@ class EpisodeEngine:
         self._templates = templates
         self._params = params
         self._seed_key = seed_key
+        self._expands_images = expands_images
         self._asides = 0
         self._closed = False
 
@@ -173,6 +176,12 @@ class EpisodeEngine:
         params = self._params if limit >= self._params.max_tokens else replace(self._params, max_tokens=limit)
         seed = sample_seed(*self._seed_key, *path)
         said, shared = episode.prompt_ids + episode.completion_ids, len(episode.prompt_ids)
+        vision = self._templates.codec.vision
+        if self._expands_images and vision is not None and vision.misleads(said, episode.media):
+            raise ValueError(
+                "the policy has written a token that stands for an image, and was shown another image after it: the"
+                " engine would look for the image in the wrong place."
+            )
         request = SampleRequest(said, 1, params, [seed], shared=shared, media=episode.media)
         (completion,) = await self._sampled(request)
         return completion

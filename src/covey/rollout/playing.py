@@ -18,7 +18,7 @@ from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.agent import Agent
 from covey.rollout.batch_function import BatchFunction
 from covey.rollout.draws import Draw, Siblings
-from covey.rollout.engine import RolloutEngine, SamplingParams
+from covey.rollout.engine import RolloutEngine, SamplingParams, traits_of
 from covey.rollout.episode import Ask, EpisodeEngine
 from covey.rollout.functions import GroupFunction
 from covey.rollout.limits import Limits
@@ -162,7 +162,8 @@ class Playing:
         assert not isinstance(play, BatchFunction), "played as a whole"
         row = _own_copy(first.row)
         key = (*self.seed_key, first.prompt, first.sample)
-        engine = EpisodeEngine(ask, self.agency.templates, self.params, key, row, first.sample)
+        expands = traits_of(self.engine).expands_images
+        engine = EpisodeEngine(ask, self.agency.templates, self.params, key, row, first.sample, expands)
         began = perf_counter()
         try:
             async with asyncio.timeout(timeout) as engine.clock:

@@ -120,6 +120,12 @@ class Vision:
             raise ImageError(f"{others} tokens stand for images that are not among the {len(images)} that are given.")
         return tuple(found)
 
+    def misleads(self, ids: Sequence[int], media: Sequence[Media]) -> bool:
+        """Whether, before the last image among tokens, something looks like an image that is none."""
+        shown = {place for one in media for place in range(one.start, one.start + one.length)}
+        last = max((one.start for one in media), default=0)
+        return any(token in self.placeholders and i not in shown for i, token in enumerate(ids[:last]))
+
     def _alone(self, image: Any) -> tuple[list[int], Media]:
         """The tokens that stand for an image, whatever is around it, and what the model is given with them."""
         tokenizer = self.processor.tokenizer

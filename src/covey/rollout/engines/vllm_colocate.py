@@ -164,6 +164,7 @@ class VllmColocateEngine:
             reports_after_cut=processed or regex is not None,
             dtype=config.dtype,
             takes_adapters=vllm.vllm_config.lora_config is not None,
+            expands_images=True,
         )
         self._fall_asleep()
 

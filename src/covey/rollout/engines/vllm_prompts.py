@@ -33,6 +33,5 @@ def otherwise_expanded(ours: Sequence[int], theirs: Sequence[int]) -> RuntimeErr
     return RuntimeError(
         f"vLLM makes {len(theirs)} tokens of a prompt with images of which the trainer's processor makes {len(ours)};"
         f" they differ from token {place} on. If vllm_engine_kwargs holds mm_processor_kwargs, leave them out: vLLM's"
-        " processor has the settings of the trainer's. A policy that writes an image's own token before it is shown"
-        " another image leads here as well."
+        " processor has the settings of the trainer's."
     )

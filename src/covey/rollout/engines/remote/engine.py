@@ -102,6 +102,7 @@ class RemoteEngine:
                 stacklevel=2,
             )
         self.traits = EngineTraits(
+            expands_images=True,
             updates_in_flight=True,
             reports_after_cut=any(fact.reports_after_cut for fact in facts),
             takes_adapters=all(fact.takes_adapters for fact in facts),
