@@ -173,7 +173,9 @@ class TokenScorer:
         tapped: AbstractContextManager[list[Tensor]] = nullcontext([])
         if top_k is not None:
             tapped = captured_router_logits(inner)
-        with tapped as routed, shown as kwargs, encoded_once(inner) if self.vision else nullcontext():
+        # A compiled model would be compiled anew for every pass.
+        once = encoded_once(inner) if self.vision and not hasattr(model, "_orig_mod") else nullcontext()
+        with tapped as routed, shown as kwargs, once:
             if self.inside:
 
                 def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
