@@ -80,17 +80,21 @@ def _ways_to_win(size: int, others: list[int], silent: int, k: int) -> Fraction:
     ways = Fraction(0)
     for votes in range(1, min(size, k) + 1):
         rest = k - votes
-        # [chosen so far][answers that have just as many votes]: ways to choose from the others, none of which has more
+        # [chosen so far][answers that have just as many votes]: ways to choose from those others that could have more,
+        # of which none has
         table = {(0, 0): 1}
         for other in others:
+            if other < votes:
+                continue
             grown: dict[tuple[int, int], int] = {}
             for (chosen, ties), count in table.items():
-                for more in range(min(other, votes, rest - chosen) + 1):
+                for more in range(min(votes, rest - chosen) + 1):
                     place = chosen + more, ties + (more == votes)
                     grown[place] = grown.get(place, 0) + count * math.comb(other, more)
             table = grown
+        free = silent + sum(other for other in others if other < votes)  # whoever is chosen of these, the answer wins
         won = sum(
-            (Fraction(count * math.comb(silent, rest - chosen), ties + 1) for (chosen, ties), count in table.items()),
+            (Fraction(count * math.comb(free, rest - chosen), ties + 1) for (chosen, ties), count in table.items()),
             Fraction(0),
         )
         ways += math.comb(size, votes) * won
