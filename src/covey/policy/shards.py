@@ -66,15 +66,16 @@ def _whole_of_zero(parameter: Any, dtype: torch.dtype | None) -> Tensor:
     """The same of a parameter of ZeRO-3: DeepSpeed gathers it as wide as it is, this function where it narrows."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
-    shape = parameter.ds_shape
+    shape, shard, group = parameter.ds_shape, parameter.ds_tensor, parameter.ds_process_group
     narrow = travels_in(torch.empty(shape, dtype=parameter.dtype, device="meta"), dtype)
-    is_apart = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE and parameter.ds_tensor.status.name == "AVAILABLE"
-    if narrow == parameter.dtype or not is_apart:  # whole already; or on a disk, from which DeepSpeed reads
-        with GatheredParameters([parameter]):
+    others = torch.distributed.get_world_size(group) - 1
+    is_apart = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE  # else it is whole already
+    is_here = shard.status.name == "AVAILABLE"  # else it is on a disk
+    if narrow == parameter.dtype or not (is_apart and is_here and others * shard.numel() < shape.numel()):
+        with GatheredParameters([parameter]):  # the last: several groups of processes have all of it (MiCS)
             return parameter.detach().to(narrow, copy=True)
-    shard = parameter.ds_tensor.detach().to(narrow).to(parameter.device)
-    group = parameter.ds_process_group
-    parts = shard.new_empty(torch.distributed.get_world_size(group), shard.numel())
+    shard = shard.detach().to(narrow).to(parameter.device)
+    parts = shard.new_empty(others + 1, shard.numel())
     torch.distributed.all_gather(list(parts.unbind()), shard, group=group)
     return parts.view(-1)[: shape.numel()].view(shape)
 
