@@ -17,4 +17,6 @@ class KeepFloat64(TorchFunctionMode):
             return args[0]
         if wide and kwargs.get("dtype") == torch.float32:
             kwargs["dtype"] = torch.float64
+        if function is torch.Tensor.matmul and {one.dtype for one in args} == {torch.float32, torch.float64}:
+            args = tuple(one.double() for one in args)  # positions, times the frequencies of an embedding
         return function(*args, **kwargs)

@@ -2,11 +2,14 @@
 
 import importlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from filelock import FileLock
 
 import tiny
 
@@ -53,3 +56,23 @@ def in_a_child() -> None:
     if find_spec("deepspeed") is not None:
         of_processes = importlib.import_module("deepspeed.comm.torch")
         of_processes.build_shm_op = lambda: None  # takes minutes to compile; gloo does the same
+
+
+def once(factory, name, make) -> Path:
+    """The folder that `make` was called with, by one of the processes among which pytest spreads the tests.
+
+    Args:
+        factory: pytest's `tmp_path_factory`.
+        name: of the folder.
+        make: what takes long, given the empty folder.
+    """
+    mine = factory.getbasetemp()
+    folder = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / name
+    done = folder.with_suffix(".done")
+    with FileLock(folder.with_suffix(".lock")):
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from failing_processes import WAYS
-from launching import environment, free_port
+from launching import environment, free_port, once
 from launching import run as launch
 from test_bad_input import quoted, rows
 
@@ -33,14 +33,11 @@ ESSENTIAL = ("returns nonsense", "is killed")
 @pytest.fixture(scope="module")
 def went_wrong(tmp_path_factory):
     """(way) -> the folder of a run that went wrong so."""
-    folders = {}
 
     def run(way):
-        ways = tuple(one for one in WAYS.values() if (one in ESSENTIAL) == (way in ESSENTIAL))
-        if ways not in folders:
-            folders[ways] = tmp_path_factory.mktemp("wrong")
-            launch([sys.executable, str(SCRIPT), str(folders[ways]), "20", *ways])
-        return folders[ways] / way
+        ways = [one for one in WAYS.values() if (one in ESSENTIAL) == (way in ESSENTIAL)]
+        command = [sys.executable, str(SCRIPT)]
+        return once(tmp_path_factory, ways[0], lambda folder: launch([*command, str(folder), "20", *ways])) / way
 
     return run
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from launching import HERE, free_port
+from launching import HERE, free_port, once
 from launching import run as launch
 from two_processes import train
 
@@ -117,13 +117,15 @@ def one(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """All cases by two processes, in one launch by torchrun."""
-    folder = tmp_path_factory.mktemp("two")
     cases = {**CASES, PADDED: {"method": "grpo", "pads_at_the_last": True}}
     settings = {case: {**MICRO, "per_device_train_batch_size": 4, **more} for case, more in cases.items()}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    launch([*launcher, str(HERE / "two_processes.py"), str(folder), json.dumps(settings)], 900)
-    return torch.load(folder / "result.pt", weights_only=True)
+
+    def train_all(folder):
+        launch([*launcher, str(HERE / "two_processes.py"), str(folder), json.dumps(settings)], 900)
+
+    return torch.load(once(tmp_path_factory, "two_processes", train_all) / "result.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("case", CASES)
