@@ -21,8 +21,8 @@ class Traffic(TorchDispatchMode):
         name = operation._schema.name
         if name in ("c10d::_allgather_base_", "_c10d_functional::all_gather_into_tensor"):
             self.gathered += difference(args[0], args[1] if name.startswith("c10d") else made)
-        elif name == "c10d::allgather_" and args[1][0].is_floating_point():
-            self.gathered += sum(one.nbytes for one in args[0][0]) - args[1][0].nbytes
+        elif name == "c10d::allgather_" and (own := args[1][0]).is_floating_point():
+            self.gathered += (len(args[0][0]) - 1) * own.nbytes * (own.numel() > 1)
         elif name == "c10d::_reduce_scatter_base_":
             self.reduced += difference(*args[:2])
         return made
