@@ -89,6 +89,19 @@ def test_limits_are_positive(limit):
         run_python("", **limit)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"code": None}, "code of run_python must be text, got NoneType: None"),
+        ({"code": ["1"]}, "code of run_python must be text, got list"),
+        ({"code": "1", "stdin": 5}, "stdin of run_python must be text, got int: 5"),
+    ],
+)
+def test_a_program_is_text(given, said):
+    with pytest.raises(ValueError, match=said):
+        run_python(**given)
+
+
 def test_an_interpreter_that_is_not_there_is_an_error():
     with pytest.raises(RuntimeError, match="could not start /no/python"):
         LocalSandbox(python="/no/python").run("", timeout=1, memory=MIB, stdin="")

@@ -231,3 +231,19 @@ def test_what_can_be_spread_is_not_refused():
     check_shardable(BitsAndBytesConfig(**NF4, bnb_4bit_quant_storage="float32"), "FSDP2", None)
     check_shardable({"load_in_8bit": True}, "", "bfloat16")
     check_shardable(None, "ZeRO-3", None)
+
+
+def test_weights_quantised_by_torchao_are_trained_under_an_adapter_and_not_sent_as_a_checkpoint(folder, tmp_path):
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    parts = {"model": folder, "peft_config": lora, "quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+    trainer = runs.trainer(tmp_path, parts=parts)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    assert not [name for name, value in before.items() if torch.equal(value, after[name])]
+    with pytest.raises(ValueError, match="quantised with torchao and cannot be sent as a checkpoint"):
+        sent(weight_update(trainer.policy, 0))

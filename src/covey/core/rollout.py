@@ -78,6 +78,9 @@ class Rollout:
         seconds: from the beginning of the rollout to its end, where an agent played it.
         tool_seconds: those of them in which it waited for its tools.
 
+    Raises:
+        ValueError: lists that belong to tokens have other lengths than `completion_ids`.
+
     Example:
         A rollout that answered "4<eos>" to "2+2=":
         `Rollout([17, 10, 17, 28], [19, 2], [True, True], [-0.1, -0.2], "4", FinishReason.STOP)`
@@ -103,11 +106,19 @@ class Rollout:
     prompt: str | list[Message] | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.sampled) == len(self.completion_ids), "one `sampled` flag per completion token"
-        assert self.logprobs is None or len(self.logprobs) == len(self.completion_ids), "one log-prob per token"
-        assert self.entropies is None or len(self.entropies) == len(self.completion_ids), "one entropy per token"
-        assert self.versions is None or len(self.versions) == len(self.completion_ids), "one version per token"
-        assert all(0 <= end < len(self.completion_ids) for end in self.turn_ends), "turns end at tokens"
+        tokens = len(self.completion_ids)
+        for name in ("sampled", "logprobs", "entropies", "versions"):
+            values = getattr(self, name)
+            if values is not None and len(values) != tokens:
+                raise ValueError(
+                    f"a Rollout of {tokens} completion_ids was given {len(values)} {name}: give one for each token of"
+                    " the completion, those of tool results included."
+                )
+        if not all(0 <= end < tokens for end in self.turn_ends):
+            raise ValueError(
+                f"a Rollout of {tokens} completion_ids was given turn_ends={self.turn_ends}: give the index of the last"
+                " token of each turn among completion_ids, from 0 on."
+            )
 
     @property
     def images(self) -> list[Any]:

@@ -41,7 +41,7 @@ class Limits:
         """
         try:
             own = _own(rollout)
-        except (AssertionError, TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise RolloutError(f"a rollout is not what it should be: {error}.") from error
         self.check(own)
         return own

@@ -80,13 +80,16 @@ def run_python(code: str, timeout: float = 10.0, memory: int = 512 * MIB, stdin:
         stdin: what it can read.
 
     Raises:
-        ValueError: a limit that is not positive.
+        ValueError: a limit that is not positive, or code that is no text.
         RuntimeError: no child process could be started.
 
     Example:
         >>> run_python("print(6 * 7)").stdout
         '42\\n'
     """
+    for name, text in {"code": code, "stdin": stdin}.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{name} of run_python must be text, got {type(text).__name__}: {text!r:.80}.")
     for name, limit in {"timeout": timeout, "memory": memory}.items():
         if not limit > 0:
             raise ValueError(f"{name}={limit!r} of run_python must be greater than 0.")
