@@ -4,7 +4,7 @@ import pytest
 import runs
 import sharded_runs
 import torch
-from launching import HERE, accelerate, torchrun
+from launching import HERE, accelerate, once, torchrun
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -86,12 +86,12 @@ def test_the_cases_train(alone):
 
 @pytest.fixture(scope="module")
 def fsdp2_folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fsdp2")
+    return once(tmp_path_factory, "fsdp2", lambda folder: launch("fsdp2", folder, FIRST))
 
 
 @pytest.fixture(scope="module")
 def fsdp2(fsdp2_folder):
-    return launch("fsdp2", fsdp2_folder, FIRST)
+    return torch.load(fsdp2_folder / "result.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("case", FIRST)
