@@ -9,6 +9,8 @@ from transformers import TrainerCallback
 
 import tiny
 from covey import GRPOTrainer
+from covey.trainers.collectives import CollectiveError
+from covey.trainers.search import _Trials
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -154,3 +156,22 @@ def test_a_schedule_of_another_kind_gets_no_settings_of_the_first(tmp_path):
     assert not config.with_changes(lr_scheduler_type="linear").lr_scheduler_kwargs
     falling = config.with_changes(greater_is_better=False)
     assert falling.lr_scheduler_kwargs == {"mode": "min"}
+
+
+def test_processes_hear_that_a_search_has_failed_in_the_first_and_its_error_stays_what_it_was(tmp_path):
+    told = []
+
+    def gather(what, doing):
+        told.append(what)
+        if what and what[0] == "failed":
+            raise CollectiveError("the other process is gone")
+        return [what]
+
+    trainer = runs.trainer(tmp_path, parts={"model": None, "model_init": tiny.model, "eval_dataset": tiny.rows(2)})
+    trainer.collectives.gather = gather
+    with pytest.raises(TypeError, match="has no field `rate`"):
+        trainer.hyperparameter_search(lambda trial: {"rate": 1.0}, n_trials=1)
+    assert [one[0] for one in told] == ["trial", "failed"]
+    trainer.collectives.gather = lambda what, doing: [told[-1]]  # what another process hears
+    with pytest.raises(RuntimeError, match=r"ended in the first process: TypeError: .*has no field `rate`"):
+        _Trials(trainer, None, len).follow()

@@ -15,7 +15,9 @@ from typing import Any
 
 from transformers.trainer_utils import BestRun
 
+from covey.core.failures import describe
 from covey.trainers.checkpoint import AtomicCheckpoints
+from covey.trainers.collectives import CollectiveError
 from covey.trainers.config.base import OnlineConfig
 
 OF_OPTIMIZE = ("timeout", "n_jobs", "gc_after_trial", "catch", "callbacks", "show_progress_bar")
@@ -93,15 +95,17 @@ class HyperparameterSearch(AtomicCheckpoints):
         optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
         several = {"directions": direction} if isinstance(direction, list) else {"direction": direction or "maximize"}
         study = optuna.create_study(**several, **kwargs)
-        best: Any = None
+        best: Any
         try:
             study.optimize(lambda trial: trials.lead(trial, (hp_space or _learning_rates)(trial)), n_trials, **optimize)
             if isinstance(direction, list):
                 best = [BestRun(str(one.number), one.values, one.params) for one in study.best_trials]
             else:
                 best = BestRun(str(study.best_trial.number), study.best_value, study.best_params)
-        finally:
-            trials.end(best)
+        except BaseException as error:
+            trials.fail(error)
+            raise
+        trials.end(best)
         return (
             [one._replace(run_summary=study) for one in best]
             if isinstance(best, list)
@@ -168,11 +172,17 @@ class _Trials:
         return value
 
     def follow(self) -> Any:
-        """In the other processes: every trial, until the first one has the best."""
+        """In the other processes: every trial, until the first one has the best.
+
+        Raises:
+            RuntimeError: the search has failed there.
+        """
         import optuna
 
         while True:
             word, *told = self._tell(None, "begin a trial")[0]
+            if word == "failed":
+                raise RuntimeError(f"the search ended in the first process: {told[0]}")
             if word == "end":
                 return told[0]
             number, params, changes, name = told
@@ -182,6 +192,11 @@ class _Trials:
     def end(self, best: Any) -> None:
         """In the first process: no trial follows."""
         self._tell(("end", best), "begin a trial")
+
+    def fail(self, error: BaseException) -> None:
+        """In the first process: no trial follows, for the search has failed; the others may have, too, and be gone."""
+        with suppress(CollectiveError):
+            self._tell(("failed", describe(error)), "begin a trial")
 
     def _run(self, trial: Any, changes: dict[str, Any], name: str) -> tuple[Any, bool]:
         """The objective of a trial, and whether it was ended before its time."""
