@@ -13,10 +13,6 @@ from covey.trainers.memory import MemoryEstimate
 from covey.trainers.paper_model import unit_parameters
 from covey.trainers.spread import Spread
 
-ZERO3_KEEPS = 500_000_000
-"""Parameters at a model's end that ZeRO-3 keeps from a forward to the backward pass: those that are needed again before
-it has gone through 10^9 more (DeepSpeed's stage3_max_reuse_distance)."""
-
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -189,7 +185,7 @@ class Received:
 def received_by(spread: Spread, memory: MemoryEstimate, units: Any) -> Received:
     """What a process receives of a model whose memory and `unit_parameters` are known."""
     stored, computed = memory.stored_bytes, memory.computed_bytes
-    stays = min(memory.parameters, ZERO3_KEEPS) if spread.name == "zero3" else units.outer
+    stays = 0 if spread.name == "zero3" else units.outer  # DeepSpeed lets go where passes differ, as they do here
     return Received(
         spread,
         whole=memory.parameters * computed,
