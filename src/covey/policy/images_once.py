@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from covey.policy.loading import has_dropout
 from covey.policy.parts import image_encoder
-from covey.policy.shards import is_sharded
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as a number has: equal bits are equal pixels."""
@@ -33,14 +32,14 @@ _in_order: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def encoded_once(model: Any) -> Iterator[None]:
     """Within this context, forward passes of a vision-language model encode each image once.
 
-    An encoder with active dropout is left alone, as it makes something else of an image each time; so is one of which a
-    process holds a part, and one whose output is not in the order of its input, which its first image shows.
+    An encoder with active dropout is left alone, as it makes something else of an image each time; so is one
+    whose output is not in the order of its input, which its first image shows.
 
     Args:
         model: unwrapped, a transformers or PEFT model.
     """
     encoder = image_encoder(model)
-    if encoder is None or is_sharded(encoder) or (encoder.training and has_dropout(encoder)):
+    if encoder is None or (encoder.training and has_dropout(encoder)):
         yield
         return
     forward, patched = encoder.forward, "forward" in vars(encoder)
