@@ -101,3 +101,20 @@ def test_a_model_that_was_made_from_a_config_has_the_names_of_its_checkpoints(tm
     finally:
         dist.destroy_process_group()
     assert {spec.name: spec.shape for spec in update.specs} == saved
+
+
+def test_an_adapter_on_embeddings_that_fsdp2_shares_out_by_themselves_is_merged():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny.model(tie_word_embeddings=False), config)
+    whole = {name: tensor.clone() for name, tensor in weight_update(model, 0).tensors()}
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        fully_shard(model.get_input_embeddings())
+        shared = dict(weight_update(fully_shard(model), 0).tensors())
+    finally:
+        dist.destroy_process_group()
+    assert shared.keys() == whole.keys()
+    assert all(torch.equal(shared[name], tensor) for name, tensor in whole.items())

@@ -27,7 +27,7 @@ from covey.policy.quantised import (
     plain_tuner,
     quantisation_of,
 )
-from covey.policy.shards import reshard, travels_in, under_own_classes, whole, whole_shape
+from covey.policy.shards import original_class, reshard, travels_in, under_own_classes, whole, whole_shape
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into the names of the modules they wrap."""
@@ -271,7 +271,8 @@ def _twin(module: nn.Module) -> Any:
     """A copy with whole parameters of its own, on the same device; hooks and sharding stay behind."""
     if is_quantised_layer(module):
         return plain_layer(module)
-    twin = copy.copy(module)
+    twin: nn.Module = object.__new__(original_class(module))  # FSDP2's own cannot be copied
+    vars(twin).update(vars(module))
     for name, value in list(vars(twin).items()):
         if isinstance(value, (list, dict)):
             _set(twin, name, copy.copy(value))
