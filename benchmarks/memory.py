@@ -55,7 +55,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "images": {"gradient_checkpointing": False, "images": 1, **IMAGES},
     "images, frozen encoder": {"gradient_checkpointing": False, "images": 1, "freeze_vit": True, **IMAGES},
     "images, LoRA": {"gradient_checkpointing": False, "images": 1, "peft": LORA, **IMAGES},
-    "one layer of LoRA, embeddings trained": {
+    "LoRA of rank 64 on q and v, embeddings trained": {
         "gradient_checkpointing": False,
         "peft": {"r": 64, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens"]},
     },

@@ -1,6 +1,7 @@
 """`covey explain`: what it says about runs whose answers are known."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from transformers import LlamaConfig, MambaConfig
@@ -11,6 +12,7 @@ from covey.cli.explain import explain, main
 from covey.cli.explain_model import ModelPlan
 from covey.trainers.grpo_config import GRPOConfig
 from covey.trainers.rloo_config import RLOOConfig
+from covey.trainers.timing import MACHINES
 
 
 def words(text):
@@ -316,6 +318,15 @@ def test_processes_hold_shares_and_send_them_and_a_named_gpu_gives_seconds(run_f
     assert "Operations and communication One optimizer step, all 2 processes, full completions:" in text
     assert "gather weights" in text and "add up gradients 15.4 KiB" in text  # half of 7888 gradients of 4 bytes, once
     assert "On h100 GPUs, at 40% of their operations in passes" in text and "sampling and training in turns" in text
+
+
+def test_a_run_that_does_not_fit_a_named_gpu_is_told_so(run_file, capsys, monkeypatch):
+    # 7888 parameters of 16 bytes, with gradients and the optimizer's state: more than 64 KiB
+    monkeypatch.setitem(MACHINES, "h100", replace(MACHINES["h100"], memory=2**16))
+    assert main([run_file, "--gpu", "h100"]) == 0
+    assert "That does not fit: a h100 has 64.0 KiB." in words(capsys.readouterr().out)
+    assert main([run_file, "--gpu", "a100"]) == 0
+    assert "does not fit" not in capsys.readouterr().out
 
 
 def test_without_processes_or_a_gpu_nothing_is_said_of_communication(run_file, capsys):

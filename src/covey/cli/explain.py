@@ -27,6 +27,7 @@ from covey.trainers.config.rules.loss import CLIPPED
 from covey.trainers.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, estimate, readable
 from covey.trainers.spread import Cluster, Spread
 from covey.trainers.suites import suite_of
+from covey.trainers.timing import MACHINES
 from covey.trainers.vllm_memory import EngineMemory, engine_memory
 
 USAGE = """usage: covey explain [--config] CONFIG [--world_size N] [--accelerate_config NAME]
@@ -279,9 +280,17 @@ def memory(run: Run) -> list[str]:
         *run.model.notes,
         f"Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak "
         f"is about {readable(m.peak)}.",
+        *_too_large(run, m),
         sentences.largest_part(m, args),
         *(colocation(m, run.engine, args, run.gpu) if run.engine is not None else []),
     ]
+
+
+def _too_large(run: Run, m: MemoryEstimate) -> list[str]:
+    machine = run.cluster.machine if run.cluster else None
+    if machine is None or m.peak <= MACHINES[machine].memory:
+        return []
+    return [f"That does not fit: a {machine} has {readable(int(MACHINES[machine].memory))}."]
 
 
 def _shared_out(run: Run) -> str:

@@ -318,13 +318,21 @@ def largest_part(m: MemoryEstimate, args: Any) -> str:
         "logits": "logprob_chunk_size",
         "kv_cache": "max_concurrent_completions",
         "optimizer": "peft, or an 8-bit optim",
-        "weights": "model_init_kwargs with dtype=bfloat16",
+        "weights": _smaller_weights(m),
         "reference": "beta=0 or peft",
         "gradients": "peft",
     }
     part = max(advice, key=lambda name: getattr(m, name))
     title = {"kv_cache": "KV cache", "reference": "reference model"}.get(part, part)
     return f"The largest part is the {title}; to shrink it: {advice[part]}."
+
+
+def _smaller_weights(m: MemoryEstimate) -> str:
+    if m.unpacked:
+        return "--accelerate_config fsdp2, or a smaller model"
+    if m.stored_bytes < 4:
+        return "--accelerate_config fsdp2, or quantization beside peft"
+    return "model_init_kwargs with dtype=bfloat16"
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:
