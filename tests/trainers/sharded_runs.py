@@ -41,10 +41,10 @@ def best_after_two_steps(prompts, completion_ids, trainer_state, **kwargs):
     return [mark + 10 * (trainer_state.global_step == 2) for mark in sums_of_odd(prompts, completion_ids)]
 
 
-def lora(**settings):
+def lora():
     from peft import LoraConfig
 
-    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **settings})
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 BASE = {
@@ -66,8 +66,6 @@ BEST = {
     **dict.fromkeys(("eval_strategy", "save_strategy"), "steps"),
     **dict.fromkeys(("eval_steps", "save_steps"), 1),
 }
-SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-"""Settings of DeepSpeed's that are those of the trainer."""
 CASES = {
     "grpo": {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, **SAVED},
     "rloo": {"method": "rloo", "num_iterations": 2, "gradient_checkpointing": True},
@@ -93,7 +91,7 @@ CASES = {
     "the best weights, lora": {**BEST, "peft": True},
     "the best weights, experts": {**BEST, "experts": True},
 }
-RESUMED = ("grpo", "grpo, lora", "4 bits as float32", "4 bits as uint8", "FSDP2", "ZeRO-3")
+RESUMED = ("grpo", "grpo, lora", "4 bits as float32", "4 bits as uint8", "FSDP2")
 VARIANTS = {
     "GRPO": {"beta": 0.05},
     "RLOO": {"method": "rloo", "beta": 0.05},
@@ -118,18 +116,8 @@ SERVED = {
 }
 """Sampled from a server at `COVEY_TEST_SERVER`, which has the policy's last weights in the end."""
 
-ADAPTERS = {
-    "whole modules": {"peft": {"modules_to_save": ["lm_head"]}, "tie_word_embeddings": False},
-    "dora": {"peft": {"use_dora": True}},
-    "embeddings": {"peft": {"target_modules": ["q_proj", "embed_tokens"]}, "tie_word_embeddings": False},
-    "tokens": {"peft": {"trainable_token_indices": [3, 5]}},
-    "experts": {"peft": {"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts": True},
-    "biases": {"peft": {"bias": "lora_only"}},
-}
-ADAPTERS = {f"adapter, {name}": {**settings, "max_steps": 2, "beta": 0.05} for name, settings in ADAPTERS.items()}
 TOLD = {
     "FSDP2": {"fsdp": True, "beta": 0.05, **SAVED},
-    "ZeRO-3": {"deepspeed": {"zero_optimization": {"stage": 3}, **dict.fromkeys(SIZES, "auto")}, "beta": 0.05, **SAVED},
 }
 """Sharded as their own arguments say, whoever has launched them."""
 QUANTISED = {
@@ -153,7 +141,7 @@ def train(case, output, resume=None, watch=None):
     From a checkpoint if given; `watch` is shown the model.
     """
     settings = {**BASE, "per_device_train_batch_size": 8 // PROCESSES, "per_device_eval_batch_size": 8 // PROCESSES}
-    settings |= copy.deepcopy({**CASES, **MATRIX, **SERVED, **QUANTISED, **TOLD, **ADAPTERS}[case])
+    settings |= copy.deepcopy({**CASES, **MATRIX, **SERVED, **QUANTISED, **TOLD}[case])
     if case in SERVED:
         settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_group_port": 0, "vllm_server_timeout": 30.0}
         settings["vllm_server_base_url"] = os.environ["COVEY_TEST_SERVER"]
@@ -167,8 +155,8 @@ def train(case, output, resume=None, watch=None):
     if storage := settings.pop("storage", None):
         bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
         parts["quantization_config"] = BitsAndBytesConfig(**bits, bnb_4bit_quant_storage=storage)
-    if adapter := settings.pop("peft", None):
-        parts["peft_config"] = lora(**(adapter if isinstance(adapter, dict) else {}))
+    if settings.pop("peft", False):
+        parts["peft_config"] = lora()
     os.environ["FSDP_OFFLOAD_PARAMS"] = str(settings.pop("offload", False)).lower()
     if parts["reward_funcs"] == "judge":
         parts["reward_funcs"] = str(output.parent / "judge")
