@@ -12,6 +12,7 @@ import hybrids
 import mixtures
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
+from covey.policy.loading import keep_soft_caps
 from covey.policy.scoring import TokenScorer
 from exact import KeepFloat64
 
@@ -74,6 +75,7 @@ def tiny_of(name, **changes):
     settings = {**COMMON, **PACKABLE.get(name, {}), **changes}
     config = getattr(transformers, f"{name}Config")(**settings)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    keep_soft_caps(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or "sinks" in name:

@@ -1,4 +1,7 @@
-"""What a model is under its wrappers: its name, and what turns tokens into hidden states. Not here: running it."""
+"""What a model is under its wrappers: its name, what turns tokens into hidden states, which attention suits it.
+
+Not here: running it.
+"""
 
 from typing import Any
 
@@ -25,6 +28,12 @@ def decoder_of(model: Any) -> nn.Module:
 def name_of(model: Any) -> str:
     """The class of a model as people know it; an adapter's wrapper has a name that says nothing of the model."""
     return type(_without_adapter(model)).__name__
+
+
+def sdpa_suits(model: Any) -> bool:
+    """Whether transformers' SDPA computes all of the model's attention; it knows neither soft-capping nor sinks."""
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)  # some releases offer SDPA anyway
+    return bool(getattr(model, "_supports_sdpa", True)) and not capped
 
 
 def _without_adapter(model: Any) -> nn.Module:

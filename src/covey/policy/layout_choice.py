@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch
-from covey.core.decoder import decoder_of, name_of
+from covey.core.decoder import decoder_of, name_of, sdpa_suits
 from covey.core.out_of_memory import is_out_of_memory
 from covey.policy.attention import PACKED_ATTENTION
 
@@ -163,7 +163,7 @@ def _precision(model: Any) -> torch.dtype:
 def _replaceable(model: Any, attention: str) -> bool:
     """Whether the attention is transformers' default for the model, not the user's wish."""
     if attention == "eager":
-        return not getattr(model, "_supports_sdpa", True)
+        return not sdpa_suits(model)
     return attention in ("sdpa", PACKED_ATTENTION)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from covey.core.decoder import sdpa_suits
 from covey.core.media import placeholder_ids
 from covey.policy.adapters import check_adapters, with_adapter
 from covey.policy.parts import freeze_parts
@@ -66,6 +67,8 @@ def load_policy(
             f" ({type(model).__name__}). Pass the model's id or folder, or drop them."
         )
     _check_generates(model)
+    if "attn_implementation" not in (init_kwargs or {}):
+        keep_soft_caps(base_model(model))
     if (method := quantisation_of(base_model(model))) is not None:
         check_quantisation(getattr(base_model(model).config, "quantization_config", None) or {"quant_method": method})
     if frozen:
@@ -80,6 +83,12 @@ def load_policy(
     if quantisation_of(base_model(model)) == "bitsandbytes":
         tell_what_is_not(model)
     return model
+
+
+def keep_soft_caps(model: Any) -> None:
+    """Let a model cap its attention scores (Gemma 2): transformers 5.17 gives it SDPA, which does not."""
+    if model.config._attn_implementation == "sdpa" and not sdpa_suits(model):
+        model.set_attn_implementation("eager")
 
 
 def _from_pretrained(

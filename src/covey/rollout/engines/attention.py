@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from covey.core.decoder import sdpa_suits
+
 
 def own_attention(model: Any) -> str:
     """The attention that masks per row and knows all that the model's layers ask of it.
@@ -15,7 +17,7 @@ def own_attention(model: Any) -> str:
     usual = model.config._attn_implementation
     if usual in ("sdpa", "eager"):
         return usual
-    return "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+    return "sdpa" if sdpa_suits(model) else "eager"
 
 
 @contextmanager
