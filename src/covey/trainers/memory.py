@@ -178,6 +178,7 @@ def estimate(
     held = (parameters - quantised.numbers) * stored + quantised.size + trainable * (updated - stored)
     head, late = (0, 0) if shares else _vocabulary_gradients(text, counts, updated, passes, peft is None, device)
     again, rollouts = bool(args.gradient_checkpointing), tokens // (prompt + completion)
+    shown = rollouts if args.torch_compile else -(-rollouts // args.num_generations)
     layers = 1 if again else text.num_hidden_layers
     gaps = tokens * layers * precision.kept.passing * computed
     return MemoryEstimate(
@@ -193,10 +194,10 @@ def estimate(
         packed=_packed_numbers(counts, images) * 4 if packs else 0,
         parameters=parameters,
         trainable=trainable,
-        encoder=rollouts * encoder_bytes(counts.tower, precision, images, again),
+        encoder=encoder_bytes(counts.tower, precision, images, again, rows=rollouts, shown=shown),
         head_gradient=head,
         late_gradient=late,
-        gaps=(gaps + rollouts * _encoder_gaps(counts.tower, images, computed, again)) if device == "cpu" else 0,
+        gaps=(gaps + shown * _encoder_gaps(counts.tower, images, computed, again)) if device == "cpu" else 0,
         unpacked=quantised.largest * computed,
         casts=(parameters - quantised.numbers) * computed if computed < stored and not shares else 0,
         gathered=_gathered(config, computed, trained=peft is None) if shares else 0,
@@ -323,10 +324,20 @@ def activation_bytes(text: Any, precision: Precision, checkpointing: bool) -> in
     return kept + last + passing
 
 
-def encoder_bytes(tower: Tower | None, precision: Precision, images: Images, checkpointing: bool) -> int:
-    """Bytes that encoding the images of one rollout keeps.
+def encoder_bytes(
+    tower: Tower | None, precision: Precision, images: Images, checkpointing: bool, *, rows: int, shown: int
+) -> int:
+    """Bytes that encoding the images of a pass keeps.
 
     Per patch and block what `Tower.channels` counts, and of two norms what they read and what is read of them.
+
+    Args:
+        tower: None: no images.
+        precision: bytes of numbers.
+        images: of one rollout.
+        checkpointing: whether blocks are recomputed.
+        rows: rollouts of the pass.
+        shown: how many of them show images of their own: siblings' are encoded once (`covey.policy.images_once`).
     """
     if tower is None:
         return 0
@@ -335,7 +346,8 @@ def encoder_bytes(tower: Tower | None, precision: Precision, images: Images, che
     block = (tower.channels * c + norms) * (tower.channels > 0)
     borders = tower.layers * tower.hidden * precision.residual * (tower.channels > 0)
     patch = borders + block if checkpointing else tower.layers * block
-    return images.patches * patch + images.tokens * tower.aligner * c + images.pixels * 4
+    encoded = images.patches * patch + images.tokens * tower.merger * c
+    return shown * encoded + rows * (images.tokens * tower.aligner * c + images.pixels * 4)
 
 
 def _encoder_gaps(tower: Tower | None, images: Images, number: int, checkpointing: bool) -> int:

@@ -55,7 +55,8 @@ class Tower(NamedTuple):
         hidden: channels between blocks.
         readers: linear layers of a block that read a norm.
         passing: channels of products that nobody keeps.
-        aligner: numbers that what follows the encoder keeps, for each token of an image.
+        merger: numbers that the aligner keeps for each token of an image, where it is the encoder's last part.
+        aligner: the same where it follows the encoder.
         weights: numbers in all of it.
         packed: those of MKL's packed copies of its linear layers.
     """
@@ -65,6 +66,7 @@ class Tower(NamedTuple):
     hidden: int
     readers: int
     passing: int
+    merger: int
     aligner: int
     weights: int
     packed: int
@@ -295,14 +297,21 @@ def _tower(model: Any, base: Any) -> Tower:
     apart = 3 * hidden * (len(attending) == 2)
     mlp = (4 if len(others) > 2 else 2) * others[-1].inputs
     aligning = {id(named[name]) for name, part in parts.items() if part == "aligner"}
-    aligner = [m for m in base.modules() if isinstance(m, nn.Linear) and id(m.weight) in aligning]
+    inside = set(encoder.modules())
+
+    def kept(within: bool) -> int:
+        linear = (m for m in base.modules() if isinstance(m, nn.Linear) and id(m.weight) in aligning)
+        kept = sum(one.in_features + one.out_features for one in linear if (one in inside) == within)
+        return kept if trained - {"llm"} else 0
+
     return Tower(
         layers=len(blocks),
         channels=sum(one.outputs for one in attending) + apart + mlp if "vit" in trained else 0,
         hidden=hidden,
         readers=len(linear) - 2,
         passing=sum(one.outputs for one in linear) if linear[0].adapted else 2 * hidden,
-        aligner=sum(one.in_features + one.out_features for one in aligner) if trained - {"llm"} else 0,
+        merger=kept(within=True),
+        aligner=kept(within=False),
         weights=sum(named[name].numel() for name, part in parts.items() if part != "llm"),
         packed=_packed([m for m in encoder.modules() if type(m) is nn.Linear]),
     )

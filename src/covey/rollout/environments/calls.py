@@ -10,10 +10,11 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from covey.core.stopping import stop_thread
+from covey.core.stopping import Stop, stop_thread
 from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, finish, is_async, settle
 
 
@@ -32,6 +33,7 @@ class EnvironmentThread:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._at_work = False
 
     def submit(self, function: Callable[[], Any]) -> "Future[Any]":
         """`function()` once what came before is done; the future's exception is `Raised`."""
@@ -46,22 +48,26 @@ class EnvironmentThread:
         """Stop what runs, as far as a thread can be stopped, and take no more."""
         self._jobs.put(None)
         if self._thread is not None:
-            stop_thread(self._thread)
+            stop_thread(self._thread, lambda: self._at_work)
 
     def end(self) -> None:
         """Take no more once what was submitted is done."""
         self._jobs.put(None)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, function = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                settle(future, result=function())
-            except BaseException as error:  # SystemExit too: it must not pass for an answer
-                settle(future, error=error)
-            del job, future, function  # a waiting thread must not keep the last answer alive
+        with suppress(Stop):  # told to stop while it was about to
+            while (job := self._jobs.get()) is not None:
+                future, function = job
+                if not future.set_running_or_notify_cancel():
+                    continue
+                self._at_work = True
+                try:
+                    settle(future, result=function())
+                except BaseException as error:  # SystemExit too: it must not pass for an answer
+                    self._at_work = False
+                    settle(future, error=error)
+                self._at_work = False
+                del job, future, function  # a waiting thread must not keep the last answer alive
 
 
 class Caller:
