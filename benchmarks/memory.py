@@ -16,6 +16,7 @@ import ctypes
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -217,7 +218,10 @@ def _trainer(model: str, fields: dict[str, Any], what: Parts) -> Any:
     workload = Workload("memory", PROMPT_TOKENS, args.per_device_train_batch_size // group, group, 1)
     found = rows(workload, tokenizer, 4)
     if what.images:
-        found = [_shown(row["prompt"], what.images, Image.new("RGB", IMAGE_SIZE)) for row in found]
+        noise, size = random.Random(0), IMAGE_SIZE[0] * IMAGE_SIZE[1] * 3  # images that are alike are encoded once
+        for i, row in enumerate(found):
+            shown = [Image.frombytes("RGB", IMAGE_SIZE, noise.randbytes(size)) for _ in range(what.images)]
+            found[i] = _shown(row["prompt"], shown)
     kind = covey.GRPOTrainer if what.method == "grpo" else covey.RLOOTrainer
     trainer = kind(
         model=model,
@@ -240,9 +244,9 @@ def _leave_files(model: Any) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _shown(prompt: str, images: int, image: Any) -> dict[str, Any]:
-    content = [{"type": "image"}] * images + [{"type": "text", "text": prompt}]
-    return {"prompt": [{"role": "user", "content": content}], "images": [image] * images}
+def _shown(prompt: str, images: list[Any]) -> dict[str, Any]:
+    content = [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]
+    return {"prompt": [{"role": "user", "content": content}], "images": images}
 
 
 def _rank(completions: Sequence[Any], **kwargs: Any) -> list[float]:
