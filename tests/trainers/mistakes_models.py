@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import peft
 import pytest
@@ -173,6 +174,12 @@ def calls_its_head_twice():
 
     torch.manual_seed(0)
     return Twice(tiny.config())
+
+
+def alone_under_zero3(b):
+    """As where accelerate's config says ZeRO-3, which transformers has then heard of."""
+    with mock.patch("covey.trainers.sharding.is_deepspeed_zero3_enabled", lambda: True):
+        return b.build()
 
 
 def evaluated_alone(bench):
@@ -529,6 +536,11 @@ ARGUMENTS = [
             )
         ),
         ("ZeRO stage 0, which shards nothing", "from 1 to 3"),
+    ),
+    Mistake(
+        "Launched one CPU process with ZeRO-3",
+        alone_under_zero3,
+        ("ZeRO-3 was asked for", "a run of one CPU process", "--num_processes 2"),
     ),
     Mistake(
         "Asked for speculative_reuse with ds3_gather_for_generation=False",

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.integrations import is_deepspeed_zero3_enabled
+
 from covey.policy.shards import reshard
 from covey.trainers.config.hardware import by_fsdp
 
@@ -78,13 +80,16 @@ def sharding_of(accelerator: Any) -> Sharding:
         raise ValueError(
             f"accelerate is set up with {what}, which Covey does not train with. Use DDP, FSDP2 or DeepSpeed's ZeRO."
         )
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "ZeRO-3 was asked for, and models are read in shares, but accelerate leaves DeepSpeed out of a run of one"
+            " CPU process. Launch two or more (--num_processes 2), or launch without DeepSpeed."
+        )
     return Sharding()
 
 
 def weights_sharded_by(args: Any) -> str:
     """What will spread weights over processes, as far as is known before there is an accelerator; "" for nothing."""
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
     return "ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP2" if by_fsdp() or args.fsdp else ""
 
 
