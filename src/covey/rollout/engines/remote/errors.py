@@ -1,5 +1,8 @@
 """What can go wrong between a trainer and an inference server. Every message says who, what, and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ServerError(RuntimeError):
     """A server did not do what was asked of it.
@@ -69,3 +72,21 @@ class NoServerLeft(RuntimeError):
 
 def _once(url: str, text: str) -> str:
     return text.removeprefix(f"{url}: ") or "it answers, but holds other weights than the current ones."
+
+
+@contextmanager
+def same_vocabulary(token: int) -> Iterator[None]:
+    """Within this context a server samples after the vocabulary's last token.
+
+    Raises:
+        ServerRefused: it has no such token, or whatever else it refused.
+    """
+    try:
+        yield
+    except ServerRefused as error:
+        if "vocabulary" not in error.said:
+            raise
+        said = f"its vocabulary lacks token {token} of the model that is trained ({error.said})"
+        raise ServerRefused(
+            error.url, "sample for this run", said, "Start the server with the model that is trained."
+        ) from error

@@ -24,7 +24,7 @@ from covey.core.rollout import Completion, FinishReason
 from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.engines.remote.answers import STOPS, Progress, one_of
 from covey.rollout.engines.remote.dialect import Sampled, ServerFacts, SettingNames
-from covey.rollout.engines.remote.errors import BadAnswer, ServerRefused
+from covey.rollout.engines.remote.errors import BadAnswer, ServerRefused, same_vocabulary
 from covey.rollout.engines.remote.pictures import check_expanded, sent_ids, sent_images
 from covey.rollout.engines.remote.server import Server
 
@@ -111,15 +111,8 @@ class SglangDialect:
         token is sampled greedily, where its log-prob is always that at temperature 1, and asked about in the warmth.
         """
         last = 0 if self._vocab_size is None else self._vocab_size - 1
-        try:
+        with same_vocabulary(last):
             await self._token(server, 0, 0.0, last, deadline)
-        except ServerRefused as error:
-            if "vocabulary" not in error.said:
-                raise
-            said = f"its vocabulary lacks token {last} of the model that is trained ({error.said})"
-            raise ServerRefused(
-                server.url, "sample for this run", said, "Start the server with the model that is trained."
-            ) from error
         if self._temperature == 1.0 or not last:
             return True
         # Not after token 0: it is often padding, after which all tokens can be equally likely.

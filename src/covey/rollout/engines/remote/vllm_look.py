@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from covey.rollout.engines.remote.errors import BadAnswer, ServerRefused
+from covey.rollout.engines.remote.errors import BadAnswer, ServerRefused, same_vocabulary
 from covey.rollout.engines.remote.server import Server
 from covey.rollout.engines.remote.vllm_flags import OLDEST
 from covey.rollout.engines.remote.vllm_sampling import completions_of
@@ -119,15 +119,8 @@ async def reports_after_cut(
         "return_token_ids": True, "ignore_eos": True,
     }  # fmt: skip
     doing = "sample a token"
-    try:
+    with same_vocabulary(token):
         answer = await server.ask("/v1/completions", doing=doing, deadline=deadline, body=body)
-    except ServerRefused as error:
-        if "vocabulary" not in error.said:
-            raise
-        said = f"its vocabulary lacks token {token} of the model that is trained ({error.said})"
-        raise ServerRefused(
-            server.url, "sample for this run", said, "Start the server with the model that is trained."
-        ) from error
     [sampled] = completions_of(server, answer)
     reported = sampled.completion.logprobs
     if not reported:
