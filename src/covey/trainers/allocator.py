@@ -2,7 +2,8 @@
 
 By default glibc maps each large block anew and unmaps it when freed, so that a training step on a CPU spends its time
 on page faults: hundreds of thousands per pass. Freed blocks are kept for the next tensor instead, as PyTorch's own
-allocator does on a GPU. Affects the whole process; the most memory that is ever used stays about the same.
+allocator does on a GPU. Affects the whole process, and costs memory: gaps between blocks take 15 to 60% of what
+activations do (docs/scale.md).
 """
 
 import ctypes
