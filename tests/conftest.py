@@ -13,6 +13,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script runs the tests
 
 import torch
 
+import known_attributes
 import tiny
 
 # The same examples on every machine, however slow.
@@ -23,6 +24,11 @@ hypothesis.settings.load_profile("steady")
 @pytest.fixture(scope="session", autouse=True)
 def _quick():
     tiny.quick()
+
+
+@pytest.fixture(autouse=True)
+def _known_attributes():
+    known_attributes.guard()
 
 
 @pytest.fixture(autouse=True)

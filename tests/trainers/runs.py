@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import known_attributes
 import tiny
 from covey import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -40,6 +41,7 @@ def config(output_dir: Any, method: str = "grpo", **changes: Any) -> Any:
 
 def trainer(output_dir: Any, method: str = "grpo", *, parts: dict[str, Any] | None = None, **changes: Any) -> Any:
     """A trainer of a tiny model; `parts` are trainer arguments, `changes` config fields."""
+    known_attributes.guard()
     kind = GRPOTrainer if method == "grpo" else RLOOTrainer
     arguments: dict[str, Any] = {
         "model": tiny.model(),

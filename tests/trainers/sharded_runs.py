@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import launching
 import runs
@@ -173,7 +174,6 @@ def train(case, output, resume=None, watch=None):
             watch(trained.model)
         if first:
             found = trained.evaluate()
-            trained.sharded_at_first = is_sharded(trained.policy)
             trained.log(found)
         trained.train(resume_from_checkpoint=resume)
         if case in SERVED:
@@ -239,7 +239,7 @@ class IdlePasses:
             self.count += 1
             return make(batch)
 
-        TrainBatch.idle = idle
+        mock.patch.object(TrainBatch, "idle", idle).start()
 
     def take(self):
         """How many there were at any process since the last time."""

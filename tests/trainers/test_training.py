@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 import tiny
+from covey.core.batch import TrainBatch
 
 METRICS = {
     "loss",
@@ -80,17 +81,30 @@ def test_accumulation_does_not_change_the_update(tmp_path, loss_type):
         torch.testing.assert_close(whole, cut, rtol=1e-5, atol=1e-6)
 
 
-def test_skipping_rollouts_without_signal_does_not_change_the_update(tmp_path):
+def test_skipping_rollouts_without_signal_does_not_change_the_update(tmp_path, monkeypatch):
     def half(completions, prompts, **kwargs):  # constant within every other group
         return [float(len(c)) if int(p[0]) % 2 else 1.0 for c, p in zip(completions, prompts, strict=True)]
 
-    results = []
+    results, trained_on = [], []
     for keep_all in (False, True):
-        trained = runs.trainer(tmp_path, parts={"reward_funcs": half}, max_steps=1, optim="sgd", max_grad_norm=0)
+        trained = runs.trainer(
+            tmp_path, parts={"reward_funcs": half}, max_steps=1, optim="sgd", max_grad_norm=0, num_generations=2
+        )
         if keep_all:
-            trained._with_signal = lambda batch: batch
+            monkeypatch.setattr(TrainBatch, "without_signal_dropped", lambda batch: batch)
+        compute, rollouts = trained.compute_loss, []
+        monkeypatch.setattr(
+            trained,
+            "compute_loss",
+            lambda model, inputs, compute=compute, rollouts=rollouts, **kw: (
+                rollouts.append(len(inputs)) or compute(model, inputs, **kw)
+            ),
+        )
         trained.train()
+        trained_on.append(sum(rollouts))
         results.append(runs.weights(trained))
+    some, every = trained_on
+    assert 0 < some < every == 8  # 4 prompts of 2 completions; those of even prompts carry no signal
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 

@@ -1,0 +1,63 @@
+"""Tests cannot replace what is not there."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import known_attributes
+from covey.core import weighting
+from covey.trainers.entropy import EntropyController
+from covey.trainers.experience import Experience
+
+TESTS = Path(__file__).parent
+
+
+def test_an_unknown_attribute_of_an_object_is_refused():
+    for made in (Experience(), EntropyController(0.1)):
+        with pytest.raises(AttributeError, match=r"assigns \w+\.with_signal, which does not exist"):
+            made.with_signal = None
+
+
+def test_an_unknown_attribute_of_a_module_is_refused():
+    with pytest.raises(AttributeError, match=r"assigns covey\.core\.weighting\.mean_of_all"):
+        weighting.mean_of_all = None
+
+
+def test_known_attributes_can_be_replaced():
+    made = Experience()
+    made.next = list
+    assert made.next() == []
+
+
+def test_a_subclass_of_a_test_has_attributes_of_its_own():
+    class Counting(Experience):
+        def __init__(self):
+            super().__init__()
+            self.count = 1
+
+    assert Counting().count == 1
+
+
+def test_classes_are_changed_through_monkeypatch_alone():
+    # `TrainBatch.idel = ...` raises nothing, as a class takes any name; monkeypatch and mock.patch.object look first.
+    found = [place for path in TESTS.rglob("*.py") for place in assignments_to_imported(path)]
+    assert found == []
+
+
+def assignments_to_imported(path: Path) -> list[str]:
+    """Where a file assigns an attribute of something that it imported from Covey by a capitalised name."""
+    tree = ast.parse(path.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in imports if (node.module or "").partition(".")[0] == "covey"]
+    classes = {alias.asname or alias.name for node in imports for alias in node.names if alias.name[0].isupper()}
+    return [
+        f"{path.name}:{node.lineno} {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id in classes
+    ]
+
+
+def test_new_modules_are_guarded_before_each_test():
+    assert {"covey.core.weighting", "covey.trainers.experience"} <= known_attributes._seen
