@@ -3,10 +3,13 @@
 import collections
 import doctest
 import importlib
+import inspect
+import json
 import math
 import pickle
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +31,10 @@ from covey.rewards import (
     think_format_reward,
 )
 from covey.rewards.matching import last_number
+from covey.rewards.resolve import resolve_reward
 from covey.rewards.workers import WorkerFailed
+
+INTERFACE = json.loads((Path(__file__).parents[1] / "data" / "interface.json").read_text())
 
 MODULES = (
     *("accuracy", "batch", "errors", "format", "functions", "length", "matching", "models", "repetition", "resolve"),
@@ -149,6 +155,21 @@ def test_cosine_reward_orders_short_and_long_right_and_wrong():
     # right: 0.5 + 0.5 * (1 + cos) / 2 from 1 to 0.5; wrong: -1 at length 0, -0.5 at the limit
     assert values == pytest.approx([1.0, 0.75, 0.5, 0.5, -1.0, -0.5])
     assert reward(["4"], completion_ids=[[1]], solution=["words"]) == [None]
+
+
+@pytest.mark.parametrize("named", INTERFACE["reward parameters"])
+def test_rewards_take_trls_parameters_in_its_order(named):
+    reward = resolve_reward(named)
+    wanted = INTERFACE["reward parameters"][named]
+    parameters = list(inspect.signature(reward).parameters.values())
+    assert [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] == wanted
+    assert parameters[-1].kind is inspect.Parameter.VAR_KEYWORD  # the dataset's other columns
+
+
+def test_the_cosine_reward_can_be_called_by_position():
+    # halfway: 0.5 + 0.5 / 2; a wrong answer at the limit: -0.5
+    reward = get_cosine_scaled_reward(100)
+    assert reward([r"\boxed{4}"] * 2, ["4", "5"], [[0] * 50, [0] * 100]) == pytest.approx([0.75, -0.5])
 
 
 # --- form ------------------------------------------------------------------------------------------------------------

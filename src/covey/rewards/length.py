@@ -93,7 +93,7 @@ class CosineScaledReward:
     __name__ = "cosine_scaled_reward"
 
     def __call__(
-        self, completions: list[Any], completion_ids: list[list[int]], solution: list[str], **kwargs: Any
+        self, completions: list[Any], solution: list[str], completion_ids: list[list[int]], **kwargs: Any
     ) -> list[float | None]:
         from covey.rewards.accuracy import verify_answers
 
@@ -134,7 +134,7 @@ def get_cosine_scaled_reward(
 
     Example:
         >>> reward = get_cosine_scaled_reward(max_len=100)
-        >>> values = reward(completions=[r"\\boxed{4}"] * 2, completion_ids=[[1] * 50, [1] * 100], solution=["4", "5"])
+        >>> values = reward([r"\\boxed{4}"] * 2, ["4", "5"], [[1] * 50, [1] * 100])
         >>> [round(value, 2) for value in values]
         [0.75, -0.5]
     """
