@@ -1,15 +1,19 @@
 """Training mixtures of experts with their load-balancing loss: one loss for an optimizer step, however it is cut."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import runs
 import torch
+from peft import LoraConfig, get_peft_model
 from test_passes import gradients_of_one_step
 
 import mixtures
+import tiny
 from covey.core.batch import TrainBatch
 from covey.policy.experts import load_balancing_loss
+from covey.trainers.balance import ExpertBalance
 
 COEF = 0.5
 
@@ -118,7 +122,7 @@ def test_generations_of_a_step_count_by_their_share_of_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asks", "given", "coef"), [(False, None, 0.0), (True, None, 0.001), (True, 0.0, 0.0), (False, 0.2, 0.2)]
+    ("asks", "given", "coef"), [(False, None, 0.001), (True, None, 0.001), (True, 0.0, 0.0), (False, 0.2, 0.2)]
 )
 def test_the_weight_is_the_configs_or_the_models_own(tmp_path, asks, given, coef):
     model = mixtures.model("Mixtral", output_router_logits=asks)
@@ -129,6 +133,19 @@ def test_the_weight_is_the_configs_or_the_models_own(tmp_path, asks, given, coef
     trainer.save_model(str(tmp_path / "saved"))
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved.get("output_router_logits", False) == asks
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(("name", "coef"), [("Qwen3Moe", 0.001), ("GptOss", 0.001), ("DeepseekV3", 0.0)])
+def test_models_bring_their_own_weight(name, coef, adapter):
+    model = mixtures.model(name)
+    policy = get_peft_model(model, LoraConfig(target_modules=["o_proj"])) if adapter else model
+    assert model.config.to_dict().get("output_router_logits", False) is False
+    assert ExpertBalance.of(SimpleNamespace(router_aux_loss_coef=None), policy).coef == coef
+
+
+def test_a_dense_model_has_no_such_loss():
+    assert not ExpertBalance.of(SimpleNamespace(router_aux_loss_coef=None), tiny.model()).enabled
 
 
 @pytest.mark.slow
@@ -143,8 +160,6 @@ def test_loads_become_even(tmp_path):
 
 
 def test_an_evaluation_has_it_as_well(tmp_path):
-    import tiny
-
     parts = {"model": mixtures.model("Qwen3Moe"), "reward_funcs": same_rewards, "eval_dataset": tiny.rows(4)}
     trainer = runs.trainer(
         tmp_path, parts=parts, router_aux_loss_coef=0.5, per_device_eval_batch_size=8, max_tokens_per_micro_batch=30

@@ -8,6 +8,7 @@ layouts and over processes, so that the loss is that of the whole step. Not here
 Letters: T places of a forward pass, L layers with experts, E experts, k experts that a token goes to.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -121,6 +122,13 @@ def refuse_without_gradient(model: Any, router_logits: list[Tensor]) -> None:
             " gradient_checkpointing_kwargs={'use_reentrant': False}, gradient_checkpointing=False or"
             " router_aux_loss_coef=0."
         )
+
+
+def has_balancing_loss(model: Any) -> bool:
+    """Whether transformers computes a load-balancing loss for models of this class."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    modules = [sys.modules.get(kind.__module__) for kind in type(base).__mro__]
+    return experts_per_token(model) is not None and any(hasattr(m, "load_balancing_loss_func") for m in modules)
 
 
 def experts_per_token(model: Any) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from covey.core.batch import TrainBatch
 from covey.core.stats import Mean, Stat
-from covey.policy.experts import RouterLoads, experts_per_token, load_balancing_loss
+from covey.policy.experts import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
 
 Survey = Callable[[TrainBatch], RouterLoads]
 """Rollouts of this process -> the loads of all processes' together, without gradient. Collective."""
@@ -40,9 +40,10 @@ class ExpertBalance:
 
     @classmethod
     def of(cls, args: Any, policy: Any) -> "ExpertBalance":
-        """As the config has it, and the model's own config where that says nothing.
+        """With the weight of the trainer's config; where that is None, with the weight in the model's own config.
 
-        The model's own computation of this loss is switched off: it would not know packed rows.
+        The model's own weight holds for models that transformers has such a loss for, whether or not their config sets
+        `output_router_logits`. The model's own computation of this loss is switched off: it would not know packed rows.
 
         Raises:
             ValueError: the config asks for the loss, and the model has no experts.
@@ -59,7 +60,7 @@ class ExpertBalance:
             )
         if asks:
             config.output_router_logits = False
-        coef = (own if asks else 0.0) if wanted is None else wanted
+        coef = (own if asks or has_balancing_loss(policy) else 0.0) if wanted is None else wanted
         return cls(float(coef or 0.0), top_k or 1, asks)
 
     @property

@@ -39,7 +39,7 @@ class ModelFields:
     router_aux_loss_coef: float | None = described(
         None,
         "Weight of the load-balancing loss of mixtures of experts, taken over all tokens of an optimizer step. Unset: "
-        "the model's own where its config has output_router_logits, and no such loss otherwise; 0 switches it off.",
+        "router_aux_loss_coef of the model's own config (0.001 for Qwen3-MoE); 0 switches the loss off.",
     )
     freeze_vit: bool = described(
         False, "Of a vision-language model, train everything but what encodes images (the vision tower)."
