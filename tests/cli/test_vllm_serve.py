@@ -75,6 +75,30 @@ def test_names_that_differ_from_vllms_are_translated():
     ]  # fmt: skip
 
 
+def test_a_config_file_holds_flags_the_model_among_them(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: m\nport: 9000\nmax_model_len: 512\nenforce_eager: true\nenable_prefix_caching: false\n")
+    expected = command("m", "--port=9000", "--max-model-len=512", "--enforce-eager", "--no-enable-prefix-caching")
+    assert command("--config", str(file)) == command(f"--config={file}") == expected
+    other = command("other", "--config", str(file), "--port", "9001")  # the command line overrides the file
+    assert other[4] == "other" and other[other.index("--port") + 1] == "9001"
+
+
+def test_a_config_file_is_checked_like_the_command_line(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: m\nhost: 0.0.0.0\n")
+    with pytest.raises(ValueError, match="lets other machines in"):
+        parse(["--config", str(file)], {})
+    file.write_text("max_model_len: 512\n")
+    with pytest.raises(ValueError, match="which model"):
+        parse(["--config", str(file)], {})
+    file.write_text("[a, b]")
+    with pytest.raises(ValueError, match="is no mapping of flags"):
+        parse(["--config", str(file)], {})
+    with pytest.raises(ValueError, match=r"missing\.yaml.*Give a YAML file of flags"):
+        parse(["--config", "missing.yaml"], {})
+
+
 def test_what_the_user_gives_wins_over_what_would_be_added():
     words = command("m", "--logprobs-mode=raw_logprobs", "--no-enable-sleep-mode", "--generation_config", "auto")
     assert "processed_logprobs" not in words

@@ -5,6 +5,7 @@ A `Make` says what differs. Flags of a server that are not listed here go to it 
 
 import ipaddress
 import itertools
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,9 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
 
 OWN = ("--model", "--host", "--port", "--api-key", "--dry-run")
 """Flags that are read here."""
@@ -74,12 +78,14 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], make: Make) -> Reques
     """Arguments in either spelling, this command's apart from the server's.
 
     Raises:
-        ValueError: no model, a value that is missing or wrong, or an open server without a key.
+        ValueError: no model, a value that is missing or wrong, a config file that cannot be read, or an open server
+            without a key.
     """
     request = Request(port=make.port, api_key=environ.get(make.key) or None)
     words = list(argv)
     if words and not words[0].startswith("-"):
-        request.model = words.pop(0)
+        words.insert(0, "--model")
+    words = _with_files(words)
     while words:
         flag, equals, value = words.pop(0).partition("=")
         flag = _dashed(flag, make)
@@ -114,6 +120,48 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], make: Make) -> Reques
             f" set the environment variable {make.key} (or give --api-key), or leave --host at 127.0.0.1."
         )
     return request
+
+
+def _with_files(words: list[str]) -> list[str]:
+    """The arguments with the flags of `--config` files before all others, which override them."""
+    own, files = list(words), []
+    while (place := next((i for i, word in enumerate(own) if word.partition("=")[0] == "--config"), None)) is not None:
+        _, equals, path = own.pop(place).partition("=")
+        if not equals:
+            if place == len(own) or own[place].startswith("--"):
+                raise ValueError("--config needs a YAML file after it.")
+            path = own.pop(place)
+        files += flags_of_file(path)
+    return files + own
+
+
+def flags_of_file(path: str) -> list[str]:
+    """The flags in a YAML file, as the servers' own `--config` reads them.
+
+    Raises:
+        ValueError: there is no such file, or it is no mapping of flags.
+
+    Example:
+        `{model: m, max_model_len: 512, enforce_eager: true}` gives
+        `["--model=m", "--max_model_len=512", "--enforce_eager"]`.
+    """
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path}: {error}. Give a YAML file of flags, as in `model: my/model`.") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"--config {path} is no mapping of flags to values; write lines like `model: my/model`.")
+    flags = []
+    for name, value in found.items():
+        dashed = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{dashed}")
+        elif isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            flags.append(f"--{'model' if dashed == 'model-path' else name}={text}")
+    return flags
 
 
 def _dashed(flag: str, make: Make) -> str:

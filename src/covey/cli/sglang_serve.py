@@ -33,6 +33,7 @@ updates, pause and continue, cache flushes. It listens on this machine alone unl
   --port N         (30000)
   --api-key KEY    what every request must carry; better in the environment variable SGLANG_API_KEY, which other users
                    of the machine cannot see
+  --config FILE    YAML mapping of these flags and the server's; flags on the command line override it
   --dry-run        print the command and its environment, and do nothing
   -h, --help       this text
 

@@ -36,6 +36,7 @@ otherwise.
   --port N         (8000)
   --api-key KEY    what every request must carry; better in the environment variable VLLM_API_KEY, which other users of
                    the machine cannot see
+  --config FILE    YAML mapping of these flags and the server's; flags on the command line override it
   --dry-run        print the command and its environment, and do nothing
   -h, --help       this text
 
