@@ -118,6 +118,21 @@ def test_a_reward_without_variance_changes_nothing(tmp_path):
     assert runs.history(trained, "loss") == [0.0, 0.0]
 
 
+def test_a_step_on_parts_of_two_generations_divides_by_its_share_of_both(tmp_path, monkeypatch):
+    # Three micro-batches a generation, two a step: the second step takes one micro-batch of each of two generations,
+    # and dapo divides by a third of the one's tokens and a third of the other's.
+    trained = runs.trainer(tmp_path, steps_per_generation=3, max_steps=3, max_completion_length=30, seed=3)
+    weights, tokens = [], []
+    whole, refill = trained._whole_step, trained._refill
+    monkeypatch.setattr(trained, "_whole_step", lambda parts: weights.append(whole(parts).weights) or whole(parts))
+    monkeypatch.setattr(trained, "_refill", lambda batch: tokens.append(batch.sampled.sum().item()) or refill(batch))
+    trained.train()
+    first, second = tokens
+    assert [weight.unique().tolist() for weight in weights] == [
+        [pytest.approx(1 / divisor)] for divisor in (first * 2 / 3, (first + second) / 3, second * 2 / 3)
+    ]
+
+
 def test_several_updates_per_generation_are_off_policy(tmp_path):
     trained = runs.trainer(
         tmp_path,
@@ -315,9 +330,14 @@ def test_the_bonus_is_the_difference_between_the_loss_and_the_policy_loss(tmp_pa
         assert entry["loss"] == pytest.approx(entry["policy_loss"] - 0.1 * entry["entropy"], abs=1e-4)
 
 
-def test_every_generation_of_a_step_has_an_entropy_threshold(tmp_path):
+def test_the_generations_of_a_step_have_one_entropy_threshold(tmp_path):
     trained = runs.trainer(
-        tmp_path, top_entropy_quantile=0.5, gradient_accumulation_steps=4, steps_per_generation=2, max_steps=1
+        tmp_path,
+        top_entropy_quantile=0.5,
+        gradient_accumulation_steps=4,
+        steps_per_generation=2,
+        max_steps=1,
+        max_tokens_per_micro_batch=40,
     )
     thresholds = []
     compute = trained.compute_loss
@@ -325,7 +345,7 @@ def test_every_generation_of_a_step_has_an_entropy_threshold(tmp_path):
         thresholds.append(inputs.entropy_threshold) or compute(model, inputs, **kw)
     )
     trained.train()
-    assert len(thresholds) == 4 and None not in thresholds
+    assert len(thresholds) > 1 and len(set(thresholds)) == 1 and None not in thresholds
 
 
 def test_evaluations_of_the_same_weights_agree(tmp_path):
@@ -343,26 +363,30 @@ def test_an_engine_that_does_not_sample_from_the_policy_is_found_out(tmp_path):
         trained.train()
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "luspo", "rloo"])
-def test_the_logged_loss_is_the_formulas(tmp_path, loss_type):
-    import pyarrow.parquet
-
+@pytest.mark.parametrize("generations", [1, 2], ids=["one generation", "two generations"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "rloo"])
+def test_the_logged_loss_is_the_formulas(tmp_path, monkeypatch, loss_type, generations):
     method = "rloo" if loss_type == "rloo" else "grpo"
-    trained = runs.trainer(tmp_path, method, loss_type=loss_type, max_completion_length=30, max_steps=1, seed=3)
+    settings = {"max_completion_length": 30, "max_steps": 1, "seed": 3, "steps_per_generation": 2 // generations}
+    trained = runs.trainer(tmp_path, method, loss_type=loss_type, **settings)
+    gather, batches = trained.gather_experience, []
+    monkeypatch.setattr(trained, "gather_experience", lambda draws: batches.append(gather(draws)) or batches[-1])
     trained.train()
-    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00001.parquet").to_pydict()
-    credit, lengths = table["advantage"], table["length"]
-    # On-policy every ratio is 1, so a token's loss is -A; only the average differs.
-    total = -sum(a * n for a, n in zip(credit, lengths, strict=True))
+    lengths = [int(n) for batch in batches for n in batch.lengths]
+    credit = [float(a[0]) for batch in batches for a in batch.advantages.split(batch.lengths.tolist())]
     rollouts = len(credit)
+    assert len(batches) == generations and rollouts == 8
+    assert sum(lengths[:4]) != sum(lengths[4:])  # two micro-batches of 4
+    # On-policy every ratio is 1, so a token's loss is -A; only the average differs.
+    losses = [-a * n for a, n in zip(credit, lengths, strict=True)]
     expected = {
-        "dapo": total / sum(lengths),
+        "dapo": sum(losses) / sum(lengths),
         "grpo": -sum(credit) / rollouts,
-        "dr_grpo": total / (rollouts * 30),  # max_completion_length
-        "luspo": total / rollouts,
+        "bnpo": (sum(losses[:4]) / sum(lengths[:4]) + sum(losses[4:]) / sum(lengths[4:])) / 2,
+        "dr_grpo": sum(losses) / (rollouts * 30),  # max_completion_length
+        "luspo": sum(losses) / rollouts,
         "rloo": -sum(credit) / rollouts,
     }[loss_type]
-    assert len(set(lengths)) > 1
     assert runs.history(trained, "loss")[0] == pytest.approx(expected, abs=1e-5)
 
 

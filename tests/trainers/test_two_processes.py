@@ -34,6 +34,7 @@ CASES = {
         "dynamic_sample": True,
         "prompt_sampler": "difficulty",
     },
+    "two generations a step": {"method": "grpo", "steps_per_generation": 1, "gradient_accumulation_steps": 2},
     "lora": {"method": "grpo", "lora": True},
     "checkpointed layers": {"method": "grpo", "gradient_checkpointing": True},
     "dynamic sampling": {"method": "grpo", "dynamic_sample": True, "settled": True},

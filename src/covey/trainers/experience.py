@@ -5,6 +5,7 @@ A stretch is planned as a whole: its rollouts are spread over forward passes, an
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,21 @@ from torch import Tensor
 
 from covey.core.batch import TrainBatch, join
 from covey.core.weighting import BatchCounts, Weighting, mean_over_update, token_weights
+
+
+@dataclass(frozen=True)
+class PartOfStep:
+    """A generation's contribution to an optimizer step.
+
+    Attributes:
+        batch: its rollouts, of all processes.
+        micro_batches: nominal micro-batches.
+        tokens: its trained tokens, as a share of the generation's: equal for every micro-batch.
+    """
+
+    batch: TrainBatch
+    micro_batches: int
+    tokens: float
 
 
 class Experience:
@@ -41,8 +57,8 @@ class Experience:
         self._batch, self._parts, self._passes, self._taken = batch, parts, passes, 0
         self._waiting.clear()
 
-    def take(self, micro_steps: int) -> tuple[TrainBatch, int]:
-        """The rollouts of the next `micro_steps` nominal micro-batches, fewer where the generation ends, and how many.
+    def take(self, micro_steps: int) -> PartOfStep:
+        """The rollouts of the next `micro_steps` nominal micro-batches, fewer where the generation ends.
 
         Raises:
             ValueError: there are none, which happens when a run is resumed in the middle of a generation without the
@@ -58,7 +74,8 @@ class Experience:
         count = min(micro_steps, left)
         rows = [self._parts[i % len(self._parts)] for i in range(self._taken, self._taken + count)]
         self._taken += count
-        return self._batch.select(torch.cat(rows)), count
+        tokens = int(self._batch.sampled.sum()) * count / len(self._parts)
+        return PartOfStep(self._batch.select(torch.cat(rows)), count, tokens)
 
     def spread(self, passes: list[TrainBatch], micro_steps: int) -> None:
         """Deal passes out to the micro-steps of a stretch, evenly; the last one is never without."""
@@ -114,7 +131,7 @@ def weigh(
     *,
     rows_per_part: int,
     total_rows: int,
-    total_tokens: int,
+    total_tokens: float,
     total_parts: int,
     updates: float,
     max_completion_length: int | None,
@@ -123,12 +140,12 @@ def weigh(
     """Set the batch's token weights, from counts over all processes.
 
     Args:
-        batch: this process's share of the generation.
+        batch: this process's share of the generation, or what an optimizer step takes from several.
         weighting: the algorithm's reduction.
         rows_per_part: rollouts of a nominal micro-batch.
         total_rows, total_tokens, total_parts: rollouts, trained tokens and nominal micro-batches of the whole
-            generation, all processes together.
-        updates: optimizer updates that go through the generation once.
+            generation (or of what the step takes), all processes together.
+        updates: optimizer updates that go through them once.
         max_completion_length: for reductions by constant length.
         entropy_bonus: also set the weights of the entropy bonus: the token mean of the optimizer step.
     """

@@ -1,7 +1,7 @@
 """From a generation to gradients: the updating half of a trainer.
 
-Each stretch of micro-steps up to an optimizer step is planned as a whole (which rollouts are run at all, on which
-process, in which forward passes), then run pass by pass. Not here: how experience is gathered
+An optimizer step is planned as a whole (which rollouts are run at all, on which process, in which forward passes) when
+the last of its generations is sampled, then run pass by pass. Not here: how experience is gathered
 (`covey.trainers.online_trainer`), how passes survive a lack of memory (`covey.trainers.passes`).
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.algorithms.algorithm import Algorithm
-from covey.core.batch import TrainBatch
+from covey.core.batch import TrainBatch, join
 from covey.core.modes import inference_mode_of
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.planning import pass_tokens, plan_ranks
@@ -27,7 +27,7 @@ from covey.policy.scoring import TokenScorer
 from covey.trainers.balance import ExpertBalance
 from covey.trainers.entropy import EntropyController, exact_quantile
 from covey.trainers.evaluation import SampledEvaluation
-from covey.trainers.experience import Experience, nominal_parts, pool
+from covey.trainers.experience import Experience, PartOfStep, nominal_parts, pool, weigh
 from covey.trainers.gradients import average_gradients
 from covey.trainers.passes import Passes
 from covey.trainers.sharding import Sharding, ready_to_train
@@ -63,6 +63,7 @@ class PolicyUpdates(SampledEvaluation):
         self._unbooked: dict[str, Stat] = {}
         self._micro_step, self._step_passes, self._step_seconds = 0, 0, 0.0
         self._step_entropy = Mean(0.0, 0.0)
+        self._parts_of_step: list[PartOfStep] = []
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train from the start or from a checkpoint; nothing is left over from an earlier, interrupted call."""
@@ -85,8 +86,8 @@ class PolicyUpdates(SampledEvaluation):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One micro-step of Hugging Face's loop: draws (or nothing) in, gradients out.
 
-        A micro-step that brings draws starts a generation. What a stretch of micro-steps has to train on is planned
-        once, so a micro-step may run several passes or none.
+        A micro-step that brings draws starts a generation. What an optimizer step has to train on is planned once, when
+        all of its generations are sampled, so a micro-step may run several passes or none.
         """
         start = time.perf_counter()
         model.train()
@@ -145,8 +146,13 @@ class PolicyUpdates(SampledEvaluation):
         self.experience.refill(pooled, parts, self.args.num_iterations)
 
     def _plan(self, micro_steps: int) -> None:
-        """Plan the stretch up to the optimizer step or the generation's end: rollouts to ranks, and to passes."""
-        stretch, micro_steps = self.experience.take(micro_steps)
+        """Plan the optimizer step, once its last generation is there: rollouts to ranks, and to passes."""
+        part = self.experience.take(micro_steps)
+        self._parts_of_step.append(part)
+        if part.micro_batches < micro_steps:  # another generation follows, and averages are over both
+            self.experience.spread([], part.micro_batches)
+            return
+        stretch = self._whole_step(self._parts_of_step)
         self._settle_layout(stretch)
         if not self._every_rollout_counts:
             stretch = stretch.without_signal_dropped()
@@ -164,8 +170,28 @@ class PolicyUpdates(SampledEvaluation):
         if self.sharding.gradients:
             planned += [stretch.idle() for _ in range(most - len(planned))]
         if self.balance.enabled:
-            self._balance(mine, micro_steps / self.args.gradient_accumulation_steps, len(planned))
-        self.experience.spread(planned, micro_steps)
+            taken = sum(part.micro_batches for part in self._parts_of_step)
+            self._balance(mine, taken / self.args.gradient_accumulation_steps, len(planned))
+        self.experience.spread(planned, part.micro_batches)
+
+    def _whole_step(self, parts: list[PartOfStep]) -> TrainBatch:
+        """The rollouts of an optimizer step; those of several generations get weights from the counts of all."""
+        if len(parts) == 1:
+            return parts[0].batch
+        batch = join([part.batch for part in parts])
+        rows, taken = self.args.per_device_train_batch_size, sum(part.micro_batches for part in parts)
+        weigh(
+            batch,
+            self.algorithm.weighting,
+            rows_per_part=rows,
+            total_rows=len(batch),
+            total_tokens=sum(part.tokens for part in parts),
+            total_parts=len(batch) // rows,
+            updates=taken / self.args.gradient_accumulation_steps,
+            max_completion_length=self.args.max_completion_length,
+            entropy_bonus=self.entropy.enabled,
+        )
+        return batch
 
     def _balance(self, batch: TrainBatch, share: float, passes: int) -> None:
         """Let the load-balancing loss know what is trained on. Collective."""
@@ -273,10 +299,7 @@ class PolicyUpdates(SampledEvaluation):
             return self.passes.score(batch, self._rows_per_part, logprobs)
 
     def _entropy_threshold(self, batch: TrainBatch) -> float:
-        """The entropy that a token needs to count: a quantile over the coming optimizer step, all processes together.
-
-        Where the step goes on into another generation, that part gets a threshold of its own when it is sampled.
-        """
+        """The entropy that a token needs to count: a quantile over the optimizer step, all processes together."""
 
         def entropies_of(part: TrainBatch) -> Tensor:
             scores = self.scorer(self.policy, part, entropy=True)
