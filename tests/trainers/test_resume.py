@@ -1,10 +1,13 @@
 """A run that was stopped and resumed ends where an uninterrupted one does, bit by bit."""
 
 import os
+import time
 
 import pytest
 import runs
 import torch
+
+from covey.trainers.checkpoint import superfluous_checkpoints
 
 VARIANTS = {
     "between generations": {},
@@ -154,3 +157,24 @@ def test_resuming_without_the_buffer_says_what_is_missing(tmp_path):
     resumed = runs.trainer(tmp_path, **cycle)
     with pytest.raises(ValueError, match="save_only_model=True"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_clock_that_was_set_back_costs_no_checkpoint(tmp_path):
+    cycle = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    runs.trainer(tmp_path, **cycle, max_steps=2).train()
+    for path in tmp_path.glob("checkpoint-*"):
+        os.utime(path, (time.time() + 3600,) * 2)
+    runs.trainer(tmp_path, **cycle, max_steps=4).train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "deleted"),
+    [(None, None, []), (1, None, [2, 9, 10]), (2, None, [2, 9]), (2, 2, [9, 10]), (1, 10, [2, 9]), (4, None, [])],
+)
+def test_the_checkpoints_of_the_earliest_steps_are_superfluous(tmp_path, limit, best, deleted):
+    for step in (2, 9, 10, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    keep = [str(tmp_path / "checkpoint-3"), best and str(tmp_path / f"checkpoint-{best}")]  # 3 was just written
+    found = superfluous_checkpoints(str(tmp_path), limit, keep)
+    assert [int(path.name[11:]) for path in found] == deleted

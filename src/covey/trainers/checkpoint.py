@@ -113,21 +113,16 @@ class AtomicCheckpoints(Trainer):
             self.state.best_model_checkpoint = folder if there else None
 
     def _publish(self, staged: str, final: str) -> None:
-        """Put a finished checkpoint in its place and let old ones go."""
-        from transformers.trainer_utils import rotate_checkpoints
-
+        """Put a finished checkpoint in its place and delete those beyond `save_total_limit`."""
         if self.state.best_global_step:
             self._place_best(final)
             self.state.save_to_json(os.path.join(staged, "trainer_state.json"))
         shutil.rmtree(final, ignore_errors=True)
         os.rename(staged, final)
         shutil.rmtree(os.path.dirname(staged), ignore_errors=True)
-        rotate_checkpoints(
-            output_dir=os.path.dirname(final),
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+        keep = [final, self.state.best_model_checkpoint]
+        for old in superfluous_checkpoints(os.path.dirname(final), self.args.save_total_limit, keep):
+            shutil.rmtree(old, ignore_errors=True)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._staging:
@@ -204,6 +199,28 @@ class AtomicCheckpoints(Trainer):
         return {name: value for name, value in asdict(algebra).items() if name not in NOT_BINDING}
 
 
+def superfluous_checkpoints(run_dir: str, limit: int | None, keep: list[str | None]) -> list[Path]:
+    """The checkpoints to delete so that `limit` are left: those of the earliest steps, by number and not by clock.
+
+    Args:
+        run_dir: the folder of the checkpoints.
+        limit: `save_total_limit`; None or less than 1 keeps all.
+        keep: checkpoints that stay in any case: the one just written, the best one.
+    """
+    if limit is None or limit < 1:
+        return []
+    kept = {Path(path).name for path in keep if path is not None}
+    there = numbered_checkpoints(run_dir)
+    old = [path for path in there if path.name not in kept]
+    return old[: max(len(there) - limit, 0)]
+
+
+def numbered_checkpoints(run_dir: str) -> list[Path]:
+    """The folders checkpoint-N, by their number."""
+    found = [path for path in Path(run_dir).glob("checkpoint-*") if path.name[11:].isdigit() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[11:]))
+
+
 def resume_from(said: str | bool | None) -> str | bool | None:
     """What a config says to resume from: a checkpoint's folder, the latest one (True, "true", "last"), or nothing.
 
@@ -232,8 +249,7 @@ def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
     Raises:
         ValueError: there is none; the message names those that there are.
     """
-    own = [path for path in Path(output_dir).glob("checkpoint-*") if path.name[11:].isdigit() and _is_checkpoint(path)]
-    own.sort(key=lambda path: int(path.name[11:]))
+    own = [path for path in numbered_checkpoints(output_dir) if _is_checkpoint(path)]
     if wanted is True:
         if own:
             return str(own[-1])
