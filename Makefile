@@ -81,7 +81,7 @@ test-vllm: .venv-vllm/covey.done
 
 # What is sent to SGLang servers, read by SGLang's own classes; no server runs, and no GPU is needed.
 test-sglang: .venv-sglang/covey.done
-	$(SGLANG_BIN)/python -m pytest -m sglang tests/rollout/remote
+	$(SGLANG_BIN)/python -m pytest -m sglang tests/engines/servers
 
 # OpenEnv and verifiers ask for different versions of what both use, so each has an environment of its own.
 .venv-env-%/covey.done: pyproject.toml
@@ -105,7 +105,7 @@ test-environments: .venv-env-openenv/covey.done .venv-env-verifiers/covey.done
 
 # ZeRO-1, 2 and 3 on two CPU processes. Apart from the rest, because everything imports DeepSpeed where it is installed.
 test-deepspeed: .venv-deepspeed/covey.done
-	$(DEEPSPEED_BIN)/python -m pytest -m deepspeed tests/trainers
+	$(DEEPSPEED_BIN)/python -m pytest -m deepspeed tests/trainer
 
 .venv-trackers/covey.done: pyproject.toml
 	$(PYTHON) -m venv .venv-trackers
@@ -116,7 +116,7 @@ test-deepspeed: .venv-deepspeed/covey.done
 
 # Real trackers, offline: what they have written after a run.
 test-trackers: .venv-trackers/covey.done
-	.venv-trackers/bin/python -m pytest tests/trainers/test_trackers.py tests/trainers/test_search.py
+	.venv-trackers/bin/python -m pytest tests/trainer/integrations/test_trackers.py tests/trainer/integrations/test_search.py
 
 .venv/bench.done: .venv/dev.done
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,bench]'

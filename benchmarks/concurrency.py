@@ -30,19 +30,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.staleness import tokenizer as character_tokenizer
+from covey.core.engine import RolloutEngine, SamplingParams
 from covey.core.rollout import Rollout
+from covey.engines.native.engine import NativeEngine
+from covey.engines.scripted import ScriptedEngine
 from covey.rewards import RewardContext, RewardSuite, accuracy_reward, numeric_match_reward, per_completion
-from covey.rollout.agent import ToolAgent
 from covey.rollout.collector import Agency, Collector, Draw
-from covey.rollout.engine import RolloutEngine, SamplingParams
-from covey.rollout.engines.native import NativeEngine
-from covey.rollout.engines.scripted import ScriptedEngine
 from covey.rollout.episode import TurnTemplates
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn, ToolCall
 from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.toolbox import Toolbox
-from covey.trainers.watching import Watched
+from covey.trainer.rollout_events import Watched
 
 PROMPTS, GROUP, TURNS = 8, 8, 4
 SLEEP = 0.2

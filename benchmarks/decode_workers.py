@@ -48,15 +48,15 @@ class Native:
     """Covey's own engine: one request a group, as the trainer makes them."""
 
     def __init__(self, folder: str):
-        from covey.rollout.engines import native
+        from covey.engines.native import engine as native
 
         self.model = _load(folder)
         self._make_row = native.Row
 
     def sample(self, work: Work) -> list[Tokens]:
         """All groups at once; a row's seed tells its number, and that its length, whatever its request says."""
-        from covey.rollout.engine import SampleRequest, SamplingParams
-        from covey.rollout.engines import native
+        from covey.core.engine import SampleRequest, SamplingParams
+        from covey.engines.native import engine as native
 
         def row(request: Any, index: int, budget: int, *rest: Any) -> Any:
             return self._make_row(request, index, work.lengths[request.seeds[index] - first], *rest)
@@ -187,11 +187,11 @@ class VllmServer:
     """A server started by `covey vllm-serve`, asked as the trainer asks; needs vLLM and Covey in one environment."""
 
     def __init__(self, folder: str):
-        from covey.rollout.engines.remote.engine import RemoteEngine
-        from covey.rollout.engines.remote.launch import ServerProcess, free_port
-        from covey.rollout.engines.remote.server import Server
-        from covey.rollout.engines.remote.vllm import VllmDialect
-        from covey.rollout.engines.remote.vllm_transports import VllmWeights
+        from covey.engines.servers.engine import RemoteEngine
+        from covey.engines.servers.http_client import Server
+        from covey.engines.servers.server_process import ServerProcess, free_port
+        from covey.engines.servers.vllm.api import VllmDialect
+        from covey.engines.servers.vllm.weights import VllmWeights
 
         url = f"http://127.0.0.1:{(port := free_port())}"
         command = [sys.executable, "-m", "covey.cli.main", "vllm-serve", "--model", folder, "--port", str(port)]
@@ -202,7 +202,7 @@ class VllmServer:
 
     def sample(self, work: Work) -> list[Tokens]:
         """A request for every length in a group; all of a group's where they are equal, as the trainer makes them."""
-        from covey.rollout.engine import SampleRequest, SamplingParams
+        from covey.core.engine import SampleRequest, SamplingParams
 
         rows: dict[tuple[int, int], list[int]] = {}
         for number, length in enumerate(work.lengths):

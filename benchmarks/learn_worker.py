@@ -65,10 +65,10 @@ class Evaluator:
     """
 
     def __init__(self, model: Any, tokenizer: Any, rows: list[dict[str, Any]], samples: int):
+        from covey.core.engine import SamplingParams
+        from covey.engines.native.engine import NativeEngine
         from covey.policy.loading import end_token_ids
         from covey.rollout.collector import Collector, Draw
-        from covey.rollout.engine import SamplingParams
-        from covey.rollout.engines.native import NativeEngine
         from covey.rollout.prompts import PromptCodec
 
         engine = NativeEngine(

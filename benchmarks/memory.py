@@ -259,9 +259,9 @@ def _predicted(args: Any, model: str, what: Parts) -> dict[str, Any]:
 
     from transformers import AutoConfig
 
-    from covey.cli.explain_images import images_of_prompt
+    from covey.cli.explain.images import images_of_prompt
     from covey.cli.train import quantisation
-    from covey.trainers.memory import Images, estimate
+    from covey.sizing.memory import Images, estimate
 
     config = AutoConfig.from_pretrained(model)
     images = images_of_prompt(model, config, what.images, IMAGE_SIZE) if what.images else Images()

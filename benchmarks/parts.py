@@ -8,11 +8,11 @@ import torch
 from benchmarks.measure import compare
 from covey.cli.demo import model_folder, sums
 from covey.core.batch import collate
+from covey.core.engine import SamplingParams
+from covey.engines.native.engine import NativeEngine
 from covey.policy.loading import end_token_ids
 from covey.policy.scoring import TokenScorer
 from covey.rollout.collector import Collector, Draw
-from covey.rollout.engine import SamplingParams
-from covey.rollout.engines.native import NativeEngine
 from covey.rollout.prompts import PromptCodec
 
 PROMPTS, GROUP, LIMIT = 8, 8, 64

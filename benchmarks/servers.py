@@ -30,7 +30,7 @@ SYNCS = 5
 @contextlib.contextmanager
 def vllm_server(folder: str, *flags: str) -> Iterator[str]:
     """The URL of a server that is up within this context."""
-    from covey.rollout.engines.remote.launch import ServerProcess, free_port
+    from covey.engines.servers.server_process import ServerProcess, free_port
 
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "covey.cli.main", "vllm-serve", "--model", folder, "--port", str(port)]
@@ -67,11 +67,11 @@ def sync(folder: str) -> Iterator[dict[str, Any]]:
 
 
 def _updates(url: str, model: Any, way: str, *, adapter_only: bool) -> dict[str, Any]:
+    from covey.engines.servers.engine import RemoteEngine
+    from covey.engines.servers.http_client import Server
+    from covey.engines.servers.vllm.api import VllmDialect
+    from covey.engines.servers.vllm.weights import VllmWeights
     from covey.policy.weights import weight_update
-    from covey.rollout.engines.remote.engine import RemoteEngine
-    from covey.rollout.engines.remote.server import Server
-    from covey.rollout.engines.remote.vllm import VllmDialect
-    from covey.rollout.engines.remote.vllm_transports import VllmWeights
 
     engine = RemoteEngine([Server(url)], VllmDialect(), VllmWeights(way), ends=frozenset())
     update = weight_update(model, 0, adapter_only=adapter_only)

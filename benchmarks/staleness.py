@@ -2,7 +2,7 @@
 
     python -m benchmarks.staleness
 
-A real trainer trains a tiny model on the answers of the scripted engine (`covey.rollout.engines.scripted`), whose
+A real trainer trains a tiny model on the answers of the scripted engine (`covey.engines.scripted`), whose
 requests take programmed times and which works on one generation at a time, as a server does that is fully used by one.
 A training step is made longer by a programmed time too; how long it then is altogether is measured, with an engine that
 answers at once. From these two numbers follows what a step should take: their sum with `max_staleness` 0, the longer of
@@ -26,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.rollout.engines.scripted import ScriptedEngine
+from covey.engines.scripted import ScriptedEngine
 
 STALENESS = (0, 1, 4)
 PROMPTS, GROUP = 4, 4

@@ -13,8 +13,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script runs the tests
 
 import torch
 
-import known_attributes
-import tiny
+from tests.support import known_attributes, tiny
 
 # The same examples on every machine, however slow.
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import known_attributes
 from covey.core import weighting
-from covey.trainers.entropy import EntropyController
-from covey.trainers.experience import Experience
+from covey.trainer.entropy import EntropyController
+from covey.trainer.rollout_buffer import Experience
+from tests.support import known_attributes
 
 TESTS = Path(__file__).parent
 
@@ -60,4 +60,4 @@ def assignments_to_imported(path: Path) -> list[str]:
 
 
 def test_new_modules_are_guarded_before_each_test():
-    assert {"covey.core.weighting", "covey.trainers.experience"} <= known_attributes._seen
+    assert {"covey.core.weighting", "covey.trainer.rollout_buffer"} <= known_attributes._seen

@@ -20,9 +20,9 @@ def real():
 
 def collected(real, max_rows, prompts=4, group=4):
     from covey.cli.demo import sums
+    from covey.core.engine import SamplingParams
+    from covey.engines.native.engine import NativeEngine
     from covey.rollout.collector import Collector, Draw
-    from covey.rollout.engine import SamplingParams
-    from covey.rollout.engines.native import NativeEngine
     from covey.rollout.prompts import PromptCodec
 
     model, tokenizer = real

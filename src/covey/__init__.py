@@ -7,28 +7,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from covey.config.grpo import GRPOConfig as GRPOConfig
+    from covey.config.rloo import RLOOConfig as RLOOConfig
     from covey.core.rollout import FinishReason as FinishReason
     from covey.core.rollout import Rollout as Rollout
     from covey.rollout.episode import Episode as Episode
     from covey.rollout.episode import EpisodeEngine as EpisodeEngine
     from covey.rollout.episode import Reply as Reply
-    from covey.trainers.grpo_config import GRPOConfig as GRPOConfig
-    from covey.trainers.grpo_trainer import GRPOTrainer as GRPOTrainer
-    from covey.trainers.rloo_config import RLOOConfig as RLOOConfig
-    from covey.trainers.rloo_trainer import RLOOTrainer as RLOOTrainer
-    from covey.trainers.suites import EvalSuite as EvalSuite
+    from covey.trainer.evaluation.suites import EvalSuite as EvalSuite
+    from covey.trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
+    from covey.trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Episode": "covey.rollout.episode",
     "EpisodeEngine": "covey.rollout.episode",
-    "EvalSuite": "covey.trainers.suites",
+    "EvalSuite": "covey.trainer.evaluation.suites",
     "FinishReason": "covey.core.rollout",
-    "GRPOConfig": "covey.trainers.grpo_config",
-    "GRPOTrainer": "covey.trainers.grpo_trainer",
-    "RLOOConfig": "covey.trainers.rloo_config",
-    "RLOOTrainer": "covey.trainers.rloo_trainer",
+    "GRPOConfig": "covey.config.grpo",
+    "GRPOTrainer": "covey.trainer.grpo_trainer",
+    "RLOOConfig": "covey.config.rloo",
+    "RLOOTrainer": "covey.trainer.rloo_trainer",
     "Reply": "covey.rollout.episode",
     "Rollout": "covey.core.rollout",
 }

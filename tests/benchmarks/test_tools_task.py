@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-import tiny
 from benchmarks import tools
-from covey.rollout.engines.scripted import ScriptedEngine
+from covey.engines.scripted import ScriptedEngine
+from tests.support import tiny
 
 ONE = tools.problem(317, ("times", 468))
 TWO = tools.problem(345, ("times", 12), ("minus", 140))

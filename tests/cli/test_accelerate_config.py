@@ -74,7 +74,7 @@ def test_a_config_is_found_in_the_installed_package(tmp_path, monkeypatch):
 
 def test_two_processes_train_from_one_command(tmp_path, tiny_folder):
     """`covey grpo --accelerate_config cpu_2proc`, for real."""
-    from launching import free_port, run
+    from tests.support.launching import free_port, run
 
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(8))

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from covey.cli.config_file import load_run, parse_flags
-from covey.trainers.grpo_config import GRPOConfig
-from covey.trainers.rloo_config import RLOOConfig
+from covey.config.grpo import GRPOConfig
+from covey.config.rloo import RLOOConfig
 
 
 @pytest.fixture

@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig, MambaConfig
 
-import tiny
-import tiny_vision
-from covey.cli.explain import explain, main
-from covey.cli.explain_model import ModelPlan
-from covey.trainers.grpo_config import GRPOConfig
-from covey.trainers.rloo_config import RLOOConfig
-from covey.trainers.timing import MACHINES
+from covey.cli.explain.command import explain, main
+from covey.cli.explain.model import ModelPlan
+from covey.config.grpo import GRPOConfig
+from covey.config.rloo import RLOOConfig
+from covey.sizing.step_time import MACHINES
+from tests.support import tiny, tiny_vision
 
 
 def words(text):

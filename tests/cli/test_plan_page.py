@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from covey.cli.explain import main
-from covey.trainers.paper_model import count_parameters
+from covey.cli.explain.command import main
+from covey.sizing.model_spec import count_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN_72B = Qwen2Config(

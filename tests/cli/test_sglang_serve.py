@@ -37,7 +37,7 @@ def release(monkeypatch):
 
 def test_it_listens_on_this_machine_alone():
     words = command("--model", "m")
-    assert words[1:5] == ["-m", "covey.rollout.engines.remote.sglang_start", "--model-path", "m"]
+    assert words[1:5] == ["-m", "covey.engines.servers.sglang.launch", "--model-path", "m"]
     assert words[5:] == ["--host", "127.0.0.1", "--port", "30000"]
 
 

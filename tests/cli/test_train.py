@@ -14,7 +14,7 @@ from covey.cli.main import main
 from covey.cli.results import key_figures, samples
 from covey.cli.train import adapter, read_run, rewards, take_config, train
 from covey.cli.train_help import help_text
-from covey.trainers.checkpoint import resume_from
+from covey.trainer.checkpoint import resume_from
 
 ACTING = '''
 from covey.rollout.tools.tool import Tool
@@ -145,7 +145,7 @@ def test_tools_are_named_like_rewards(acting, capsys):
 
 
 def test_a_rollout_function_is_named_like_a_reward(acting):
-    from covey.core.references import resolve
+    from covey.runtime.import_path import resolve
 
     assert main(["rloo", *acting, "--rollout_func", "acting.py:play", "--max_steps", "1"]) == 0
     assert len(resolve("acting.py:seen", "list", needs_call=False)) == 4

@@ -133,7 +133,7 @@ def test_a_key_travels_in_the_environment_and_guards_every_route():
     assert "secret-1" not in shlex.join(command(*arguments))
     assert added(*arguments)["VLLM_API_KEY"] == "secret-1"
     words = command(*arguments)
-    assert words[words.index("--middleware") + 1] == "covey.rollout.engines.remote.vllm_auth.RequireKey"
+    assert words[words.index("--middleware") + 1] == "covey.engines.servers.vllm.auth.RequireKey"
     assert "--middleware" not in command("m")
 
 
@@ -163,7 +163,7 @@ def test_on_a_cpu_variables_are_set_only_where_unset_and_all_are_said():
 
 
 def test_on_a_cpu_that_emulates_bfloat16_float32_is_used_unless_the_user_says_otherwise(monkeypatch):
-    from covey.trainers.config import hardware
+    from covey.config import hardware
 
     monkeypatch.setattr(hardware, "cpu_multiplies_bf16", lambda: False)
     words = command("m", on_cpu=True)

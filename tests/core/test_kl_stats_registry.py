@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.core.kl import KL_ESTIMATORS, k1, k2, k3
-from covey.core.registry import Registry
-from covey.core.stats import Max, Mean, Min, Sum, merge_all
+from covey.core.metrics import Max, Mean, Min, Sum, merge_all
+from covey.runtime.registry import Registry
 
 few = settings(max_examples=50, deadline=None, derandomize=True)
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from brute_force import Options, step_loss
-from objective_cases import assert_same, covey_gradients, random_generation, reference_gradients
+
+from tests.support.brute_force import Options, step_loss
+from tests.support.objective_cases import assert_same, covey_gradients, random_generation, reference_gradients
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo", "rloo"]
 LEVELS = ["token", "sequence", "sequence_token"]

@@ -6,10 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from brute_force import Options
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_cases import (
+
+from covey.algorithms.grpo import objective
+from covey.core.kl import k3
+from covey.core.metrics import merge_all
+from covey.core.objective import LossInputs, Objective, policy_loss
+from covey.core.surrogates import SurrogateInputs
+from tests.support.brute_force import Options
+from tests.support.objective_cases import (
     Generation,
     assert_same,
     config,
@@ -17,12 +23,6 @@ from objective_cases import (
     flat_batch,
     random_generation,
 )
-
-from covey.algorithms.grpo import objective
-from covey.core.kl import k3
-from covey.core.objective import LossInputs, Objective, policy_loss
-from covey.core.stats import merge_all
-from covey.core.surrogates import SurrogateInputs
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo", "rloo"]
 RICH = Options(

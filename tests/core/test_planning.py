@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.core.batch import TrainBatch, join
-from covey.core.planning import pass_tokens, plan_passes, plan_ranks
+from covey.core.packing import pass_tokens, plan_passes, plan_ranks
 
 LAYOUTS = ("shared_prefix", "packed", "padded")
 

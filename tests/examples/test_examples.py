@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+from tests.support import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

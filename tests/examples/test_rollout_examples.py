@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+from covey.core.engine import SamplingParams
 from covey.core.rollout import FinishReason
-from covey.rollout.batch_function import BatchFunction
+from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Agency, Collector, Draw
-from covey.rollout.engine import SamplingParams
-from covey.rollout.engines.scripted import ScriptedEngine
-from covey.rollout.functions import GroupFunction, Limits, RolloutFunction
 from covey.rollout.prompts import PromptCodec
-from covey.rollout.tools.template import TurnTemplates
+from covey.rollout.tools.turn_template import TurnTemplates
+from covey.rollout.user_batch_function import BatchFunction
+from covey.rollout.user_functions import GroupFunction, Limits, RolloutFunction
+from tests.support import tiny
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TOKENIZER = tiny.tokenizer()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from covey.observability.advice import Advice, LogEnds, advice
+from covey.observability.diagnostics import Advice, LogEnds, advice
 
 ARGS = SimpleNamespace(
     output_dir="out", mask_truncated_completions=True, max_completion_length=8, logging_strategy="steps"

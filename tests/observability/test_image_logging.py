@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 from PIL import Image
 from rich.console import Console
 
-import tiny_vision
 from covey.core.thumbnails import thumbnails
 from covey.observability import completions
 from covey.observability.completions import CompletionLog
 from covey.observability.report import Sample, write_report
+from tests.support import tiny_vision
 
 PNG = thumbnails([tiny_vision.picture(1)])
 

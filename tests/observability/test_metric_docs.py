@@ -3,7 +3,7 @@
 import doctest
 from pathlib import Path
 
-from covey.observability.meanings import METRIC_MEANINGS
+from covey.observability.metric_docs import METRIC_MEANINGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 

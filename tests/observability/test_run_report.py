@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from covey.observability.meanings import METRIC_MEANINGS, meaning
+from covey.observability.metric_docs import METRIC_MEANINGS, meaning
 from covey.observability.plots import PANELS, _with_evaluations, plot_curves, series, smooth
 from covey.observability.report import Sample, write_report
 

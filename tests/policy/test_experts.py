@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-import mixtures
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
-from covey.policy.experts import RouterLoads, experts_per_token, load_balancing_loss, loads_of
 from covey.policy.layouts import LAYOUTS
+from covey.policy.moe import RouterLoads, experts_per_token, load_balancing_loss, loads_of
 from covey.policy.scoring import TokenScorer
-from exact import KeepFloat64
+from tests.support import mixtures
+from tests.support.exact import KeepFloat64
 
 WITH_A_LOSS = ["Mixtral", "Qwen3Moe", "Olmoe", "GptOss"]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import tiny
-from covey.policy.gathered import GatheredPolicy
+from covey.policy.full_copy import GatheredPolicy
+from tests.support import tiny
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 

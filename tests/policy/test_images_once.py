@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_vision_training import FAMILIES, rollouts, scores
 
-import tiny_vision
 from covey.core.batch import collate
-from covey.policy.images_once import encoded_once
-from covey.policy.parts import image_encoder
+from covey.policy.image_dedup import encoded_once
+from covey.policy.vlm_parts import image_encoder
+from tests.support import tiny_vision
+from tests.trainer.vision.test_vision_training import FAMILIES, rollouts, scores
 
 
 def counted(model):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from test_scoring import gradients, rollouts
 
-import tiny
 from covey.core.batch import collate
 from covey.policy.scoring import TokenScorer
+from tests.policy.test_scoring import gradients, rollouts
+from tests.support import tiny
 
 peft = pytest.importorskip("peft")
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-import tiny
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
-from covey.policy.layout_choice import choose_layout, slowest
+from covey.policy.layouts.selection import choose_layout, slowest
 from covey.policy.scoring import TokenScorer
+from tests.support import tiny
 
 CPU = torch.device("cpu")
 

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-import tiny
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.layouts import LAYOUTS
 from covey.policy.layouts.shared_prefix import WORTH_SHARING
 from covey.policy.scoring import TokenScorer
+from tests.support import tiny
 
 
 def batch_of(*groups):

@@ -8,13 +8,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-import hybrids
-import mixtures
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.loading import keep_soft_caps
 from covey.policy.scoring import TokenScorer
-from exact import KeepFloat64
+from tests.support import hybrids, mixtures
+from tests.support.exact import KeepFloat64
 
 VOCABULARY = 97
 COMMON = {

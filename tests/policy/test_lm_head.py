@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from covey.policy import lm_head, lm_head_linear
-from covey.policy.lm_head import Head, LogprobAndEntropy, plain_linear, score_hidden
+from covey.policy.lm_head import linear
+from covey.policy.lm_head import scores as lm_head
+from covey.policy.lm_head.scores import Head, LogprobAndEntropy, plain_linear, score_hidden
 
 TOKENS, HIDDEN, WORDS = 10, 6, 17
 
@@ -21,7 +22,7 @@ class Doubled(torch.nn.Linear):
 def tiles(request, monkeypatch):
     """Many: 15 numbers a tile, so that tokens and vocabulary are both cut, with leftovers."""
     if request.param == "many tiles":
-        monkeypatch.setitem(lm_head_linear.TILE_BYTES, "cpu", 15 * 8)
+        monkeypatch.setitem(linear.TILE_BYTES, "cpu", 15 * 8)
         monkeypatch.setattr(lm_head, "CHUNK_BYTES", 3 * 4 * WORDS)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from covey.policy.lm_head import Head, score_hidden
-from covey.policy.lm_head_linear import TILE_BYTES
+from covey.policy.lm_head.linear import TILE_BYTES
+from covey.policy.lm_head.scores import Head, score_hidden
 
 HIDDEN = 8
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from covey.policy.lm_head_tiles import Curve
+from covey.policy.lm_head.torch_tiles import Curve
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -28,10 +28,10 @@ def test_in_the_interpreter():
 
 
 def disagreement(shape, compute, curve, entropy, device):
-    from covey.policy import lm_head_triton
+    from covey.policy.lm_head import triton_tiles
 
-    lm_head_triton.BLOCK = 64  # several blocks a row
-    return lm_head_triton.disagreement(shape, compute, curve, entropy, torch.device(device))
+    triton_tiles.BLOCK = 64  # several blocks a row
+    return triton_tiles.disagreement(shape, compute, curve, entropy, torch.device(device))
 
 
 @anywhere
@@ -49,12 +49,12 @@ def test_sums_and_gradients_are_those_of_torch(shape, compute, entropy, curve):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_head_by_kernels_is_a_head_by_torch(entropy, frozen, settings, compute, monkeypatch):
-    from covey.policy import lm_head_linear
-    from covey.policy.lm_head import Head, score_hidden
-    from covey.policy.lm_head_tiles import TorchTiles
-    from covey.policy.lm_head_triton import TritonTiles
+    from covey.policy.lm_head import linear
+    from covey.policy.lm_head.scores import Head, score_hidden
+    from covey.policy.lm_head.torch_tiles import TorchTiles
+    from covey.policy.lm_head.triton_tiles import TritonTiles
 
-    monkeypatch.setitem(lm_head_linear.TILE_BYTES, "cpu", 4 * 3 * 40)
+    monkeypatch.setitem(linear.TILE_BYTES, "cpu", 4 * 3 * 40)
     torch.manual_seed(0)
     hidden, targets = torch.randn(5, 4), torch.randint(90, (5,))
     module = torch.nn.Linear(4, 90).to(compute).requires_grad_(not frozen)
@@ -62,7 +62,7 @@ def test_a_head_by_kernels_is_a_head_by_torch(entropy, frozen, settings, compute
     targets = targets % 40 + 50
 
     def outcome(kind):
-        monkeypatch.setattr(lm_head_linear, "_arithmetic_for", lambda plan, device: kind)
+        monkeypatch.setattr(linear, "_arithmetic_for", lambda plan, device: kind)
         module.zero_grad()
         states = hidden.clone().to(compute).requires_grad_()
         head = Head(module, **settings) if settings else Head(module)
@@ -77,25 +77,25 @@ def test_a_head_by_kernels_is_a_head_by_torch(entropy, frozen, settings, compute
 
 @anywhere
 def test_kernels_that_differ_are_not_used(monkeypatch):
-    from covey.policy import lm_head_triton
+    from covey.policy.lm_head import triton_tiles
 
-    monkeypatch.setattr(lm_head_triton, "TOLERANCE", -1.0)
+    monkeypatch.setattr(triton_tiles, "TOLERANCE", -1.0)
     with pytest.warns(UserWarning, match="differ from torch's operations by"):
-        kind = lm_head_triton.fastest_tiles((2, 8), torch.float32, Curve(), False, torch.device("cpu"))
-    assert kind is lm_head_triton.TorchTiles
+        kind = triton_tiles.fastest_tiles((2, 8), torch.float32, Curve(), False, torch.device("cpu"))
+    assert kind is triton_tiles.TorchTiles
 
 
 @anywhere
 def test_kernels_that_fail_are_not_used(monkeypatch):
-    from covey.policy import lm_head_triton
+    from covey.policy.lm_head import triton_tiles
 
     def fail(*args):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(lm_head_triton, "disagreement", fail)
+    monkeypatch.setattr(triton_tiles, "disagreement", fail)
     with pytest.warns(UserWarning, match="RuntimeError: no such instruction"):
-        kind = lm_head_triton.fastest_tiles((2, 9), torch.float32, Curve(), False, torch.device("cpu"))
-    assert kind is lm_head_triton.TorchTiles
+        kind = triton_tiles.fastest_tiles((2, 9), torch.float32, Curve(), False, torch.device("cpu"))
+    assert kind is triton_tiles.TorchTiles
 
 
 @pytest.mark.gpu
@@ -104,8 +104,8 @@ def test_kernels_that_fail_are_not_used(monkeypatch):
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(compute, entropy, curve):
-    from covey.policy import lm_head_triton
+    from covey.policy.lm_head import triton_tiles
 
     shape, device = (1024, 32768), torch.device("cuda")
-    assert lm_head_triton.disagreement(shape, compute, curve, entropy, device) < 1e-3
-    assert lm_head_triton.fastest_tiles(shape, compute, curve, entropy, device) is lm_head_triton.TritonTiles
+    assert triton_tiles.disagreement(shape, compute, curve, entropy, device) < 1e-3
+    assert triton_tiles.fastest_tiles(shape, compute, curve, entropy, device) is triton_tiles.TritonTiles

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma2PreTrainedModel
 
-import tiny
 from covey.policy.loading import disable_dropout, has_dropout, load_policy
+from tests.support import tiny
 
 
 def test_no_dropout_is_left():

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import tiny
 from covey.core.weights import TensorSpec
 from covey.policy.saving import plan_files, save_sharded
+from tests.support import tiny
 
 peft = pytest.importorskip("peft")
 

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-import tiny
-import tiny_vision
-from covey.policy.shards import is_sharded
+from covey.policy.sharded_tensors import is_sharded
 from covey.policy.weights import weight_update
-from traffic import Traffic
+from tests.support import tiny, tiny_vision
+from tests.support.traffic import Traffic
 
 peft = pytest.importorskip("peft")
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tiny
-import tiny_vision
 from covey.policy.weights import weight_update, why_not_alone
+from tests.support import tiny, tiny_vision
 
 peft = pytest.importorskip("peft")
 

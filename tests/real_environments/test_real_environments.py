@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from playing import TOKENIZER, play, says
 
-import tiny
 from covey.core.rollout import FinishReason
 from covey.rollout.environments import OpenEnvironment, VerifiersEnvironment
-from covey.rollout.functions import Limits, RolloutFunction
+from covey.rollout.user_functions import Limits, RolloutFunction
+from tests.support import tiny
+from tests.support.playing import TOKENIZER, play, says
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-import tiny
+from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.rollout import Completion
-from covey.rollout.engine import SampleRequest, SamplingParams
-from covey.rollout.engines.vllm_colocate import VllmColocateEngine
-from covey.rollout.engines.vllm_process import start_vllm
+from covey.engines.vllm_colocate.engine import VllmColocateEngine
+from covey.engines.vllm_colocate.process import start_vllm
+from tests.support import tiny
 
 WIDE: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 """vLLM's attention on a CPU takes heads of 32 channels at least."""

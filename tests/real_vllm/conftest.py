@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from serving import SHAPE, Running, serve
 
-import tiny
+from tests.real_vllm.serving import SHAPE, Running, serve
+from tests.support import tiny
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from covey.rollout.engines.remote.launch import ServerProcess, free_port
+from covey.engines.servers.server_process import ServerProcess, free_port
 
 START_SECONDS = 420.0
 """Alone on two cores it takes half a minute; the machine may be busy, and a first start compiles."""

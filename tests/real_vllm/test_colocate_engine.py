@@ -6,10 +6,11 @@ import os
 import random
 import signal
 
-import colocated
 import pytest
 import torch
-from colocated import END, greedy, request, sample, scored
+
+from tests.real_vllm import colocated
+from tests.real_vllm.colocated import END, greedy, request, sample, scored
 
 pytest.importorskip("vllm.sampling_params")
 
@@ -176,7 +177,7 @@ def test_settings_that_vllm_does_not_know_are_named(engine, extra, message):
 def test_regex_output_matches_the_regex(vllm, engine):
     import re
 
-    import tiny
+    from tests.support import tiny
 
     constrained = colocated.engine(vllm, regex="[0-9]{3}(yes|no)")
     constrained.load_weights(weight_update(colocated.model(), 1))

@@ -2,8 +2,8 @@
 
 import pytest
 
-import tiny_vision
 from covey import GRPOConfig, GRPOTrainer
+from tests.support import tiny_vision
 
 pytest.importorskip("vllm.sampling_params")
 

@@ -2,10 +2,11 @@
 
 import gc
 
-import colocated
 import pytest
 import torch
-from colocated import greedy, request, sample, scored
+
+from tests.real_vllm import colocated
+from tests.real_vllm.colocated import greedy, request, sample, scored
 
 pytest.importorskip("vllm.sampling_params")
 

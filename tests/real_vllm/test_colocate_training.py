@@ -4,13 +4,13 @@ import asyncio
 import math
 import re
 
-import colocated
 import pytest
 import torch
-from colocated import greedy, request
 
-import tiny
 from covey import GRPOConfig, GRPOTrainer
+from tests.real_vllm import colocated
+from tests.real_vllm.colocated import greedy, request
+from tests.support import tiny
 
 pytest.importorskip("vllm.sampling_params")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from covey.rollout.engines.remote.errors import ServerRefused
-from covey.rollout.engines.remote.launch import answers
-from covey.rollout.engines.remote.server import Server
+from covey.engines.servers.errors import ServerRefused
+from covey.engines.servers.http_client import Server
+from covey.engines.servers.server_process import answers
 
 pytestmark = pytest.mark.vllm
 

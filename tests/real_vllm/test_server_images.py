@@ -7,11 +7,11 @@ import json
 import pytest
 from PIL import Image
 
-import tiny_vision
 from covey import GRPOConfig, GRPOTrainer
+from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
-from covey.rollout.engine import SampleRequest, SamplingParams
-from covey.rollout.engines.remote.vllm_images import body_of
+from covey.engines.servers.vllm.images import body_of
+from tests.support import tiny_vision
 
 pytestmark = pytest.mark.vllm
 

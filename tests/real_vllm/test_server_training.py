@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-import tiny
 from covey import GRPOConfig, GRPOTrainer
+from tests.support import tiny
 
 pytestmark = pytest.mark.vllm
 

@@ -8,17 +8,17 @@ import time
 
 import pytest
 import torch
-from serving import SHAPE
 
-import tiny
 from covey.core.weights import WeightUpdate
+from covey.engines.servers.errors import ServerError
+from covey.engines.servers.http_client import Server
+from covey.engines.servers.protocols import ServerFacts
+from covey.engines.servers.vllm import weights as vllm_transports
+from covey.engines.servers.vllm.weights import VllmWeights
 from covey.policy.loading import load_policy
 from covey.policy.weights import weight_update
-from covey.rollout.engines.remote import vllm_transports
-from covey.rollout.engines.remote.dialect import ServerFacts
-from covey.rollout.engines.remote.errors import ServerError
-from covey.rollout.engines.remote.server import Server
-from covey.rollout.engines.remote.vllm_transports import VllmWeights
+from tests.real_vllm.serving import SHAPE
+from tests.support import tiny
 
 pytestmark = pytest.mark.vllm
 
@@ -234,7 +234,7 @@ def test_a_server_that_stands_still_is_an_error_at_the_deadline(start_server, we
 
 def workers(running):
     """Processes of a server that hold weights."""
-    from test_real_vllm_serve import descendants
+    from tests.real_vllm.test_real_vllm_serve import descendants
 
     below = descendants(running.process.pid)
     return [pid for pid in below if b"Worker" in open(f"/proc/{pid}/cmdline", "rb").read()]

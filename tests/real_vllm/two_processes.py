@@ -6,11 +6,11 @@ Its arguments are an output folder and `vllm_tensor_parallel_size`. The first pr
 import json
 import sys
 
-import colocated
 import torch
 
-import tiny
 from covey import GRPOConfig, GRPOTrainer
+from tests.real_vllm import colocated
+from tests.support import tiny
 
 
 def longer(completion_ids, **kwargs):

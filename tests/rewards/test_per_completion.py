@@ -18,7 +18,7 @@ from covey.rewards import (
     numeric_match_reward,
     per_completion,
 )
-from covey.rewards.marks import judges_each
+from covey.rewards.decorators import judges_each
 
 SIZE = 12
 TEXTS = [rf"It is \boxed{{{number}}}." for number in range(SIZE)]

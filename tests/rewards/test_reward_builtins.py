@@ -32,13 +32,13 @@ from covey.rewards import (
 )
 from covey.rewards.matching import last_number
 from covey.rewards.resolve import resolve_reward
-from covey.rewards.workers import WorkerFailed
+from covey.runtime.deadlines import WorkerFailed
 
 INTERFACE = json.loads((Path(__file__).parents[1] / "data" / "interface.json").read_text())
 
 MODULES = (
     *("accuracy", "batch", "errors", "format", "functions", "length", "matching", "models", "repetition", "resolve"),
-    *("scoring", "suite", "text", "workers"),
+    *("call", "suite", "text", "runtime.deadlines"),
 )
 
 
@@ -48,7 +48,7 @@ def said(*texts):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_documented_examples_are_true(module):
-    found = doctest.testmod(importlib.import_module(f"covey.rewards.{module}"))
+    found = doctest.testmod(importlib.import_module(f"covey.{module}" if "." in module else f"covey.rewards.{module}"))
     assert found.failed == 0
 
 

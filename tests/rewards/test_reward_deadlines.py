@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from covey.rewards import RewardSuite, RewardWarning
-from covey.rewards.workers import (
+from covey.runtime.deadlines import (
     BackgroundLoop,
     DeadlineExceeded,
     ScriptWorker,
@@ -78,13 +78,13 @@ def catches_everything_twice():
     "stubborn", [computes_and_catches_everything, waits_and_catches_everything, catches_everything_twice]
 )
 def test_a_call_on_the_main_thread_ends_whatever_it_catches(stubborn, monkeypatch):
-    monkeypatch.setattr("covey.rewards.interrupts.GRACE", 0.1)
+    monkeypatch.setattr("covey.runtime.main_thread_deadline.GRACE", 0.1)
     assert timed(lambda: call_with_deadline(stubborn, 0.2)) < 5.0
 
 
 def test_interrupts_strike_nowhere_but_in_the_function(monkeypatch):
     """Calls that end at about their deadline: interrupts come before, at and after the end."""
-    monkeypatch.setattr("covey.rewards.interrupts.GRACE", 0.001)
+    monkeypatch.setattr("covey.runtime.main_thread_deadline.GRACE", 0.001)
     until, ends = time.monotonic() + 1.0, set()
     while time.monotonic() < until:
         for seconds in (0.003, 0.006, 0.012, 0.024):
@@ -247,7 +247,7 @@ open({str(started)!r}, "w").write(str(os.getpid()))
 re.match("(a*)*b", "a" * 60)  # takes longer than anybody lives, and never lets another thread run
 """
     )
-    run = f"from pathlib import Path; from covey.rewards.workers import ScriptWorker as W; W(Path({str(script)!r}))"
+    run = f"from pathlib import Path; from covey.runtime.deadlines import ScriptWorker as W; W(Path({str(script)!r}))"
     process = subprocess.Popen([sys.executable, "-c", f"{run}.ask({{}}, 600.0)"])
     _within(60.0, lambda: started.exists() and started.read_text())
     process.kill()

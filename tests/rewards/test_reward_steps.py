@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from covey.core.rollout import FinishReason, Rollout
 from covey.rewards import CharEnd, RewardError, RewardSuite, RewardWarning, TurnEnd
 from covey.rewards.steps import resolve, total
+from tests.support import tiny
 
 NAN = math.nan
 

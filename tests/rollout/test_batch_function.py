@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import tiny
+from covey.core.engine import SamplingParams
 from covey.core.rollout import FinishReason
-from covey.rollout.batch_function import BatchFunction
+from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Agency, Collector, Draw
-from covey.rollout.engine import SamplingParams
-from covey.rollout.engines.scripted import ScriptedEngine
-from covey.rollout.functions import Limits, RolloutError
 from covey.rollout.prompts import PromptCodec
-from covey.rollout.tools.template import TurnTemplates
+from covey.rollout.tools.turn_template import TurnTemplates
+from covey.rollout.user_batch_function import BatchFunction
+from covey.rollout.user_functions import Limits, RolloutError
+from tests.support import tiny
 
 TOKENIZER = tiny.tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -6,9 +6,9 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
+from covey.core.engine import SamplingParams
 from covey.core.rollout import Completion, FinishReason
 from covey.rollout.collector import Collector, Draw, run_async
-from covey.rollout.engine import SamplingParams
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.seeds import sample_seed
 
@@ -124,7 +124,7 @@ def test_coroutines_run_inside_a_running_loop_too():
 def test_sampling_takes_no_gradients_in_a_notebook_either(tiny_tokenizer, tiny_model):
     import torch
 
-    from covey.rollout.engines.native import NativeEngine
+    from covey.engines.native.engine import NativeEngine
 
     modes = []
     tiny_model.register_forward_hook(
@@ -163,7 +163,7 @@ def test_what_an_interrupted_caller_waited_for_does_not_go_on(monkeypatch):
     async def notebook():
         run_async(rollout())
 
-    monkeypatch.setattr("covey.rollout.background.SamplingThread.wait", interrupted)
+    monkeypatch.setattr("covey.runtime.sampling_thread.SamplingThread.wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(notebook())
     assert ended == [True]

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-import tiny
+from covey.core.engine import SamplingParams
 from covey.core.rollout import Completion, FinishReason
-from covey.rollout.engine import SamplingParams
 from covey.rollout.episode import EpisodeEngine
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.seeds import sample_seed
-from covey.rollout.tools.template import TurnTemplates
+from covey.rollout.tools.turn_template import TurnTemplates
+from tests.support import tiny
 
 TOKENIZER = tiny.tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
 from covey.core.rollout import Completion, FinishReason
-from covey.rollout.engine import SampleRequest, SamplingParams
-from covey.rollout.merging import MergedRequests
+from covey.rollout.request_coalescing import MergedRequests
 
 PARAMS = SamplingParams(max_tokens=4)
 

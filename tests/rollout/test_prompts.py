@@ -2,8 +2,8 @@
 
 import pytest
 
-import tiny
 from covey.rollout.prompts import PromptCodec
+from tests.support import tiny
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 
-import tiny
+from covey.core.engine import SamplingParams
 from covey.core.rollout import FinishReason, Rollout
+from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Agency, Collector, Draw
-from covey.rollout.engine import SamplingParams
-from covey.rollout.engines.scripted import ScriptedEngine
-from covey.rollout.functions import GroupFunction, Limits, RolloutFunction, form_of
 from covey.rollout.prompts import PromptCodec
-from covey.rollout.tools.template import TurnTemplates
+from covey.rollout.tools.turn_template import TurnTemplates
+from covey.rollout.user_functions import GroupFunction, Limits, RolloutFunction, form_of
+from tests.support import tiny
 
 TOKENIZER = tiny.tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from covey.core.engine import SamplingParams
+from covey.core.metrics import Mean
 from covey.core.rollout import Completion, FinishReason, Rollout
-from covey.core.stats import Mean
 from covey.rollout.collector import Collector, Draw
-from covey.rollout.engine import SamplingParams
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import DraftKey, DraftStore, Speculation, fingerprint, reuse_stats
 

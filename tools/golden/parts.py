@@ -24,7 +24,7 @@ from covey import FinishReason
 
 HOMES = {
     "Completion": ("covey.core.records", "covey.core.rollout"),
-    "EngineTraits": ("covey.core.engine", "covey.rollout.engine"),
+    "EngineTraits": ("covey.core.engine", "covey.core.engine"),
 }
 """Modules that define a type of the engine protocol, from the newest layout to the oldest."""
 

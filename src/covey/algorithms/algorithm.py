@@ -13,9 +13,9 @@ from torch import Tensor
 from covey.core.credit import CreditMix, Steps
 from covey.core.objective import Objective
 from covey.core.ratios import RatioLevel
-from covey.core.registry import Registry
 from covey.core.surrogates import Surrogate, SurrogateStats
 from covey.core.weighting import Weighting, mean_over_update
+from covey.runtime.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml
 
-from covey.trainers.config.algebra import planning_for
-from covey.trainers.config.aliases import ALIASES, hint
-from covey.trainers.config.base import OnlineConfig
+from covey.config.algebra import planning_for
+from covey.config.aliases import ALIASES, hint
+from covey.config.base import OnlineConfig
 
 RUN_KEYS = {
     "method": "`grpo` or `rloo`.",
@@ -154,8 +154,8 @@ def config_of(method: str) -> type[OnlineConfig]:
     Raises:
         ValueError: there is no such method.
     """
-    from covey.trainers.grpo_config import GRPOConfig
-    from covey.trainers.rloo_config import RLOOConfig
+    from covey.config.grpo import GRPOConfig
+    from covey.config.rloo import RLOOConfig
 
     classes: dict[str, type[OnlineConfig]] = {"grpo": GRPOConfig, "rloo": RLOOConfig}
     if method not in classes:
@@ -235,7 +235,7 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     """
     if not flags:
         return {}
-    from covey.trainers.rloo_config import RLOOConfig  # the class with the most fields
+    from covey.config.rloo import RLOOConfig  # the class with the most fields
 
     namespace, unknown = flag_parser(RLOOConfig).parse_known_args(list(flags))
     if unknown:

@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
     """Names and values of everything that a run depends on."""
     import torch
 
-    from covey.trainers.config.hardware import multiplies_bf16
+    from covey.config.hardware import multiplies_bf16
 
     installed = {name: _version(name) for name in EXTRAS}
     return {

@@ -4,7 +4,7 @@
       sums: held_out.jsonl
       hard: {dataset: hard.jsonl, num_generations: 16, temperature: 0.7, pass_at: [1, 16]}
 
-What a set's settings mean is in `covey.trainers.suites`. Not here: `covey eval` (`covey.cli.evaluate`).
+What a set's settings mean is in `covey.trainer.evaluation.suites`. Not here: `covey eval` (`covey.cli.evaluate`).
 """
 
 from collections.abc import Iterator
@@ -46,8 +46,8 @@ def has_plain(given: Any) -> bool:
 
 def _load(one: Any) -> Any:
     from covey.cli.data import load_rows
-    from covey.core.references import is_reference, resolve
-    from covey.trainers.suites import suite_of
+    from covey.runtime.import_path import is_reference, resolve
+    from covey.trainer.evaluation.suites import suite_of
 
     if isinstance(one, str):
         return load_rows(one, None)

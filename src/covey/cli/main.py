@@ -17,7 +17,7 @@ COMMANDS = {
     "grpo": ("covey.cli.train", "grpo", "train with GRPO and the losses descended from it"),
     "rloo": ("covey.cli.train", "rloo", "train with REINFORCE and a leave-one-out baseline"),
     "eval": ("covey.cli.evaluate", "main", "sample and score the evaluation sets of a run file, without training"),
-    "explain": ("covey.cli.explain", "main", "say in words what a run will do, before doing any of it"),
+    "explain": ("covey.cli.explain.command", "main", "say in words what a run will do, before doing any of it"),
     "sglang-serve": ("covey.cli.sglang_serve", "main", "start an SGLang server to sample from while training"),
     "vllm-serve": ("covey.cli.vllm_serve", "main", "start a vLLM server to sample from while training"),
     "demo": ("covey.cli.demo", "main", "teach a small model a task, on this machine, in minutes"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.config_file import RunConfig
-from covey.observability.board_view import duration
+from covey.observability.dashboard_view import duration
 from covey.observability.evaluations import all_sets, prefix, with_interval
 from covey.observability.report import Sample
 
@@ -22,7 +22,7 @@ def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> N
         run: what was trained.
         since: completions written before this moment (seconds since 1970) are of another run; None takes all.
     """
-    from covey.observability.advice import advice
+    from covey.observability.diagnostics import advice
     from covey.observability.plots import plot_curves
     from covey.observability.report import write_report
     from covey.observability.timeline import plot_timeline

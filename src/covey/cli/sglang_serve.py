@@ -1,7 +1,7 @@
 """`covey sglang-serve`: SGLang's own server, started with what training needs, safe by default.
 
 It adds flags and then becomes the server (exec): signals, `kill` and exit status are SGLang's. Which routes training
-uses is in `covey.rollout.engines.remote`; nothing here speaks to a server.
+uses is in `covey.engines.servers`; nothing here speaks to a server.
 """
 
 import importlib.metadata
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from covey.cli import serving
 from covey.cli.serving import Make, Request
-from covey.rollout.engines.remote.sglang_start import KEY, LOGPROBS, MODULE
+from covey.engines.servers.sglang.launch import KEY, LOGPROBS, MODULE
 
 OLDEST = (0, 5, 23)
 """The release after which Covey's requests are written."""

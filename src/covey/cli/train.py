@@ -91,7 +91,7 @@ def read_run(
 def train(run: RunConfig) -> Any:
     """Train, save the model, and write curves and report. Returns the trainer."""
     from covey.cli.results import write_results
-    from covey.trainers.checkpoint import resume_from
+    from covey.trainer.checkpoint import resume_from
 
     started = time.time()
     trainer = build_trainer(run)
@@ -156,7 +156,7 @@ def named(reference: Any, kind: str) -> Any:
     Raises:
         ValueError: something that is no name, or names nothing.
     """
-    from covey.core.references import FORMS, resolve
+    from covey.runtime.import_path import FORMS, resolve
 
     if not isinstance(reference, str):
         raise ValueError(f"{kind} {reference!r} is a {type(reference).__name__}; name a function as {FORMS}.")

@@ -1,7 +1,7 @@
 """`covey vllm-serve`: vLLM's own server, started with what training needs, safe by default.
 
 It adds flags and environment variables and then becomes the server (exec): signals, `kill` and exit status are vLLM's.
-Which routes training uses is in `covey.rollout.engines.remote`; nothing here speaks to a server.
+Which routes training uses is in `covey.engines.servers`; nothing here speaks to a server.
 """
 
 import importlib.metadata
@@ -15,8 +15,8 @@ from pathlib import Path
 from covey.cli import serving
 from covey.cli.env import memory_bytes, usable_cores
 from covey.cli.serving import Make, Request
-from covey.rollout.engines.remote import vllm_auth
-from covey.rollout.engines.remote.vllm_flags import ENVIRONMENT, LORA_ENVIRONMENT, OLDEST, lora_flags, weight_flags
+from covey.engines.servers.vllm import auth
+from covey.engines.servers.vllm.flags import ENVIRONMENT, LORA_ENVIRONMENT, OLDEST, lora_flags, weight_flags
 
 RENAMED = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 """Flags of TRL's command that vLLM calls something else."""
@@ -127,7 +127,7 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> tuple[li
     notes = [f"serving {request.model} at {serving.url_of(request)}"]
     if request.api_key:
         added["VLLM_API_KEY"] = request.api_key
-        command += ["--middleware", vllm_auth.PATH]
+        command += ["--middleware", auth.PATH]
     if request.has("enable-lora") and "--no-enable-lora" not in request.flags:
         added |= LORA_ENVIRONMENT
         if not request.has("max-loras") and not request.has("max-cpu-loras"):  # one must not be below the other
@@ -155,7 +155,7 @@ def _by_name(flags: list[str]) -> dict[str, str | None]:
 
 def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str | None]]:
     """What vLLM wants on a CPU: variables that are not set yet, and flags."""
-    from covey.trainers.config.hardware import cpu_multiplies_bf16
+    from covey.config.hardware import cpu_multiplies_bf16
 
     cores = usable_cores()
     wanted = {

@@ -17,7 +17,7 @@ float32; steps whose rewards are all equal get exact zeros.
 
 For another way of giving credit, write a function `Steps -> [S]` and hand its result to `token_advantages`; for a
 method of one's own, `Algorithm.step_advantages`. Not here: how reward functions say where a step ends
-(`covey.rewards.steps`), and which functions reward steps and which outcomes (`covey.trainers.credit`).
+(`covey.rewards.steps`), and which functions reward steps and which outcomes (`covey.algorithms.credit`).
 """
 
 import math
@@ -31,6 +31,10 @@ from torch import Tensor
 
 from covey.core.advantages import EPSILON, nanstd
 from covey.core.ragged import expand, segment_starts
+
+StepRewards = list[tuple[int, float]]
+"""Pairs of an end and a reward, NaN where the step abstains. Ends are as a function returned them (`CharEnd`, `TurnEnd`
+or the index of a token) until they are resolved to indexes of tokens."""
 
 COMPARED_WITH = ("group", "turn")
 """What a step is compared with: all steps of its group, or those of the same number (all first turns, ...)."""

@@ -1,7 +1,7 @@
 """How good a model is, from n samples of each of P prompts: pass@k, maj@k, and how far either may be off.
 
 Pure arithmetic in whole numbers and floats. Not here: who counts as right, and what an answer is
-(`covey.trainers.suites`).
+(`covey.trainer.evaluation.suites`).
 """
 
 import math

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from covey.core.batch import TrainBatch
 from covey.core.kl import KLEstimator, k3
+from covey.core.metrics import Mean, Stat
 from covey.core.ratios import MismatchCorrection, RatioLevel, off_policy_keep, token_level
-from covey.core.stats import Mean, Stat
 from covey.core.surrogates import Surrogate, SurrogateInputs, SurrogateStats
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from covey.core.metrics import Max, Mean, Min, Stat
 from covey.core.ragged import expand, masked_segment_mean, segment_ids, segment_sum
-from covey.core.stats import Max, Mean, Min, Stat
 
 MAX_LOG_RATIO = 80.0
 """Largest log-ratio that is exponentiated: e^80 is far beyond every clip and still finite in float32."""

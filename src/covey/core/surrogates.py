@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from covey.core.metrics import Max, Mean, Min, Stat
 from covey.core.ragged import expand, masked_segment_mean, segment_sum
 from covey.core.ratios import MAX_LOG_RATIO
-from covey.core.stats import Max, Mean, Min, Stat
 
 
 @dataclass(frozen=True, slots=True)

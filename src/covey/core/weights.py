@@ -1,8 +1,8 @@
 """What the policy hands to an engine that has weights of its own: named tensors, announced before they are sent.
 
 Sources (any policy: whole, sharded, with an adapter; `covey.policy.weights`) make a `WeightUpdate`; sinks (every
-engine) take one. Neither knows the other. Not here: how tensors travel (`covey.rollout.engines`), or when
-(`covey.trainers.weight_sync`).
+engine) take one. Neither knows the other. Not here: how tensors travel (`covey.engines`), or when
+(`covey.trainer.weight_sync`).
 """
 
 import math

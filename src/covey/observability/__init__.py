@@ -2,5 +2,5 @@
 
 Every module stands alone and receives plain values, so each can be used without a trainer. Nothing here computes a loss
 or reads a config. A new metric needs no registration: add a `Stat` to the `MetricLog`, and one line to
-`covey.observability.meanings` so that the report and the documentation can explain it.
+`covey.observability.metric_docs` so that the report and the documentation can explain it.
 """

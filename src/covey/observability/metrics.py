@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covey.core.advantages import nanstd, weighted_total
-from covey.core.stats import Max, Mean, Min, Stat, Sum, merge_all
+from covey.core.metrics import Max, Mean, Min, Stat, Sum, merge_all
 
 ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("mean", "min", "max"))
 """Logged as 0 when a window has nothing to average, so that the columns exist from the first log on."""

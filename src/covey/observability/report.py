@@ -15,7 +15,7 @@ from typing import Any
 
 from covey.core.transcript import as_text, entries, excerpt, is_conversation, shorten
 from covey.observability.evaluations import all_sets, prefix
-from covey.observability.meanings import meaning
+from covey.observability.metric_docs import meaning
 from covey.observability.plots import series
 from covey.observability.report_style import CSS
 

@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
-from covey.policy.parts import outside_of
-from covey.policy.quantised import quantisation_of
+from covey.policy.quantization import quantisation_of
+from covey.policy.vlm_parts import outside_of
 
 NEED_INPUTS = ("POLY", "XLORA", "CPT")
 """Kinds of adapter that need more than tokens in a forward pass, or two of them."""

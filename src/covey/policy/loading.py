@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 
-from covey.core.decoder import sdpa_suits
 from covey.core.media import placeholder_ids
+from covey.core.model_architecture import sdpa_suits
 from covey.policy.adapters import check_adapters, with_adapter
-from covey.policy.parts import freeze_parts
-from covey.policy.quantised import check_installed, keep_gradients, one_quantisation, quantisation_of, tell_what_is_not
-from covey.policy.shards import whole_shape
+from covey.policy.quantization import (
+    check_installed,
+    keep_gradients,
+    one_quantisation,
+    quantisation_of,
+    tell_what_is_not,
+)
+from covey.policy.sharded_tensors import whole_shape
+from covey.policy.vlm_parts import freeze_parts
 from covey.policy.weights import base_model
 
 OWN_VOCABULARY = 0.5

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.policy.shards import reshard, whole
+from covey.policy.sharded_tensors import reshard, whole
 
 
 class Reference:

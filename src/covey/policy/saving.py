@@ -1,7 +1,7 @@
 """A sharded policy as a folder that `from_pretrained` reads, without the whole model ever being in one process.
 
 Weights are gathered one module at a time, merged with no adapter, and written in files of bounded size by one process.
-Of a PEFT model the adapters are written. Not here: what a run resumes from (`covey.trainers.checkpoint`).
+Of a PEFT model the adapters are written. Not here: what a run resumes from (`covey.trainer.checkpoint`).
 """
 
 import copy
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.core.weights import TensorSpec
-from covey.policy.shards import original_class, reshard, whole
+from covey.policy.sharded_tensors import original_class, reshard, whole
 from covey.policy.weights import has_adapter, unwrapped, weight_update
 
 FILE_BYTES = 5 * 10**9

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.decoder import decoder_of, name_of
 from covey.core.media import media_inputs, placeholder_ids, reading, stray_placeholders
-from covey.core.modes import inference_mode_of
+from covey.core.model_architecture import decoder_of, name_of
+from covey.core.model_mode import inference_mode_of
 from covey.core.rollout import Rollout
 from covey.policy.attention import PACKED_ATTENTION
-from covey.policy.experts import RouterLoads, captured_router_logits, loads_of, refuse_without_gradient
-from covey.policy.images_once import encoded_once
-from covey.policy.inside import scores_inside
-from covey.policy.layout_choice import choose_layout, made_up_rollouts
+from covey.policy.image_dedup import encoded_once
 from covey.policy.layouts import LAYOUTS
-from covey.policy.lm_head import TokenScores, head_of, score_hidden
+from covey.policy.layouts.selection import choose_layout, made_up_rollouts
+from covey.policy.lm_head.scores import TokenScores, head_of, score_hidden
+from covey.policy.moe import RouterLoads, captured_router_logits, loads_of, refuse_without_gradient
+from covey.policy.sharded_head import scores_inside
 
 
 class TokenScorer:

@@ -3,7 +3,7 @@
 Whatever the policy is wrapped in (DDP, torch.compile, PEFT) or sharded by (FSDP2, ZeRO-3), its tensors come out under
 the names of a Hugging Face checkpoint, so that whoever can load the model can take them. Adapters are merged one module
 at a time into copies; the policy's own parameters are never written to. Not here: where the tensors go
-(`covey.rollout.engines`), or when (`covey.trainers.weight_sync`).
+(`covey.engines`), or when (`covey.trainer.weight_sync`).
 """
 
 import copy
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.weights import TensorSpec, WeightUpdate
-from covey.policy.parts import adapted_parts, image_encoder
-from covey.policy.quantised import (
+from covey.policy.quantization import (
     is_quantised_layer,
     plain_layer,
     plain_like,
@@ -27,7 +26,8 @@ from covey.policy.quantised import (
     plain_tuner,
     quantisation_of,
 )
-from covey.policy.shards import original_class, reshard, travels_in, under_own_classes, whole, whole_shape
+from covey.policy.sharded_tensors import original_class, reshard, travels_in, under_own_classes, whole, whole_shape
+from covey.policy.vlm_parts import adapted_parts, image_encoder
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into the names of the modules they wrap."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from covey.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
     from covey.rewards.batch import RewardContext
+    from covey.rewards.decorators import answers, per_completion
     from covey.rewards.errors import RewardError, RewardWarning
     from covey.rewards.format import get_json_reward, get_regex_reward, json_reward, think_format_reward
     from covey.rewards.length import get_cosine_scaled_reward, get_soft_overlong_punishment
-    from covey.rewards.marks import answers, per_completion
     from covey.rewards.matching import (
         exact_match_reward,
         get_exact_match_reward,
@@ -38,7 +38,7 @@ _MODULES = {
     "RewardWarning": "errors",
     "TurnEnd": "steps",
     "accuracy_reward": "accuracy",
-    "answers": "marks",
+    "answers": "decorators",
     "completion_text": "text",
     "exact_match_reward": "matching",
     "get_cosine_scaled_reward": "length",
@@ -50,7 +50,7 @@ _MODULES = {
     "get_soft_overlong_punishment": "length",
     "json_reward": "format",
     "numeric_match_reward": "matching",
-    "per_completion": "marks",
+    "per_completion": "decorators",
     "reasoning_accuracy_reward": "accuracy",
     "resolve_reward": "resolve",
     "think_format_reward": "format",

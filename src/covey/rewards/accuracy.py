@@ -13,9 +13,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from covey.rewards.marks import answers, per_completion
+from covey.rewards.decorators import answers, per_completion
 from covey.rewards.text import completion_text
-from covey.rewards.workers import ScriptWorker, WorkerFailed
+from covey.runtime.deadlines import ScriptWorker, WorkerFailed
 
 CHECK_SECONDS = 5.0
 """Deadline for parsing and comparing one pair."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from covey.core.copies import ATOMS
 from covey.core.rollout import FinishReason, Rollout
 from covey.rewards.errors import RewardError, describe_sample
+from covey.runtime.copies import ATOMS
 
 RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
 """Arguments that are always given; a dataset column of that name could not be."""

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.copies import PlainCopies
-from covey.core.failures import shown
+from covey.core.credit import StepRewards
 from covey.rewards.batch import Log, RewardBatch
+from covey.rewards.decorators import judges_each
 from covey.rewards.errors import MissingArgument, RewardError
-from covey.rewards.marks import judges_each
-from covey.rewards.steps import STEPS, StepRewards, as_steps, is_steps
+from covey.rewards.steps import STEPS, as_steps, is_steps
+from covey.runtime.copies import PlainCopies
+from covey.runtime.error_text import shown
 
 Value = float | None | StepRewards
 Values = Sequence[Value]

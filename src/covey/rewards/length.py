@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from covey.rewards.marks import per_completion
+from covey.rewards.decorators import per_completion
 from covey.rewards.text import completion_text
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from covey.rewards.marks import answers
+from covey.rewards.decorators import answers
 from covey.rewards.text import completion_text
 
 

@@ -7,8 +7,8 @@ import inspect
 import os
 from collections.abc import Callable
 
-from covey.core.references import is_reference, resolve
-from covey.core.registry import Registry
+from covey.runtime.import_path import is_reference, resolve
+from covey.runtime.registry import Registry
 
 BUILT_IN: Registry[str] = Registry("built-in reward function")
 """Names that need no import path, and the module in which each is."""

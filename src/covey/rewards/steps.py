@@ -2,7 +2,7 @@
 
 Instead of a number a function may return, for a completion, a list of `(end, reward)` pairs. `as_steps` checks such a
 list when the function returns; `resolve` finds the tokens once the completions are at hand. Not here: how steps become
-advantages (`covey.core.credit`), and what a number among them means (`covey.trainers.credit`).
+advantages (`covey.core.credit`), and what a number among them means (`covey.algorithms.credit`).
 """
 
 import math
@@ -12,8 +12,9 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from covey.core.credit import StepRewards
 from covey.core.rollout import Rollout
-from covey.rewards.characters import CharacterEnds
+from covey.rewards.char_offsets import CharacterEnds
 from covey.rewards.text import content_text
 
 
@@ -42,10 +43,6 @@ class TurnEnd(int):
     def __repr__(self) -> str:
         return f"TurnEnd({int(self)})"
 
-
-StepRewards = list[tuple[int, float]]
-"""Pairs of an end and a reward, NaN where the step abstains. Ends are as a function returned them (`CharEnd`, `TurnEnd`
-or the index of a token) until they are resolved to indexes of tokens."""
 
 STEPS = "or, for rewards of its steps, a list of (end, reward) pairs"
 """What else a reward function may return for a completion."""

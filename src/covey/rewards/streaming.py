@@ -15,9 +15,9 @@ from typing import Any
 
 from covey.core.rollout import Rollout
 from covey.rewards.batch import RewardBatch
+from covey.rewards.call import Outcome, score, score_async
 from covey.rewards.functions import FunctionReward
-from covey.rewards.scoring import Outcome, score, score_async
-from covey.rewards.workers import LOOP_GRACE, BackgroundLoop, CallThread, DeadlineExceeded
+from covey.runtime.deadlines import LOOP_GRACE, BackgroundLoop, CallThread, DeadlineExceeded
 
 LATE_PARTS = 3
 """After this many calls in which an ordinary function was late, it is not called for the rest of the generation."""

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.core.credit import StepRewards
+from covey.core.metrics import Mean, Stat, Sum
 from covey.core.rollout import FinishReason, Rollout
-from covey.core.stats import Mean, Stat, Sum
 from covey.rewards.batch import NOT_FORWARDED, RESERVED, RewardBatch, RewardContext
+from covey.rewards.call import Outcome, score, score_async
 from covey.rewards.errors import RewardError, RewardWarning
 from covey.rewards.functions import FunctionReward, function_name
 from covey.rewards.models import ModelReward, is_reward_model, load_reward_model, model_name
-from covey.rewards.scoring import Outcome, score, score_async
-from covey.rewards.steps import NoSuchEnd, StepRewards, resolve
+from covey.rewards.steps import NoSuchEnd, resolve
 from covey.rewards.streaming import RewardStream
-from covey.rewards.workers import LOOP_GRACE, BackgroundLoop, DeadlineExceeded
+from covey.runtime.deadlines import LOOP_GRACE, BackgroundLoop, DeadlineExceeded
 
 FAILED_BATCHES = 3
 """After this many batches in a row on which a function failed entirely, the run stops."""

@@ -1,8 +1,8 @@
 """Runs a batch of rollouts to their end: draws in, finished episodes out.
 
 Everything is in flight at once and the engine batches what it is given. The plain rollout is one completion; siblings
-are then one request, so that their prompt is computed once. With an agent (`covey.rollout.agent`) every rollout is a
-coroutine of its own, which goes on as fast as its tools and turns allow; one that fails is an outcome like another
+are then one request, so that their prompt is computed once. With an agent (`covey.rollout.tool_agent`) every rollout is
+a coroutine of its own, which goes on as fast as its tools and turns allow; one that fails is an outcome like another
 (`FinishReason.ERROR`), while what the engine raises ends the batch.
 """
 
@@ -12,20 +12,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.core.rollout import Completion, Rollout
-from covey.rollout.background import SamplingThread
-from covey.rollout.batch_function import BatchFunction
-from covey.rollout.draws import Draw as Draw
-from covey.rollout.draws import Siblings, siblings
-from covey.rollout.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.rollout.images import images_of, showing
-from covey.rollout.merging import MergedRequests
-from covey.rollout.playing import Agency as Agency
-from covey.rollout.playing import Ended, Playing, failed_rollout
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.request_coalescing import MergedRequests
+from covey.rollout.runner import Agency as Agency
+from covey.rollout.runner import Ended, Playing, failed_rollout
 from covey.rollout.seeds import sample_seed
 from covey.rollout.speculation import Speculation
+from covey.rollout.tasks import Draw as Draw
+from covey.rollout.tasks import Siblings, siblings
+from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import Encoded
+from covey.runtime.sampling_thread import SamplingThread
 
 T = TypeVar("T")
 

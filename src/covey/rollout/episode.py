@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
 from covey.core.rollout import Completion, FinishReason, Message, Rollout
-from covey.rollout.engine import SampleRequest, SamplingParams
 from covey.rollout.images import images_of
 from covey.rollout.prompts import LONGEST_TOKEN, Prompt, begun, characters, is_conversational
 from covey.rollout.seeds import sample_seed
-from covey.rollout.tools.template import TurnTemplate, TurnTemplates
+from covey.rollout.tools.turn_template import TurnTemplate, TurnTemplates
 from covey.rollout.vision import Encoded
 
 Ask = Callable[[SampleRequest], Coroutine[Any, Any, list[Completion]]]

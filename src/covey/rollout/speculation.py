@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from covey.core.engine import SampleRequest
+from covey.core.metrics import Mean, Stat
 from covey.core.rollout import Rollout
-from covey.core.stats import Mean, Stat
-from covey.rollout.engine import SampleRequest
 
 
 class DraftKey(NamedTuple):

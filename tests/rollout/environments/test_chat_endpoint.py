@@ -4,12 +4,12 @@ import json
 
 import aiohttp
 import pytest
-from playing import TOKENIZER, call, play, says
 
 from covey.core.rollout import FinishReason
 from covey.rollout.environments.endpoint import SESSION_HEADER, ChatEndpoint, ChatSession
-from covey.rollout.functions import Limits, RolloutFunction
 from covey.rollout.tools.parsers import TOOL_PARSERS
+from covey.rollout.user_functions import Limits, RolloutFunction
+from tests.support.playing import TOKENIZER, call, play, says
 
 START = [{"role": "user", "content": "go"}]
 

@@ -7,10 +7,10 @@ import warnings
 import weakref
 
 import pytest
-from playing import call, play, says, text_agent, tool_agent
 
 from covey.core.rollout import FinishReason
 from covey.rollout.environments import EnvironmentPool, EnvironmentWarning
+from tests.support.playing import call, play, says, text_agent, tool_agent
 
 SECONDS = 0.4
 """Deadline of each call; what hangs, hangs for much longer."""

@@ -1,9 +1,9 @@
 """gymnasium's environments as text environments, with its own FrozenLake and environments of Text spaces."""
 
 import pytest
-from playing import play, says, text_agent
 
 from covey.rollout.environments import GymEnvironment
+from tests.support.playing import play, says, text_agent
 
 gymnasium = pytest.importorskip("gymnasium")
 

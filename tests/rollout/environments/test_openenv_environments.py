@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-from playing import play, says, text_agent
 
 from covey.core.rollout import FinishReason
 from covey.rollout.environments import OpenEnvironment
+from tests.support.playing import play, says, text_agent
 
 
 class Client:

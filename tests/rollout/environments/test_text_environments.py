@@ -1,9 +1,9 @@
 """Environments with `step(text)`: the policy's turn is the action, the observation the next message of the user."""
 
 import pytest
-from playing import TOKENIZER, play, says, text_agent
 
 from covey.core.rollout import FinishReason
+from tests.support.playing import TOKENIZER, play, says, text_agent
 
 
 class Guess:

@@ -4,9 +4,9 @@ import asyncio
 import threading
 
 import pytest
-from playing import call, play, says, tool_agent
 
 from covey.core.rollout import FinishReason
+from tests.support.playing import call, play, says, tool_agent
 
 ROW = {"prompt": [{"role": "user", "content": "Count to 3."}], "start": 1}
 

@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
-from families import FAMILIES, TOKENIZERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covey.core.engine import SamplingParams
 from covey.core.rollout import FinishReason
-from covey.rollout.agent import ToolAgent
+from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Agency, Collector, Draw
-from covey.rollout.engine import SamplingParams
-from covey.rollout.engines.scripted import ScriptedEngine
 from covey.rollout.episode import TurnTemplates
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
 from covey.rollout.tools.toolbox import Toolbox
+from tests.support.families import FAMILIES, TOKENIZERS
 
 few = settings(max_examples=30, deadline=None, derandomize=True)
 

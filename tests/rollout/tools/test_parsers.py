@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-import tiny
 from covey.rollout.tools.calls import AssistantTurn, ToolCall
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for, read_turn
 from covey.rollout.tools.schema import from_text
 from covey.rollout.tools.tool import Tool
+from tests.support import tiny
 
 few = settings(max_examples=50, deadline=None, derandomize=True)
 

@@ -7,9 +7,9 @@ import json
 import warnings
 
 import pytest
-from families import FAMILIES, LLAMA3, QWEN, TOKENIZERS, tokenizer_of
 
-from covey.rollout.tools.template import TurnTemplate
+from covey.rollout.tools.turn_template import TurnTemplate
+from tests.support.families import FAMILIES, LLAMA3, QWEN, TOKENIZERS, tokenizer_of
 
 TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Look up.", "parameters": {}}}]
 

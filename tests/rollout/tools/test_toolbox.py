@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from covey.core.rollout import FinishReason, Rollout
-from covey.rollout.agent import as_message
+from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Failure, Toolbox, call_stats, count_fates

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from covey.core.rollout import FinishReason, Rollout
-from covey.rollout.agent import ToolAgent
 from covey.rollout.environments.calls import EnvironmentFailed, as_is
 from covey.rollout.environments.methods import accepted, required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool, Held
@@ -26,12 +25,13 @@ from covey.rollout.environments.results import (
     opened_with,
 )
 from covey.rollout.episode import Episode, EpisodeEngine
+from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn
-from covey.rollout.tools.execution import Raised
 from covey.rollout.tools.parsers import ToolParser
-from covey.rollout.tools.results import content_of
+from covey.rollout.tools.result_text import content_of
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Failure, Toolbox, ToolResult
+from covey.runtime.user_code import Raised
 
 OBJECTS, REWARD = "environments", "environment_reward"
 """What reward functions get as keyword arguments: the objects, and the reward that each gave its rollout."""

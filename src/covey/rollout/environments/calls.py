@@ -14,8 +14,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from covey.core.stopping import Stop, stop_thread
-from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, finish, is_async, settle
+from covey.runtime.kill_thread import Stop, stop_thread
+from covey.runtime.user_code import CoroutineLoop, Raised, TimedOut, finish, is_async, settle
 
 
 class EnvironmentFailed(Exception):
@@ -117,7 +117,7 @@ class Caller:
         """The same, for callers that tell failures apart.
 
         Raises:
-            TimedOut, Raised: as `covey.rollout.tools.execution.run_in_thread`.
+            TimedOut, Raised: as `covey.runtime.user_code.run_in_thread`.
             EnvironmentFailed: an earlier call was given up.
         """
         if self.lost is not None:

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from covey.core.failures import describe
 from covey.rollout.environments.calls import Caller, EnvironmentFailed, as_is
-from covey.rollout.tools.execution import CoroutineLoop
+from covey.runtime.error_text import describe
+from covey.runtime.user_code import CoroutineLoop
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from covey.core.failures import shown
 from covey.core.rollout import Message
 from covey.rollout.environments.calls import EnvironmentFailed
 from covey.rollout.images import as_parts
 from covey.rollout.prompts import is_conversational
-from covey.rollout.tools.results import parts_of
+from covey.rollout.tools.result_text import parts_of
+from covey.runtime.error_text import shown
 
 Observation = str | list[Message] | list[dict[str, Any]]
 """What the policy is told: text, messages, or parts of one, such as `{"type": "image", "image": ...}`."""

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from covey.core.registry import Registry
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, Unreadable, decode_json
-from covey.rollout.tools.marked import (
+from covey.rollout.tools.json_scanner import Finder, Scanner, read_python_calls
+from covey.rollout.tools.parser_parts import Part, Span, answer_start, assemble, named, parts_of, tagged
+from covey.rollout.tools.parsers_xml import (
     FUNCTION_GEMMA,
     GEMMA_4,
     GLM_TOKENS,
@@ -25,9 +26,8 @@ from covey.rollout.tools.marked import (
     parse_marked_gemma,
     parse_qwen3_coder,
 )
-from covey.rollout.tools.scan import Finder, Scanner, read_python_calls
 from covey.rollout.tools.schema import from_text
-from covey.rollout.tools.spans import Part, Span, answer_start, assemble, named, parts_of, tagged
+from covey.runtime.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from covey.core.failures import describe
+from covey.core.metrics import Mean, Stat
 from covey.core.rollout import Message, Rollout
-from covey.core.stats import Mean, Stat
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
-from covey.rollout.tools.execution import CoroutineLoop, Raised, TimedOut, finish, is_async, run_in_thread
-from covey.rollout.tools.results import Content, content_of, text_of
+from covey.rollout.tools.result_text import Content, content_of, text_of
 from covey.rollout.tools.schema import WrongArgument
 from covey.rollout.tools.tool import Tool
+from covey.runtime.error_text import describe
+from covey.runtime.user_code import CoroutineLoop, Raised, TimedOut, finish, is_async, run_in_thread
 
 
 class Failure(StrEnum):

@@ -1,0 +1,231 @@
+"""From what completions earned to the advantage of every token: outcomes and steps, in one place.
+
+`Scores` is what travels between processes; `assign_credit` hands the algorithm the rewards of outcomes and those of
+steps, and mixes what it makes of them. A reward function that rewards the steps of any completion of a generation, on
+whichever process, is a process function: a number that it returns for another completion is one step that ends with
+that completion's last token. Not here: the formulas (`covey.core.credit`, `covey.core.advantages`), what reward
+functions may return (`covey.rewards.steps`).
+
+Letters: N completions in whole groups, P prompts, G completions of each, F reward functions, F' process functions, S
+steps, K ends of steps.
+"""
+
+import math
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.algorithm import Algorithm
+from covey.core.advantages import nanstd, weighted_total
+from covey.core.credit import Credited, StepRewards, credit_to_go, gather_steps, join_steps, spread
+from covey.core.metrics import Mean, Stat
+
+GENERATIONS_WITHOUT_STEPS = 3
+"""After so many at the beginning, settings of steps are pointed out as unread."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What N completions earned.
+
+    Attributes:
+        rewards: [N, F] unweighted, NaN where a function abstained; the sum where it rewarded steps.
+        steps: [N], by the number of the function that rewarded the completion's steps: pairs of a step's last token and
+            its reward.
+        lengths: [N] completion tokens, those of tool results included.
+    """
+
+    rewards: Tensor
+    steps: list[dict[int, StepRewards]]
+    lengths: list[int]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
+        """Of several processes or rounds, in this order."""
+        return cls(
+            torch.cat([part.rewards for part in parts]),
+            [steps for part in parts for steps in part.steps],
+            [length for part in parts for length in part.lengths],
+        )
+
+    @property
+    def process_functions(self) -> list[int]:
+        """The functions that rewarded steps of any completion."""
+        return sorted({function for steps in self.steps for function in steps})
+
+    def steps_of(self, function: int) -> list[StepRewards]:
+        """[N], what a process function rewarded: a number is one step, which ends with the completion."""
+        numbers = self.rewards[:, function].tolist()
+        found: list[StepRewards] = []
+        for steps, length, number in zip(self.steps, self.lengths, numbers, strict=True):
+            scored = not math.isnan(number)
+            if function in steps:
+                found.append(steps[function] if scored else [(end, math.nan) for end, _ in steps[function]])
+            else:
+                found.append([(length - 1, number)] if scored and length else [])
+        return found
+
+    def outcomes(self) -> Tensor:
+        """[N, F], the rewards without those of steps, which are NaN."""
+        kept = self.rewards.clone()
+        kept[:, self.process_functions] = torch.nan
+        return kept
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Who answers for what.
+
+    Attributes:
+        lengths: [N] int64 completion tokens.
+        ends: what follows from each end of a step or a completion.
+    """
+
+    lengths: Tensor
+    ends: Credited
+
+    def of_tokens(self, rows: slice) -> Tensor:
+        """The advantages of all tokens of some completions, flat, float32."""
+        start, stop, _ = rows.indices(len(self.lengths))
+        mine = (self.ends.rows >= start) & (self.ends.rows < stop)
+        ends = Credited(self.ends.rows[mine] - start, self.ends.ends[mine], self.ends.to_go[mine])
+        return spread(ends, self.lengths[rows])
+
+    def of_completions(self) -> Tensor:
+        """[N] float32, the advantage of each completion's first token, which answers for all that follows."""
+        first = self.ends.rows.diff(prepend=self.ends.rows.new_tensor([-1])) > 0
+        advantages = torch.zeros(len(self.lengths), dtype=torch.float64)
+        advantages[self.ends.rows[first]] = self.ends.to_go[first]
+        return advantages.float()
+
+    def has_signal(self) -> Tensor:
+        """[N] bool, whether any token of a completion has an advantage other than 0."""
+        signal = torch.zeros(len(self.lengths), dtype=torch.bool)
+        signal[self.ends.rows[self.ends.to_go.float() != 0]] = True
+        return signal
+
+
+def assign_credit(
+    algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int, kl: Tensor | None = None
+) -> Credit:
+    """Let the algorithm compare siblings, outcomes with outcomes and steps with steps.
+
+    Args:
+        algorithm: what compares, and how the two are mixed.
+        weights_F: [F] of the reward functions.
+        scores: of whole groups, siblings next to each other.
+        group_size: G.
+        kl: [N] penalty of each completion that the algorithm puts into its reward, or None.
+
+    Raises:
+        ValueError: steps are rewarded, but the loss credits whole completions alone.
+    """
+    process = scores.process_functions
+    if process and not algorithm.objective.credits_tokens:
+        raise ValueError(
+            "a reward function rewards steps, but this loss gives all tokens of a completion the same credit"
+            " (loss_type='gmpo', or importance_sampling_level='sequence'), so that it would be lost. Set"
+            " importance_sampling_level='sequence_token' or 'token', or choose another loss_type."
+        )
+    lengths = torch.tensor(scores.lengths, dtype=torch.long)
+    groups = torch.arange(len(lengths)) // group_size
+    parts = [gather_steps(scores.steps_of(function), scores.lengths) for function in process]
+    advantages_S = algorithm.step_advantages(parts, weights_F[process], groups)
+    rewards_PGF = _with_penalty(scores, group_size, kl).view(-1, group_size, len(weights_F))
+    kl_PG = None if kl is None else kl.view(-1, group_size)
+    outcome_N = algorithm.advantages(rewards_PGF, weights_F, kl_PG).flatten()
+    return Credit(lengths, credit_to_go(join_steps(parts), advantages_S, lengths, outcome_N, algorithm.mix))
+
+
+def signal(algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int) -> Tensor:
+    """[N] bool, the completions of which any token has an advantage other than 0, whatever a KL penalty would add."""
+    return assign_credit(algorithm, weights_F, scores, group_size).has_signal()
+
+
+class UnreadSettings:
+    """Points out settings of steps in a run that rewards none.
+
+    Args:
+        settings: those that differ from their defaults, by name.
+    """
+
+    def __init__(self, settings: dict[str, Any]):
+        self._settings = settings
+        self._patience = GENERATIONS_WITHOUT_STEPS
+
+    def look(self, scores: Scores) -> None:
+        """Take note of a generation; after a few without steps, say once what has had no effect."""
+        if not self._settings:
+            return
+        if scores.process_functions:
+            self._settings = {}
+            return
+        self._patience -= 1
+        if self._patience == 0:
+            given = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
+            warnings.warn(
+                f"{given}: has had no effect in {GENERATIONS_WITHOUT_STEPS} generations, in which no reward function"
+                " rewarded steps. Return (end, reward) pairs for a completion, or leave it unset.",
+                stacklevel=2,
+            )
+
+
+def _with_penalty(scores: Scores, group_size: int, kl: Tensor | None) -> Tensor:
+    """[N, F], the rewards of outcomes; 0 in groups that only steps are rewarded of, if a KL is part of the reward.
+
+    A completion without an outcome takes no part in anything. But a KL penalty has to hold where steps are all that is
+    rewarded, too: there the outcome is the penalty alone.
+    """
+    outcomes, process = scores.outcomes(), scores.process_functions
+    if kl is not None and process:
+        unjudged = outcomes.isnan().all(1).view(-1, group_size).all(1).repeat_interleave(group_size)
+        outcomes[unjudged & ~scores.rewards.isnan().all(1), process[0]] = 0.0
+    return outcomes
+
+
+def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], group_size: int) -> dict[str, Stat]:
+    """What is logged about rewards of steps; nothing where there are none.
+
+    Args:
+        scores: of all processes.
+        weights_F: [F] of the reward functions.
+        names: [F].
+        group_size: G.
+    """
+    stats: dict[str, Stat] = {}
+    count = 0
+    for function in scores.process_functions:
+        rewards = [reward for steps in scores.steps_of(function) for _, reward in steps if reward == reward]
+        count += len(rewards)
+        stats[f"steps/{names[function]}/mean"] = Mean.of(rewards)
+    if not stats:
+        return {}
+    totals_PG, variances_P = spread_of_rewards(scores, weights_F, group_size)
+    alike = (nanstd(totals_PG, dim=1).flatten() == 0) & (variances_P.nan_to_num(0.0) == 0)
+    stats["frac_reward_zero_std"] = Mean.of(alike.double().tolist())
+    return {**stats, "steps/per_completion": Mean(count, len(scores.lengths))}
+
+
+def spread_of_rewards(scores: Scores, weights_F: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """How much the rewards of each group differ.
+
+    Returns:
+        The total reward of outcomes [P, G], NaN where there is none, and the variance [P] of the rewards of steps: that
+        of each process function times the square of its weight, added up; NaN where no step is rewarded.
+    """
+    totals_PG = weighted_total(scores.outcomes(), weights_F).view(-1, group_size)
+    variances_P = torch.full((len(totals_PG),), torch.nan, dtype=torch.float64)
+    for function in scores.process_functions:
+        steps = scores.steps_of(function)
+        for group in range(len(totals_PG)):
+            siblings = steps[group * group_size : (group + 1) * group_size]
+            rewards = [reward for pairs in siblings for _, reward in pairs if reward == reward]
+            if rewards:
+                variance = weights_F[function].item() ** 2 * statistics.pvariance(rewards)
+                variances_P[group] = variances_P[group].nan_to_num(0.0) + variance
+    return totals_PG, variances_P

@@ -1,0 +1,121 @@
+"""Fields about what is maximised: rewards, loss, KL penalty, entropy."""
+# ruff: noqa: RUF009 - `described` makes a dataclass field
+
+from dataclasses import dataclass
+
+from covey.config.groups.describe import described
+
+
+@dataclass
+class RewardFields:
+    """From reward functions to advantages."""
+
+    reward_weights: list[float] | None = described(
+        None, "Weight of each reward function, in their order. Unset: all 1."
+    )
+    reward_timeout: float = described(
+        300.0, "Seconds after which a reward function that has not answered counts as failed."
+    )
+    stream_rewards: bool = described(
+        False,
+        "Score each group of completions as soon as it is sampled, while others still are: functions are called group "
+        "by group, on threads of their own. Off: each is called once per generation, with all completions. Functions "
+        "that are marked `per_completion` score every rollout when it ends in either case.",
+    )
+    multi_objective_aggregation: str = described(
+        "sum_then_normalize",
+        "`sum_then_normalize`: weighted sum of rewards, then advantages; `normalize_then_sum`: each reward becomes "
+        "advantages of its own first (GDPO).",
+    )
+    scale_rewards: str = described(
+        "group",
+        "What advantages are divided by: the standard deviation of the `group`, of the whole `batch`, or `none`. True "
+        "means `group`, False `none`.",
+    )
+    process_weight: float = described(
+        1.0, "Weight of the advantages of steps, where reward functions reward steps or turns."
+    )
+    outcome_weight: float = described(1.0, "Weight of the advantages of whole completions.")
+    step_discount: float = described(
+        1.0,
+        "Discount of credit for steps: what a step earns counts this much for the tokens of the step before it, the "
+        "square of it for those of the one before that, and so on.",
+    )
+    step_baseline: str = described(
+        "group",
+        "What rewards of steps are compared with: `group`, all steps of all siblings; `turn`, those of the same number "
+        "(all first ones, all second ones).",
+    )
+
+
+@dataclass
+class KLFields:
+    """The reference model and the distance kept to it."""
+
+    beta: float = described(
+        0.0, "Weight of the KL penalty towards the reference model; 0 means that no reference model is loaded."
+    )
+    kl_estimator: str = described(
+        "k3",
+        "Estimator of the KL divergence: `k1` (log ratio), `k2` (half its square), `k3` (unbiased, positive).",
+    )
+    use_bias_correction_kl: bool = described(
+        True, "Multiply the KL term by the importance ratio, so that its gradient is unbiased off-policy."
+    )
+    sync_ref_model: bool = described(False, "Move the reference model towards the policy from time to time (TR-DPO).")
+    ref_model_mixup_alpha: float = described(
+        0.6, "With `sync_ref_model`: reference = (1 - alpha) * reference + alpha * policy."
+    )
+    ref_model_sync_steps: int = described(512, "With `sync_ref_model`: updates between two moves.")
+
+
+@dataclass
+class LossFields:
+    """The surrogate, its ratio and its average."""
+
+    loss_type: str = described(
+        "dapo",
+        "Loss: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gmpo, or one registered with "
+        "`covey.algorithms.register_loss`.",
+    )
+    epsilon: float = described(0.2, "Clipping: how far below 1 the importance ratio may fall.")
+    epsilon_high: float | None = described(
+        None,
+        "Clipping: how far above 1 the importance ratio may rise. Unset: the same as `epsilon`. With cispo it is the "
+        "largest ratio itself; unset: 5.",
+    )
+    delta: float | None = described(
+        None, "Largest ratio for negative advantages (two-sided clipping, INTELLECT-2); unset: no bound."
+    )
+    importance_sampling_level: str = described(
+        "token", "Importance ratio of each `token`, of the whole `sequence` (GSPO), or `sequence_token` (GSPO-token)."
+    )
+    sapo_temperature_neg: float = described(1.05, "sapo: how quickly the gate closes for negative advantages.")
+    sapo_temperature_pos: float = described(1.0, "sapo: how quickly the gate closes for positive advantages.")
+    vespo_k_pos: float = described(2.0, "vespo: exponent of the sequence weight, positive advantages.")
+    vespo_lambda_pos: float = described(3.0, "vespo: decay of the sequence weight, positive advantages.")
+    vespo_k_neg: float = described(3.0, "vespo: exponent of the sequence weight, negative advantages.")
+    vespo_lambda_neg: float = described(2.0, "vespo: decay of the sequence weight, negative advantages.")
+    mask_truncated_completions: bool = described(
+        False, "Leave completions that reached the length limit out of the loss (DAPO)."
+    )
+    off_policy_mask_threshold: float | None = described(
+        None,
+        "Leave out completions with a negative advantage whose mean log-ratio between the sampling and the current "
+        "policy exceeds this (DeepSeek-V3.2); unset keeps all.",
+    )
+    top_entropy_quantile: float = described(
+        1.0, "Train only on this share of the tokens, those of highest entropy; 1 trains on all."
+    )
+
+
+@dataclass
+class EntropyFields:
+    """The entropy bonus."""
+
+    entropy_coef: float = described(0.0, "Weight of the entropy bonus; 0 switches it off.")
+    use_adaptive_entropy: bool = described(False, "Move the weight of the bonus so that entropy stays near its target.")
+    entropy_coef_min: float = described(0.0, "Adaptive: smallest weight.")
+    entropy_coef_max: float = described(1.0, "Adaptive: largest weight.")
+    entropy_coef_delta: float = described(0.005, "Adaptive: how much the weight moves at each update.")
+    entropy_target: float = described(0.2, "Adaptive: the entropy, in nats per token, to stay above.")

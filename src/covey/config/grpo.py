@@ -1,0 +1,20 @@
+"""`GRPOConfig`: the settings of `GRPOTrainer`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from covey.config.base import OnlineConfig
+
+
+@dataclass(repr=False)  # the inherited one hides the servers' keys
+class GRPOConfig(OnlineConfig):
+    """Settings of group relative policy optimization and the losses descended from it.
+
+    The defaults train with the token mean of DAPO, advantages scaled within the group, and no KL penalty.
+
+    Example:
+        >>> GRPOConfig(output_dir="out", per_device_train_batch_size=8, num_generations=8).generation_batch_size
+        8
+    """
+
+    method: ClassVar[str] = "grpo"

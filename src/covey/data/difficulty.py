@@ -1,0 +1,108 @@
+"""What a run has learnt about its prompts: how often each is solved, and how much its answers still differ.
+
+`PromptHistory` keeps two running means per prompt and turns them into the chance with which a pass over the dataset
+takes it. It draws nothing itself (`covey.data.prompt_stream`) and knows no rewards by name. Another notion of a
+prompt's worth is another `chance`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.metrics import Mean, Stat
+
+NEWEST = 0.5
+"""Share of the newest group in a prompt's running means: with 8 completions a group says much, and policies change."""
+
+
+class PromptHistory:
+    """Running means of the total reward of every prompt, and the chance that each is drawn.
+
+    For prompt x, m ← (1 - ½) m + ½ mean_group(R) and q ← (1 - ½) q + ½ mean_group(R²), beginning with the first group
+    seen. For rewards of 0 and 1, m is the pass rate p, and the variance v = q - m² is p (1 - p): largest for prompts of
+    intermediate difficulty, 0 for those that are always or never solved. Whatever the rewards,
+
+        chance(x) = floor + (1 - floor) · v(x) / largest v of any prompt
+
+    so that scaling or shifting rewards changes nothing. Prompts not seen yet have chance 1, and all have while no
+    prompt's rewards have differed.
+
+    Where steps are rewarded, R is what outcomes earned, and the variance within a group that of R and those of the
+    rewards of its steps together: group by group it is added to the mean of R².
+
+    Args:
+        rows: prompts of the dataset.
+        floor: the least chance, above 0: how often a prompt that is always or never solved is tried again.
+
+    Example:
+        >>> history = PromptHistory(3, floor=0.1)
+        >>> history.update([0, 1], torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+        >>> [history.chance(row) for row in range(3)]  # solved half of the time, always, not seen
+        [1.0, 0.1, 1.0]
+    """
+
+    def __init__(self, rows: int, floor: float):
+        self.floor = floor
+        self.means = torch.full((rows,), torch.nan, dtype=torch.float64)
+        """[rows] running mean reward, the pass rate for rewards of 0 and 1; NaN for prompts not seen yet."""
+        self._squares = torch.full((rows,), torch.nan, dtype=torch.float64)
+        self._largest = 0.0
+
+    def update(self, prompts: Sequence[int], rewards_PG: Tensor, variances_P: Tensor | None = None) -> None:
+        """Take note of groups.
+
+        Args:
+            prompts: [P] row numbers.
+            rewards_PG: [P, G] total rewards; NaN where nothing scored a completion. A group of NaN alone says nothing.
+            variances_P: [P] variance of the rewards of steps; NaN where no steps are rewarded.
+        """
+        if variances_P is None:
+            variances_P = torch.full((len(rewards_PG),), torch.nan)
+        for row, rewards, of_steps in zip(prompts, rewards_PG.double(), variances_P.double(), strict=True):
+            scored = rewards[~rewards.isnan()]
+            if not len(scored):
+                if of_steps.isnan():
+                    continue
+                scored = torch.zeros(1, dtype=torch.float64)
+            square = scored.square().mean() + of_steps.nan_to_num(0.0)
+            newest = NEWEST if self.seen(row) else 1.0
+            for running, value in ((self.means, scored.mean()), (self._squares, square)):
+                running[row] = newest * value + ((1 - newest) * running[row] if newest < 1 else 0.0)
+        self._largest = self._variances().nan_to_num(0.0).max().item()
+
+    def seen(self, row: int) -> bool:
+        """Whether a reward of this prompt is known."""
+        return not bool(self.means[row].isnan())
+
+    def chance(self, row: int) -> float:
+        """The chance that a pass over the dataset takes this prompt."""
+        return self._chances(self._variances(row)).item()
+
+    def stats(self) -> dict[str, Stat]:
+        """What is logged about the prompts seen so far."""
+        variances = self._variances()
+        chances = self._chances(variances[~variances.isnan()])
+        return {
+            "difficulty/seen_fraction": Mean(len(chances), len(variances)),
+            "difficulty/chance": Mean(chances.sum().item(), len(chances)),
+            "difficulty/settled_fraction": Mean((chances <= self.floor + 1e-9).sum().item(), len(chances)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and numbers."""
+        return {"means": self.means.clone(), "squares": self._squares.clone(), "largest": self._largest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned, for a dataset of as many rows."""
+        self.means, self._squares = state["means"].clone(), state["squares"].clone()
+        self._largest = state["largest"]
+
+    def _variances(self, rows: Any = slice(None)) -> Tensor:
+        return (self._squares[rows] - self.means[rows].square()).clamp(min=0.0)
+
+    def _chances(self, variances: Tensor) -> Tensor:
+        if not self._largest > 0:
+            return torch.ones_like(variances)
+        return (self.floor + (1 - self.floor) * variances / self._largest).nan_to_num(1.0)

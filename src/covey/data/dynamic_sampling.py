@@ -1,0 +1,301 @@
+"""Which prompts a generation trains on when rewards have a say: dynamic sampling, and prompts by difficulty.
+
+`PromptChooser` stands between the draws and the batch: it may replace the dataloader's prompts by ones of intermediate
+difficulty, and it replaces groups without a signal by groups of further prompts (dynamic sampling, DAPO,
+arXiv 2503.14476 §3.2). It samples, scores and judges with functions that the trainer gives it, so it knows no engine,
+reward or algorithm. Every process sees all rewards and decides alike; all of them take part in every round, with or
+without completions of their own, so none waits for another.
+
+Letters: P prompts, G completions of each, N = P·G completions of all processes in sampling order, F reward functions,
+n completions of this process.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.credit import Scores, spread_of_rewards
+from covey.config.algebra import BatchAlgebra
+from covey.core.credit import StepRewards
+from covey.core.metrics import Mean, Stat
+from covey.core.rollout import Rollout
+from covey.data.difficulty import PromptHistory
+from covey.data.prompt_stream import PromptStream
+from covey.data.sampler import rank_share, share_of, started
+from covey.rollout.collector import Draw
+
+Place = tuple[int, int]
+"""(round of sampling, place in that round) of a group or of a completion."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Completions of this process with their scores.
+
+    Attributes:
+        draws, rollouts: n of each, in sampling order.
+        rewards: [n, F], NaN where a function abstained.
+        columns: further columns of the completions table, each [n].
+        steps: [n], rewards of steps by the number of the function that gave them.
+    """
+
+    draws: list[Draw]
+    rollouts: list[Rollout]
+    rewards: Tensor
+    columns: dict[str, list[Any]]
+    steps: list[dict[int, StepRewards]]
+
+    @property
+    def scores(self) -> Scores:
+        """What they earned, as it is shared with other processes."""
+        return Scores(self.rewards, self.steps, [len(rollout.completion_ids) for rollout in self.rollouts])
+
+    def __getitem__(self, index: int) -> "Scored":
+        cells = {name: values[index] for name, values in self.columns.items()}
+        return Scored(self.draws[index], self.rollouts[index], self.rewards[index], cells, self.steps[index])
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One completion with all that belongs to it, as it travels between processes."""
+
+    draw: Draw
+    rollout: Rollout
+    rewards: Tensor
+    cells: dict[str, Any]
+    steps: dict[int, StepRewards]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of sampling as every process sees it.
+
+    Attributes:
+        prompts: [P] row numbers.
+        scores: of the N completions.
+        lengths, truncated, prompt_lengths: [N] sampled tokens, whether it was cut off, prompt tokens.
+        has_signal: [P] whether a group gives a gradient.
+    """
+
+    prompts: list[int]
+    scores: Scores
+    lengths: list[int]
+    truncated: list[bool]
+    prompt_lengths: list[int]
+    has_signal: list[bool]
+
+    @property
+    def processed_tokens(self) -> int:
+        """Prompt and completion tokens, each completion counting its prompt."""
+        return sum(self.lengths) + sum(self.prompt_lengths)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a generation came to.
+
+    Attributes:
+        kept: this process's share of the groups to train on.
+        first: the round before any refilling.
+        processed_tokens: of all rounds.
+        stats: metrics.
+    """
+
+    kept: Sampled
+    first: Round
+    processed_tokens: int
+    stats: dict[str, Stat]
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Tells groups with a signal from others.
+
+    Attributes:
+        signal: scores, completions of each group -> [N] bool, whether any token of a completion has an advantage other
+            than 0: by the algorithm's own credit, without a KL penalty, which would give every group a difference.
+        weights: [F] of the reward functions.
+        mask_truncated: truncated completions are not learned from, so an advantage of theirs is no signal.
+    """
+
+    signal: Callable[[Scores, int], Tensor]
+    weights: Tensor
+    mask_truncated: bool
+
+    def has_signal(
+        self, scores: Scores, group_size: int, lengths: Sequence[int], truncated: Sequence[bool]
+    ) -> list[bool]:
+        """[P]: whether any completion that is learned from has an advantage other than 0."""
+        learned = torch.tensor(lengths) > 0
+        if self.mask_truncated:
+            learned &= ~torch.tensor(truncated)
+        return (self.signal(scores, group_size) & learned).view(-1, group_size).any(1).tolist()
+
+
+def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]:
+    """Which groups are trained on, in sampling order: those with a signal; too few, the first others of round 0 too.
+
+    Args:
+        has_signal: by round, by group; round 0 has `count` groups.
+        count: groups of a generation.
+
+    Example:
+        >>> kept_groups([[True, False, False], [False, True]], 3)
+        [(0, 0), (0, 1), (1, 1)]
+    """
+    places = [(number, place) for number, flags in enumerate(has_signal) for place in range(len(flags))]
+    good = [(number, place) for number, place in places if has_signal[number][place]][:count]
+    others = [(number, place) for number, place in places if number == 0 and not has_signal[0][place]]
+    return sorted([*good, *others[: count - len(good)]])
+
+
+class PromptChooser:
+    """Decides, generation by generation, which groups are trained on.
+
+    Args:
+        dataset: of rows, with a length.
+        algebra: the run's batch sizes.
+        rank: this process.
+        stream: where refills come from; with `history`, every prompt.
+        judge: tells groups with a signal from others.
+        history: what is known about the prompts' difficulty: then it is the stream, rather than the dataloader, that
+            says what a generation draws. None leaves that to the dataloader.
+        max_rounds: most rounds of refilling; None: no dynamic sampling.
+        gather: called with this process's object, returns one such object per process in the order of ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        algebra: BatchAlgebra,
+        rank: int,
+        stream: PromptStream,
+        judge: Judge,
+        *,
+        history: PromptHistory | None,
+        max_rounds: int | None,
+        gather: Callable[[Any], list[Any]],
+    ):
+        self.dataset = dataset
+        self.algebra = algebra
+        self.rank = rank
+        self.stream = stream
+        self.judge = judge
+        self.history = history
+        self.max_rounds = max_rounds
+        self._gather = gather
+
+    def choose(self, draws: list[Draw], sample: Callable[[list[Draw], int], Sampled]) -> Chosen:
+        """Sample one generation. Collective: all processes call it together.
+
+        Args:
+            draws: of this process; with a `history`, from a dataloader, only a sign to begin.
+            sample: (draws, number of the round) -> their completions, scored.
+        """
+        groups = self.algebra.prompts_per_generation
+        if started(draws) is not None:
+            draws = self.draw()
+        mine = [sample(draws, 0)]
+        rounds = [self._share(mine[0])]
+        while len(rounds) <= (self.max_rounds or 0) and (missing := groups - _signals(rounds)):
+            drawn = {prompt for one in rounds for prompt in one.prompts}
+            mine.append(sample(self._draws(self.stream.take(missing, avoid=drawn)), len(rounds)))
+            rounds.append(self._share(mine[-1]))
+        kept = self._collect(mine, rounds, kept_groups([one.has_signal for one in rounds], groups))
+        return Chosen(kept, rounds[0], sum(one.processed_tokens for one in rounds), self._stats(rounds))
+
+    def draw(self) -> list[Draw]:
+        """This process's share of the prompts of a generation, chosen by what is known now. All processes call it."""
+        return self._draws(self.stream.take(self.algebra.prompts_per_generation))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and numbers, the same on every process."""
+        history = None if self.history is None else self.history.state_dict()
+        return {"stream": self.stream.state_dict(), "history": history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint; where its run chose prompts in another way, begin anew."""
+        if (state["history"] is None) != (self.history is None):
+            return
+        self.stream.load_state_dict(state["stream"])
+        if self.history is not None:
+            self.history.load_state_dict(state["history"])
+
+    def _draws(self, prompts: Sequence[int]) -> list[Draw]:
+        """This process's share of prompts."""
+        slots = rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
+        rows = {prompt: self.dataset[prompt] for prompt, _ in slots}
+        return [Draw(rows[prompt], prompt, sample) for prompt, sample in slots]
+
+    def _share(self, mine: Sampled) -> Round:
+        """Let every process know what the others' completions are worth, and take note of it."""
+        pairs = zip(mine.draws, mine.rollouts, strict=True)
+        facts = [(draw.prompt, one.num_sampled, one.truncated, len(one.prompt_ids)) for draw, one in pairs]
+        everyone = self._gather((mine.scores, facts))
+        prompts, lengths, truncated, prompt_lengths = zip(*(fact for _, part in everyone for fact in part), strict=True)
+        scores = Scores.joined([part for part, _ in everyone])
+        group = self.algebra.num_generations
+        if self.history is not None:
+            self.history.update(prompts[::group], *spread_of_rewards(scores, self.judge.weights, group))
+        return Round(
+            prompts=list(prompts[::group]),
+            scores=scores,
+            lengths=list(lengths),
+            truncated=list(truncated),
+            prompt_lengths=list(prompt_lengths),
+            has_signal=self.judge.has_signal(scores, group, lengths, truncated),
+        )
+
+    def _collect(self, mine: list[Sampled], rounds: list[Round], kept: list[Place]) -> Sampled:
+        """This process's equal share of the kept groups, fetched from wherever they were sampled."""
+        if all(number == 0 for number, _ in kept):
+            return mine[0]  # every process holds its share already
+        group = self.algebra.num_generations
+        places = [(number, place * group + sample) for number, place in kept for sample in range(group)]
+        wanted, needed = places[share_of(len(places), self.algebra, self.rank)], set(places)
+        held: dict[Place, Scored] = {}
+        for number, (sampled, shared) in enumerate(zip(mine, rounds, strict=True)):
+            share = share_of(len(shared.lengths), self.algebra, self.rank)
+            for index, place in enumerate(range(share.start, share.stop)):
+                if (number, place) in needed:
+                    held[number, place] = sampled[index]
+        abroad = {place: one for place, one in held.items() if place not in set(wanted)}
+        for part in self._gather(abroad):
+            held.update(part)
+        return _joined([held[place] for place in wanted], [(n, place // group) for n, place in wanted])
+
+    def _stats(self, rounds: list[Round]) -> dict[str, Stat]:
+        stats: dict[str, Stat] = {}
+        if self.max_rounds is not None:
+            groups = self.algebra.prompts_per_generation
+            kept = min(_signals(rounds), groups)
+            stats = {
+                "dynamic_sampling/first_signal": Mean(sum(rounds[0].has_signal), groups),
+                "dynamic_sampling/trained_signal": Mean(kept, groups),
+                "dynamic_sampling/rounds": Mean(len(rounds) - 1, 1),
+                "dynamic_sampling/unfilled_groups": Mean(groups - kept, 1),
+                "dynamic_sampling/cost": Mean(sum(len(one.prompts) for one in rounds), groups),
+            }
+        return stats if self.history is None else {**stats, **self.history.stats()}
+
+
+def _signals(rounds: list[Round]) -> int:
+    """Groups with a signal so far."""
+    return sum(sum(one.has_signal) for one in rounds)
+
+
+def _joined(completions: list[Scored], groups: list[Place]) -> Sampled:
+    """Completions of several rounds as one share; equal `groups` are siblings."""
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    names = dict.fromkeys(name for one in completions for name in one.cells)
+    pairs = zip(completions, groups, strict=True)
+    return Sampled(
+        draws=[one.draw for one in completions],
+        rollouts=[replace(one.rollout, group=numbers[group]) for one, group in pairs],
+        rewards=torch.stack([one.rewards for one in completions]),
+        columns={name: [one.cells.get(name) for one in completions] for name in names},
+        steps=[one.steps for one in completions],
+    )

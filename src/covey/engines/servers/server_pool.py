@@ -1,0 +1,346 @@
+"""Several servers as one: a request goes to the least loaded, and one that fails is left out until it is well again.
+
+It knows load, failures and waiting. It knows no HTTP, weights or sampling: what to ask a server, and whether one that
+came back may take part again, is handed in. Everything here belongs to one event loop.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from covey.engines.servers.errors import RETRIED, DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
+from covey.engines.servers.http_client import Server
+from covey.engines.servers.protocols import ServerFacts
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+"""How often one request may be answered with something that cannot be used."""
+
+LATE = 2
+"""How often one request may take too long: a server that lives and is too slow will be so the next time as well."""
+
+QUICK_SECONDS = 15.0
+"""For a server to say that it lives, or to be paused: it may be busy."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+"""Seconds until a server that failed is looked at again, twice as many every time."""
+
+WATCH_EVERY = 10.0
+"""Seconds between looks at servers that owe an answer: one that froze does not break its connections."""
+
+MISSES = 2
+"""Looks in a row that must fail before a server that owes answers is given up."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A server and what is known of it.
+
+    Attributes:
+        server: the server.
+        facts: what it said of itself.
+        version: of the weights it holds; None: those it was started with.
+        up: it may be given requests.
+        load: completions it is working on for us.
+        words: what it said last when it failed; empty if it is well.
+        calls: requests under way.
+        misses: looks in a row that failed while it owed answers.
+    """
+
+    server: Server
+    facts: ServerFacts
+    version: int | None = None
+    up: bool = True
+    load: int = 0
+    words: str = ""
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    misses: int = 0
+
+    @property
+    def url(self) -> str:
+        """Of the server."""
+        return self.server.url
+
+    @property
+    def behind(self) -> bool:
+        """It is well and waits for the current weights."""
+        return not self.up and not self.words
+
+
+class Fleet:
+    """Spreads requests over servers.
+
+    Args:
+        members: all servers, up.
+        alive: raises a `ServerError` if the server does not live; given the seconds it has to say so.
+        readmit: looks at a server that was left out: whether it may take part again, or a `ServerError`.
+        concurrency: most completions a server is given at once; a larger request has a server to itself.
+        timeout: seconds to wait for a server when none is left.
+        timeout_setting: what that is called, for errors.
+    """
+
+    def __init__(
+        self,
+        members: list[Member],
+        *,
+        alive: Callable[[Server, float], Awaitable[None]],
+        readmit: Callable[[Member], Awaitable[bool]],
+        concurrency: int,
+        timeout: float,
+        timeout_setting: str,
+    ):
+        self.members = members
+        self._ask_alive = alive
+        self._readmit = readmit
+        self._concurrency = concurrency
+        self._timeout = timeout
+        self._timeout_setting = timeout_setting
+        self._held = 0
+        self._changed = asyncio.Event()
+        self._revivals: dict[Member, asyncio.Task[None]] = {}
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def up(self) -> list[Member]:
+        """Members that may be given requests."""
+        return [member for member in self.members if member.up]
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    async def run(self, call: Callable[[Member], Coroutine[Any, Any, T]], load: int = 1, doing: str = "generate") -> T:
+        """Have one server do something; another one, or the same later, if it fails in a way that may pass.
+
+        Args:
+            call: the request, given the server; may be started again from scratch.
+            load: completions it is worth.
+            doing: for errors.
+
+        Raises:
+            ServerRefused: a server said no.
+            ServerError: `ATTEMPTS` answers could not be used, `LATE` were not there in time, or servers that live
+                have failed for longer than the timeout.
+            NoServerLeft: all servers failed, and none came back in time.
+        """
+        self._watch_over()
+        failed: set[Member] = set()
+        strikes = late = lost = 0
+        since: float | None = None
+        while True:
+            member = await self._seat(load, failed, doing)
+            task = asyncio.get_running_loop().create_task(call(member))
+            member.calls.add(task)
+            member.load += load
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if _cancelled_from_outside():
+                    raise
+                # recalled: the server froze, or its weights are about to change
+            except RETRIED as error:
+                lost += 1
+                if isinstance(error, DeadlineExceeded):
+                    late += 1
+                    failed.add(member)
+                since = since or time.monotonic()
+                if late == LATE or (lost >= ATTEMPTS and time.monotonic() - since >= self._timeout):
+                    raise
+                self.leave_out(member, error)
+            except ServerRefused:
+                raise
+            except ServerError as error:
+                strikes += 1
+                if strikes == ATTEMPTS:
+                    raise
+                failed.add(member)
+                if type(error) is ServerError:  # HTTP 500: it may be about to die
+                    self.leave_out(member, error)
+            finally:
+                member.calls.discard(task)
+                member.load -= load
+                self._tell()
+
+    async def _seat(self, load: int, failed: set[Member], doing: str) -> Member:
+        """The least loaded member with room, preferably none that failed at this request."""
+        empty_since: float | None = None
+        while True:
+            patience: float | None = None
+            if not self._held and self.up:
+                empty_since = None
+                pool = [member for member in self.up if member not in failed] or self.up
+                free = [member for member in pool if not member.load or member.load + load <= self._concurrency]
+                if free:
+                    return min(free, key=lambda member: member.load)
+            elif not self._held:
+                empty_since = empty_since or time.monotonic()
+                patience = empty_since + self._timeout - time.monotonic()
+                if patience <= 0:
+                    raise self.none_left(doing, self._timeout)
+            await self._wait(patience)
+
+    def none_left(self, doing: str, waited: float) -> NoServerLeft:
+        """The error for when nobody is left."""
+        return NoServerLeft(
+            f"cannot {doing}: none of {len(self.members)} inference servers can be used, and none came back within"
+            f" {waited:g} seconds. Start one again at its address and resume from the last checkpoint, or wait longer"
+            f" ({self._timeout_setting}). What each of them said last:",
+            {member.url: member.words for member in self.members},
+        )
+
+    # ---- leaving and coming back -----------------------------------------------------------------------------------
+
+    def leave_out(self, member: Member, error: BaseException | str) -> None:
+        """Give a member no more requests until it is found well again; requests under way go on."""
+        member.words = str(error) or type(error).__name__
+        member.up = False
+        if member not in self._revivals:
+            self._revivals[member] = asyncio.get_running_loop().create_task(self._revive(member))
+        self._tell()
+
+    def admit(self, member: Member) -> None:
+        """Give a member requests."""
+        member.up, member.words, member.misses = True, "", 0
+        revival = self._revivals.pop(member, None)
+        if revival is not None and revival is not asyncio.current_task():
+            revival.cancel()
+        self._tell()
+
+    async def _revive(self, member: Member) -> None:
+        pause = FIRST_PAUSE
+        while not member.up:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            try:
+                if await self._readmit(member):
+                    self.admit(member)
+                else:
+                    member.words = ""
+            except Exception as error:  # not its own fault, perhaps, as when a disk is full; it is looked at again
+                member.words = str(error) or type(error).__name__
+
+    async def alive(self, member: Member) -> None:
+        """Raises a `ServerError` if the server does not live."""
+        await self._ask_alive(member.server, QUICK_SECONDS)
+
+    def _watch_over(self) -> None:
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.get_running_loop().create_task(self._look_after())
+
+    async def watch(self, members: list[Member]) -> Member:
+        """The first of `members` that is found dead while something is asked of them; looks on until then."""
+        while True:
+            await asyncio.sleep(WATCH_EVERY)
+            await asyncio.gather(*(self._check(member) for member in members))
+            gone = next((member for member in members if member.misses >= MISSES), None)
+            if gone is not None:
+                return gone
+
+    async def _look_after(self) -> None:
+        """While answers are owed, see now and then whether those who owe them still live."""
+        while any(member.calls for member in self.members) or self._revivals:
+            await asyncio.sleep(WATCH_EVERY)
+            await asyncio.gather(*(self._check(member) for member in self.up if member.calls))
+
+    async def _check(self, member: Member) -> None:
+        try:
+            await self.alive(member)
+            member.misses = 0
+        except ServerError as error:
+            member.misses += 1
+            if member.misses >= MISSES and member.up:
+                self.leave_out(member, error)
+                self.recall([member])
+
+    async def each(
+        self, members: list[Member], do: Callable[[Server, float], Awaitable[None]], seconds: float | None = None
+    ) -> list[Member]:
+        """Do something with every member at once; those that fail in a way that may pass are left out.
+
+        Args:
+            members: with whom.
+            do: what, given the server and its deadline in seconds.
+            seconds: that deadline; None: `QUICK_SECONDS`.
+
+        Returns:
+            With whom it was done.
+
+        Raises:
+            ServerRefused: a server said no.
+        """
+        deadline = QUICK_SECONDS if seconds is None else seconds
+        results = await asyncio.gather(*(do(member.server, deadline) for member in members), return_exceptions=True)
+        for member, error in zip(members, results, strict=True):
+            if isinstance(error, ServerError) and not isinstance(error, ServerRefused):
+                self.leave_out(member, error)
+            elif isinstance(error, BaseException):
+                raise error
+        return [member for member, error in zip(members, results, strict=True) if error is None]
+
+    # ---- changing weights ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within this context requests wait instead of starting."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+            self._tell()
+
+    def recall(self, members: Iterable[Member]) -> None:
+        """Cancel requests under way; `run` starts them again."""
+        for member in members:
+            for task in list(member.calls):
+                task.cancel()
+
+    async def drain(self, members: Iterable[Member], seconds: float) -> None:
+        """Wait for requests under way to come back, and recall those that do not: they had not begun."""
+        calls = [task for member in members for task in member.calls]
+        if calls:
+            await asyncio.wait(calls, timeout=seconds)
+        self.recall(members)
+
+    async def reachable(self, until: float, doing: str) -> list[Member]:
+        """Members that can be sent weights; waits for the first one, as long as for one to sample from.
+
+        Args:
+            until: when to give up at the latest, on the monotonic clock.
+            doing: for errors.
+
+        Raises:
+            NoServerLeft: there is none by then.
+        """
+        began = time.monotonic()
+        until = min(until, began + self._timeout)
+        while not any(member.up or member.behind for member in self.members):
+            left = until - time.monotonic()
+            if left <= 0:
+                raise self.none_left(doing, round(until - began, 1))
+            await self._wait(min(left, FIRST_PAUSE))
+        return [member for member in self.members if member.up or member.behind]
+
+    def close(self) -> None:
+        """Stop looking after servers."""
+        for task in [*self._revivals.values(), *([self._watch] if self._watch else [])]:
+            task.cancel()
+
+    # ---- waiting ---------------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait(self, seconds: float | None) -> None:
+        """Until something changes, or for so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+
+def _cancelled_from_outside() -> bool:
+    """Whether it is this task that is to end, not just one it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,170 @@
+"""Starting an inference server as a child and waiting until it answers.
+
+Nothing here knows what kind of server it is: a command, how one sees that it is ready, and a deadline. The server ends
+with this process, whatever ends it (`covey.runtime.subprocess_guarded`).
+"""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from covey.runtime.subprocess_guarded import Child
+
+TAIL_LINES = 30
+"""Of the log that an error repeats: enough for a traceback."""
+
+STOP_SECONDS = 10.0
+"""For a server to end when asked, before it is killed."""
+
+POLL_SECONDS = 0.25
+
+
+class LaunchFailed(RuntimeError):
+    """A server ended, or was not ready in time. The message has the end of its log."""
+
+
+class ServerProcess:
+    """An inference server that was started here.
+
+    Within `with` it is up; afterwards it and all its processes are gone. `start` and `stop` do the same without.
+
+    Args:
+        command: program and arguments; keep secrets out of it, any user of the machine can read it.
+        ready: the URL that answers 200 when the server can work, or a function that says whether it can.
+        log_path: file for what it prints; folders are made, an older file is replaced.
+        deadline: seconds until it must be ready.
+        env: variables on top of this process's own; the place for an API key.
+        name: for messages.
+
+    Example:
+        >>> port = free_port()
+        >>> command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+        >>> with ServerProcess(command, f"http://127.0.0.1:{port}/", log_path="server.log", deadline=30):
+        ...     pass  # it answers here
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        ready: str | Callable[[], bool],
+        *,
+        log_path: str | Path,
+        deadline: float,
+        env: Mapping[str, str] | None = None,
+        name: str = "the server",
+    ):
+        self.command = list(command)
+        self.ready = ready
+        self.log_path = Path(log_path)
+        self.deadline = deadline
+        self.env = dict(env or {})
+        self.name = name
+        self._child: Child | None = None
+        self._stop: Callable[[], object] = lambda: None
+
+    def start(self) -> "ServerProcess":
+        """Start it and wait until it is ready.
+
+        Raises:
+            LaunchFailed: it ended first, or the deadline passed; nothing of it is left running.
+            RuntimeError: it runs already.
+        """
+        if self.running:
+            raise RuntimeError(f"{self.name} runs already (process {self.pid}); stop it before starting it again.")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._child = Child(
+                self.command,
+                grace=STOP_SECONDS,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.env},
+            )
+        self._stop = weakref.finalize(self, self._child.end)  # also when this process exits in the ordinary way
+        try:
+            self._wait(self._child, time.monotonic() + self.deadline)
+        except BaseException:  # a Ctrl-C during the wait as well
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """End the server and its processes, and wait for that; may be called at any time."""
+        self._stop()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._child is not None and self._child.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that guards it: killing that one ends the server as well."""
+        return self._child.pid if self._child else None
+
+    def log_tail(self) -> str:
+        """The last lines of what it printed."""
+        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.is_file() else []
+        return "\n".join(lines[-TAIL_LINES:]) or "(it printed nothing)"
+
+    def __enter__(self) -> "ServerProcess":
+        return self if self.running else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _wait(self, child: Child, until: float) -> None:
+        while True:
+            status = child.poll()
+            if status is not None:
+                raise LaunchFailed(self._failure(f"ended with {_describe(status)} before it was ready"))
+            if answers(self.ready) if isinstance(self.ready, str) else self.ready():
+                return
+            if time.monotonic() > until:
+                late = f"was not ready within {self.deadline:g} seconds and was stopped; it may need more"
+                raise LaunchFailed(self._failure(late))
+            time.sleep(POLL_SECONDS)
+
+    def _failure(self, happened: str) -> str:
+        return (
+            f"{self.name} {happened}\ncommand: {shlex.join(self.command)}\n"
+            f"the end of its log ({self.log_path}):\n{self.log_tail()}"
+        )
+
+
+def answers(url: str, seconds: float = 2.0) -> bool:
+    """Whether a GET of `url` is answered with a status of 200."""
+    try:
+        with _DIRECT.open(url, timeout=seconds) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""A proxy for the outside world knows nothing of a server that was started here."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on now; somebody else may take it before you do."""
+    with socket.socket() as one:
+        one.bind((host, 0))
+        return one.getsockname()[1]
+
+
+def _describe(status: int) -> str:
+    if status > 128 and status - 128 in set(signal.Signals):
+        return f"exit status {status} ({signal.Signals(status - 128).name})"
+    return f"exit status {status}"

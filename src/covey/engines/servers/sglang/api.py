@@ -1,0 +1,387 @@
+"""How SGLang's own server is spoken to: `/generate` with token ids, and its routes for training, as of release 0.5.23.
+
+What is worth knowing about these servers:
+
+- Log-probs are those of the softmax at the sampling temperature, before top-k, top-p and min-p, which is what
+  `Completion.logprobs` asks for. Penalties and grammars show in them. A server started with
+  SGLANG_RETURN_ORIGINAL_LOGPROB=1 leaves the temperature out.
+- Seeds count only under `--enable-deterministic-inference`; else the server draws noise of its own.
+- A paused server lets requests wait, its health check among them, and then calls itself unwell.
+- What it asserts and does not find (memory taken back that was not released, say) ends it.
+
+Not here: how weights travel (`sglang_transports`).
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from covey.core.engine import SampleRequest, SamplingParams
+from covey.core.rollout import Completion, FinishReason
+from covey.engines.servers.errors import BadAnswer, ServerRefused, same_vocabulary
+from covey.engines.servers.http_client import Server
+from covey.engines.servers.images import check_expanded, sent_ids, sent_images
+from covey.engines.servers.partial_completion import STOPS, Progress, one_of
+from covey.engines.servers.protocols import Sampled, ServerFacts, SettingNames
+
+ADAPTER = "covey-"
+"""How the names of adapters begin that Covey gives to a server; no model may be served under one."""
+
+DTYPES = {
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
+"""Names under which a server knows number formats; "auto" says nothing."""
+
+OURS = frozenset(
+    {"max_new_tokens", "n", "sampling_seed", "stop_token_ids", "ignore_eos", "beam_width", "stream_interval"}
+)
+"""Sampling parameters that are not the user's to set."""
+
+FLUSH_SECONDS = 5.0
+"""A server waits this long, at a time, for its last requests to end before it gives up emptying its cache."""
+
+KV, GRAPHS, WEIGHTS = "kv_cache", "cuda_graph", "weights"
+"""Kinds of memory that a server can release."""
+
+PROBE_TEMPERATURE = 2.0
+
+
+class SglangDialect:
+    """Speaks with SGLang's server.
+
+    Args:
+        temperature: that will be sampled at: at another than 1 it matters which log-probs a server reports.
+        extra: settings of `SamplingParams.extra` that requests will hold.
+        vocab_size: of the model that is trained; None: neither it nor the log-probs' temperature is looked at.
+
+    Raises:
+        ValueError: `extra` holds what is not the user's to set.
+    """
+
+    name = "SGLang"
+    settings = SettingNames(
+        "sglang_server_timeout",
+        "sglang_request_timeout",
+        "sglang_sync_timeout",
+        "--context-length",
+    )
+
+    def __init__(self, *, temperature: float = 1.0, extra: dict[str, Any] | None = None, vocab_size: int | None = None):
+        self._temperature = temperature
+        self._extra = dict(extra or {})
+        self._vocab_size = vocab_size
+        self._released: dict[str, list[str]] = {}
+        if taken := sorted(OURS & self._extra.keys()):
+            raise ValueError(
+                f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
+                f" {', '.join(taken)}."
+            )
+
+    # ---- what it is ------------------------------------------------------------------------------------------------
+
+    async def look(self, server: Server, deadline: float) -> ServerFacts:
+        """Whether the server is up, and what it is. One that was left paused is told to go on.
+
+        Raises:
+            ServerRefused: it is no SGLang server, serves another vocabulary, or leaves the temperature out of what it
+                reports.
+        """
+        model = await model_info(server, deadline)
+        info = await server_info(server, deadline)
+        await self.resume(server, deadline)  # paused, it would not be in health
+        await server.call("GET", "/health", doing="look at the server", deadline=deadline)
+        return replace(facts_of(model, info), reports_temperature=await self._probe(server, deadline))
+
+    async def alive(self, server: Server, deadline: float) -> None:
+        """Whether it answers; it does so too while it is paused, which its health check does not."""
+        await model_info(server, deadline)
+
+    async def _probe(self, server: Server, deadline: float) -> bool:
+        """Ask for single tokens to see whether the vocabularies agree and the temperature shows in log-probs.
+
+        A token outside of the vocabulary may only be asked about: in a prompt it would end the server. The likeliest
+        token is sampled greedily, where its log-prob is always that at temperature 1, and asked about in the warmth.
+        """
+        last = 0 if self._vocab_size is None else self._vocab_size - 1
+        with same_vocabulary(last):
+            await self._token(server, 0, 0.0, last, deadline)
+        if self._temperature == 1.0 or not last:
+            return True
+        # Not after token 0: it is often padding, after which all tokens can be equally likely.
+        greedy, _ = await self._token(server, last // 2, 0.0, last, deadline)
+        (likeliest,), (cold,) = greedy.completion.token_ids, greedy.completion.logprobs or [0.0]
+        _, warm = await self._token(server, last // 2, PROBE_TEMPERATURE, likeliest, deadline)
+        if abs(warm - cold) > 1e-4 or cold > -1e-3:  # a token that is certain is so at any temperature
+            return True
+        raise ServerRefused(
+            server.url,
+            f"sample at temperature {self._temperature:g}",
+            "it reports log-probs from before the temperature divides the logits, which cannot be compared with the"
+            " trainer's",
+            "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1.",
+        )
+
+    async def _token(
+        self, server: Server, after: int, temperature: float, about: int, deadline: float
+    ) -> tuple[Sampled, float]:
+        """One token after the prompt `after`, and the log-prob of the token `about` in its place."""
+        doing = "sample a token"
+        body = {
+            "input_ids": [[after]],
+            "sampling_params": [{**self._extra, "max_new_tokens": 1, "temperature": temperature}],
+            "return_logprob": True,
+            "token_ids_logprob": [[about]],
+        }
+        answer = await self._post(server, body, deadline, doing)
+        [sampled] = completions_of(server, answer, 1, doing)
+        try:
+            return sampled, float(answer[0]["meta_info"]["output_token_ids_logprobs"][0][0][0])
+        except (LookupError, TypeError, ValueError) as error:
+            raise BadAnswer(server.url, doing, f"it does not say how likely token {about} was") from error
+
+    # ---- sampling --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, server: Server, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
+    ) -> list[Sampled]:
+        """`request.n` completions in one request, each with its seed; the server computes their prompt once."""
+        until = time.monotonic() + deadline
+        answer = await self._sample(server, request, model, ends, deadline)
+        if any(name in request.params.extra for name in STOPS):
+            return answer
+        return list(
+            await asyncio.gather(
+                *(
+                    self._go_on(server, one_of(request, i), sampled, model, ends, until)
+                    for i, sampled in enumerate(answer)
+                )
+            )
+        )
+
+    async def _go_on(
+        self, server: Server, request: SampleRequest, sampled: Sampled, model: str, ends: frozenset[int], until: float
+    ) -> Sampled:
+        """Continue a completion that the server ended at a token which ends texts for it alone.
+
+        It adds those of the model's own files to ours; to have it ignore them is to have it ignore ours as well.
+        """
+        progress = Progress(request)
+        progress.add(sampled, None)
+        while not sampled.aborted and sampled.completion.finish is FinishReason.STOP and not progress.complete(ends):
+            left = max(until - time.monotonic(), 0.01)
+            [sampled] = await self._sample(server, progress.rest(), model, ends, left)
+            progress.add(sampled, None)
+        finish = sampled.completion.finish if sampled.aborted else progress.end(ends)
+        whole = Completion(progress.token_ids, progress.logprobs, finish)
+        return sampled if len(whole.token_ids) == len(sampled.completion.token_ids) else Sampled(whole, sampled.aborted)
+
+    async def _sample(
+        self, server: Server, request: SampleRequest, model: str, ends: frozenset[int], deadline: float
+    ) -> list[Sampled]:
+        body: dict[str, Any] = {
+            "input_ids": [sent_ids(request)] * request.n,
+            "sampling_params": [sampling_params(request.params, seed, ends) for seed in request.seeds],
+            "return_logprob": True,
+        }
+        if model.startswith(ADAPTER):
+            body["lora_path"] = [model] * request.n
+        if request.media:
+            body["image_data"] = [sent_images(request)] * request.n
+        answer = await self._post(server, body, deadline, "generate")
+        if request.media and isinstance(answer, list) and answer:
+            check_expanded(server.url, request, prompt_tokens_of(answer[0]))
+        return completions_of(server, answer, request.n, "generate")
+
+    async def _post(self, server: Server, body: dict[str, Any], deadline: float, doing: str) -> Any:
+        return await server.call("POST", "/generate", doing=doing, deadline=deadline, body=body)
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    async def pause(self, server: Server, deadline: float) -> None:
+        """Abort what is in flight and hold what comes."""
+        await server.call("POST", "/pause_generation", doing="pause", deadline=deadline, body={"mode": "abort"})
+
+    async def resume(self, server: Server, deadline: float) -> None:
+        """Go on, also with what has waited."""
+        await server.call("POST", "/continue_generation", doing="resume", deadline=deadline, body={})
+
+    async def forget_prefixes(self, server: Server, deadline: float) -> None:
+        """Empty the prefix cache; asked again until nothing uses it."""
+        doing = "empty the prefix cache"
+        until = time.monotonic() + deadline
+        while True:
+            left = max(until - time.monotonic(), 0.01)
+            wait = min(FLUSH_SECONDS, left / 2)
+            try:
+                query = {"timeout": f"{wait:.3f}"}
+                await server.call("POST", "/flush_cache", doing=doing, deadline=left, query=query)
+                return
+            except ServerRefused as refused:
+                if "HTTP 400" not in refused.said or time.monotonic() + wait >= until:
+                    raise
+            await asyncio.sleep(min(0.1, wait))
+
+    async def write_stamp(self, server: Server, stamp: str, deadline: float) -> None:
+        """Set what `/model_info` calls the version of its weights."""
+        body = {"new_version": stamp, "abort_all_requests": False}
+        doing = "note which weights it holds"
+        await server.call("POST", "/update_weight_version", doing=doing, deadline=deadline, body=body)
+
+    async def read_stamp(self, server: Server, deadline: float) -> str | None:
+        """What `/model_info` calls the version of its weights."""
+        version = (await model_info(server, deadline)).get("weight_version")
+        return None if version is None else str(version)
+
+    async def sleep(self, server: Server, level: int, deadline: float) -> None:
+        """Release memory, the weights' too if they are backed up in host memory or not needed again (level 2)."""
+        if server.url in self._released:
+            return
+        info = await server_info(server, deadline)
+        if not info.get("enable_memory_saver"):
+            raise ServerRefused(
+                server.url, "put it to sleep", "it was started without", "Start it with --enable-memory-saver."
+            )
+        weights = level > 1 or bool(info.get("enable_weights_cpu_backup"))
+        tags = [KV, GRAPHS, *([WEIGHTS] if weights else [])]
+        await self.pause(server, deadline)
+        await self.forget_prefixes(server, deadline)
+        await server.call(
+            "POST", "/release_memory_occupation", doing="put it to sleep", deadline=deadline, body={"tags": tags}
+        )
+        self._released[server.url] = tags
+
+    async def wake(self, server: Server, deadline: float) -> None:
+        """Take back exactly what was released, if anything was."""
+        tags = self._released.get(server.url)
+        if tags is not None:
+            body = {"tags": tags}
+            await server.call("POST", "/resume_memory_occupation", doing="wake it", deadline=deadline, body=body)
+            del self._released[server.url]
+        await self.resume(server, deadline)
+
+
+# ---- requests and answers --------------------------------------------------------------------------------------------
+
+
+def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> dict[str, Any]:
+    """All of them, or the model's generation config would decide."""
+    return {
+        "max_new_tokens": params.max_tokens,
+        "sampling_seed": seed if seed < 1 << 63 else seed - (1 << 64),
+        "temperature": params.temperature,
+        "top_k": params.top_k or -1,
+        "top_p": params.top_p,
+        "min_p": params.min_p or 0.0,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": sorted(ends),
+        "skip_special_tokens": False,
+        **params.extra,
+    }
+
+
+def completions_of(server: Server, answer: Any, n: int, doing: str) -> list[Sampled]:
+    """The completions of an answer, in order.
+
+    Raises:
+        BadAnswer: there are too few, or one is incomplete.
+    """
+    if not isinstance(answer, list) or len(answer) != n:
+        raise BadAnswer(server.url, doing, f"{answer!r:.200} came where {n} completions belong")
+    try:
+        return [sampled_of(one) for one in answer]
+    except ValueError as error:
+        raise BadAnswer(server.url, doing, str(error)) from error
+
+
+def prompt_tokens_of(answer: Any) -> Any:
+    """How many tokens `/generate` says that it made of a prompt; None if it says nothing."""
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    return meta.get("prompt_tokens") if isinstance(meta, Mapping) else None
+
+
+def sampled_of(answer: Any) -> Sampled:
+    """A completion as `/generate` answers it.
+
+    Raises:
+        ValueError: tokens or log-probs are missing, or do not belong together.
+    """
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    if not isinstance(meta, Mapping):
+        raise ValueError(f"{answer!r:.200} came where a completion with `meta_info` belongs")
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    if kind not in ("stop", "length", "abort"):
+        raise ValueError(f"a completion ended with {reason!r:.100}, and stop, length and abort are known")
+    tokens, triples = answer.get("output_ids"), meta.get("output_token_logprobs") or []
+    if not isinstance(tokens, list) or not all(isinstance(one, list) and len(one) > 1 for one in triples):
+        raise ValueError(f"{answer!r:.200} came where `output_ids` and log-probs belong")
+    if kind == "abort":  # it may end between a token and its log-prob; such a token is sampled again
+        count = min(len(tokens), len(triples))
+        tokens, triples = tokens[:count], triples[:count]
+    if [token for _, token, *_ in triples] != tokens:
+        raise ValueError(f"{len(triples)} log-probs came for {len(tokens)} tokens, or for others")
+    finish = FinishReason.STOP if kind == "stop" else FinishReason.LENGTH
+    return Sampled(Completion(tokens, [logprob for logprob, *_ in triples], finish), aborted=kind == "abort")
+
+
+def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
+    """What `/model_info` and `/server_info` say, in Covey's terms."""
+    tensor, pipeline, data = (int(info.get(f"{kind}_size") or 1) for kind in ("tp", "pp", "dp"))
+    limits = [info.get("context_length") or info.get("max_req_input_len"), info.get("max_total_num_tokens")]
+    return ServerFacts(
+        model=str(model.get("served_model_name") or model["model_path"]),
+        release=str(info.get("version") or "unknown"),
+        max_context=min((int(limit) for limit in limits if limit), default=None),
+        world_size=tensor * pipeline * data,
+        dtype=DTYPES.get(str(info.get("dtype"))),
+        sleeps=bool(info.get("enable_memory_saver")),
+        takes_adapters=bool(info.get("enable_lora")),
+        path=str(model["model_path"]),
+    )
+
+
+def ways_of(info: Mapping[str, Any]) -> tuple[str, ...]:
+    """How a server can take weights: its data-parallel replicas from files alone, pipelined ones in no group."""
+    if int(info.get("dp_size") or 1) > 1:
+        return ("disk",)
+    return ("tensor", "disk") if int(info.get("pp_size") or 1) > 1 else ("group", "tensor", "disk")
+
+
+async def model_info(server: Server, deadline: float) -> dict[str, Any]:
+    """The model behind a server, and the version of its weights."""
+    answer = await _either(server, "/model_info", "/get_model_info", deadline)
+    if not isinstance(answer.get("model_path"), str):
+        raise BadAnswer(server.url, "see what the server is", "it names no model_path", "Is it SGLang's own server?")
+    return answer
+
+
+async def server_info(server: Server, deadline: float) -> dict[str, Any]:
+    """What a server was started with."""
+    return await _either(server, "/server_info", "/get_server_info", deadline)
+
+
+async def _either(server: Server, path: str, older: str, deadline: float) -> dict[str, Any]:
+    """The answer of a path, or of the name that it had in older releases."""
+    doing, hint = "see what the server is", "Is it SGLang's own server (`covey sglang-serve`) that listens there?"
+    try:
+        answer = await server.call("GET", path, doing=doing, deadline=deadline)
+    except ServerRefused as refused:
+        if "HTTP 404" not in refused.said:
+            raise
+        try:
+            answer = await server.call("GET", older, doing=doing, deadline=deadline)
+        except ServerRefused as error:
+            raise ServerRefused(server.url, doing, error.said, hint) from error
+    if not isinstance(answer, dict):
+        raise BadAnswer(server.url, doing, f"{path} answered {answer!r:.100}", hint)
+    return answer

@@ -1,0 +1,62 @@
+"""Starts SGLang's server with a key that no other user of the machine can read: `python -m` this, with its flags.
+
+SGLang takes its key from the command line alone, and the command line of a process is public. Here it comes from the
+environment, and is added to the arguments inside of the process.
+"""
+
+import os
+import re
+import runpy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+KEY = "SGLANG_API_KEY"
+"""Environment variable with the key; the trainer reads it too."""
+
+LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""Environment variable that makes a server leave the temperature out of its log-probs."""
+
+MODULE = "covey.engines.servers.sglang.launch"
+
+
+def command(
+    model: str, port: int, device: str, flags: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """What starts a server for this machine alone, and what to add to its environment.
+
+    Args:
+        model: hub id or folder.
+        port: to listen on.
+        device: "cuda:1" is the second of the GPUs that this process sees; "cpu".
+        flags: of SGLang, with underscores or dashes; True is a flag without a value.
+        environ: of this process.
+
+    Raises:
+        ValueError: the device is none.
+    """
+    kind, _, index = device.partition(":")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"sglang_device={device!r} is no device to start a server on: write cuda:1, or cpu.")
+    words = [sys.executable, "-m", MODULE, "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
+    added = {}
+    if kind == "cpu":
+        words += ["--device", "cpu"]
+    else:
+        seen = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        number = int(index or 0)
+        if seen and number >= len(seen):
+            raise ValueError(f"sglang_device={device!r}: this process sees {len(seen)} GPUs (CUDA_VISIBLE_DEVICES).")
+        added["CUDA_VISIBLE_DEVICES"] = seen[number] if seen else str(number)
+    for name, value in flags.items():
+        if value is not False and value is not None:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words, added
+
+
+if __name__ == "__main__":
+    key = os.environ.pop(KEY, None)
+    if key:
+        sys.argv += ["--api-key", key]
+    os.environ.pop(LOGPROBS, None)
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -1,0 +1,175 @@
+"""What a vLLM server is: its release, model and configuration, and whether a run can sample from it.
+
+Each function is one request, or reads the answer of one. Not here: sampling and training (`vllm`).
+"""
+
+import difflib
+import re
+from typing import Any
+
+import torch
+
+from covey.engines.servers.errors import BadAnswer, ServerRefused, same_vocabulary
+from covey.engines.servers.http_client import Server
+from covey.engines.servers.vllm.flags import OLDEST
+from covey.engines.servers.vllm.sampling import completions_of
+
+DEV_MODE = (
+    "Start it with the environment variable VLLM_SERVER_DEV_MODE=1, which adds the routes that training needs, or with"
+    " `covey vllm-serve`."
+)
+
+
+async def release_of(server: Server, deadline: float) -> str:
+    """Its version of vLLM; one that is too old is refused."""
+    doing = "find out which vLLM this is"
+    try:
+        answer = await server.call("GET", "/version", doing=doing, deadline=deadline)
+    except ServerRefused as error:
+        hint = "Is it vLLM's own server (`covey vllm-serve` or `vllm serve`) that listens there?"
+        raise error if "API key" in str(error) else ServerRefused(server.url, doing, error.said, hint) from error
+    release = answer.get("version") if isinstance(answer, dict) else None
+    if not isinstance(release, str):
+        raise ServerRefused(
+            server.url, doing, f"/version answered {answer!r:.100}", "Is it vLLM's own server that listens there?"
+        )
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    if numbers and tuple(map(int, numbers.groups())) < OLDEST:
+        raise ServerRefused(
+            server.url,
+            "train with this server",
+            f"it runs vLLM {release}, and {'.'.join(map(str, OLDEST))} is the oldest that is supported",
+            "Update it: pip install -U vllm.",
+        )
+    return release
+
+
+async def world_size_of(server: Server, deadline: float) -> int:
+    """Processes that hold weights; a server without the routes for training is refused."""
+    doing = "ask for its number of processes"
+    try:
+        answer = await server.call("GET", "/get_world_size", doing=doing, deadline=deadline)
+    except ServerRefused as error:
+        if "HTTP 404" not in error.said:
+            raise
+        raise ServerRefused(
+            server.url, "use the routes for training", "it was started without them", DEV_MODE
+        ) from error
+    size = answer.get("world_size") if isinstance(answer, dict) else None
+    if not isinstance(size, int):
+        raise BadAnswer(server.url, doing, f"it answered {answer!r:.100}")
+    return size
+
+
+async def model_of(server: Server, deadline: float) -> dict[str, Any]:
+    """What it says of the model under its adapters."""
+    doing = "ask for its model"
+    answer = await server.call("GET", "/v1/models", doing=doing, deadline=deadline)
+    models = answer.get("data") if isinstance(answer, dict) else None
+    base = [model for model in models or [] if isinstance(model, dict) and model.get("id")]
+    base = [model for model in base if not model.get("parent")] or base  # adapters have one
+    if not base:
+        raise BadAnswer(server.url, doing, f"it answered {answer!r:.200}")
+    return base[0]
+
+
+async def config_of(server: Server, deadline: float) -> dict[str, Any]:
+    """How it was started, as far as it says; empty where it does not."""
+    answer = await server.call(
+        "GET",
+        "/server_info",
+        doing="ask for its configuration",
+        deadline=deadline,
+        query={"config_format": "json"},
+    )
+    config = answer.get("vllm_config") if isinstance(answer, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+async def check_extra(server: Server, extra: dict[str, Any], deadline: float) -> None:
+    """The server ignores what it does not know, so names are looked up in its own description of a request."""
+    if not extra:
+        return
+    try:
+        schema = await server.call("GET", "/openapi.json", doing="ask what it knows", deadline=deadline)
+    except ServerRefused:
+        return  # it was started with --disable-fastapi-docs
+    known = within(schema, "components", "schemas", "CompletionRequest", "properties")
+    for name in extra if isinstance(known, dict) else ():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ServerRefused(
+                server.url,
+                f"sample with generation_kwargs {name!r}",
+                f"this vLLM does not know it{f', but {close[0]!r}' if close else ''}",
+                "Take it out of generation_kwargs, or write it as vLLM's completions API does.",
+            )
+
+
+async def reports_after_cut(
+    server: Server, model: str, vocab_size: int | None, temperature: float, deadline: float
+) -> bool:
+    """Sample one token to see what log-probs mean here: whether they are those of the distribution after cuts.
+
+    With top_k=1 one token is left. Its log-prob is 0 after the cut and below 0 before it.
+    """
+    token = 0 if vocab_size is None else vocab_size - 1
+    body = {
+        "model": model, "prompt": [token], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0,
+        "return_token_ids": True, "ignore_eos": True,
+    }  # fmt: skip
+    doing = "sample a token"
+    with same_vocabulary(token):
+        answer = await server.ask("/v1/completions", doing=doing, deadline=deadline, body=body)
+    [sampled] = completions_of(server, answer)
+    reported = sampled.completion.logprobs
+    if not reported:
+        raise BadAnswer(server.url, doing, "it reports no log-probs for what it samples")
+    if reported[0] > 1e-3:
+        raise ServerRefused(
+            server.url, doing, f"it reports logits ({reported[0]:.3g}), no log-probs", _modes(temperature)
+        )
+    after_cut = reported[0] > -1e-6
+    if not after_cut and temperature != 1.0:
+        raise ServerRefused(
+            server.url,
+            f"sample at temperature {temperature:g}",
+            "it reports log-probs from before the temperature divides the logits, which cannot be compared with"
+            " the trainer's",
+            _modes(temperature),
+        )
+    return after_cut
+
+
+def refuse_pieces(server: Server, config: dict[str, Any]) -> None:
+    """A prompt with a seed that is computed in pieces ends vLLM's engine for CPUs (0.32): it turns its generator back.
+
+    Raises:
+        ServerRefused: the server is one for CPUs that computes prompts in pieces.
+    """
+    on_cpu = str(within(config, "device_config", "device")) == "cpu"
+    if on_cpu and within(config, "scheduler_config", "enable_chunked_prefill"):
+        raise ServerRefused(
+            server.url,
+            "sample with seeds",
+            "it runs on a CPU and computes prompts in pieces, which would end it",
+            "Start it with --no-enable-chunked-prefill, or with `covey vllm-serve`.",
+        )
+
+
+def as_dtype(name: Any) -> torch.dtype | None:
+    """The type named "torch.bfloat16" or "bfloat16"."""
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def within(record: Any, *path: str) -> Any:
+    """What stands at `path` in nested dictionaries, or None."""
+    for name in path:
+        record = record.get(name) if isinstance(record, dict) else None
+    return record
+
+
+def _modes(temperature: float) -> str:
+    mode = "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
+    return f"Start it with --logprobs-mode {mode} (`covey vllm-serve` does so), or sample at temperature 1."

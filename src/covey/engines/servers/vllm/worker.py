@@ -1,0 +1,193 @@
+"""The server's end: loaded into vLLM's processes by `--worker-extension-cls` (see `vllm_flags`).
+
+Imports vLLM and is imported by nothing else in this package. It registers a backend of vLLM's own weight transfer,
+which takes buckets of checkpoint tensors from a trainer, checks them against their manifest and loads them layer by
+layer, and gives the worker a few methods that `/collective_rpc` can call. Nothing that arrives is unpickled.
+"""
+
+import contextlib
+import json
+import shutil
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from covey.engines.servers.vllm.flags import BACKEND
+from covey.engines.servers.weights.buckets import unpack
+from covey.engines.servers.weights.channels import Channel, boot_id, join
+from covey.engines.servers.weights.files import read_folder
+from covey.engines.vllm_colocate.cpu_heads import repack_heads
+
+BORN = uuid.uuid4().hex
+"""Of this process: a server that was started again has another."""
+
+
+@dataclass
+class Meeting(WeightTransferInitInfo):
+    """Where the trainer waits; see `channels.join`."""
+
+    channel: str
+    address: str
+    port: int
+    name: str
+    world_size: int
+    seconds: float
+
+
+@dataclass
+class Piece(WeightTransferUpdateInfo):
+    """One bucket: the `number`th of `count`, with its manifest and what its channel wants to be told."""
+
+    version: int
+    number: int
+    count: int
+    manifest: dict[str, Any]
+    note: dict[str, Any]
+    seconds: float
+
+
+class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
+    """Takes a whole model in buckets."""
+
+    init_info_cls = Meeting
+    update_info_cls = Piece
+    channel: Channel | None = None
+    expected: tuple[int, int] | None = None
+    """Version and number of the next bucket; None between updates."""
+
+    def init_transfer_engine(self, init_info: Meeting) -> None:
+        """Meet a trainer; an earlier one is let go."""
+        self.shutdown()
+        where = self.parallel_config
+        rank = 1 + where.data_parallel_index * where.world_size + where.rank
+        self.channel = join(
+            init_info.channel,
+            init_info.address,
+            init_info.port,
+            init_info.name,
+            rank,
+            init_info.world_size,
+            init_info.seconds,
+        )
+
+    def start_weight_update(self) -> None:
+        """Get the layers ready for tensors of a checkpoint; what an update that failed left half loaded is dropped."""
+        if self.expected is not None:
+            finalize_layerwise_reload(self.model, self.model_config)
+        initialize_layerwise_reload(self.model)
+        self.expected = (-1, 0)
+
+    def receive_weights(self, update_info: Piece) -> None:
+        """Take one bucket, check it, and load it."""
+        assert self.expected is not None, "vLLM calls `start_weight_update` first"
+        version, number = self.expected
+        if update_info.number != number or (number and update_info.version != version):
+            raise ValueError(
+                f"bucket {update_info.number} of version {update_info.version} came where bucket {number} of version"
+                f" {update_info.version if not number else version} belongs"
+            )
+        tensors = self.take(update_info.manifest, update_info.note, update_info.seconds)
+        self.model.load_weights(tensors)
+        done = number + 1 == update_info.count
+        self.expected = (update_info.version, -1 if done else number + 1)
+
+    def take(self, manifest: dict[str, Any], note: dict[str, Any], seconds: float) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of a bucket, checked."""
+        if self.channel is None:
+            raise RuntimeError("no trainer is connected: call /init_weight_transfer_engine first")
+        return unpack(manifest, self.channel.receive(int(manifest["nbytes"]), self.device, note, seconds))
+
+    def finish_weight_update(self) -> None:
+        """Put the new weights in use. After one that was incomplete, a second call ends the update quietly.
+
+        Raises:
+            RuntimeError: buckets are missing; the model is whole again, but its weights are of two versions.
+        """
+        if self.expected is None:
+            return
+        (version, number), self.expected = self.expected, None
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_heads(self.model)
+        if number != -1:
+            raise RuntimeError(f"weights of version {version} are incomplete: bucket {number} never came")
+
+    def shutdown(self) -> None:
+        """Let the trainer go."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+
+class CoveyWorker:
+    """Methods of vLLM's worker for `/collective_rpc`; their arguments and results are JSON."""
+
+    vllm_config: Any
+    model_runner: Any
+    weight_transfer_engine: Any
+    device: Any
+
+    def covey_facts(self) -> dict[str, Any]:
+        """What a trainer must know to choose how weights travel."""
+        transfer, lora = self.vllm_config.weight_transfer_config, self.vllm_config.lora_config
+        gpu = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None
+        return {
+            "backend": transfer.backend if transfer is not None else None,
+            "device": self.device.type,
+            "gpu": gpu,
+            "boot": boot_id(),
+            "born": BORN,
+            "max_lora_rank": lora.max_lora_rank if lora is not None else None,
+        }
+
+    def covey_load_folder(self, folder: str) -> dict[str, Any]:
+        """Load a folder of safetensors, after all its tensors agree with its manifest."""
+        with set_current_vllm_config(self.vllm_config):
+            read_folder(
+                Path(folder), consume=lambda tensors: self.model_runner.reload_weights(weights_iterator=tensors)
+            )
+            repack_heads(self.model_runner.get_model())
+        return {"loaded": folder}
+
+    def covey_take_adapter(
+        self, name: str, config: str, manifest: dict[str, Any], note: dict[str, Any], seconds: float
+    ) -> dict[str, Any]:
+        """Take an adapter over the trainer's channel into a folder of this machine, for `/v1/load_lora_adapter`."""
+        from safetensors.torch import save_file
+
+        if not isinstance(self.weight_transfer_engine, CoveyWeights):
+            raise RuntimeError(f"an adapter can be taken by the weight transfer backend {BACKEND!r} alone")
+        tensors = {key: tensor.cpu() for key, tensor in self.weight_transfer_engine.take(manifest, note, seconds)}
+        folder = _adapter_folder(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps(json.loads(config)))
+        staging = folder / f"{uuid.uuid4().hex}.partial"  # workers of one machine write the same file
+        save_file(tensors, staging)
+        staging.rename(folder / "adapter_model.safetensors")
+        return {"folder": str(folder)}
+
+    def covey_forget_adapter(self, name: str) -> dict[str, Any]:
+        """Remove what `covey_take_adapter` wrote."""
+        shutil.rmtree(_adapter_folder(name), ignore_errors=True)
+        return {"removed": name}
+
+
+def _adapter_folder(name: str) -> Path:
+    if not name.replace("-", "").replace(".", "").isalnum() or ".." in name:
+        raise ValueError(f"{name!r} is not the name of an adapter: letters, digits, '-' and '.' are allowed")
+    return Path(tempfile.gettempdir()) / "covey-adapters" / name
+
+
+with contextlib.suppress(ValueError):  # registered already: this module was imported under another name
+    WeightTransferEngineFactory.register_engine(BACKEND, CoveyWeights)

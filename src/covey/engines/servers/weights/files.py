@@ -1,0 +1,155 @@
+"""Weights as files: safetensors with a manifest beside them, for servers that share a disk with the trainer.
+
+A folder appears under its name when it is complete. Nothing here knows a server.
+"""
+
+import json
+import shutil
+import tempfile
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.weights import WeightUpdate
+from covey.engines.servers.weights.buckets import Packer, check
+
+MANIFEST = "covey_manifest.json"
+
+
+class Shelf:
+    """Where the folders of one run lie. It is made when it is needed, and removed with this object at the latest.
+
+    Args:
+        folder: in which it is made; None: the system's folder for temporary files.
+        run: the run's own name.
+    """
+
+    def __init__(self, folder: str | None, run: str):
+        self._folder, self._run = folder, run
+        self._path: Path | None = None
+        self._remove: Callable[[], object] = lambda: None
+
+    @property
+    def path(self) -> Path:
+        """The folder of folders.
+
+        Raises:
+            RuntimeError: it cannot be made.
+        """
+        if self._path is None:
+            parent = Path(self._folder or tempfile.gettempdir()).absolute()
+            try:
+                if self._folder is None:
+                    made = Path(tempfile.mkdtemp(prefix="covey-weights-"))
+                else:
+                    made = parent / f"covey-weights-{self._run}"
+                    made.mkdir(parents=True)
+            except OSError as error:
+                raise _cannot_write(parent, error) from error
+            self._path, self._remove = made, weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+        return self._path
+
+    def write(self, update: WeightUpdate, name: str, bucket_bytes: int) -> Path:
+        """`write_folder` into the folder called `name`.
+
+        Raises:
+            RuntimeError: the disk is full, or will not be written to.
+        """
+        from safetensors import SafetensorError
+
+        folder = self.path / name
+        try:
+            write_folder(update, folder, bucket_bytes)
+        except (OSError, SafetensorError) as error:
+            raise _cannot_write(folder, error, update.nbytes) from error
+        return folder
+
+    def clear(self) -> None:
+        """Remove all of it."""
+        self._remove()
+        self._path = None
+
+
+def _cannot_write(folder: Path, error: Exception, nbytes: int = 0) -> RuntimeError:
+    size = f"They are {nbytes / 2**20:.3g} MiB. " if nbytes else ""
+    return RuntimeError(
+        f"weights for servers cannot be written to {folder} ({error}). {size}Make room there, or set vllm_weight_folder"
+        " (SGLang: checkpoint_path) to a folder that can be written to and that the servers see under the same name."
+    )
+
+
+def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:
+    """Write an update as `save_pretrained` would: safetensors and their index; or an adapter and its configuration."""
+    from safetensors.torch import save_file
+
+    staging = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
+    staging.mkdir(parents=True)
+    try:
+        limit = bucket_bytes if update.adapter is None else max(update.nbytes * 2, 1)  # an adapter is one file
+        packer = Packer(update, limit, device=torch.device("cpu"))
+        count = len(packer.plan)
+        index: dict[str, str] = {}
+        sums: dict[str, int] = {}
+        number = 0
+        while (bucket := packer.next()) is not None:
+            number += 1
+            file = "adapter_model.safetensors" if update.adapter is not None else _shard(number, count)
+            tensors = bucket.tensors()
+            save_file(tensors, staging / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(tensors, file)
+            sums |= {entry.spec.name: entry.checksum for entry in bucket.entries}
+        if update.adapter is not None:
+            (staging / "adapter_config.json").write_text(json.dumps(update.adapter, indent=2))
+        elif count > 1:
+            listing = {"metadata": {"total_size": update.nbytes}, "weight_map": index}
+            (staging / "model.safetensors.index.json").write_text(json.dumps(listing))
+        manifest = {"version": update.version, "files": index, "checksums": sums}
+        (staging / MANIFEST).write_text(json.dumps(manifest))
+        staging.rename(folder)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def read_folder(folder: Path, consume: Callable[[Iterator[tuple[str, Tensor]]], Any]) -> None:
+    """Hand a folder's tensors to `consume`, after each of them was compared with the manifest.
+
+    Raises:
+        ValueError: a tensor is missing, unannounced or changed; nothing was consumed then.
+        FileNotFoundError: there is no such folder here.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"there is no {MANIFEST} in {folder} as this server sees it: trainer and server must see the same disk"
+        ) from error
+    for name, tensor in _tensors(folder, manifest):
+        check(name, tensor, manifest["checksums"][name])
+    consume(_tensors(folder, manifest))
+
+
+def _tensors(folder: Path, manifest: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    by_file: dict[str, set[str]] = {}
+    for name, file in manifest["files"].items():
+        by_file.setdefault(file, set()).add(name)
+    for file, names in by_file.items():
+        if Path(file).name != file:
+            raise ValueError(f"{file!r} in the manifest of {folder} is not the name of a file in it")
+        with safe_open(folder / file, framework="pt") as opened:
+            found = set(opened.keys())
+            if found != names:
+                raise ValueError(f"{file} holds other tensors than its manifest lists: {sorted(found ^ names)[:5]}")
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                yield name, opened.get_tensor(name)
+
+
+def _shard(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"

@@ -1,0 +1,139 @@
+"""What the routers of a mixture of experts do with tokens, for the loss that keeps the load of experts balanced.
+
+transformers has the loss (Switch Transformer, arXiv 2101.03961, eq. 4-6) for one padded batch, as a product of two
+means over its tokens. Here the two means are sums that can be added up over the passes of an optimizer step, over
+layouts and over processes, so that the loss is that of the whole step. Not here: when they are added up
+(`covey.trainer.moe_balance`).
+
+Letters: T places of a forward pass, L layers with experts, E experts, k experts that a token goes to.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from covey.core.model_architecture import decoder_of
+
+
+class RouterLoads(NamedTuple):
+    """Sums over tokens and layers; each token counts as often as rollouts read it.
+
+    Attributes:
+        chosen: [E], how often each expert was among a token's k; no gradient.
+        probability: [E], of each expert's probability; gradient flows.
+        pairs: how many (token, layer) pairs they are sums over.
+    """
+
+    chosen: Tensor
+    probability: Tensor
+    pairs: Tensor
+
+    @classmethod
+    def of_all(cls, parts: "Sequence[RouterLoads]") -> "RouterLoads":
+        """The loads of several batches together."""
+        return cls(*(torch.stack(column).sum(0) for column in zip(*parts, strict=True)))
+
+    def without_gradient(self) -> "RouterLoads":
+        """The same numbers, alone."""
+        return RouterLoads(*(value.detach() for value in self))
+
+
+def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> RouterLoads:
+    """Add up what the routers of all layers say.
+
+    Args:
+        router_logits: of each layer, [T, E] or [rows, width, E].
+        readers: [T], how often each place counts: 0 for padding, G for a prompt that G rollouts share.
+        top_k: k.
+    """
+    experts = router_logits[0].shape[-1]
+    layers = []
+    for logits in router_logits:
+        flat = logits.reshape(-1, experts).to(readers.device)
+        odds = flat.to(torch.promote_types(flat.dtype, torch.float32)).softmax(-1)
+        weight = readers.to(odds.dtype)
+        winners = odds.detach().topk(top_k, dim=-1).indices.flatten()
+        chosen = odds.new_zeros(experts).scatter_add(0, winners, weight.repeat_interleave(top_k))
+        layers.append(RouterLoads(chosen, weight @ odds, readers.sum()))
+    return RouterLoads.of_all(layers)
+
+
+def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
+    """What a part of a step adds to the step's loss E · Σₑ fₑ Pₑ.
+
+    fₑ is the share of tokens that expert e was chosen for and Pₑ its mean probability, both over the whole step and all
+    layers. f has no gradient and P is a sum over tokens, so parts add up to the whole: value and gradient.
+
+    Args:
+        whole: loads of the step.
+        part: loads of some of its tokens.
+
+    Example:
+        Two experts, one choice: 3 of 4 tokens go to the first, whose probability is 0.7 on average, the second's 0.3.
+        The loss is 2 · (0.75 · 0.7 + 0.25 · 0.3) = 1.2; it is 1 where the load is even.
+    """
+    pairs = whole.pairs.clamp(min=1).to(part.probability)
+    shares = whole.chosen.to(part.probability) / pairs
+    return len(shares) * (shares @ part.probability) / pairs
+
+
+@contextmanager
+def captured_router_logits(model: Any) -> Iterator[list[Tensor]]:
+    """Collect the router logits of every layer in the forward passes within.
+
+    The decoder is asked for them, and not the causal language model, which would compute a loss of its own from a mask
+    that packed rows do not have.
+    """
+    captured: list[Tensor] = []
+
+    def ask(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "output_router_logits": True}
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        captured.extend(logits for logits in getattr(output, "router_logits", None) or () if logits is not None)
+
+    decoder = decoder_of(model)
+    handles = [decoder.register_forward_pre_hook(ask, with_kwargs=True), decoder.register_forward_hook(keep)]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refuse_without_gradient(model: Any, router_logits: list[Tensor]) -> None:
+    """The loss needs router logits, and a way back from them.
+
+    Raises:
+        ValueError: the model gives none, or gives them without gradient, as reentrant checkpointing does.
+    """
+    if not router_logits:
+        raise ValueError(
+            f"router_aux_loss_coef: {type(model).__name__} returns no router logits, so the load of its experts cannot"
+            " be balanced. Set router_aux_loss_coef=0."
+        )
+    if torch.is_grad_enabled() and not any(logits.requires_grad for logits in router_logits):
+        raise ValueError(
+            "router_aux_loss_coef: the routers give no gradient. Reentrant checkpointing cuts it off: set"
+            " gradient_checkpointing_kwargs={'use_reentrant': False}, gradient_checkpointing=False or"
+            " router_aux_loss_coef=0."
+        )
+
+
+def has_balancing_loss(model: Any) -> bool:
+    """Whether transformers computes a load-balancing loss for models of this class."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    modules = [sys.modules.get(kind.__module__) for kind in type(base).__mro__]
+    return experts_per_token(model) is not None and any(hasattr(m, "load_balancing_loss_func") for m in modules)
+
+
+def experts_per_token(model: Any) -> int | None:
+    """To how many experts a token goes, as transformers' own loss is told; None where it does not say."""
+    config = model.config.get_text_config()
+    owners = (config, getattr(config, "ffn_config", None))
+    named = [getattr(owner, name, None) for owner in owners for name in ("num_experts_per_tok", "moe_top_k")]
+    return next((number for number in named if isinstance(number, int)), None)

@@ -1,0 +1,260 @@
+"""Rollout functions of the user's own that play all of a generation at once: `def rollout(prompts, trainer) -> dict`.
+
+They run on a thread of their own and sample with `trainer.generate_completions`. What they return is checked. Not here:
+functions that play one rollout or one group (`functions`).
+"""
+
+import asyncio
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+from covey.core.engine import SampleRequest, SamplingParams
+from covey.core.media import Media
+from covey.core.rollout import Completion, FinishReason, Rollout
+from covey.rollout.images import ImageError
+from covey.rollout.prompts import PromptCodec
+from covey.rollout.request_coalescing import MergedRequests
+from covey.rollout.seeds import sample_seed
+from covey.rollout.user_functions import Limits, RolloutError
+from covey.rollout.vision import Encoded, Vision
+from covey.runtime.user_code import Raised, TimedOut, run_in_thread
+
+
+class _Sampling:
+    """Completions for a function that runs on another thread than the engine."""
+
+    def __init__(
+        self,
+        merged: MergedRequests,
+        codec: PromptCodec,
+        params: SamplingParams,
+        seed_key: tuple[int | str, ...],
+        loop: asyncio.AbstractEventLoop,
+    ):
+        self._merged, self._codec, self._params, self._key, self._loop = merged, codec, params, seed_key, loop
+        self._calls = 0
+
+    def complete(self, prompts: Sequence[Any], changes: dict[str, Any]) -> list[tuple[list[int], Completion]]:
+        known = {one.name for one in fields(SamplingParams)}
+        if unknown := sorted(set(changes) - known):
+            raise RolloutError(
+                f"no such sampling setting: {', '.join(unknown)}. There are: {', '.join(sorted(known))}."
+            )
+        params, call = replace(self._params, **changes), self._calls
+        self._calls += 1
+        encoded = [self._encoded(one) for one in prompts]
+        seeds = [sample_seed(*self._key, "call", call, i) for i in range(len(prompts))]
+
+        async def sample() -> list[list[Completion]]:
+            asked = (
+                SampleRequest(one.ids, 1, params, [seed], media=one.media)
+                for one, seed in zip(encoded, seeds, strict=True)
+            )
+            return await asyncio.gather(*(self._merged.generate(request) for request in asked))
+
+        answers = asyncio.run_coroutine_threadsafe(sample(), self._loop).result()
+        return [(one.ids, answer[0]) for one, answer in zip(encoded, answers, strict=True)]
+
+    def _encoded(self, prompt: Any) -> Encoded:
+        if not _is_tokens(prompt):
+            return self._codec.read(prompt)
+        vision = self._codec.vision
+        if vision is not None and not vision.placeholders.isdisjoint(prompt):
+            raise RolloutError(
+                "a prompt of tokens holds some that stand for images, and nothing says which: give"
+                " `generate_completions` messages, whose image parts hold their images, as the prompts of rollout_func"
+                " do."
+            )
+        return Encoded(list(prompt))
+
+
+def _is_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(one, int) for one in prompt)
+
+
+_CURRENT: ContextVar[_Sampling | None] = ContextVar("covey_sampling", default=None)
+"""Of the function that this code is called by."""
+
+
+class BatchFunction:
+    """A user's `(prompts, trainer) -> dict`, for all prompts of a generation at once.
+
+    The dictionary holds, for every prompt, a list in `prompt_ids`, `completion_ids` and `logprobs` (which may be None).
+    `env_mask` may say with 1 and 0 which completion tokens the policy chose. For a vision-language model `images` may
+    hold a list for every prompt: the images that its tokens show, in their order; by default those of the row. Every
+    other field goes to the reward functions, an element per prompt.
+
+    Args:
+        function: the user's.
+        trainer: handed to it.
+        timeout: seconds that it may take.
+        codec: decodes what it returns.
+        limits: of its tokens.
+        end_ids: tokens that end a completion; one that ends otherwise was cut off.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        trainer: Any,
+        timeout: float,
+        codec: PromptCodec,
+        limits: Limits,
+        end_ids: Collection[int],
+    ):
+        self._function = function
+        self._trainer = trainer
+        self._timeout = timeout
+        self._codec = codec
+        self._limits = limits
+        self._end_ids = frozenset(end_ids)
+        self._under_way: list[_Sampling] = []
+
+    @contextmanager
+    def sampling(
+        self, merged: MergedRequests, codec: PromptCodec, params: SamplingParams, seed_key: tuple[int | str, ...]
+    ) -> Iterator[None]:
+        """Within this context `complete` samples: with these settings, on the event loop that is running now.
+
+        Several generations may be under way, where they are sampled ahead; each has its own context.
+        """
+        mine = _Sampling(merged, codec, params, seed_key, asyncio.get_running_loop())
+        self._under_way.append(mine)
+        token = _CURRENT.set(mine)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+            self._under_way.remove(mine)
+            merged.close()
+
+    def complete(self, prompts: Sequence[Any], **changes: Any) -> list[tuple[list[int], Completion]]:
+        """For the user's function, while it runs: a completion of each prompt, with the prompt's tokens.
+
+        Args:
+            prompts: texts, messages or lists of tokens.
+            changes: fields of `SamplingParams` that differ from the config's.
+
+        Raises:
+            RolloutError: called at another time, or with a setting that does not exist.
+        """
+        current = _CURRENT.get()
+        if current is None and len(self._under_way) == 1:
+            (current,) = self._under_way  # on a thread that the function has started
+        if current not in self._under_way:
+            raise RolloutError(
+                "completions can be had here only while rollout_func runs, and on its own thread where several"
+                " generations are sampled at once."
+            )
+        return current.complete(prompts, changes)
+
+    async def __call__(self, prompts: Sequence[Any], images: Sequence[Sequence[Any]] = ()) -> list[Rollout]:
+        """One rollout for each prompt, in their order.
+
+        Args:
+            prompts: text or messages.
+            images: what the prompts show, for each a list; empty where the policy sees none.
+
+        Raises:
+            RolloutError: the function took too long, or returned something else than described.
+            Exception: what it raised.
+        """
+
+        def run() -> list[Rollout]:
+            shared = {id(image): image for shown in images for image in shown}
+            given = copy.deepcopy(list(prompts), shared)
+            return self._rollouts(prompts, images, self._function(given, self._trainer))
+
+        try:
+            return await run_in_thread(run, self._timeout)
+        except TimedOut:
+            raise RolloutError(
+                f"rollout_func took longer than rollout_timeout={self._timeout:g} s for {len(prompts)} prompts. Raise"
+                " rollout_timeout, or find out what it waits for."
+            ) from None
+        except Raised as raised:
+            if isinstance(raised.error, Exception):
+                raise raised.error from None
+            raise RolloutError(f"rollout_func raised {raised.text}") from raised.error  # SystemExit would end silently
+
+    def _rollouts(self, prompts: Sequence[Any], images: Sequence[Sequence[Any]], returned: Any) -> list[Rollout]:
+        needed = ("prompt_ids", "completion_ids", "logprobs")
+        if not isinstance(returned, dict) or any(name not in returned for name in needed):
+            raise RolloutError(
+                f"rollout_func must return a dictionary with {', '.join(needed)}, got"
+                f" {sorted(returned) if isinstance(returned, dict) else type(returned).__name__}. logprobs may be None."
+            )
+        for name, values in returned.items():
+            if values is None and name not in needed[:2]:
+                continue
+            if not hasattr(values, "__len__") or len(values) != len(prompts):
+                count = len(values) if hasattr(values, "__len__") else type(values).__name__
+                raise RolloutError(
+                    f"rollout_func returned {count} elements in {name!r} for {len(prompts)} prompts; it needs one for"
+                    " each (every prompt comes as many times as it is to be completed)."
+                )
+        vision = self._codec.vision
+        read = (*needed, "env_mask", *(["images"] if vision is not None else []))
+        extras = {name: values for name, values in returned.items() if name not in read}
+        rollouts = []
+        for i, prompt in enumerate(prompts):
+            completion_ids = [int(one) for one in returned["completion_ids"][i]]
+            logprobs, mask = _of(returned["logprobs"], i), _of(returned.get("env_mask"), i)
+            for name, values in (("logprobs", logprobs), ("env_mask", mask)):
+                if values is not None and len(values) != len(completion_ids):
+                    raise RolloutError(
+                        f"rollout_func returned {len(values)} {name} for the {len(completion_ids)} completion_ids of"
+                        f" prompt {i}; it needs one for each."
+                    )
+            sampled = [True] * len(completion_ids) if mask is None else [bool(one) for one in mask]
+            rollout = Rollout(
+                prompt_ids=[int(one) for one in returned["prompt_ids"][i]],
+                completion_ids=completion_ids,
+                sampled=sampled,
+                logprobs=None if logprobs is None else [_single(one) for one in logprobs],
+                completion=self._codec.decode(prompt, completion_ids),
+                finish=FinishReason.STOP if set(completion_ids[-1:]) & self._end_ids else FinishReason.LENGTH,
+                extras={name: _of(values, i) for name, values in extras.items()},
+                turn_ends=[end for end, (now, then) in enumerate(pairwise([*sampled, False])) if now and not then],
+            )
+            rollout = self._limits.checked(rollout)
+            if vision is not None:
+                own = _of(returned.get("images"), i)
+                rollout.media = _shown(vision, rollout, own, images[i] if images else (), i)
+            rollouts.append(rollout)
+        return rollouts
+
+
+def _shown(vision: Vision, rollout: Rollout, own: Any, of_row: Sequence[Any], number: int) -> tuple[Media, ...]:
+    """What a rollout shows: the images that were returned with it, or else those of its row, if any."""
+    ids = rollout.prompt_ids + rollout.completion_ids
+    written = [True] * len(rollout.prompt_ids) + [not one for one in rollout.sampled]
+    if own is None and not any(id_ in vision.placeholders for id_, other in zip(ids, written, strict=True) if other):
+        return ()
+    if own is not None and not isinstance(own, list | tuple):
+        raise RolloutError(
+            f"rollout_func returned {type(own).__name__} in 'images' for prompt {number}; it needs a list of images for"
+            " each prompt, or None."
+        )
+    try:
+        return vision.find(ids, of_row if own is None else own, written)
+    except ImageError as error:
+        raise RolloutError(
+            f"the tokens that rollout_func returned for prompt {number} do not show the images"
+            f" {'of its row' if own is None else 'that it returned with them'}: {error} Return the prompt_ids that"
+            " `generate_completions` gives, and in 'images' for each prompt a list of what its tokens show, in order."
+        ) from error
+
+
+def _of(values: Any, place: int) -> Any:
+    return None if values is None else values[place]
+
+
+def _single(logprob: Any) -> float:
+    """A log-prob; servers that report the most probable tokens give a list, the sampled one first."""
+    return float(logprob[0] if isinstance(logprob, list | tuple) else logprob)

@@ -1,0 +1,149 @@
+"""A program between this process and a command: the command and all its descendants end when the process does.
+
+`covey.runtime.subprocess_guarded` runs this file by its path, so it imports the standard library alone, and of that
+what starts fast. It is the parent of the command, waits for one of three ends, and leaves nothing behind after any:
+
+- the command ends: whatever it started is ended too, and its exit status becomes this program's (128 + n for signal n,
+  as a shell has it);
+- the process that asked for it ends, by `kill -9` if need be, or lets go: the write end of a pipe closes, or this
+  program has another parent. The pipe is quick, and the parent tells where a forked sibling keeps the pipe open;
+- somebody sends this program SIGTERM, SIGINT or SIGHUP.
+
+On Linux, descendants that leave the process group are found as well: orphans are handed to this program (it is a
+"subreaper"), and the command is killed by the kernel should this program itself be killed. Elsewhere the process
+group is what is ended.
+
+usage: guard.py PARENT_PID PIPE GRACE COMMAND [ARGUMENT ...]
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+POLL_SECONDS = 1.0
+"""Between looks at the parent's id, for which there is no event."""
+
+KILL_SECONDS = 10.0
+"""For the kernel to take down killed processes; one that hangs in a driver is left to it."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns the exit status."""
+    parent, pipe, grace, command = int(argv[0]), int(argv[1]), float(argv[2]), argv[3:]
+    os.set_inheritable(pipe, False)
+    linux = sys.platform.startswith("linux")
+    if linux:
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: asked.append(number))
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the default action wakes nobody
+    if os.getppid() != parent:
+        return 128 + signal.SIGKILL
+    child = _start(command, linux)
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):  # they are the command's: its reader must see them close when the command does
+        os.dup2(quiet, stream)
+
+    status = None
+    while status is None and not asked and os.getppid() == parent:
+        ready, _, _ = select.select([pipe, woken], [], [], POLL_SECONDS)
+        if woken in ready:
+            os.read(woken, 4096)
+        status = _reap().get(child)
+        if pipe in ready:
+            break
+    ended = _end(child, grace if status is None else 0.0, linux)
+    status = ended.get(child, status)
+    return 128 + signal.SIGKILL if status is None else _as_exit_status(status)
+
+
+def _start(command: list[str], linux: bool) -> int:
+    guard = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        signal.set_wakeup_fd(-1)
+        os.setpgid(0, 0)  # a group without this program, which is to see its end
+        if linux:
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != guard:  # it was killed before the kernel knew
+                os._exit(128 + signal.SIGKILL)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _reap() -> dict[int, int]:
+    """Wait statuses of children that have ended, by their ids."""
+    ended: dict[int, int] = {}
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    except ChildProcessError:
+        pass
+    return ended
+
+
+def _end(child: int, grace: float, linux: bool) -> dict[int, int]:
+    """End what is left: politely, then not. Returns the wait statuses of what ended."""
+    ended: dict[int, int] = {}
+    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_SECONDS)):
+        told: set[int] = set()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            ended |= _reap()
+            _tell(-child, number, told)
+            left = _descendants() if linux else {child} - set(ended)
+            for one in left:
+                _tell(one, number, told)
+            if not left:
+                return ended
+            time.sleep(0.01)
+    return ended
+
+
+def _tell(one: int, number: int, told: set[int]) -> None:
+    """Send a signal once; a negative number is a process group."""
+    if one in told:
+        return
+    told.add(one)
+    with suppress(ProcessLookupError, PermissionError):  # it has ended, or became another user's
+        os.kill(one, number)
+
+
+def _descendants() -> set[int]:
+    """Ids of all processes below this one, as the kernel lists them."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as stat:  # some end meanwhile
+            parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])  # 123 (any name) S 45 ...
+    found: set[int] = set()
+    while new := {one for one, parent in parents.items() if parent in found | {os.getpid()}} - found:
+        found |= new
+    return found
+
+
+def _as_exit_status(status: int) -> int:
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,301 @@
+"""Sampling ahead: while one generation is trained on, later ones are sampled (`max_staleness`).
+
+The schedule, with versions of the weights counted in optimizer steps. A generation whose training begins after step s
+is launched at the beginning of the first optimizer step v for which s - v <= max_staleness, with weights of version v:
+the current ones, sent before. So the weights that sample a token are never more than `max_staleness` optimizer steps
+older than those that its generation's training begins with, whatever the batch sizes are, and what is launched when,
+from which prompts, with which seeds and weights, depends on no clock. New weights reach the requests of earlier
+generations that are still under way where the engine takes them in flight; where it does not, they wait until nothing
+is under way.
+
+All decisions are made in the main thread, alike on every process; only the engine is waited for in the background. Not
+here: the prompts of a generation that the dataloader has not come to (`covey.data.prompt_source`), the thread
+(`covey.runtime.sampling_thread`), and what stale samples mean for the loss (`covey.trainer.staleness`).
+"""
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from covey.config.algebra import BatchAlgebra
+from covey.core.engine import SamplingParams, traits_of
+from covey.core.media import Media
+from covey.core.rollout import FinishReason, Rollout
+from covey.data.prompt_source import PromptSource
+from covey.rollout.collector import Collector, Draw
+from covey.rollout.environments.agent import OBJECTS
+from covey.runtime.checkpointable import odd_part
+from covey.runtime.sampling_thread import SamplingThread
+from covey.trainer.rollout_events import Watched
+
+SUBMITTED = 30.0
+"""Seconds that a launch waits for the engine to have been given its requests. It goes on without, which only means that
+new weights may overtake a request."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the training of every generation begins.
+
+    Attributes:
+        algebra: the run's batch sizes.
+        per_epoch: generations of an epoch; None where the dataset has no length, which makes one endless epoch.
+        max_steps: optimizer steps of the run.
+
+    Example:
+        Generations of 4 micro-batches, 2 of them for an optimizer step, 3 generations an epoch:
+        >>> algebra = BatchAlgebra(per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        ...                        steps_per_generation=4, num_iterations=1, num_generations=4)
+        >>> schedule = Schedule(algebra, per_epoch=3, max_steps=7)
+        >>> [schedule.begins(generation) for generation in range(4)]
+        [0, 2, 4, 6]
+    """
+
+    algebra: BatchAlgebra
+    per_epoch: int | None
+    max_steps: int
+
+    def begins(self, generation: int) -> int:
+        """Optimizer steps that precede the training of a generation."""
+        micro_batches, accumulation = self.algebra.micro_batches, self.algebra.gradient_accumulation_steps
+        epoch, place = (0, generation) if self.per_epoch is None else divmod(generation, self.per_epoch)
+        steps_per_epoch = -(-(self.per_epoch or 0) * micro_batches // accumulation)  # the last may be a short one
+        return epoch * steps_per_epoch + place * micro_batches // accumulation
+
+
+@dataclass
+class Flight:
+    """A generation that is being sampled, or has been.
+
+    Attributes:
+        generation: its number since the run began.
+        key: what its samples are seeded with.
+        version: of the weights that it was launched with.
+        draws: of this process.
+        work: the rollouts, in the draws' order.
+        watched: hears of rollouts as they end.
+    """
+
+    generation: int
+    key: tuple[str, int]
+    version: int
+    draws: list[Draw]
+    work: "Future[list[Rollout]]"
+    watched: Watched = field(default_factory=Watched)
+
+    def rollouts(self) -> list[Rollout]:
+        """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
+        rollouts = self.work.result()
+        for rollout in rollouts:
+            if rollout.versions is None:
+                rollout.versions = [self.version] * len(rollout.completion_ids)
+        return rollouts
+
+    def state(self) -> dict[str, Any]:
+        """Plain values. What has failed is left out, and sampled anew by the run that goes on from here.
+
+        So is what holds something that a checkpoint cannot: environments whose rewards are not scored, which live in
+        this process alone, and objects that a rollout function has put among the extras.
+        """
+        done = self.work.done() and not self.work.cancelled() and self.work.exception() is None
+        done = done and not any(OBJECTS in rollout.extras for rollout in self.work.result())
+        rollouts = [_plain(rollout) for rollout in self.rollouts()] if done else None
+        odd = next((odd for odd in (_odd_part(one) for one in rollouts or ()) if odd is not None), None)
+        if odd is not None:
+            warnings.warn(
+                "what was sampled ahead is not in the checkpoint and is sampled again by a run that goes on from it: a"
+                f" rollout's {odd}, and checkpoints hold numbers, text, tensors, and lists and dictionaries of them.",
+                stacklevel=2,
+            )
+            rollouts = None
+        return {
+            "generation": self.generation,
+            "key": list(self.key),
+            "version": self.version,
+            "slots": [[draw.prompt, draw.sample] for draw in self.draws],
+            "rollouts": rollouts,
+        }
+
+
+class SamplingAhead:
+    """The generations between the one that is trained on and the newest that has been launched.
+
+    Args:
+        collector: samples. Until `close`, all that it samples runs in the background thread.
+        params: how.
+        prompts: of any generation.
+        schedule: of the run.
+        max_staleness: optimizer steps that weights may be older than those a generation's training begins with, 1 or
+            more.
+        next_key: names the samples of one more generation.
+        send_weights: (version) brings the engine's weights up to date. Collective where several processes train.
+        watch: makes what hears of a generation's rollouts as they end.
+        waiting: a context that counts the time in which nothing but sampling goes on.
+    """
+
+    def __init__(
+        self,
+        collector: Collector,
+        params: SamplingParams,
+        prompts: PromptSource,
+        schedule: Schedule,
+        max_staleness: int,
+        *,
+        next_key: Callable[[], tuple[str, int]],
+        send_weights: Callable[[int], None],
+        watch: Callable[[], Watched],
+        waiting: Callable[[], AbstractContextManager[None]],
+    ):
+        self.max_staleness = max_staleness
+        self._collector = collector
+        self._params = params
+        self._prompts = prompts
+        self._schedule = schedule
+        self._next_key = next_key
+        self._send_weights = send_weights
+        self._watch = watch
+        self._waiting = waiting
+        self._thread = SamplingThread()
+        self._in_front = collector.run
+        collector.run = self._thread.run
+        self._flights: deque[Flight] = deque()
+        self._next: int | None = None
+        self._late = 0
+        """Optimizer steps by which the run is behind its schedule, as when data were not skipped on resuming."""
+        self._sent: int | None = None
+
+    def launch(self, version: int, begins: int | None) -> None:
+        """Begin to sample every generation that may be sampled with weights of `version`. Collective.
+
+        Args:
+            version: optimizer steps taken.
+            begins: the generation that the dataloader has come to, if its training begins now.
+        """
+        if begins is not None and not (self._flights and self._flights[0].generation == begins):
+            self._restart(begins, version)
+        while self._next is not None and self._may_begin(self._next, version):
+            self._fly_next(version)
+
+    def bring_weights(self, version: int) -> None:
+        """Send the weights of `version` unless the engine has them. Collective."""
+        if self._sent == version:
+            return
+        if not traits_of(self._collector.engine).updates_in_flight:
+            self.settle()
+        self._send_weights(version)
+        self._sent = version
+
+    def newest_draws(self, version: int) -> list[Draw]:
+        """The draws of the generation that was launched last, if that was with weights of `version`; else none."""
+        newest = self._flights[-1] if self._flights else None
+        return newest.draws if newest is not None and newest.version == version else []
+
+    def take(self, generation: int, version: int) -> Flight:
+        """The generation that the dataloader has come to, once it is sampled.
+
+        Raises:
+            Exception: what its sampling has failed with.
+        """
+        if not (self._flights and self._flights[0].generation == generation):
+            self._restart(generation, version)
+        flight = self._flights.popleft()
+        with self._waiting():
+            self._thread.wait(flight.work)
+        return flight
+
+    def settle(self) -> None:
+        """Wait until nothing is under way. What has failed says so when it is taken."""
+        with self._waiting():
+            for flight in self._flights:
+                with suppress(Exception):
+                    self._thread.wait(flight.work)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is sampled and not yet trained on, as plain values. Waits until nothing is under way."""
+        self.settle()
+        return {"next": self._next, "late": self._late, "flights": [flight.state() for flight in self._flights]}
+
+    def load_state_dict(self, state: dict[str, Any], version: int) -> int:
+        """Continue where `state_dict` was taken, with weights of `version`. Collective.
+
+        What had failed is sampled anew, with these weights. Generations that this run would not have launched so early,
+        because it allows less staleness or ends sooner, are given up, to be launched when their time comes.
+
+        Returns:
+            How many generations are given up.
+        """
+        self._next, self._late = state["next"], state["late"]
+        saved = state["flights"]
+        kept = list(takewhile(lambda one: self._may_begin(one["generation"], one["version"]), saved))
+        if len(kept) < len(saved):
+            self._next = saved[len(kept)]["generation"]
+        if kept:
+            self.bring_weights(version)  # on every process, whether or not sampling failed there
+        for one in kept:
+            draws = self._prompts.again(one["generation"], [(prompt, sample) for prompt, sample in one["slots"]])
+            key = one["key"][0], one["key"][1]
+            if one["rollouts"] is None:
+                self._fly(one["generation"], key, version, draws)
+                continue
+            done: Future[list[Rollout]] = Future()
+            done.set_result([_rollout(fields) for fields in one["rollouts"]])
+            self._flights.append(Flight(one["generation"], key, one["version"], draws, done))
+        return len(saved) - len(kept)
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Give up what is under way, and the thread. Comes back within `seconds`, whatever the engine does."""
+        self._collector.run = self._in_front
+        self._give_up()
+        self._thread.close(seconds)
+
+    def _may_begin(self, generation: int, version: int) -> bool:
+        begins = self._schedule.begins(generation) + self._late
+        return begins < self._schedule.max_steps and begins - version <= self.max_staleness
+
+    def _fly_next(self, version: int) -> None:
+        assert self._next is not None, "the dataloader has said where it is"
+        self.bring_weights(version)
+        self._fly(self._next, self._next_key(), version, self._prompts.draws(self._next))
+        self._next += 1
+
+    def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[Draw]) -> None:
+        """Launch a generation, and wait until the engine has its requests: what comes next comes after them."""
+        submitted, watched = threading.Event(), self._watch()
+        work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, watched))
+        work.add_done_callback(lambda _: submitted.set())
+        self._flights.append(Flight(generation, key, version, draws, work, watched))
+        submitted.wait(SUBMITTED)
+
+    def _give_up(self) -> None:
+        for flight in self._flights:
+            flight.work.cancel()
+            flight.watched.__exit__()
+        self._flights.clear()
+
+    def _restart(self, generation: int, version: int) -> None:
+        """Go on from a place in the data that was not expected, such as the first, with nothing sampled ahead."""
+        self._give_up()
+        self._next = generation
+        self._late = version - self._schedule.begins(generation)
+        self._fly_next(version)
+
+
+def _plain(rollout: Rollout) -> dict[str, Any]:
+    """A rollout's fields as values that a checkpoint holds."""
+    fields = {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
+    return {**fields, "finish": str(rollout.finish), "media": [one.state() for one in rollout.media]}
+
+
+def _odd_part(fields: dict[str, Any]) -> str | None:
+    return next((odd for odd in (odd_part(value, name) for name, value in fields.items()) if odd is not None), None)
+
+
+def _rollout(fields: dict[str, Any]) -> Rollout:
+    media = tuple(Media(**one) for one in fields.get("media", ()))
+    return Rollout(**{**fields, "finish": FinishReason(fields["finish"]), "media": media})

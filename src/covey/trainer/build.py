@@ -1,0 +1,430 @@
+"""Builds the parts of a trainer from its config: the only place that knows which field decides what.
+
+Not here: what the parts do together (`covey.trainer.trainer`).
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.credit import UnreadSettings, signal
+from covey.config.base import OnlineConfig
+from covey.config.groups.model import frozen_parts
+from covey.config.rules.helpers import is_set
+from covey.core.engine import SamplingParams, traits_of
+from covey.data.difficulty import PromptHistory
+from covey.data.dynamic_sampling import Judge, PromptChooser
+from covey.data.prompt_source import prompt_source
+from covey.data.prompt_stream import PromptStream
+from covey.observability.completions import CompletionLog
+from covey.observability.dashboard import ProgressDisplay
+from covey.observability.diagnostics import Advice, LogEnds
+from covey.policy.loading import disable_dropout, load_policy, load_processing_class, max_context
+from covey.policy.quantization import check_shardable
+from covey.policy.reference import Reference, starts_as_nothing
+from covey.policy.scoring import TokenScorer
+from covey.policy.unwrap import Unwrap
+from covey.rewards import RewardSuite
+from covey.rewards.functions import FunctionReward
+from covey.rollout.collector import Collector
+from covey.rollout.prompts import PromptCodec
+from covey.rollout.speculation import Speculation
+from covey.rollout.vision import Vision, tokenizer_of
+from covey.trainer.async_rollouts import SamplingAhead, Schedule
+from covey.trainer.build_environments import RewardSources
+from covey.trainer.build_rollouts import build_agency
+from covey.trainer.distributed.collectives import Collectives
+from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
+from covey.trainer.engines.build import build_engine
+from covey.trainer.engines.servers import generation_extras
+from covey.trainer.entropy import EntropyController
+from covey.trainer.integrations.hub import PushCompletions
+from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers
+from covey.trainer.microbatches import Passes
+from covey.trainer.rollout_events import Watched
+from covey.trainer.staleness import refuse_shared_weights
+from covey.trainer.vision import blank_row, build_vision, layout_of, name_present_blocks
+from covey.trainer.weight_sync import WeightSync
+
+__all__ = ["blank_row", "build_vision", "load_processing_class", "tokenizer_of"]
+
+UNLIMITED = 2**31
+"""`max_completion_length=None`: only the model's context ends a completion."""
+
+
+def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any:
+    """The config, or its defaults with an output folder named after the model.
+
+    Raises:
+        TypeError: another kind of config.
+        ValueError: its `output_dir` cannot be written to, or there is no such tracker.
+        ImportError: a tracker that is not installed.
+    """
+    if args is None:
+        loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
+        name = model if isinstance(model, (str, os.PathLike)) else loaded_from
+        short = os.path.basename(os.fspath(name).rstrip("/")) or "model"
+        return config_class(output_dir=f"{short}-{config_class.method.upper()}")
+    if not isinstance(args, config_class):
+        trainer = config_class.__name__.replace("Config", "Trainer")
+        raise TypeError(
+            f"`args` must be a {config_class.__name__}, got {type(args).__name__}: {trainer} has options that no other"
+            f" config holds. Make one with {config_class.__name__}(output_dir=..., ...)."
+        )
+    folder = args.output_dir or "."
+    if os.path.exists(folder) and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        raise ValueError(
+            f"output_dir={folder!r} is not a folder that can be written to, so checkpoints and completions"
+            " would be lost. Choose another."
+        )
+    check_trackers(args.report_to)
+    return args
+
+
+def build_collectives(trainer: Any) -> Collectives:
+    """How this run's processes meet; `ddp_timeout` is how long one waits for the others."""
+    ranks = trainer.accelerator
+    return Collectives(
+        ranks.process_index, ranks.num_processes, float(trainer.args.ddp_timeout), lambda: trainer.state.global_step
+    )
+
+
+def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: Any) -> Any:
+    """The model to train, with dropout and gradient checkpointing as the config has them."""
+    policy = load_policy(
+        model,
+        init_kwargs=args.model_init_kwargs,
+        trust_remote_code=args.trust_remote_code,
+        quantization_config=quantization_config,
+        peft_config=peft_config,
+        frozen=frozen_parts(args),
+        check_quantisation=partial(
+            check_shardable,
+            sharding=weights_sharded_by(args),
+            computes_in="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+        ),
+    )
+    name_present_blocks(policy)
+    if args.disable_dropout:
+        disable_dropout(policy)
+    if args.gradient_checkpointing and not getattr(policy, "supports_gradient_checkpointing", True):
+        warnings.warn(
+            f"gradient_checkpointing=True has no effect: transformers cannot recompute the layers of"
+            f" {type(policy).__name__}. Their activations are kept; set gradient_checkpointing=False to silence this.",
+            stacklevel=2,
+        )
+        args.gradient_checkpointing = args.activation_checkpointing = False
+    if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):
+        policy.enable_input_require_grads()  # checkpointed frozen layers need an input that carries gradient
+    return policy
+
+
+def build_scorer(args: Any, tokenizer: Any, accelerator: Any, vision: Vision | None = None) -> TokenScorer:
+    """What runs the policy and the reference forward."""
+    return TokenScorer(
+        Unwrap(accelerator),
+        temperature=args.temperature,
+        layout=layout_of(args, vision),
+        pad_token_id=tokenizer.pad_token_id,
+        chunk_size=args.logprob_chunk_size,
+        float32_head=args.cast_lm_head_to_fp32,
+        inside=sharding_of(accelerator).gradients,
+        vision=vision is not None,
+    )
+
+
+def build_passes(
+    args: Any, scorer: TokenScorer, accelerator: Any, policy: Callable[[], Any], collectives: Collectives
+) -> Passes:
+    """What cuts batches by tokens and survives running out of memory."""
+    sharding = sharding_of(accelerator)
+    return Passes(
+        lambda: policy().parameters(),
+        lambda: scorer.layout,
+        accelerator.device.type,
+        args.max_tokens_per_micro_batch,
+        most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
+        repeats=not sharding.gradients,
+    )
+
+
+def build_reference(
+    args: Any, algorithm: Algorithm, model: Any, accelerator: Any, peft_config: Any = None
+) -> Reference | None:
+    """The reference, if anything is measured against it.
+
+    Args:
+        args, algorithm, model, accelerator: of the trainer.
+        peft_config: what the model's adapter was made with, if the trainer made it.
+
+    Raises:
+        ValueError: `sync_ref_model` with an adapter.
+    """
+    if algorithm.beta == 0:
+        return None
+    is_new = peft_config is not None and starts_as_nothing(peft_config)
+    reference = Reference(model, lambda copy: prepare_frozen(accelerator, copy), adapter_is_new=is_new)
+    if args.sync_ref_model and reference.has_adapter:
+        raise ValueError(
+            "sync_ref_model=True with an adapter: the reference shares the policy's weights under the adapter and"
+            " cannot follow it. Set sync_ref_model=False or train the whole model."
+        )
+    return reference
+
+
+def check_engine_choice(args: Any, engine: Any) -> None:
+    """One engine samples, and it can do what the config asks for.
+
+    Raises:
+        ValueError: the config names another engine than the one that was given, or completions are to be sampled ahead
+            of training by an engine that works with the very weights that are trained.
+    """
+    named = [name for name in ("use_vllm", "use_sglang", "use_transformers_continuous_batching") if getattr(args, name)]
+    if engine is not None and named:
+        raise ValueError(
+            f"the trainer was given an `engine` ({type(engine).__name__}) and {named[0]}=True: one of the two samples."
+            " Leave the other out."
+        )
+    if engine is not None:
+        refuse_shared_weights(args, f"{type(engine).__name__}, which", traits_of(engine).shares_policy)
+    elif not (args.use_vllm or args.use_sglang):
+        refuse_shared_weights(args, "the built-in engine, which", True)
+
+
+def build_ahead(
+    trainer: Any, next_key: Callable[[], tuple[str, int]], send_weights: Callable[[int], None]
+) -> SamplingAhead:
+    """What samples the coming generations while one is trained on.
+
+    Args:
+        trainer: whose training is about to begin.
+        next_key: names the samples of one more generation.
+        send_weights: (version) brings the engine's weights up to date.
+    """
+    args, dataset, algebra = trainer.args, trainer.train_dataset, trainer.algebra
+    per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
+    rank = trainer.accelerator.process_index
+    return SamplingAhead(
+        trainer.collector,
+        trainer.sampling,
+        prompt_source(dataset, trainer.chooser, algebra, rank, shuffle=bool(args.shuffle_dataset), seed=args.seed),
+        Schedule(algebra, per_epoch, trainer.state.max_steps),
+        args.max_staleness,
+        next_key=next_key,
+        send_weights=send_weights,
+        watch=lambda: Watched(trainer.rewards.stream(trainer.state, args.stream_rewards)),
+        waiting=lambda: trainer.phases("wait"),
+    )
+
+
+def build_collector(
+    trainer: Any,
+    model: Any,
+    tokenizer: Any,
+    engine: Any = None,
+    tools: Any = None,
+    rollout_func: Any = None,
+    environment_factory: Any = None,
+    vision: Vision | None = None,
+) -> Collector:
+    """The engine (the one that is given, or the one that the config names), what feeds it prompts, and who plays."""
+    args = trainer.args
+    context = max_context(model)
+    if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
+        warnings.warn(
+            f"max_completion_length={args.max_completion_length} is more than the model's context of {context} tokens"
+            " leaves room for: completions end where the context does. Lower it, or take a model with a longer"
+            " context.",
+            stacklevel=2,
+        )
+    if context is None and args.max_completion_length is None:
+        raise ValueError(
+            "max_completion_length=None lets completions grow until the model's context is full, but this model names"
+            " no context length (max_position_embeddings). Set max_completion_length."
+        )
+    codec = PromptCodec(tokenizer, args.chat_template_kwargs, context, vision=vision)
+    agency = build_agency(trainer, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
+    if engine is None:
+        engine = build_engine(
+            args, model, tokenizer, trainer.accelerator, lambda: trainer.policy, context, trainer.collectives, vision
+        )
+    return Collector(engine, codec, args.seed, agency)
+
+
+def build_weight_sync(args: Any, engine: Any, policy: Callable[[], Any], collectives: Collectives) -> WeightSync:
+    """What keeps an engine with weights of its own at the policy's."""
+    return WeightSync(engine, policy, collectives, lora_sync=args.vllm_lora_sync)
+
+
+def build_speculation(args: Any, train_dataset: Any) -> Speculation | None:
+    """What is reused of a prompt's earlier completions, if anything."""
+    if args.speculative_reuse is None:
+        return None
+    if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "shuffle") and args.shuffle_dataset:
+        warnings.warn(
+            f"`speculative_reuse={args.speculative_reuse!r}` has little effect: in a stream a prompt is known by its"
+            " place, and shuffle_dataset=True gives it another one in every pass. Set shuffle_dataset=False, or give a"
+            " dataset that has a length.",
+            stacklevel=2,
+        )
+    return Speculation(
+        args.speculative_max_tokens, lenience=args.speculative_lenience if args.speculative_reuse == "lenient" else None
+    )
+
+
+def sampling_params(args: Any) -> SamplingParams:
+    """How completions are sampled.
+
+    Raises:
+        ValueError: `generation_kwargs` holds something the engine does not know.
+    """
+    if args.generation_kwargs and not args.samples_elsewhere:
+        raise ValueError(
+            f"generation_kwargs={args.generation_kwargs!r}: the built-in engine has no setting"
+            f" {', '.join(map(repr, args.generation_kwargs))}. It knows the fields temperature, top_k, top_p, min_p,"
+            " repetition_penalty and max_completion_length; leave generation_kwargs unset."
+        )
+    return SamplingParams(
+        max_tokens=args.max_completion_length or UNLIMITED,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        extra=generation_extras(args),
+    )
+
+
+def build_rewards(trainer: Any, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
+    """The reward functions behind one call, that of the environments among them.
+
+    Raises:
+        ValueError: none were given.
+    """
+    args, agency = trainer.args, trainer.collector.agency
+    sources = RewardSources.of(reward_funcs, args.reward_weights, processing_classes, agency and agency.play)
+    if sources.functions is None:
+        raise ValueError(
+            "`reward_funcs` is missing: give at least one reward function, reward model or list of them. Environments"
+            " with `get_reward` need none."
+        )
+    with whole_models():
+        suite = RewardSuite(
+            sources.functions,
+            weights=sources.weights,
+            processing_classes=sources.processing_classes,
+            model_init_kwargs=args.model_init_kwargs,
+            timeout=args.reward_timeout,
+            batch_size=args.per_device_train_batch_size,
+            device=trainer.accelerator.device,
+            tokenizer=trainer.collector.codec.tokenizer,
+        )
+    if args.stream_rewards and not any(isinstance(function, FunctionReward) for function in suite.functions):
+        warnings.warn(
+            "`stream_rewards=True` has no effect: every reward is a model, and models score a generation as a whole"
+            " once it is sampled.",
+            stacklevel=2,
+        )
+    return suite
+
+
+def unread_settings(args: Any) -> UnreadSettings:
+    """What points out settings of steps where no steps are rewarded, which only a run can tell."""
+    names = ("process_weight", "step_discount", "step_baseline")
+    return UnreadSettings({name: getattr(args, name) for name in names if is_set(args, name)})
+
+
+def entropy_controller(args: Any) -> EntropyController:
+    """The entropy bonus."""
+    return EntropyController(
+        coef=args.entropy_coef,
+        adaptive=args.use_adaptive_entropy,
+        low=args.entropy_coef_min,
+        high=args.entropy_coef_max,
+        delta=args.entropy_coef_delta,
+        target=args.entropy_target,
+    )
+
+
+def build_completions(args: Any, main_process: bool) -> CompletionLog:
+    """Where completions are written down, by the main process alone."""
+    return CompletionLog(
+        args.output_dir,
+        limit=args.generation_batch_size,
+        show=args.log_completions,
+        num_to_print=args.num_completions_to_print,
+        unique_prompts=args.log_unique_prompts,
+        report_to=args.report_to,
+        enabled=main_process,
+    )
+
+
+def build_chooser(trainer: Any, gather: Callable[[Any], list[Any]]) -> PromptChooser | None:
+    """What lets rewards have a say in which prompts are trained on; None where the dataloader's order is all.
+
+    Raises:
+        ValueError: the dataset can only be read forward.
+    """
+    args, dataset = trainer.args, trainer.train_dataset
+    by_difficulty = args.prompt_sampler == "difficulty"
+    if dataset is None or not (args.dynamic_sample or by_difficulty):
+        return None
+    if not hasattr(dataset, "__len__"):
+        setting = "prompt_sampler='difficulty'" if by_difficulty else "dynamic_sample=True"
+        raise ValueError(
+            f"{setting} looks prompts up by their number, and `train_dataset` ({type(dataset).__name__}) can only be"
+            " read forward. Give a dataset with a length (`datasets.load_dataset` without streaming=True, or a list of"
+            " rows), or leave the setting at its default."
+        )
+    history = PromptHistory(len(dataset), args.difficulty_floor) if by_difficulty else None
+    weights = trainer.rewards.weights
+    stream = PromptStream(
+        len(dataset),
+        args.seed,
+        "prompts" if by_difficulty else "refills",
+        shuffle=bool(args.shuffle_dataset),
+        chance=None if history is None else history.chance,
+    )
+    return PromptChooser(
+        dataset,
+        trainer.algebra,
+        trainer.accelerator.process_index,
+        stream,
+        Judge(partial(signal, trainer.algorithm, weights), weights, args.mask_truncated_completions),
+        history=history,
+        max_rounds=args.max_resample_times if args.dynamic_sample else None,
+        gather=gather,
+    )
+
+
+def add_callbacks(trainer: Any) -> None:
+    """Covey's own progress display instead of the stock ones, and the reference's slow following."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    if "swanlab" in trainer.args.report_to:
+        trainer.callback_handler.callbacks.insert(0, OpensSwanLab())  # before transformers' own
+    trainer.add_callback(LogEnds())
+    if (repo := trainer.args.log_completions_hub_repo) and trainer.is_world_process_zero():
+        args = trainer.args
+        trainer.add_callback(PushCompletions(repo, trainer.completions.folder, args.hub_token, args.hub_private_repo))
+    trainer.add_callback(ProgressDisplay(plain=trainer.args.disable_tqdm))
+    trainer.add_callback(Advice())
+    if trainer.reference is not None and trainer.args.sync_ref_model:
+        trainer.add_callback(FollowPolicy(trainer))
+
+
+class FollowPolicy(TrainerCallback):
+    """Moves the reference towards the policy every `ref_model_sync_steps` optimizer steps."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called by the training loop."""
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self.trainer.reference.follow(self.trainer.policy, args.ref_model_mixup_alpha)

@@ -1,0 +1,173 @@
+"""How a run's weights, gradients and optimizer state lie over its processes, and what that asks of the trainer.
+
+accelerate shards: FSDP2 and DeepSpeed's ZeRO, by its launcher or by `TrainingArguments`. Here is what the trainer must
+know of it: whether a forward pass takes all processes, and who adds gradients up. Not here: putting weights together
+(`covey.policy.weights`, `covey.policy.full_copy`).
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from covey.config.hardware import by_fsdp
+from covey.policy.sharded_tensors import reshard
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is spread over processes.
+
+    Attributes:
+        name: what does it, for messages; "" for nobody.
+        weights: a process holds a part of each weight, so that a forward pass takes all of them.
+        gradients: the wrapper adds gradients up, in each backward pass, so that a backward pass takes all processes.
+        deepspeed: the optimizer's step is the end of the last backward pass.
+    """
+
+    name: str = ""
+    weights: bool = False
+    gradients: bool = False
+    deepspeed: bool = False
+
+    @contextmanager
+    def around_pass(self, accelerator: Any, model: Any, last: bool) -> Iterator[None]:
+        """Around one forward and backward pass.
+
+        Args:
+            accelerator: of the run; its `sync_gradients` says whether this micro-step ends in an optimizer step.
+            model: as the training loop has it.
+            last: it is the micro-step's last pass.
+        """
+        if self.gradients and not self.deepspeed:
+            model.set_requires_gradient_sync(True)  # else whole gradients would wait for the step's end
+        state, ends = accelerator.gradient_state, accelerator.sync_gradients
+        try:
+            state._set_sync_gradients(ends and last)
+            yield
+        finally:
+            state._set_sync_gradients(ends)
+
+
+def sharding_of(accelerator: Any) -> Sharding:
+    """How an accelerator shards what it prepares.
+
+    Raises:
+        ValueError: in a way that Covey does not know.
+    """
+    kind = str(accelerator.distributed_type).rsplit(".", 1)[-1]
+    if kind == "DEEPSPEED":
+        stage = int(accelerator.state.deepspeed_plugin.zero_stage)
+        if stage == 0:
+            raise ValueError(
+                "DeepSpeed is on with ZeRO stage 0, which shards nothing. Choose a stage from 1 to 3 (zero_stage), or"
+                " launch without DeepSpeed to train with DDP."
+            )
+        return Sharding(f"ZeRO-{stage}", weights=stage == 3, gradients=True, deepspeed=True)
+    if kind == "FSDP":
+        if not accelerator.is_fsdp2:
+            raise ValueError(
+                "FSDP is on in its first version, which Covey does not train with. Set fsdp_version: 2 in accelerate's"
+                " configuration (--fsdp_version 2), or take the one that comes with Covey: --accelerate_config fsdp2."
+            )
+        return Sharding("FSDP2", weights=True, gradients=True)
+    if kind in ("MEGATRON_LM", "XLA") or getattr(accelerator, "parallelism_config", None) is not None:
+        what = "a parallelism_config" if kind not in ("MEGATRON_LM", "XLA") else kind
+        raise ValueError(
+            f"accelerate is set up with {what}, which Covey does not train with. Use DDP, FSDP2 or DeepSpeed's ZeRO."
+        )
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "ZeRO-3 was asked for, and models are read in shares, but accelerate leaves DeepSpeed out of a run of one"
+            " CPU process. Launch two or more (--num_processes 2), or launch without DeepSpeed."
+        )
+    return Sharding()
+
+
+def weights_sharded_by(args: Any) -> str:
+    """What will spread weights over processes, as far as is known before there is an accelerator; "" for nothing."""
+    return "ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP2" if by_fsdp() or args.fsdp else ""
+
+
+def shard_on_cpu(trainer: Any) -> None:
+    """Let FSDP2 shard CPU processes as well: accelerate takes its settings there and goes on without it."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    state = trainer.accelerator.state
+    if not by_fsdp() or state.distributed_type != DistributedType.MULTI_CPU:
+        return
+    plugin = FullyShardedDataParallelPlugin(**(trainer.args.fsdp_plugin_args or {}))
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # there is no GPU to pin memory for
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    trainer.is_fsdp_enabled = True
+
+
+def prepare_frozen(accelerator: Any, model: Any) -> Any:
+    """A model that is not trained, where the accelerator computes, and sharded where it shards weights.
+
+    Under ZeRO-1 and 2, as under DDP, every process has all of it.
+    """
+    sharding = sharding_of(accelerator)
+    if not sharding.weights:
+        return model.to(accelerator.device) if sharding.deepspeed else model
+    if not sharding.deepspeed:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        return fsdp2_prepare_model(accelerator, model)
+    import deepspeed
+
+    settings = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    zero = {name: value for name, value in settings["zero_optimization"].items() if value != "auto"}
+    zero.pop("offload_optimizer", None)
+    precision = {name: settings[name] for name in ("bf16", "fp16") if name in settings}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **precision}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    return engine.module.eval()
+
+
+def ready_to_evaluate(trainer: Any) -> None:
+    """Before an evaluation that no training comes before: the policy is sharded and placed as training would have."""
+    if trainer.sharding.gradients and not trainer.accelerator._models and not trainer.evaluates_alone:
+        trainer.evaluates_alone = True
+        prepare_frozen(trainer.accelerator, trainer.model)  # in place
+
+
+def ready_to_train(trainer: Any) -> None:
+    """Before training: an evaluation may have come before it.
+
+    Raises:
+        ValueError: it has, and DeepSpeed splits a model's weights up once: for training, or without an optimizer.
+    """
+    if trainer.sharding.weights:
+        reshard(trainer.policy)  # an optimizer must be made of shards
+    if trainer.evaluates_alone and trainer.sharding.deepspeed and trainer.sharding.weights:
+        raise ValueError(
+            "evaluate() was called before train(), and under ZeRO-3 a trainer that has evaluated alone cannot train."
+            " Set eval_on_start=True to evaluate first, or make another trainer to train with."
+        )
+
+
+@contextmanager
+def whole_models() -> Iterator[None]:
+    """Within this context `from_pretrained` loads whole models, on every process, also where it shards the policy."""
+    from transformers.integrations import deepspeed
+
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # asks all processes but the first to leave weights out
+    kept, of_deepspeed = os.environ.pop(name, None), deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()  # which tells it of ZeRO-3
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = of_deepspeed
+        if kept is not None:
+            os.environ[name] = kept

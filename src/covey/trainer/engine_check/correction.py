@@ -1,0 +1,119 @@
+"""What a run does about the difference between the engine's log-probs and the trainer's: which correction, which check.
+
+The weights themselves are `covey.core.ratios.mismatch_weights`. Where the policy's log-probs come from that they are
+worked out with is decided in `OnlineTrainer.score_behaviour`: a run that scores old log-probs anyway compares those; an
+on-policy one compares the log-probs of its training passes, so that the correction costs no pass of its own.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from covey.algorithms.algorithm import Algorithm
+from covey.core.batch import TrainBatch
+from covey.core.engine import EngineTraits, SamplingParams, traits_of
+from covey.core.ratios import MismatchCorrection, mismatch_weights
+from covey.trainer.distributed.sharding import sharding_of
+from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, tolerance
+
+RESHAPING = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "guided_decoding",
+        "json_schema",
+        "logit_bias",
+        "logits_processors",
+        "min_tokens",
+        "presence_penalty",
+        "regex",
+        "structured_outputs",
+        "typical_p",
+    }
+)
+"""Engine settings beyond `SamplingParams`' own that change which tokens may come and how often."""
+
+
+def build_correction(args: Any, traits: EngineTraits, params: SamplingParams) -> MismatchCorrection | None:
+    """What weighs tokens by trainer over engine probability, or None where nothing is to be corrected.
+
+    Nothing is where the user says so, and where the built-in engine samples, unless it is asked for. Nothing can be,
+    and a warning says so, where the engine reports log-probs of a distribution that sampling has cut or reshaped:
+    compared with the trainer's, which knows nothing of the cut, they would weigh down tokens for having been kept.
+
+    Args:
+        args: the config.
+        traits: what the engine says of itself.
+        params: how completions are sampled.
+    """
+    if not args.vllm_importance_sampling_correction or (traits.shares_policy and not args.correct_built_in_engine):
+        return None
+    reshaping = reshapes(args, params)
+    if traits.reports_after_cut and reshaping:
+        warnings.warn(
+            f"the engine's mismatch is not corrected: it reports log-probs after {', '.join(reshaping)} had their"
+            " effect, and the trainer scores the distribution before. Leave these settings at their defaults, or set"
+            " vllm_importance_sampling_correction=False to silence this.",
+            stacklevel=2,
+        )
+        return None
+    return partial(
+        mismatch_weights,
+        mode=args.resolved_mismatch_mode,
+        clip_min=args.vllm_importance_sampling_clip_min,
+        clip_max=args.vllm_importance_sampling_clip_max,
+    )
+
+
+def corrected(algorithm: Algorithm, args: Any, traits: EngineTraits, params: SamplingParams) -> Algorithm:
+    """The algorithm with the correction that `build_correction` finds necessary."""
+    correction = build_correction(args, traits, params)
+    return replace(algorithm, objective=replace(algorithm.objective, correction=correction))
+
+
+def reshapes(args: Any, params: SamplingParams) -> list[str]:
+    """The settings, by name, that make the sampling distribution another than the softmax at the temperature."""
+    names = [
+        name
+        for name, acts in {
+            "top_k": params.top_k > 0,
+            "top_p": params.top_p < 1.0,
+            "min_p": bool(params.min_p),
+            "repetition_penalty": params.repetition_penalty != 1.0,
+            "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex is not None,
+        }.items()
+        if acts
+    ]
+    return names + sorted(RESHAPING & set(params.extra))
+
+
+def build_engine_check(
+    trainer: Any, gather: Callable[[Any], list[Any]], rescore: Callable[[TrainBatch, float], Tensor]
+) -> EngineCheck:
+    """What compares the engine's first samples with the trainer's view of them.
+
+    Args:
+        trainer: with its engine, its policy and its correction.
+        gather: collective: this process's finding to those of all.
+        rescore: scores rollouts under the policy at a temperature.
+    """
+    args, traits = trainer.args, traits_of(trainer.collector.engine)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    return EngineCheck(
+        action=args.engine_parity,
+        traits=traits,
+        rescore=rescore,
+        gather=gather,
+        model_name=type(model).__name__,
+        temperature=args.temperature,
+        tolerance=tolerance(model.dtype, AUTOCAST.get(trainer.accelerator.mixed_precision), traits.dtype),
+        bos_token_id=trainer.collector.codec.tokenizer.bos_token_id,
+        corrected=trainer.algorithm.objective.correction is not None,
+        together=sharding_of(trainer.accelerator).weights,
+        comparable=not (traits.reports_after_cut and reshapes(args, trainer.sampling)),
+    )

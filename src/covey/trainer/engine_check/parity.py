@@ -1,0 +1,386 @@
+"""Whether an engine samples from the policy at all: its log-probs against the scorer's, on the first samples of a run.
+
+`EngineCheck` compares, over all processes, and refuses or warns; `likely_cause` tries the usual mistakes one by one on
+the same tokens and names the one that explains the numbers. To add a cause, write a function of a `Comparison` and put
+it into `CAUSES`. Not here: the correction of what little difference is normal
+(`covey.trainer.engine_check.correction`).
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.batch import TrainBatch
+from covey.core.engine import EngineTraits
+from covey.core.ragged import expand, segment_ids, segment_starts, segment_sum
+from covey.policy.scoring import first_and_last
+
+CHECKS = 2
+"""Generations that are looked at: the second comes after an update, which a foreign engine has to learn of, and after
+the scorer may have changed the model's attention, which the built-in one shares."""
+
+ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
+"""Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side."""
+
+AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+"""Mixed precisions by accelerate's names."""
+
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5)
+"""Temperatures that models' generation configs name."""
+
+FIRST = 4
+"""Tokens that count as the beginning of a completion."""
+
+Rescore = Callable[[TrainBatch, float], Tensor]
+"""(rollouts, temperature) -> the policy's log-probs [N]."""
+
+
+def tolerance(*dtypes: torch.dtype | None) -> float:
+    """Largest mean difference that is taken for rounding, given what the two sides compute in.
+
+    Example:
+        >>> tolerance(torch.float32, None), tolerance(torch.float32, torch.bfloat16)
+        (0.01, 0.1)
+    """
+    return ROUNDING[min([4, *(dtype.itemsize for dtype in dtypes if dtype is not None)])]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What engine and trainer say of the same few rollouts, and the means to try what if.
+
+    Attributes:
+        batch: rollouts with `engine_logprobs` [N].
+        scored: [N], the trainer's.
+        rescore: scores other rollouts, or at another temperature.
+        temperature: the one that both should have used.
+        tolerance: mean difference that is taken for rounding.
+        bos_token_id: what tokenizers put in front, if anything.
+        agreed: an earlier comparison found the two alike.
+        alone: this process may score by itself; else causes that would have to are not looked for.
+    """
+
+    batch: TrainBatch
+    scored: Tensor
+    rescore: Rescore
+    temperature: float
+    tolerance: float
+    bos_token_id: int | None = None
+    agreed: bool = False
+    alone: bool = True
+
+    @property
+    def engine(self) -> Tensor:
+        """The engine's log-probs, [N]."""
+        assert self.batch.engine_logprobs is not None, "an engine that reports no log-probs cannot be checked"
+        return self.batch.engine_logprobs
+
+    @property
+    def differences(self) -> Tensor:
+        """Engine minus trainer, over sampled tokens alone."""
+        return (self.engine - self.scored)[self.batch.sampled]
+
+    @property
+    def gap(self) -> float:
+        """Mean absolute difference in nats."""
+        return self.differences.abs().mean().item()
+
+    def explains(self, scored: Tensor) -> bool:
+        """Whether these log-probs [N] are what the engine reported, rather than the trainer's own."""
+        gap = (self.engine - scored)[self.batch.sampled].abs().mean().item()
+        return gap <= min(self.tolerance, self.gap / 3)
+
+
+# ---- causes: each a sentence, or None where the numbers do not speak for it ------------------------------------------
+
+
+def no_numbers(c: Comparison) -> str | None:
+    """NaN, infinite and positive log-probs."""
+    reported = c.engine[c.batch.sampled]
+    broken = int((~reported.isfinite()).sum())
+    if broken:
+        return (
+            f"{broken} of {len(reported)} are NaN or infinite. Its weights may have been damaged on their way, or it"
+            " overflows in float16: try bfloat16, and look at the engine's own log."
+        )
+    if reported.max() > 1e-2:
+        return f"some are above 0 ({reported.max():.2g}), so they are no natural logarithms of probabilities."
+    return None
+
+
+def stale_weights(c: Comparison) -> str | None:
+    """It agreed before the update."""
+    if not c.agreed:
+        return None
+    return (
+        "they agreed before the last update, so the engine has stale weights: it did not take the new ones, or not all"
+        " of them (an adapter that was merged before, say)."
+    )
+
+
+def other_temperature(c: Comparison) -> str | None:
+    """The trainer's numbers at another temperature are the engine's."""
+    for other in dict.fromkeys((1.0, c.temperature**2, *TEMPERATURES)):
+        if not c.alone or other == c.temperature or not c.explains(c.rescore(c.batch, other)):
+            continue
+        if other == 1.0:
+            return (
+                f"they are the trainer's at temperature 1 instead of {c.temperature:g}: the engine reports those from"
+                " before the temperature divides the logits. Have it report those it samples with (vLLM:"
+                " logprobs_mode='processed_logprobs')."
+            )
+        return (
+            f"they are the trainer's at temperature {other:g} instead of {c.temperature:g}. Look for a default that"
+            " overrides what is asked for, as in the model's generation_config.json on the engine's side."
+        )
+    return None
+
+
+def shifted(c: Comparison) -> str | None:
+    """Each log-prob is that of the token before or after."""
+    ids, sampled = segment_ids(c.batch.lengths), c.batch.sampled
+    pairs = (ids[1:] == ids[:-1]) & sampled[1:] & sampled[:-1]
+    if pairs.sum() < FIRST:
+        return None
+    for engine, scored in ((c.engine[1:], c.scored[:-1]), (c.engine[:-1], c.scored[1:])):
+        if (engine - scored)[pairs].abs().mean().item() <= min(c.tolerance, c.gap / 3):
+            return "they are the trainer's, one token off: the list of log-probs does not line up with the tokens."
+    return None
+
+
+def beginning_of_text(c: Comparison) -> str | None:
+    """The engine saw the prompt with one beginning-of-text token more, or one less."""
+    bos = c.bos_token_id
+    if bos is None or not c.alone:
+        return None
+    for what, prompts in {
+        "one beginning-of-text token more": [[bos, *prompt.tolist()] for prompt in c.batch.prompts()],
+        "no beginning-of-text token": [_without(bos, prompt.tolist()) for prompt in c.batch.prompts()],
+    }.items():
+        if all(prompts) and c.explains(c.rescore(_with_prompts(c.batch, prompts), c.temperature)):
+            return (
+                f"they are the trainer's for prompts with {what}: text is tokenised again on the way. Send ids, or"
+                " add special tokens on one side only."
+            )
+    return None
+
+
+def cut_distribution(c: Comparison) -> str | None:
+    """No token is less probable than the trainer says."""
+    if len(c.differences) < FIRST or c.differences.min() < -c.tolerance:
+        return None
+    return (
+        "none is below the trainer's, as when top-k, top-p or min-p have cut the distribution before it is reported."
+        " Have the engine report log-probs from before the cut, and look for a cut that it makes by itself (the model's"
+        " generation_config.json on its side)."
+    )
+
+
+def number_format(c: Comparison) -> str | None:
+    """The difference is of the size that a narrower number format makes."""
+    if c.gap > ROUNDING[2]:
+        return None
+    return (
+        "the difference is as large as rounding makes it in half precision or with quantised weights, while the trainer"
+        " computes in float32: the two have different dtypes. Give them the same; or, if that is intended, set"
+        " engine_parity='warn': the mismatch correction is there for it."
+    )
+
+
+def other_prompt(c: Comparison) -> str | None:
+    """The difference fades as a completion goes on, and the prompt with it."""
+    lengths = c.batch.lengths
+    place = torch.arange(c.batch.num_tokens, device=lengths.device) - expand(segment_starts(lengths), lengths)
+    early = (place < FIRST)[c.batch.sampled]
+    if not early.any() or (~early).sum() < early.sum():
+        return None
+    size = c.differences.abs()
+    if size[early].mean() < 3 * size[~early].mean():
+        return None
+    return (
+        "the difference is largest at the beginning of completions and fades from there, as when the engine was shown"
+        " another prompt: compare the chat template and the special tokens on both sides."
+    )
+
+
+def other_weights(c: Comparison) -> str:
+    """What remains."""
+    return (
+        "no setting of sampling explains it, so the engine runs other weights: another model or checkpoint, an adapter"
+        " that is not loaded, or weights that never arrived."
+    )
+
+
+CAUSES: tuple[Callable[[Comparison], str | None], ...] = (
+    stale_weights,
+    other_temperature,
+    shifted,
+    beginning_of_text,
+    cut_distribution,
+    number_format,
+    other_prompt,
+    other_weights,
+)
+"""What is tried, in this order; the last always has something to say."""
+
+
+def likely_cause(comparison: Comparison) -> str:
+    """The sentence of the first cause that the numbers speak for."""
+    return next(sentence for cause in CAUSES if (sentence := cause(comparison)))
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+
+
+class EngineCheck:
+    """Compares an engine's first samples with the trainer's view of them.
+
+    Every process compares four rollouts of its own and learns what the others found, so that all of them go on or
+    none does.
+
+    Args:
+        action: "raise", "warn" or "off".
+        traits: what the engine says of itself.
+        rescore: scores rollouts under the policy at a temperature.
+        gather: collective: this process's finding to those of all.
+        model_name: for messages.
+        temperature: of sampling.
+        tolerance: largest mean difference in nats.
+        bos_token_id: of the tokenizer.
+        corrected: the loss makes use of the log-probs, so an engine that reports none is worth a warning.
+        together: scoring takes all processes, each in step with the others.
+        comparable: False if the engine reports a distribution that sampling has cut, which nothing here can score.
+    """
+
+    def __init__(
+        self,
+        *,
+        action: str,
+        traits: EngineTraits,
+        rescore: Rescore,
+        gather: Callable[[Any], list[Any]],
+        model_name: str,
+        temperature: float,
+        tolerance: float,
+        bos_token_id: int | None = None,
+        corrected: bool = False,
+        together: bool = False,
+        comparable: bool = True,
+    ):
+        self._action = action
+        self._traits = traits
+        self._rescore = rescore
+        self._gather = gather
+        self._model_name = model_name
+        self._temperature = temperature
+        self._tolerance = tolerance
+        self._bos_token_id = bos_token_id
+        self._corrected = corrected
+        self._together = together
+        self.comparable = comparable
+        self._left = CHECKS if action != "off" and comparable else 0
+        self._asked = 0
+        self._agreed = False
+        self._warned = False
+
+    def wants_samples(self) -> bool:
+        """Whether samples are wanted that are made for the check alone; only a few times, whatever comes of them."""
+        self._asked += bool(self._left)
+        return bool(self._left) and self._asked <= CHECKS
+
+    def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
+        """Look at a generation. Collective while checks are left.
+
+        Args:
+            batch: what was sampled.
+            fresh: [R] int64, the rollouts that the current weights have sampled: no other can be compared. None: all.
+
+        Raises:
+            ValueError: engine and trainer disagree, on this process or another, and `action` is "raise".
+        """
+        self._warn_of_gaps(batch)
+        if not self._left:
+            return
+        comparable = batch if fresh is None else batch.select(fresh)
+        findings = [finding for finding in self._gather(self._compare(comparable)) if finding is not None]
+        problem = next((finding for finding in findings if finding), None)
+        if problem is not None and self._action == "raise":
+            raise ValueError(problem)
+        if problem is not None:
+            warnings.warn(f"{problem} The run goes on, as engine_parity='warn' has it.", stacklevel=2)
+            self._left = 0
+        elif findings:
+            self._left -= 1
+            self._agreed = True
+
+    def _compare(self, batch: TrainBatch) -> str | None:
+        """What is wrong, "" if nothing is, None if there is nothing to look at."""
+        reported = batch.engine_logprobs
+        if reported is not None:  # rollouts of the user's own making may come without, beside others that have some
+            told = segment_sum(batch.sampled & reported.isfinite(), batch.lengths) > 0
+            batch = batch.select(told.nonzero()[:, 0]) if told.any() else batch
+        few = batch.select(first_and_last(batch))
+        usable = reported is not None and bool(few.sampled.any())
+        scored = self._rescore(few, self._temperature) if usable or self._together else None
+        if not usable or scored is None:
+            return None
+        comparison = Comparison(
+            few,
+            scored,
+            self._rescore,
+            self._temperature,
+            self._tolerance,
+            self._bos_token_id,
+            self._agreed,
+            alone=not self._together,
+        )
+        if comparison.scored.isnan().any() or (comparison.gap <= self._tolerance and no_numbers(comparison) is None):
+            return ""  # NaN of the trainer's own are not the engine's fault
+        return self._complaint(comparison)
+
+    def _complaint(self, comparison: Comparison) -> str:
+        if self._traits.shares_policy:
+            return (
+                f"the engine's log-probs differ from the model's own by {comparison.gap:.2g} on average, so"
+                f" {self._model_name} is not sampled from as it is. Its attention is of a kind the built-in engine does"
+                " not know; please report the model."
+            )
+        advice = "To train all the same, set engine_parity='warn'."
+        if broken := no_numbers(comparison):
+            return f"the engine's log-probs are not usable: {broken} {advice}"
+        differences = comparison.differences.abs()
+        return (
+            f"the engine's log-probs differ from the trainer's by {comparison.gap:.2g} nats on average (at most"
+            f" {differences.max():.2g}, over {len(differences)} tokens), and rounding explains {self._tolerance:g}:"
+            f" {likely_cause(comparison)} {advice}"
+        )
+
+    def _warn_of_gaps(self, batch: TrainBatch) -> None:
+        """Say once that there is nothing to correct the loss with."""
+        if not self._corrected or self._warned or not batch.sampled.any():
+            return
+        reported = batch.engine_logprobs
+        missing = batch.sampled if reported is None else batch.sampled & ~reported.isfinite()
+        if missing.any():
+            self._warned = True
+            warnings.warn(
+                f"the engine reported no log-probs for {int(missing.sum())} of {int(batch.sampled.sum())} tokens: they"
+                " are trained on as if the trainer had sampled them. If that is how it is, set"
+                " vllm_importance_sampling_correction=False to silence this.",
+                stacklevel=2,
+            )
+
+
+def _without(token: int, prompt: list[int]) -> list[int]:
+    return prompt[1:] if prompt and prompt[0] == token else []
+
+
+def _with_prompts(batch: TrainBatch, prompts: list[list[int]]) -> TrainBatch:
+    """The same completions after other prompts."""
+    ids = torch.tensor([token for prompt in prompts for token in prompt], device=batch.prompt_ids.device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=batch.prompt_lengths.device)
+    return replace(batch, prompt_ids=ids, prompt_lengths=lengths)

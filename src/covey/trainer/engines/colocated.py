@@ -1,0 +1,189 @@
+"""vLLM inside the trainer's process, built from the config: its arguments, its memory, and what shares its model.
+
+vLLM gets the policy's config and tokenizer as files and its weights from memory, so a policy that was never saved is
+sampled like any other. Not here: the engine (`covey.engines.vllm_colocate.engine`), when weights are sent
+(`covey.trainer.weight_sync`).
+"""
+
+import copy
+import os
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from covey.engines.vllm_colocate.engine import Peers, VllmColocateEngine
+from covey.engines.vllm_colocate.process import start_vllm
+from covey.policy.loading import end_token_ids
+from covey.policy.sharded_tensors import original_class
+from covey.policy.weights import active_adapter, base_model, has_adapter, why_not_alone
+from covey.rollout.vision import Vision
+from covey.sizing import memory, vllm_memory
+from covey.sizing.model_spec import Counts
+from covey.trainer.engine_check.parity import AUTOCAST
+from covey.trainer.engines import offload
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for."""
+
+CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+"""vLLM's own variable for the size of its cache on a CPU, in GiB; whoever sets it means it."""
+
+
+def build_colocated(
+    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], vision: Vision | None = None
+) -> VllmColocateEngine:
+    """vLLM in this process, asleep or without weights until the first update; it expands images as `vision` does.
+
+    Raises:
+        ValueError: settings that contradict one another or the number of processes, or too little memory.
+        ImportError: vLLM is missing or too old.
+        RuntimeError: vLLM does not start.
+    """
+    _check_processes(args, accelerator.num_processes)
+    sleeping = sleeps(args, accelerator.device)
+    folder = tempfile.TemporaryDirectory(prefix="covey-vllm-")
+    _save_config(base_model(model), folder.name)
+    (tokenizer if vision is None else vision.processor).save_pretrained(folder.name)
+    arguments = {
+        **engine_arguments(args, model, folder.name, accelerator),
+        **memory_arguments(args, model, accelerator.device),
+        **adapter_arguments(args, model),
+        **(args.vllm_engine_kwargs or {}),
+        "enable_sleep_mode": sleeping,
+    }
+    make_room = offload.make_room(
+        accelerator.device,
+        model=policy if args.offload_model and sleeping else None,
+        optimizers=(lambda: accelerator._optimizers) if args.offload_optimizer and sleeping else None,
+    )
+    with make_room():  # until it sleeps: vLLM takes its whole share when it starts, and refuses if that is not free
+        engine = VllmColocateEngine(
+            start_vllm(arguments),
+            eos_token_ids=end_token_ids(model, tokenizer),
+            regex=args.vllm_structured_outputs_regex,
+            sleep_level=args.vllm_sleep_level if sleeping else None,
+            batches=args.move_model_batches,
+            make_room=make_room,
+            peers=_peers() if args.vllm_tensor_parallel_size > 1 else None,
+        )
+    weakref.finalize(engine, folder.cleanup)
+    return engine
+
+
+def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> dict[str, Any]:
+    """What `vllm.EngineArgs` gets, but for memory and adapters.
+
+    Args:
+        args: a `GRPOConfig` or `RLOOConfig`.
+        model: the policy.
+        folder: with its config and tokenizer.
+        accelerator: knows precision, device and processes.
+    """
+    path = getattr(base_model(model).config, "_name_or_path", "")
+    on_cpu = accelerator.device.type == "cpu"
+    return {
+        "model": path if args.trust_remote_code and path else folder,  # the code of such a model lies there
+        "tokenizer": folder,
+        "trust_remote_code": args.trust_remote_code,
+        "load_format": "dummy",
+        "dtype": str(AUTOCAST.get(accelerator.mixed_precision, model.dtype)).removeprefix("torch."),
+        "max_model_len": args.vllm_max_model_length or -1,  # -1: the model's own, or what memory allows
+        "logprobs_mode": logprobs_mode(args.temperature),
+        "generation_config": "vllm",  # no defaults from the model's own: whatever is not asked for is off
+        "enable_prefix_caching": True,  # a prompt is computed once for all its completions
+        "disable_log_stats": True,
+        "model_impl": args.vllm_model_impl,
+        "seed": args.seed,
+        "enforce_eager": on_cpu,  # compiling there costs minutes
+        "enable_chunked_prefill": False if on_cpu else None,  # in pieces, a prompt with a seed ends the CPU build
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher" if accelerator.num_processes > 1 else "uni",
+    }
+
+
+def logprobs_mode(temperature: float) -> str:
+    """Which log-probs vLLM reports: those that the trainer computes, wherever it can.
+
+    They are the ones at the temperature and before any cut. vLLM has those from before both and those from after both.
+    """
+    return "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
+
+
+def adapter_arguments(args: Any, model: Any) -> dict[str, Any]:
+    """Room for an adapter that is sent alone, where that is wanted and the adapter allows it."""
+    if not has_adapter(model) or args.vllm_lora_sync == "merged" or why_not_alone(model) is not None:
+        return {}
+    rank = model.peft_config[active_adapter(model)].r
+    room = next((most for most in LORA_RANKS if most >= rank), None)
+    if room is None:  # more than vLLM holds beside the weights: sent merged, or refused, by the weight synchronisation
+        return {}
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
+
+
+def memory_arguments(args: Any, model: Any, device: torch.device) -> dict[str, Any]:
+    """How much memory vLLM may take: a share of a GPU, or a cache of fixed size on a CPU.
+
+    Raises:
+        DoesNotFit: the share is to be worked out, and there is none with which the run fits.
+    """
+    if device.type == "cpu":
+        if os.environ.get(CPU_CACHE):
+            return {}
+        _, engine = plan(args, model)
+        return {"kv_cache_memory_bytes": vllm_memory.cpu_cache_bytes(engine, psutil.virtual_memory().available)}
+    share = args.vllm_gpu_memory_utilization
+    if share == "auto":
+        estimate, engine = plan(args, model)
+        gpu = torch.cuda.get_device_properties(device).total_memory
+        share = vllm_memory.utilization(estimate, engine, args, gpu).share
+    return {"gpu_memory_utilization": share}
+
+
+def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.EngineMemory]:
+    """The run's memory as `covey explain` estimates it, with the parameters of the model that is there."""
+    config = base_model(model).config
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    counts = Counts(sum(p.numel() for p in model.parameters()), trainable, packed=0)
+    estimate = memory.estimate(config, args, peft={} if has_adapter(model) else None, counts=counts)
+    return estimate, vllm_memory.engine_memory(estimate, config, args)
+
+
+def _save_config(model: Any, folder: str) -> None:
+    """The config with the name of the model's class, which configs of models that were never saved lack."""
+    config = copy.copy(model.config)
+    config.architectures = config.architectures or [original_class(model).__name__]
+    config.save_pretrained(folder)
+
+
+def _check_processes(args: Any, processes: int) -> None:
+    size = args.vllm_tensor_parallel_size
+    if processes % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={size} does not divide the {processes} processes of this run: each of them is"
+            f" a part of one of vLLM's models. Choose one of:"
+            f" {', '.join(str(n) for n in range(1, processes + 1) if processes % n == 0)}."
+        )
+
+
+def sleeps(args: Any, device: torch.device) -> bool:
+    """Whether vLLM sleeps; what cannot be is pointed out."""
+    if device.type == "cpu":
+        for name in ("vllm_enable_sleep_mode", "offload_model", "offload_optimizer"):
+            if getattr(args, name):
+                warnings.warn(
+                    f"`{name}=True` has no effect on a CPU: there is no other memory to move to.", stacklevel=2
+                )
+        return False
+    return bool(args.vllm_enable_sleep_mode)
+
+
+def _peers() -> Peers:
+    """The processes that this one shares vLLM's model with."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return Peers(get_tp_group().cpu_group)

@@ -1,0 +1,203 @@
+"""Inference servers of a run, built from its config: addresses, keys, deadlines, and how weights reach them.
+
+To add a make of server, write its dialect and transport (`covey.engines.servers`) and a function like
+`vllm_servers`. Not here: which engine a run samples with (`covey.trainer.engines.build`), or when weights are sent.
+"""
+
+import os
+import secrets
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from covey.engines.servers.engine import RemoteEngine
+from covey.engines.servers.http_client import Server
+from covey.engines.servers.protocols import Dialect, WeightTransport
+from covey.engines.servers.server_process import ServerProcess, free_port
+from covey.engines.servers.sglang import launch
+from covey.engines.servers.sglang.api import SglangDialect
+from covey.engines.servers.sglang.weights import SglangWeights
+from covey.engines.servers.vllm.api import VllmDialect
+from covey.engines.servers.vllm.weights import VllmWeights
+from covey.policy.loading import end_token_ids
+from covey.policy.weights import active_adapter, adapter_config, has_adapter, unwrapped, why_not_alone
+
+
+def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
+    """Samples from vLLM servers, which are looked at here: a wrong one ends the run before it begins.
+
+    Raises:
+        ValueError: `generation_kwargs` holds what requests decide themselves.
+        ServerRefused: a server is not one that this run can sample from.
+        NoServerLeft: one is not up within `vllm_server_timeout`.
+    """
+    api_key = args.vllm_server_api_key or os.environ.get("VLLM_API_KEY") or None
+    dialect = VllmDialect(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model))
+    transport = VllmWeights(
+        way=args.vllm_weight_transfer,
+        port=args.vllm_group_port,
+        folder=args.vllm_weight_folder,
+        bucket_bytes=args.vllm_weight_bucket << 20,
+    )
+    return remote_engine(
+        [Server(url, api_key) for url in args.vllm_urls],
+        dialect,
+        transport,
+        model,
+        tokenizer,
+        accelerator,
+        context,
+        timeout=args.vllm_server_timeout,
+        request_timeout=args.vllm_server_request_timeout,
+        sync_timeout=args.vllm_server_sync_timeout,
+        concurrency=args.vllm_server_concurrency,
+        sleeps=args.vllm_enable_sleep_mode,
+        resend=accelerator.num_processes == 1 and args.max_staleness == 0,
+    )
+
+
+def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
+    """Samples from SGLang servers, those that are named or one that is started here.
+
+    Raises:
+        ValueError: `generation_kwargs` holds what requests decide themselves, or no server can be started.
+        LaunchFailed: the server that was started does not come up; with the end of its log.
+        ServerRefused: a server is not one that this run can sample from.
+        NoServerLeft: one is not up within `sglang_server_timeout`.
+    """
+    dialect = SglangDialect(
+        temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model)
+    )
+    transport = SglangWeights(
+        way=args.sglang_weight_transfer,
+        device=accelerator.device,
+        port=args.sglang_group_port,
+        folder=args.checkpoint_path,
+    )
+    api_key = args.sglang_api_key or os.environ.get(launch.KEY) or None
+    urls, started = args.sglang_urls, None
+    if not urls:
+        api_key = api_key or secrets.token_hex(16)
+        started = start_sglang(args, model, accelerator, api_key)
+        urls = [started.url]
+    try:
+        engine = remote_engine(
+            [Server(url, api_key) for url in urls],
+            dialect,
+            transport,
+            model,
+            tokenizer,
+            accelerator,
+            context,
+            timeout=args.sglang_server_timeout,
+            request_timeout=args.sglang_request_timeout,
+            sync_timeout=args.sglang_sync_timeout,
+            concurrency=args.sglang_concurrency,
+            resend=accelerator.num_processes == 1 and args.max_staleness == 0,
+        )
+    except BaseException:
+        if started is not None:
+            started.process.stop()
+        raise
+    if started is not None:
+        weakref.finalize(engine, started.process.stop)  # which also keeps it until then
+    return engine
+
+
+class Started(NamedTuple):
+    """A server of this run's own."""
+
+    url: str
+    process: ServerProcess
+
+
+def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> Started:
+    """Start an SGLang server on `sglang_device`, and wait for it; it ends with this process.
+
+    Raises:
+        ValueError: there are several processes, the model has no name to load it by, or the device is none.
+        LaunchFailed: it does not come up.
+    """
+    if accelerator.num_processes > 1:
+        raise ValueError(
+            f"sglang_device={args.sglang_device!r} starts a server for a run of one process, and this one has"
+            f" {accelerator.num_processes}. Start it with `covey sglang-serve`, and give its address (sglang_base_url)."
+        )
+    name = getattr(model.config, "_name_or_path", None)
+    if not name:
+        raise ValueError(
+            f"sglang_device={args.sglang_device!r} starts a server that loads the model by its name, and this one was"
+            " made in memory: save it, and train the folder. Or give the address of a server as sglang_base_url."
+        )
+    port = free_port()
+    flags = dict(args.sglang_server_args or {})
+    if has_adapter(model) and args.vllm_lora_sync != "merged" and why_not_alone(model) is None:
+        rank = adapter_config(unwrapped(model), active_adapter(unwrapped(model)))["r"]
+        flags = {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": "all", **flags}
+    command, environment = launch.command(name, port, args.sglang_device, flags, os.environ)
+    process = ServerProcess(
+        command,
+        f"http://127.0.0.1:{port}/health",
+        log_path=Path(args.output_dir) / "sglang-server.log",
+        deadline=args.sglang_server_timeout,
+        env={**environment, launch.KEY: api_key},
+        name="the SGLang server",
+    )
+    return Started(f"http://127.0.0.1:{port}", process.start())
+
+
+def remote_engine(
+    servers: list[Server],
+    dialect: Dialect,
+    transport: WeightTransport,
+    model: Any,
+    tokenizer: Any,
+    accelerator: Any,
+    context: int | None,
+    **settings: Any,
+) -> RemoteEngine:
+    """The engine over servers of any make.
+
+    Raises:
+        ValueError: several processes would put the same servers to sleep.
+    """
+    if settings.get("sleeps") and accelerator.num_processes > 1:
+        raise ValueError(
+            "vllm_enable_sleep_mode=True with vllm_mode='server' and several processes: one of them would put a server"
+            " to sleep while others still sample from it. Leave it False, or train on one process."
+        )
+    return RemoteEngine(
+        servers,
+        dialect,
+        transport,
+        ends=frozenset(end_token_ids(model, tokenizer)),
+        vocab_size=vocabulary_of(model),
+        max_context=context,
+        model_name=getattr(model.config, "_name_or_path", None) or None,
+        **settings,
+    )
+
+
+def generation_extras(args: Any) -> dict[str, Any]:
+    """What requests hold beside the settings that every engine knows."""
+    extra = dict(args.generation_kwargs or {})
+    if args.vllm_structured_outputs_regex is not None and args.use_sglang:
+        if "regex" in extra:
+            raise ValueError(
+                "generation_kwargs['regex'] and vllm_structured_outputs_regex are both set: one of the two shapes"
+                " completions. Leave the other out."
+            )
+        extra["regex"] = args.vllm_structured_outputs_regex
+    if args.vllm_structured_outputs_regex is not None and args.use_vllm and args.vllm_mode == "server":
+        if "structured_outputs" in extra:
+            raise ValueError(
+                "generation_kwargs['structured_outputs'] and vllm_structured_outputs_regex are both set: one of the two"
+                " shapes completions. Leave the other out."
+            )
+        extra["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    return extra
+
+
+def vocabulary_of(model: Any) -> int:
+    """Tokens that the model embeds."""
+    return int(model.get_input_embeddings().weight.shape[0])

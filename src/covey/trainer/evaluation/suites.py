@@ -1,0 +1,332 @@
+"""Evaluation suites: a dataset with sampling of its own, and what share of its prompts the model can answer.
+
+    eval_dataset={"gsm": EvalSuite(rows, temperature=0.0), "aime": EvalSuite(others, num_generations=16, pass_at=8)}
+
+Not here: the formulas (`covey.core.estimates`) and the sampling (`covey.trainer.evaluation.phase`). A further estimate
+is a field of `EvalSuite` and a line of `Tally.metrics`.
+"""
+
+import dataclasses
+import math
+import numbers
+import statistics
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from covey.config.algebra import BatchAlgebra
+from covey.config.rules.helpers import closest
+from covey.core.engine import SamplingParams
+from covey.core.estimates import interval_of_mean, interval_of_share, maj_at_k, pass_at_k
+from covey.rewards.decorators import extract_of
+from covey.rewards.functions import FunctionReward
+from covey.rewards.suite import RewardSuite
+from covey.runtime.error_text import describe, shown
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of a suite that are the sampler's as they are."""
+
+
+LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "temperature": ("0 (greedy) or more", lambda value: 0 <= value < math.inf),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "top_k": ("whole, 0 (all) or more", lambda value: value >= 0 and value == int(value)),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("above 0", lambda value: 0 < value < math.inf),
+    "success_threshold": ("and finite", math.isfinite),
+}
+"""What is allowed, in words and as a test."""
+
+
+@dataclass(frozen=True)
+class EvalSuite:
+    """An evaluation dataset with settings of its own; each that is not given is the config's.
+
+    A completion is right if its `success_reward` is at least `success_threshold`.
+
+    Attributes:
+        dataset: as for `eval_dataset`.
+        num_generations: completions per prompt; 1 where `temperature` is 0.
+        temperature: 0 is greedy.
+        top_p, top_k, min_p, repetition_penalty: how to sample.
+        max_completion_length: most tokens of a completion.
+        pass_at: each k for which to estimate the chance that one of k completions is right.
+        maj_at: each k for which to estimate the chance that the most frequent answer of k completions is right.
+        success_reward: name of the reward function that tells what is right; the only one by default.
+        success_threshold: as above.
+        answer: what votes: a function from a completion (text or messages) to its answer, None where there is none, or
+            the name of a column that a reward function logs with `log_extra`. By default what the reward function says
+            (`covey.rewards.answers`), as the built-in ones that compare answers do.
+
+    Raises:
+        ValueError: settings that cannot work.
+
+    Example:
+        >>> suite = EvalSuite([{"prompt": "1+1="}], num_generations=4, pass_at=(1, 4))
+        >>> suite.pass_at
+        (1, 4)
+    """
+
+    dataset: Any
+    num_generations: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_completion_length: int | None = None
+    pass_at: Sequence[int] = ()
+    maj_at: Sequence[int] = ()
+    success_reward: str | None = None
+    success_threshold: float = 1.0
+    answer: Callable[[Any], Hashable | None] | str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("pass_at", "maj_at"):
+            given = getattr(self, name)
+            several = isinstance(given, Sequence | set) and not isinstance(given, str)
+            object.__setattr__(self, name, tuple(given) if several else (given,))
+        for name in ("num_generations", "max_completion_length"):
+            if (value := getattr(self, name)) is not None:
+                self._count(name, value)
+        for name in ("pass_at", "maj_at"):
+            for k in getattr(self, name):
+                self._count(name, k)
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+        for name, (allowed, fits) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and fits(value)):
+                raise ValueError(f"EvalSuite({name}={value!r}) must be a number, {allowed}.")
+        if self.temperature == 0 and (self.num_generations or 1) > 1:
+            raise ValueError(
+                f"EvalSuite(temperature=0, num_generations={self.num_generations}): greedy completions of a prompt are"
+                " all the same, so more than one tells nothing. Set num_generations=1, or a temperature above 0."
+            )
+
+    def completions(self, algebra: BatchAlgebra) -> int:
+        """Completions of each prompt.
+
+        Raises:
+            ValueError: fewer than `pass_at` and `maj_at` need.
+        """
+        count = self.num_generations or (1 if self.temperature == 0 else algebra.eval_group)
+        for name in ("pass_at", "maj_at"):
+            if any(k > count for k in getattr(self, name)):
+                raise ValueError(
+                    f"EvalSuite({name}={getattr(self, name)}) needs {max(getattr(self, name))} completions of each"
+                    f" prompt, and {count} are sampled. Raise its num_generations, or leave out what is larger."
+                )
+        return count
+
+    def batches(self, algebra: BatchAlgebra) -> BatchAlgebra:
+        """The run's batch sizes with as many whole groups of this suite as fit into an evaluation batch, at least one.
+
+        Raises:
+            ValueError: as `completions` does.
+        """
+        count = self.completions(algebra)
+        per_device = count * max(1, algebra.per_device_eval_batch_size // count)
+        return replace(algebra, num_generations_eval=count, per_device_eval_batch_size=per_device)
+
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """The run's sampling with what this suite changes."""
+        changes = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        if self.max_completion_length is not None:
+            changes["max_tokens"] = self.max_completion_length
+        return replace(params, **changes)
+
+    def judge(self, rewards: RewardSuite) -> "Judge":
+        """What tells right completions and reads answers.
+
+        Raises:
+            ValueError: it is not clear which reward function to ask, or there are no answers to count.
+        """
+        if not self.pass_at and not self.maj_at:
+            return Judge(None, self.success_threshold, None)
+        threshold = torch.tensor(self.success_threshold, dtype=torch.float32).item()  # rounded as rewards are
+        named = self.success_reward
+        if named is None and len(rewards.names) > 1:
+            raise ValueError(
+                "an EvalSuite with pass_at or maj_at needs to know which reward tells what is right: set its"
+                f" success_reward to one of: {', '.join(rewards.names)}."
+            )
+        if named is not None and named not in rewards.names:
+            raise ValueError(
+                f"EvalSuite(success_reward={named!r}): there is no such reward; choose one of:"
+                f" {', '.join(rewards.names)}.{closest(named, rewards.names)}"
+            )
+        index = rewards.names.index(named) if named is not None else 0
+        asked = rewards.functions[index]
+        answer = self.answer
+        if answer is None and isinstance(asked, FunctionReward):
+            answer = extract_of(asked.function)
+        if self.maj_at and answer is None:
+            raise ValueError(
+                f"EvalSuite(maj_at={self.maj_at}) counts votes, and the reward {rewards.names[index]!r} does not say"
+                " what a completion's answer is. Set `answer` to a function from a completion to its answer (None where"
+                " it has none), or to the name of a column that a reward function logs with `log_extra`."
+            )
+        return Judge(index, threshold, answer if self.maj_at else None)
+
+    def _count(self, name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"EvalSuite({name}={getattr(self, name)!r}): whole numbers, 1 or more, are allowed.")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one completion.
+
+    Attributes:
+        prompt: its row.
+        reward: weighted total; NaN where it has none.
+        right: None where nobody can say.
+        answer: what it votes for, as text.
+    """
+
+    prompt: int
+    reward: float
+    right: bool | None
+    answer: str | None
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Tells right completions by a reward.
+
+    Attributes:
+        reward: number of the reward function; None: nothing is to be told.
+        threshold: least reward of a right completion.
+        answer: a function or a column; None: nothing votes.
+    """
+
+    reward: int | None
+    threshold: float
+    answer: Callable[[Any], Hashable | None] | str | None
+
+    def right(self, rewards: Sequence[float]) -> bool | None:
+        """Whether a completion with these rewards, one per function, is right."""
+        if self.reward is None or math.isnan(value := rewards[self.reward]):
+            return None
+        return value >= self.threshold
+
+    def answers(
+        self, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]], scored: bool
+    ) -> list[str | None]:
+        """What each completion votes for, as text (processes must agree on what is equal).
+
+        A completion on which the function raises has no answer, as one that holds nothing to find.
+
+        Args:
+            completions: text or messages.
+            columns: what reward functions have logged with `log_extra`.
+            scored: any of the completions has a reward; a reward function that failed on all has logged nothing.
+
+        Raises:
+            ValueError: no reward function has logged the column.
+        """
+        if self.answer is None:
+            return [None] * len(completions)
+        if not isinstance(self.answer, str):
+            return [self._answer(self.answer, completion) for completion in completions]
+        if self.answer not in columns and scored:
+            raise ValueError(
+                f"EvalSuite(answer={self.answer!r}): no reward function has logged such a column with `log_extra`;"
+                f" there are: {', '.join(columns) or 'none'}."
+            )
+        return [_as_vote(value) for value in columns.get(self.answer, [None] * len(completions))]
+
+    def _answer(self, extract: Callable[[Any], Hashable | None], completion: Any) -> str | None:
+        try:
+            return _as_vote(extract(completion))
+        except Exception as error:  # of a user
+            warnings.warn(
+                f"what reads the answers of an evaluation suite raised {describe(error)} for {shown(completion)}, which"
+                " counts as no answer. Return None where there is none to silence this.",
+                stacklevel=2,
+            )
+            return None
+
+
+class Tally:
+    """Counts the verdicts of a suite, of all processes.
+
+    Args:
+        suite: what to estimate.
+        completions: of each prompt.
+    """
+
+    def __init__(self, suite: EvalSuite, completions: int):
+        self._suite = suite
+        self._completions = completions
+        self._prompts: dict[int, list[Verdict]] = {}
+
+    def add(self, verdicts: Sequence[Verdict]) -> None:
+        """Take the verdicts of a batch."""
+        for verdict in verdicts:
+            self._prompts.setdefault(verdict.prompt, []).append(verdict)
+
+    def metrics(self) -> dict[str, float]:
+        """Estimates by name, each with the ends of its interval, and how many prompts they are about."""
+        found: dict[str, float] = {"prompts": len(self._prompts)}
+        rewards = [[v.reward for v in verdicts if not math.isnan(v.reward)] for verdicts in self._prompts.values()]
+        means = [statistics.fmean(values) for values in rewards if values]
+        if len(means) > 1:
+            found["reward_low"], found["reward_high"] = interval_of_mean(means)
+        for k in self._suite.pass_at:
+            found |= self._share(f"pass@{k}", k, _passes)
+        for k in self._suite.maj_at:
+            found |= self._share(f"maj@{k}", k, _wins)
+        return found
+
+    def _share(self, name: str, k: int, estimate: Callable[[list[Verdict], int], float]) -> dict[str, float]:
+        """An estimate over the prompts with at least k completions that could be judged."""
+        judged = [[v for v in verdicts if v.right is not None] for verdicts in self._prompts.values()]
+        values = [estimate(verdicts, k) for verdicts in judged if len(verdicts) >= k]
+        if not values:
+            return {}
+        low, high = interval_of_share(values, self._completions // k)
+        return {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
+
+
+def rows_of(dataset: Any) -> Any:
+    """The rows of a suite, or of a dataset as it is."""
+    return dataset.dataset if isinstance(dataset, EvalSuite) else dataset
+
+
+def suite_of(settings: Mapping[str, Any], dataset: Any) -> EvalSuite:
+    """A suite as run files write it.
+
+    Args:
+        settings: fields of `EvalSuite` by name, without `dataset`.
+        dataset: its rows.
+
+    Raises:
+        ValueError: there is no such field, or settings that cannot work.
+    """
+    known = [field.name for field in dataclasses.fields(EvalSuite) if field.name != "dataset"]
+    if unknown := [name for name in settings if name not in known]:
+        raise ValueError(
+            f"an evaluation suite has no setting {unknown[0]!r}; it has: dataset, {', '.join(known)}."
+            f"{closest(unknown[0], known)}"
+        )
+    return EvalSuite(dataset, **settings)
+
+
+def _passes(judged: list[Verdict], k: int) -> float:
+    return pass_at_k(len(judged), sum(bool(verdict.right) for verdict in judged), k)
+
+
+def _wins(judged: list[Verdict], k: int) -> float:
+    return maj_at_k([verdict.answer for verdict in judged], [bool(verdict.right) for verdict in judged], k)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _as_vote(answer: Hashable | None) -> str | None:
+    return None if answer is None or answer == "" else str(answer)

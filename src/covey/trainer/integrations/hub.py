@@ -1,0 +1,186 @@
+"""What a trainer shows of itself on a hub: the model's card, and the completions as a data set.
+
+When models are pushed is transformers' business (`hub_strategy`); this writes the card that goes with them. A lost
+connection costs no training: pushing completions is tried again at the next log, and at the end.
+"""
+
+import dataclasses
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from covey.trainer.checkpoint import AtomicCheckpoints
+from covey.trainer.integrations.model_card import CardFacts, hub_id, model_card
+
+NO_DATA_SETS = ("csv", "json", "pandas", "parquet", "text", "generator")
+"""Names of builders rather than of data sets."""
+
+PUSH_EVERY = 120.0
+"""Seconds between two pushes of completions; hubs limit how many commits there may be."""
+
+
+class OnTheHub(AtomicCheckpoints):
+    """The part of a trainer that writes model cards."""
+
+    rewards: Any
+    policy: Any
+    scorer: Any
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+        dataset_name: str | None = None,
+    ) -> None:
+        """Write `README.md` into `output_dir`: what the model is, how it was trained, what it scored.
+
+        Args:
+            language, license: of the model, as the hub knows them.
+            tags: further tags.
+            model_name: its hub id; `hub_model_id`, or the folder's name, if None.
+            finetuned_from: hub id of the model that was trained; what the model was loaded from if None.
+            tasks, dataset_args: taken for transformers' sake; the task is text generation.
+            dataset_tags, dataset, dataset_name: hub ids of data sets; that of the training data if it has one.
+        """
+        if not self.is_world_process_zero():
+            return
+        config = self.policy.config
+        base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
+        facts = CardFacts(
+            name=self._name_on_hub(model_name),
+            base=base,
+            method=self.args.method,
+            adapter=hasattr(self.policy, "peft_config"),
+            datasets=_listed(dataset_name or dataset or dataset_tags) or _data_set_of(self.train_dataset),
+            rewards=self.rewards.names,
+            config=self.args.to_dict(),
+            defaults={one.name: _default(one) for one in dataclasses.fields(self.args)},
+            history=self.state.log_history,
+            processes=self.args.world_size,
+            sees_images=self.scorer.vision,
+            language=language,
+            license=license,
+            tags=_listed(tags),
+        )
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
+
+    def _name_on_hub(self, given: str | None) -> str:
+        """The name that is given; transformers gives that of the hub without its owner."""
+        known = self.hub_model_id or self.args.hub_model_id
+        if known and given in (None, known.rpartition("/")[2]):
+            return str(known)
+        return given or Path(self.args.output_dir).name
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._staging and self.args.hub_strategy != "end":
+            self.create_model_card()
+        super()._push_from_checkpoint(checkpoint_folder)
+
+
+class PushCompletions(TrainerCallback):
+    """Pushes the files of completions to a data set of the hub while training goes on.
+
+    Args:
+        repo: its id; it is created.
+        folder: of the parquet files.
+        token: with write permission; that of this machine if None.
+        private: of a data set that is created.
+
+    Raises:
+        ValueError: it cannot be created or written to.
+    """
+
+    def __init__(self, repo: str, folder: Path, token: str | None = None, private: bool | None = None):
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        self._api = HfApi(token=token, library_name="covey")
+        self._folder = folder
+        self._pushed = self._stamps()
+        self._under_way: Any = None
+        self._last = -PUSH_EVERY
+        try:
+            self._repo = self._api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True).repo_id
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise ValueError(
+                f"log_completions_hub_repo={repo!r} cannot be created or written to: {error} Give the id of a data set,"
+                " such as 'me/completions', and log in with a token that may write (`hf auth login`, or hub_token)."
+            ) from error
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A run that goes on pushes what it had no more time to push."""
+        if state.global_step:
+            self._pushed = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to push what is new, unless something still is under way or was pushed a moment ago."""
+        if self._under_way is not None and not self._under_way.done():
+            return
+        if time.monotonic() - self._last >= PUSH_EVERY:
+            self._push(state.global_step, wait=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Push the rest, and wait for it."""
+        self._settle()
+        self._push(state.global_step, wait=True)
+
+    def _push(self, step: int, wait: bool) -> None:
+        from huggingface_hub import CommitOperationAdd
+
+        self._settle()
+        stamps = self._stamps()
+        new = {path: stamp for path, stamp in stamps.items() if self._pushed.get(path) != stamp}
+        if not new:
+            return
+        self._last = time.monotonic()
+        self._sending = new
+        files = [CommitOperationAdd(f"completions/{path.name}", path) for path in sorted(new)]
+        message = f"Completions up to step {step}"
+        self._under_way = self._api.create_commit(
+            self._repo, files, commit_message=message, repo_type="dataset", run_as_future=True
+        )
+        if wait:
+            self._settle()
+
+    def _settle(self) -> None:
+        """See how the last push ended, waiting for it."""
+        if self._under_way is None:
+            return
+        error = self._under_way.exception()
+        self._under_way = None
+        if error is None:
+            self._pushed.update(self._sending)
+        else:
+            warnings.warn(
+                f"completions were not pushed to {self._repo!r}: {error} They are in {os.fspath(self._folder)!r}.",
+                stacklevel=2,
+            )
+
+    def _stamps(self) -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in self._folder.glob("completions_*.parquet")}
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _data_set_of(dataset: Any) -> list[str]:
+    name = getattr(getattr(dataset, "info", None), "dataset_name", None)
+    return [name] if name and name not in NO_DATA_SETS else []

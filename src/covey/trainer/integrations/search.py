@@ -1,0 +1,307 @@
+"""Hyperparameter search with optuna: every trial is a trainer of its own, made like the first one with other settings.
+
+A config decides what a trainer is built of (how it samples, its loss, its batches), so a trial cannot be had by
+changing a trainer that exists. Trials run one after another; each begins with fresh weights and closes its engine at
+its end. Not here: what a trial does (`covey.trainer.trainer`), and other backends, of which there are none.
+"""
+
+import copy
+import inspect
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from transformers.trainer_utils import BestRun
+
+from covey.config.base import OnlineConfig
+from covey.runtime.error_text import describe
+from covey.trainer.checkpoint import AtomicCheckpoints
+from covey.trainer.distributed.collectives import CollectiveError
+
+OF_OPTIMIZE = ("timeout", "n_jobs", "gc_after_trial", "catch", "callbacks", "show_progress_bar")
+"""Further arguments that `optuna.Study.optimize` takes; all others are `optuna.create_study`'s."""
+
+Objective = Callable[[dict[str, float]], Any]
+HeardOf = Callable[[dict[str, float], int], bool]
+"""(metrics, step): an evaluation of a trial; whether the trial is to end."""
+
+
+class HyperparameterSearch(AtomicCheckpoints):
+    """The searching part of a trainer."""
+
+    made_of: dict[str, Any]
+    """The constructor's arguments, by name."""
+    _own_callbacks: frozenset[int]
+    """Ids of the callbacks that a trainer adds by itself."""
+    _trial_heard: HeardOf | None = None
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Objective | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] | None = None,
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
+        """Train with `n_trials` settings and say which were best. Collective.
+
+        Trials write into `output_dir/run-N`. Each is reported to optuna at every evaluation, which may end it
+        (`pruner=...`); its objective is that of its last evaluation, of one at its end where there was none.
+
+        Args:
+            hp_space: from an `optuna.Trial` to config fields and their values; learning rates from 1e-7 to 1e-5 if
+                None.
+            compute_objective: from the metrics of an evaluation to a number (or several); their reward if None, the
+                mean over evaluation sets with names.
+            n_trials: how many.
+            direction: "maximize" or "minimize", or one for each number; "maximize" where the objective is the reward.
+            backend: "optuna", the only one.
+            hp_name: from a trial to its name, which is that of its folder and of its run in trackers.
+            kwargs: further arguments of `optuna.create_study` and `optuna.Study.optimize`.
+
+        Returns:
+            The best run, or the best ones where there are several numbers; the study is its `run_summary`. Processes
+            other than the first get that of the first, without the study.
+
+        Raises:
+            ImportError: optuna is not installed.
+            ValueError: nothing to evaluate, a model that cannot be had afresh, or arguments that do not suit.
+        """
+        name = getattr(backend, "value", backend)
+        if name not in (None, "optuna"):
+            raise ValueError(f"backend={name!r}: hyperparameter_search works with optuna alone; leave `backend` out.")
+        if kwargs.get("n_jobs", 1) != 1:
+            raise ValueError(f"n_jobs={kwargs['n_jobs']}: trials run one after another here; leave it out.")
+        if compute_objective is not None and direction is None:
+            raise ValueError(
+                "hyperparameter_search with a compute_objective needs to know what is better: direction='maximize' (a"
+                " reward) or direction='minimize' (a loss)."
+            )
+        self._check_searchable()
+        try:
+            import optuna
+        except ImportError as error:
+            raise ImportError("hyperparameter_search needs optuna: pip install 'covey[search]'.") from error
+        caught = kwargs.get("catch", ())
+        trials = _Trials(
+            self, hp_name, compute_objective or mean_reward, caught if isinstance(caught, Iterable) else (caught,)
+        )
+        if self.args.process_index:
+            return trials.follow()
+        optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
+        several = {"directions": direction} if isinstance(direction, list) else {"direction": direction or "maximize"}
+        study = optuna.create_study(**several, **kwargs)
+        best: Any
+        try:
+            study.optimize(lambda trial: trials.lead(trial, (hp_space or _learning_rates)(trial)), n_trials, **optimize)
+            if isinstance(direction, list):
+                best = [BestRun(str(one.number), one.values, one.params) for one in study.best_trials]
+            else:
+                best = BestRun(str(study.best_trial.number), study.best_value, study.best_params)
+        except BaseException as error:
+            trials.fail(error)
+            raise
+        trials.end(best)
+        return (
+            [one._replace(run_summary=study) for one in best]
+            if isinstance(best, list)
+            else best._replace(run_summary=study)
+        )
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Called by `Trainer` after every evaluation while it trains."""
+        if self._trial_heard is not None and self._trial_heard(metrics, step):
+            self.control.should_training_stop = True
+
+    def _check_searchable(self) -> None:
+        if self.eval_dataset is None:
+            raise ValueError("hyperparameter_search compares trials by their evaluation: give an `eval_dataset`.")
+        model = self.made_of.get("model")
+        if self.made_of.get("model_init") is None and not isinstance(model, str | os.PathLike):
+            raise ValueError(
+                "hyperparameter_search trains a fresh model in every trial, and this trainer was given one that is"
+                f" loaded ({type(model).__name__}). Give its hub id or folder, or a function that makes"
+                " it: model_init=..."
+            )
+        if any(part is not None for part in self.made_of.get("optimizers") or ()):
+            raise ValueError(
+                "hyperparameter_search cannot use `optimizers`: they belong to one model, and every trial has another."
+                " Name it in the config (optim=...), or give `optimizer_cls_and_kwargs`."
+            )
+
+    def _users_callbacks(self) -> list[Any]:
+        """Copies, since some count."""
+        return [copy.copy(one) for one in self.callback_handler.callbacks if id(one) not in self._own_callbacks]
+
+
+class _Trials:
+    """Runs trials, in all processes alike: the first decides, and tells the others.
+
+    Args:
+        original: whose settings the trials change.
+        hp_name: names a trial.
+        objective: from metrics to what is compared.
+        caught: kinds of errors that end a trial and not the search.
+    """
+
+    def __init__(
+        self,
+        original: Any,
+        hp_name: Callable[[Any], str] | None,
+        objective: Objective,
+        caught: Iterable[type[Exception]] = (),
+    ):
+        self._original = original
+        self._name = hp_name or (lambda trial: f"run-{trial.number}")
+        self._objective = objective
+        self._caught = tuple(caught)
+        self._tell = original.collectives.gather
+
+    def lead(self, trial: Any, changes: dict[str, Any]) -> Any:
+        """In the first process: one trial, and its objective."""
+        import optuna
+
+        self._tell(("trial", trial.number, trial.params, changes, self._name(trial)), "begin a trial")
+        value, pruned = self._run(trial, changes, self._name(trial))
+        if pruned:
+            raise optuna.TrialPruned
+        return value
+
+    def follow(self) -> Any:
+        """In the other processes: every trial, until the first one has the best.
+
+        Raises:
+            RuntimeError: the search has failed there.
+        """
+        import optuna
+
+        while True:
+            word, *told = self._tell(None, "begin a trial")[0]
+            if word == "failed":
+                raise RuntimeError(f"the search ended in the first process: {told[0]}")
+            if word == "end":
+                return told[0]
+            number, params, changes, name = told
+            with suppress(*self._caught):  # as optuna does in the first process
+                self._run(optuna.trial.FixedTrial(params, number), changes, name)
+
+    def end(self, best: Any) -> None:
+        """In the first process: no trial follows."""
+        self._tell(("end", best), "begin a trial")
+
+    def fail(self, error: BaseException) -> None:
+        """In the first process: no trial follows, for the search has failed; the others may have, too, and be gone."""
+        with suppress(CollectiveError):
+            self._tell(("failed", describe(error)), "begin a trial")
+
+    def _run(self, trial: Any, changes: dict[str, Any], name: str) -> tuple[Any, bool]:
+        """The objective of a trial, and whether it was ended before its time."""
+        try:
+            trainer = self._trainer(trial, changes, name)
+            try:
+                return self._trained(trainer, trial)
+            finally:
+                self._close(trainer)
+        except BaseException as error:
+            error.add_note(f"This was in trial {trial.number} of the search, with {changes}.")
+            raise
+
+    def _trained(self, trainer: Any, trial: Any) -> tuple[Any, bool]:
+        value, pruned = None, False
+
+        def heard(metrics: dict[str, float], step: int) -> bool:
+            nonlocal value, pruned
+            value = self._objective(metrics)
+            ended = self._prunes(trial, value, step) if trainer.is_world_process_zero() else None
+            pruned = bool(trainer.collectives.gather(ended, "hear whether the trial goes on")[0])
+            return pruned
+
+        trainer._trial_heard = heard
+        trainer.hp_name = lambda _: os.path.basename(trainer.args.output_dir)
+        trainer.train(trial=trial)
+        return self._objective(trainer.evaluate()) if value is None else value, pruned
+
+    def _trainer(self, trial: Any, changes: dict[str, Any], name: str) -> Any:
+        original = self._original
+        args: OnlineConfig = original.args.with_changes(
+            **{"output_dir": os.path.join(original.args.output_dir, name), **changes}
+        )
+        parts = {**original.made_of, "args": args, "callbacks": original._users_callbacks()}
+        if (make := parts.get("model_init")) is not None:
+            parts["model_init"] = lambda: make_model(make, trial)
+        return type(original)(**parts)
+
+    def _prunes(self, trial: Any, value: Any, step: int) -> bool:
+        if isinstance(value, list | tuple):
+            return False  # optuna prunes by one number alone
+        trial.report(value, step)
+        return bool(trial.should_prune())
+
+    def _close(self, trainer: Any) -> None:
+        """Let go of what a trial held: its engine's connections and memory, its weights and optimizer."""
+        close = getattr(trainer.collector.engine, "close", None)
+        if close is not None and self._original.made_of.get("engine") is None:
+            close()
+        trainer.model_wrapped = trainer.model = trainer.optimizer = trainer.lr_scheduler = None
+        trainer.accelerator.free_memory()  # collects garbage and empties the device's cache
+
+
+def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
+    """What a `model_init` makes; it may take the trial.
+
+    Raises:
+        ValueError: it takes more than that, or returns None.
+    """
+    parameters = list(inspect.signature(model_init).parameters.values())
+    required = [
+        one.name
+        for one in parameters
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if len(required) > 1:
+        raise ValueError(
+            f"`model_init` needs {', '.join(required)}; it is called with the trial of a search, or with nothing."
+        )
+    model = model_init(trial) if required or [one.name for one in parameters[:1]] == ["trial"] else model_init()
+    if model is None:
+        raise ValueError("`model_init` returned None; it must return a model, its hub id or its folder.")
+    return model
+
+
+def made_model(model: Any, model_init: Callable[..., Any]) -> Any:
+    """What `model_init` makes.
+
+    Raises:
+        ValueError: there is a `model` besides, or the function cannot be called or returns nothing.
+    """
+    if model is not None:
+        raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
+    return make_model(model_init)
+
+
+def mean_reward(metrics: dict[str, float]) -> float:
+    """The reward of an evaluation, the mean over its sets where they have names.
+
+    Raises:
+        ValueError: no completion had a reward.
+
+    Example:
+        >>> mean_reward({"eval_a_reward": 1.0, "eval_a_runtime": 9.0, "eval_b_reward": 0.0, "eval_b_runtime": 9.0})
+        0.5
+    """
+    from covey.observability.evaluations import evaluation_sets, prefix
+
+    rewards = [
+        metrics[f"{prefix(name)}reward"] for name in evaluation_sets(metrics) if f"{prefix(name)}reward" in metrics
+    ]
+    if not rewards:
+        raise ValueError("no completion of the evaluation had a reward, so trials cannot be compared by it.")
+    return statistics.fmean(rewards)
+
+
+def _learning_rates(trial: Any) -> dict[str, Any]:
+    return {"learning_rate": trial.suggest_float("learning_rate", 1e-7, 1e-5, log=True)}

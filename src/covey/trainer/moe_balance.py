@@ -1,0 +1,106 @@
+"""The load-balancing loss of mixtures of experts: one for each optimizer step, however the step is cut into passes.
+
+The loss is a product of two means over tokens, so the losses of parts do not add up to that of the whole. With the
+first mean, the share of tokens that each expert gets, taken over the whole step beforehand, the rest is a sum over
+tokens. A step of several passes, or of several processes, is therefore run forward once more without its head, before
+its first pass; a step of one pass is not. Not here: the formula (`covey.policy.moe`).
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from covey.core.batch import TrainBatch
+from covey.core.metrics import Mean, Stat
+from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
+
+Survey = Callable[[TrainBatch], RouterLoads]
+"""Rollouts of this process -> the loads of all processes' together, without gradient. Collective."""
+
+
+class ExpertBalance:
+    """The load-balancing loss of a run.
+
+    Attributes:
+        coef: its weight; 0 where there is none.
+        top_k: experts of a token.
+        kept: whether the model's config asked for its loss when it was loaded.
+    """
+
+    def __init__(self, coef: float, top_k: int, kept: bool = False):
+        self.coef = coef
+        self.top_k = top_k
+        self.kept = kept
+        self._share = 1.0
+        self._rows = 0
+        self._survey: Callable[[], RouterLoads] | None = None
+        self._whole: RouterLoads | None = None
+
+    @classmethod
+    def of(cls, args: Any, policy: Any) -> "ExpertBalance":
+        """With the weight of the trainer's config; where that is None, with the weight in the model's own config.
+
+        The model's own weight holds for models that transformers has such a loss for, whether or not their config sets
+        `output_router_logits`. The model's own computation of this loss is switched off: it would not know packed rows.
+
+        Raises:
+            ValueError: the config asks for the loss, and the model has no experts.
+        """
+        config = policy.config.get_text_config()
+        own, asks = getattr(config, "router_aux_loss_coef", None), bool(getattr(config, "output_router_logits", False))
+        wanted = args.router_aux_loss_coef
+        top_k = experts_per_token(policy)
+        if wanted and (own is None or top_k is None):
+            raise ValueError(
+                f"router_aux_loss_coef={wanted}: {type(policy).__name__} has no load-balancing loss, as its config"
+                " names no router_aux_loss_coef. Leave the field unset; it is for mixtures of experts that"
+                " transformers has such a loss for (Mixtral, Qwen3-MoE, OLMoE, gpt-oss, ...)."
+            )
+        if asks:
+            config.output_router_logits = False
+        coef = (own if asks or has_balancing_loss(policy) else 0.0) if wanted is None else wanted
+        return cls(float(coef or 0.0), top_k or 1, asks)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is such a loss."""
+        return self.coef != 0.0
+
+    def begin(self, share: float, batch: TrainBatch, survey: Survey, *, whole: bool) -> None:
+        """Another stretch of training, or an evaluation batch.
+
+        Args:
+            share: how much of the optimizer step it is.
+            batch: this process's rollouts of it.
+            survey: runs them forward.
+            whole: a single pass of a single process runs them all: its own loads are those of the stretch.
+        """
+        self._share, self._rows = share, len(batch)
+        self._survey = lambda: survey(batch)
+        self._whole = None if whole else self._survey()
+
+    def loss(self, loads: RouterLoads, rows: int) -> Tensor:
+        """What a pass over so many rollouts adds to the optimizer step's loss, before the coefficient."""
+        whole = self._whole
+        if whole is None and rows < self._rows:  # it was to be one pass, and memory ran out
+            assert self._survey is not None, "a stretch has begun"
+            whole = self._whole = self._survey()
+        return self._share * load_balancing_loss(whole or loads.without_gradient(), loads)
+
+    def count(self, steps: float) -> dict[str, Stat]:
+        """What makes the metric a mean over optimizer steps: passes report sums."""
+        return {"aux_loss": Mean(0.0, steps)} if self.enabled else {}
+
+    @contextmanager
+    def config_as_loaded(self, policy: Any) -> Any:
+        """Within, the model's config asks for its loss as it did when it was loaded: for saving it."""
+        config = policy.config.get_text_config()
+        if self.kept:
+            config.output_router_logits = True
+        try:
+            yield
+        finally:
+            if self.kept:
+                config.output_router_logits = False

@@ -1,0 +1,215 @@
+"""When engines get the policy's weights, and what all processes agree on about it.
+
+Before sampling, an engine that has weights of its own is brought to the policy's version. What is sent is decided here
+(merged weights, or an adapter alone); the tensors come from `covey.policy.weights`, and how they travel is the
+engine's. Every process calls `ensure_current` at the same place: either each process has an engine of its own and loads
+it, or all engines use the same servers, and then the first process sends for all.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from covey.core.engine import RolloutEngine, traits_of
+from covey.core.metrics import Mean, Stat
+from covey.core.weights import WeightUpdate
+from covey.policy.sharded_tensors import is_sharded
+from covey.policy.weights import has_adapter, weight_update, why_not_alone
+from covey.trainer.distributed.collectives import Collectives
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class SharedServers(Protocol):
+    """An engine whose servers are those of every process: one process sends, the others learn of it."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """On every process: within this context no request begins."""
+        ...
+
+    def tell(self) -> Any:
+        """On the process that sent: what the others must know about it; picklable."""
+        ...
+
+    def learn(self, version: int, told: Any) -> None:
+        """On the others: the servers hold `version`."""
+        ...
+
+
+class WeightSync:
+    """Keeps an engine at the policy's version.
+
+    Args:
+        engine: what samples.
+        policy: gives the model that is trained.
+        lora_sync: "adapter" sends an adapter alone, "merged" sends the weights it amounts to, and "auto" sends it alone
+            where both the adapter and the engine allow that.
+        collectives: how processes meet.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        policy: Callable[[], Any],
+        collectives: Collectives,
+        lora_sync: str = "auto",
+    ):
+        self._engine = engine
+        self._policy = policy
+        self._collectives = collectives
+        self._lora_sync = lora_sync
+        self._sent: int | None = None
+        self._base_sent = False
+        self._said: str | None = None
+
+    def forget(self) -> None:
+        """Send the weights when they are next asked for, whatever their version: they have changed without a step."""
+        self._sent = None
+
+    def ensure_current(self, version: int) -> dict[str, Stat]:
+        """Send the weights if they changed since the last time; metrics of it, if so.
+
+        Args:
+            version: optimizer steps the policy has taken.
+
+        Raises:
+            ValueError: the adapter is to be sent alone and cannot be.
+            RuntimeError: another process could not send or load them. On that process the error itself is raised.
+        """
+        if traits_of(self._engine).shares_policy or version == self._sent:
+            return {}
+        started = time.perf_counter()
+        update = self._noticing(self._update(version))
+        if self._collectives.size > 1 and isinstance(self._engine, SharedServers):
+            self._send_for_all(self._engine, update)
+        else:
+            self._load_each(update)
+        self._sent = version
+        sent = update.nbytes + (update.base.nbytes if update.base is not None and self._base_sent else 0)
+        return {"sync/seconds": Mean(time.perf_counter() - started, 1.0), "sync/bytes": Mean(sent, 1.0)}
+
+    # ---- what is sent ----------------------------------------------------------------------------------------------
+
+    def _update(self, version: int) -> WeightUpdate:
+        policy = self._policy()
+        dtype = traits_of(self._engine).dtype
+        return weight_update(policy, version, adapter_only=self._alone(policy), dtype=dtype)
+
+    def _noticing(self, update: WeightUpdate) -> WeightUpdate:
+        """The same; `_base_sent` says whether the model under an adapter is asked for, which few servers lack."""
+        self._base_sent = False
+        if update.base is None:
+            return update
+        base = update.base
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            self._base_sent = True
+            return base.tensors()
+
+        return replace(update, base=replace(base, tensors=tensors))
+
+    def _alone(self, policy: Any) -> bool:
+        """Whether the adapter travels without its base."""
+        if self._lora_sync == "merged" or not has_adapter(policy):
+            return False
+        obstacle = why_not_alone(policy)
+        if obstacle is None and not traits_of(self._engine).takes_adapters:
+            obstacle = "the engine takes none: start its server with adapters enabled"
+        if obstacle is None:
+            return True
+        if self._lora_sync == "adapter":
+            raise ValueError(
+                f"vllm_lora_sync='adapter' sends the adapter alone, but {obstacle}. Use 'merged' or 'auto'."
+            )
+        if obstacle != self._said:
+            log.info("The adapter's weights are sent merged into the model's: %s.", obstacle)
+            self._said = obstacle
+        return False
+
+    # ---- who sends -------------------------------------------------------------------------------------------------
+
+    def _load_each(self, update: WeightUpdate) -> None:
+        """Every process loads its own engine; one that cannot stops all."""
+        error: Exception | None = None
+        try:
+            self._engine.load_weights(update)
+        except Exception as caught:
+            error = caught
+        words = self._collectives.gather(None if error is None else str(error), f"load weights of {update.version}")
+        failed = [(rank, said) for rank, said in enumerate(words) if said is not None]
+        if failed and error is None:
+            raise RuntimeError(f"process {failed[0][0]} could not load weights: {failed[0][1]}")
+        if error is not None:
+            raise error
+
+    def _send_for_all(self, engine: Any, update: WeightUpdate) -> None:
+        """The first process sends, once no process begins requests any more."""
+        with engine.held():
+            self._collectives.meet(f"begin to send weights of version {update.version}")
+            if self._collectives.rank > 0:
+                self._follow(engine, update)
+            else:
+                self._lead(engine, update)
+
+    def _lead(self, engine: Any, update: WeightUpdate) -> None:
+        """Send. Where a pass over the weights is collective, call the others to each."""
+        together = is_sharded(self._policy())
+        error: BaseException | None = None
+        try:
+            engine.load_weights(self._announcing(update) if together else update)
+        except BaseException as caught:
+            error = caught
+        word = ("done", None if error is None else _words(error), None if error else (engine.tell(), self._base_sent))
+        self._from_first(word, update.version)
+        if error is not None:
+            raise error
+
+    def _follow(self, engine: Any, update: WeightUpdate) -> None:
+        while True:
+            word, said, told = self._from_first(None, update.version)
+            if word == "pass":
+                of = update if said == "update" else update.base
+                assert of is not None, "both processes made the same update"
+                for _ in of.tensors():
+                    pass
+                continue
+            if said is not None:
+                raise RuntimeError(f"process 0 could not send the weights: {said}")
+            told, self._base_sent = told
+            engine.learn(update.version, told)
+            return
+
+    def _from_first(self, word: Any, version: int) -> Any:
+        """What the first process has to say about sending, in every process."""
+        return self._collectives.gather(word, f"send weights of version {version}")[0]
+
+    def _announcing(self, update: WeightUpdate) -> WeightUpdate:
+        """The same, but every pass is begun by all processes, and ended by all even where the sender gives it up."""
+
+        def passes(of: WeightUpdate, name: str) -> WeightUpdate:
+            def tensors() -> Iterator[tuple[str, Tensor]]:
+                self._from_first(("pass", name, None), of.version)
+                one = of.tensors()
+                try:
+                    for pair in one:  # noqa: UP028 - `yield from` would close it where this is given up
+                        yield pair
+                finally:
+                    for _ in one:
+                        pass
+
+            return WeightUpdate(of.version, of.specs, tensors, of.adapter)
+
+        made = passes(update, "update")
+        if update.base is None:
+            return made
+        return WeightUpdate(made.version, made.specs, made.tensors, made.adapter, passes(update.base, "base"))
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,1 +1,0 @@
-"""The rules of a config, by theme; `covey.trainers.checks` collects and runs them."""

@@ -1,0 +1,145 @@
+"""Credit of a generation: which function rewards steps, what processes have to know, what the KL does. By eye."""
+
+import math
+
+import pytest
+import torch
+
+from covey.algorithms import grpo, rloo
+from covey.algorithms.credit import Scores, assign_credit, signal, spread_of_rewards, step_stats
+from covey.core.metrics import merge_all
+from tests.support import runs
+
+NAN = math.nan
+ONE = torch.ones(1)
+
+
+def algorithm(method="grpo", **settings):
+    settings = {"scale_rewards": "none"} | settings if method == "grpo" else settings
+    return {"grpo": grpo, "rloo": rloo}[method].algorithm(runs.config("unused", method, **settings))
+
+
+def scores(rewards, steps=None, lengths=None):
+    rewards = torch.as_tensor(rewards)
+    count = len(rewards)
+    return Scores(rewards, steps or [{}] * count, lengths or [4] * count)
+
+
+def tokens(credit, count):
+    return [credit.of_tokens(slice(row, row + 1)).tolist() for row in range(count)]
+
+
+def test_outcomes_are_the_same_for_all_tokens():
+    credit = assign_credit(algorithm(), ONE, scores([[2.0], [0.0]], lengths=[3, 1]), 2)
+    assert tokens(credit, 2) == [[1, 1, 1], [-1]]
+    assert credit.of_completions().tolist() == [1, -1]
+    assert credit.has_signal().tolist() == [True, True]
+
+
+def test_a_number_of_a_process_function_is_one_step_at_the_last_token():
+    """Steps 3 and 0 and the number 1: mean 4/3; to go 5/3 - 4/3 and -4/3, and -1/3."""
+    given = scores([[3.0], [1.0]], [{0: [(1, 3.0), (2, 0.0)]}, {}])
+    credit = assign_credit(algorithm(), ONE, given, 2)
+    assert [pytest.approx(row, abs=1e-6) for row in tokens(credit, 2)] == [[1 / 3, 1 / 3, -4 / 3, 0], [-1 / 3] * 4]
+    assert credit.of_completions().tolist() == pytest.approx([1 / 3, -1 / 3])
+
+
+def test_whoever_rewards_steps_on_any_process_does_so_on_all():
+    """Groups of two, cut in the middle; the process that saw numbers alone treats them as steps all the same."""
+    mine, theirs = scores([[1.0], [4.0], [1.0]], lengths=[2, 2, 3]), scores([[5.0]], [{0: [(0, 5.0)]}], [3])
+    assert mine.process_functions == []
+    whole = Scores.joined([mine, theirs])
+    assert whole.process_functions == [0]
+    credit = assign_credit(algorithm(step_discount=0.0, outcome_weight=0.0), ONE, whole, 2)
+    assert tokens(credit, 4) == [[-1.5, -1.5], [1.5, 1.5], [-2, -2, -2], [2, 0, 0]]
+    assert credit.of_tokens(slice(0, 3)).tolist() == [-1.5, -1.5, 1.5, 1.5, -2, -2, -2]
+    assert credit.of_tokens(slice(3, 4)).tolist() == [2, 0, 0]
+
+
+def test_outcomes_go_on_as_without_steps():
+    """The outcome's mean is that of the numbers 1 and 3, whatever the sums of steps beside them are."""
+    given = scores([[100.0, 1.0], [0.0, 3.0]], [{0: [(0, 100.0)]}, {0: [(0, 0.0)]}])
+    credit = assign_credit(algorithm(process_weight=0.0, outcome_weight=2.0), torch.ones(2), given, 2)
+    assert tokens(credit, 2) == [[-2] * 4, [2] * 4]
+
+
+def test_a_completion_without_reward_has_no_steps_either():
+    """What failed keeps its ends, and earns nothing."""
+    given = scores([[NAN], [1.0], [0.0]], [{0: [(1, 9.0)]}, {0: [(1, 1.0)]}, {0: [(1, 0.0)]}])
+    assert tokens(assign_credit(algorithm(), ONE, given, 3), 3) == [[0] * 4, [0.5, 0.5, 0, 0], [-0.5, -0.5, 0, 0]]
+
+
+def test_empty_completions_and_empty_lists():
+    given = scores([[2.0], [0.0], [1.0], [0.0]], [{}, {0: []}, {0: [(0, 1.0)]}, {0: [(0, 0.0)]}], [0, 2, 1, 1])
+    credit = assign_credit(algorithm(), ONE, given, 4)
+    assert tokens(credit, 4) == [[], [0, 0], [0.5], [-0.5]]
+    assert credit.has_signal().tolist() == [False, False, True, True]
+
+
+def test_without_completions_there_is_no_credit():
+    credit = assign_credit(algorithm(), ONE, scores(torch.zeros(0, 1)), 2)
+    assert credit.of_tokens(slice(0, 0)).tolist() == [] and credit.of_completions().tolist() == []
+
+
+def test_rloos_penalty_acts_where_steps_alone_are_rewarded():
+    """KL 1 and 3 with beta 0.5: -0.5 + 1.5 = 1 and -1 for all tokens, beside what the equal steps give: nothing."""
+    steps = [{0: [(0, 1.0)]}, {0: [(0, 1.0)]}]
+    credit = assign_credit(algorithm("rloo", beta=0.5), ONE, scores([[1.0], [1.0]], steps), 2, torch.tensor([1.0, 3.0]))
+    assert tokens(credit, 2) == [[1] * 4, [-1] * 4]
+
+
+def test_it_acts_in_those_groups_alone_that_have_no_outcome_and_on_scored_completions():
+    """Group 0 has an outcome for one completion, which has nobody to be compared with; in group 1 nobody scored one."""
+    steps = [{0: [(0, 1.0)]}] * 5 + [{}]
+    given = scores([[1.0, 2.0], [1.0, NAN], [1.0, NAN], *[[1.0, NAN]] * 2, [NAN, NAN]], steps)
+    kl = torch.tensor([1.0, 3.0, 5.0, 1.0, 3.0, 7.0])
+    credit = assign_credit(algorithm("rloo", beta=0.5), torch.ones(2), given, 3, kl)
+    assert credit.of_completions().tolist() == [0, 0, 0, 1, -1, 0]
+
+
+def test_rloo_clips_each_step():
+    steps = [{0: [(0, 9.0)]}, {0: [(0, 1.0)]}]
+    method = algorithm("rloo", beta=0.0, reward_clip_range=(0.0, 2.0))
+    assert assign_credit(method, ONE, scores([[9.0], [1.0]], steps), 2).of_completions().tolist() == [1, -1]
+
+
+def test_normalised_one_by_one_and_once_more():
+    """z = ±a of each function, a = 1/√2 to rounding; S = ±3a at the common end of both, ±a at the other one."""
+    one, two = [{0: [(0, 1.0)], 1: [(0, 5.0)]}, {0: [(0, 0.0)], 1: [(2, 3.0)]}], torch.tensor([1.0, 2.0])
+    method = algorithm(multi_objective_aggregation="normalize_then_sum", scale_rewards="group")
+    got = assign_credit(method, two, scores([[1.0, 5.0], [0.0, 3.0]], one), 2).of_completions()
+    a = math.sqrt(0.5)  # S: 3a, -a (token 0) and -2a (token 2)
+    deviation = math.sqrt((9 + 1 + 4) * 0.5 / 2)
+    assert got.tolist() == pytest.approx([3 * a / deviation, -3 * a / deviation], rel=1e-3)
+
+
+def test_equal_sums_of_different_steps_are_a_signal():
+    """Two steps, worth 1 and 0 or 0 and 1: the first tokens tie at γ = 1, the others do not."""
+    steps = [{0: [(1, 1.0), (3, 0.0)]}, {0: [(1, 0.0), (3, 1.0)]}]
+    given = scores([[1.0], [1.0]], steps)
+    assert signal(algorithm(), ONE, given, 2).tolist() == [True, True]
+    assert assign_credit(algorithm(), ONE, given, 2).of_completions().tolist() == [0, 0]
+    same = scores([[1.0], [1.0]], [{0: [(0, 0.5), (1, 0.5)]}, {0: [(2, 0.5), (3, 0.5)]}])
+    assert signal(algorithm(), ONE, same, 2).tolist() == [False, False]
+
+
+def test_metrics_of_steps():
+    """4 rewarded steps of 4 completions (one abstains, a number is one), mean 5/4; the second group is all alike."""
+    steps = [{0: [(0, 1.0), (1, NAN)]}, {}, {0: [(0, 1.0)]}, {0: [(3, 1.0)]}]
+    stats = step_stats(scores([[1.0], [2.0], [1.0], [1.0]], steps), ONE, ["right"], 2)
+    assert {name: stat.value() for name, stat in stats.items()} == {
+        "steps/right/mean": 1.25,
+        "steps/per_completion": 1.0,
+        "frac_reward_zero_std": 0.5,
+    }
+    assert merge_all(dict(stats), stats)["steps/per_completion"].value() == 1.0  # every process adds the same
+    assert step_stats(scores([[1.0], [2.0]]), ONE, ["right"], 2) == {}
+
+
+def test_how_much_rewards_differ():
+    """Function 0 rewards steps: 1, 0, 0, 1 have variance 1/4, times 2² of its weight; function 1 gives outcomes."""
+    steps = [{0: [(0, 1.0), (1, 0.0)]}, {0: [(0, 0.0), (1, 1.0)]}, {}, {}]
+    given = scores([[1.0, 3.0], [1.0, 5.0], [NAN, 1.0], [NAN, NAN]], steps)
+    totals, variances = spread_of_rewards(given, torch.tensor([2.0, 1.0]), 2)
+    assert totals[0].tolist() == [3, 5] and totals[1, 0] == 1 and totals[1, 1].isnan()
+    assert variances[0] == 1.0 and variances[1].isnan()

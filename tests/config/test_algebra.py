@@ -1,0 +1,130 @@
+"""Batch algebra: numbers small enough to divide in one's head."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covey.config.algebra import BatchAlgebra, nearest, planning_for
+from covey.config.grpo import GRPOConfig
+
+
+def algebra(per_device=4, accumulate=8, steps=8, iterations=1, group=4, world=1, **rest):
+    return BatchAlgebra(per_device, accumulate, steps, iterations, group, world, **rest)
+
+
+def test_eight_processes_with_a_generation_of_512():
+    # 512 / 64 = 8 prompts; 8 processes * 4 = 32 completions a micro-batch; 512 / 32 = 16 micro-batches;
+    # one update takes 8 of them: 256 completions, 2 updates per generation, so the second one is off-policy.
+    with planning_for(8):
+        args = GRPOConfig(
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=8,
+            generation_batch_size=512,
+            num_generations=64,
+        )
+    a = args.algebra()
+    assert args.steps_per_generation == 16
+    assert a.prompts_per_generation == 8
+    assert a.completions_per_update == 256
+    assert a.updates_per_generation == 2
+    assert not a.on_policy
+
+
+def test_steps_default_to_gradient_accumulation():
+    # 8 completions * 4 micro-batches = 32, one update per generation
+    args = GRPOConfig(gradient_accumulation_steps=4)
+    assert (args.steps_per_generation, args.generation_batch_size) == (4, 32)
+    assert args.algebra().updates_per_generation == 1
+    assert args.algebra().on_policy
+
+
+def test_generation_batch_size_gives_the_steps():
+    # 32 completions / 8 a micro-batch = 4 steps
+    assert GRPOConfig(generation_batch_size=32).steps_per_generation == 4
+
+
+def test_sixteen_steps_and_eight_accumulated_make_two_mini_batches():
+    args = GRPOConfig(steps_per_generation=16, gradient_accumulation_steps=8)
+    assert args.generation_batch_size == 128
+    assert args.algebra().updates_per_generation == 2
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "steps", "iterations", "on_policy"),
+    [(8, 8, 1, True), (8, 4, 1, True), (8, 16, 1, False), (8, 8, 2, False), (8, 4, 2, True), (8, 3, 1, False)],
+)
+def test_on_policy_means_whole_generations_in_each_update(accumulate, steps, iterations, on_policy):
+    a = algebra(accumulate=accumulate, steps=steps, iterations=iterations)
+    assert a.on_policy is on_policy
+    assert a.updates_per_generation == Fraction(steps * iterations, accumulate)
+
+
+@given(
+    per_device=st.integers(1, 16),
+    accumulate=st.integers(1, 16),
+    steps=st.integers(1, 16),
+    iterations=st.integers(1, 4),
+    world=st.integers(1, 8),
+)
+def test_completions_are_neither_lost_nor_made_up(per_device, accumulate, steps, iterations, world):
+    a = algebra(per_device, accumulate, steps, iterations, group=1, world=world)
+    seen = a.updates_per_generation * a.completions_per_update
+    assert seen == a.generation_batch_size * iterations
+
+
+def test_groups_that_do_not_divide_propose_the_nearest_numbers():
+    with pytest.raises(ValueError) as error:
+        GRPOConfig(num_generations=3)  # 8 completions: groups of 2 or 4 fit, batches of 6 or 9, 3 steps, 3 processes
+    message = str(error.value)
+    assert "num_generations: 2 or 4" in message
+    assert "per_device_train_batch_size: 6 or 9" in message
+    assert "gradient_accumulation_steps or steps_per_generation: 3" in message
+    assert "the number of processes: 3" in message
+
+
+def test_every_proposal_works():
+    assert GRPOConfig(num_generations=4).algebra().prompts_per_generation == 2
+    assert GRPOConfig(num_generations=3, per_device_train_batch_size=9).algebra().prompts_per_generation == 3
+    assert GRPOConfig(num_generations=3, gradient_accumulation_steps=3).algebra().prompts_per_generation == 8
+
+
+def test_generation_batch_size_that_is_no_multiple_proposes_ones_that_hold_whole_groups():
+    # micro-batches of 8, groups of 8: multiples of 8 around 20
+    with pytest.raises(ValueError, match="generation_batch_size: 16 or 24"):
+        GRPOConfig(generation_batch_size=20)
+    # 24 is three micro-batches, but no whole number of groups of 16: multiples of both around it
+    with pytest.raises(ValueError, match="generation_batch_size: 16 or 32; num_generations: 12 or 24"):
+        GRPOConfig(generation_batch_size=24, num_generations=16)
+
+
+def test_contradicting_sizes_are_refused_and_agreeing_ones_are_not():
+    with pytest.raises(ValueError, match=r"generation_batch_size=64 and steps_per_generation=4 contradict"):
+        GRPOConfig(generation_batch_size=64, steps_per_generation=4)
+    assert GRPOConfig(generation_batch_size=32, steps_per_generation=4).generation_batch_size == 32
+
+
+def test_other_world_size_keeps_what_the_user_fixed():
+    by_steps = GRPOConfig(steps_per_generation=2)
+    assert by_steps.algebra(world_size=4).generation_batch_size == 64  # 8 * 4 * 2
+    by_total = GRPOConfig(generation_batch_size=64)
+    assert by_total.algebra(world_size=4).steps_per_generation == 2  # 64 / (8 * 4)
+
+
+def test_evaluation_is_checked_only_when_asked():
+    args = GRPOConfig(num_generations=6, per_device_train_batch_size=6)  # 8 evaluation completions, groups of 6
+    with pytest.raises(ValueError, match=r"num_generations_eval: 4 or 8; per_device_eval_batch_size: 6 or 12"):
+        args.algebra().check_eval()
+
+
+def test_evaluation_has_its_own_group():
+    a = GRPOConfig(num_generations_eval=2).algebra()
+    a.check_eval()
+    assert (a.eval_batch_size, a.prompts_per_eval_batch) == (8, 4)
+
+
+def test_nearest_looks_both_ways():
+    assert nearest(5, lambda n: n % 4 == 0) == [4, 8]
+    assert nearest(3, lambda n: n % 4 == 0) == [4]
+    assert nearest(5, lambda n: False) == []

@@ -1,0 +1,160 @@
+"""The fields of the configs: names, types, defaults, and what construction does to them."""
+
+import ast
+import dataclasses
+import json
+import pickle
+import warnings
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from covey.config import hardware
+from covey.config.base import OnlineConfig
+from covey.config.grpo import GRPOConfig
+from covey.config.rloo import RLOOConfig
+
+INTERFACE = json.loads((Path(__file__).parents[1] / "data" / "interface.json").read_text())
+CLASSES = {"GRPOConfig": GRPOConfig, "RLOOConfig": RLOOConfig}
+PROMISED = [(cls, name) for cls in CLASSES for name in INTERFACE[cls]]
+
+
+@pytest.mark.parametrize(("cls", "name"), PROMISED)
+def test_promised_field_has_its_name_type_and_default(cls, name):
+    promised = INTERFACE[cls][name]
+    field = {f.name: f for f in dataclasses.fields(CLASSES[cls])}[name]
+    assert field.default == ast.literal_eval(promised["default"])
+    if "type" in promised:
+        hint = str(get_type_hints(CLASSES[cls])[name]).replace("typing.", "")
+        assert hint == promised["type"]
+
+
+@pytest.mark.parametrize("cls", CLASSES.values())
+def test_every_own_field_is_described(cls):
+    inherited = {f.name for f in dataclasses.fields(TrainingArguments)}
+    own = [f for f in dataclasses.fields(cls) if f.name not in inherited]
+    assert len(own) > 80
+    assert all(f.metadata.get("help") for f in own)
+
+
+def test_rloo_has_every_field_of_grpo():
+    grpo, rloo = ({f.name for f in dataclasses.fields(cls)} for cls in (GRPOConfig, RLOOConfig))
+    assert grpo <= rloo
+    assert rloo - grpo == {"normalize_advantages", "reward_clip_range"}
+
+
+@pytest.mark.parametrize("cls", CLASSES.values())
+def test_defaults_work_without_a_warning(cls):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cls()
+
+
+@pytest.mark.parametrize("cls", CLASSES.values())
+def test_round_trip_through_a_dict(cls):
+    first = cls(steps_per_generation=4, num_generations=4, beta=0.1, generation_kwargs='{"seed": 1}', report_to="none")
+    again = cls(**first.to_dict())
+    assert again.to_dict() == first.to_dict()
+
+
+def test_configs_can_be_pickled_and_replaced():
+    args = GRPOConfig(num_generations=4)
+    assert pickle.loads(pickle.dumps(args)).to_dict() == args.to_dict()
+    assert dataclasses.replace(args, beta=0.5).beta == 0.5
+
+
+def test_argument_parser_of_transformers_reads_the_config():
+    flags = [
+        "--beta",
+        "0.1",
+        "--scale_rewards",
+        "false",
+        "--no_shuffle_dataset",
+        "--reward_weights",
+        "1",
+        "2",
+        "--log_completions",
+    ]
+    parser = HfArgumentParser(GRPOConfig)
+    (args,) = parser.parse_args_into_dataclasses(
+        [*flags, "--log_completions", "--generation_kwargs", '{"seed": 1}'], look_for_args_file=False
+    )
+    assert (args.beta, args.scale_rewards, args.reward_weights) == (0.1, "none", [1.0, 2.0])
+    assert args.shuffle_dataset is False
+    assert args.log_completions is True
+    assert args.generation_kwargs == {"seed": 1}
+
+
+def test_argument_parser_help_can_be_shown():
+    assert "--reward_clip_range" in HfArgumentParser(RLOOConfig).format_help()
+
+
+@pytest.mark.parametrize("written", [(-1, 1), [-1.0, 1.0], "-1,1", "[-1, 1]", tuple("-1,1")])
+def test_reward_clip_range_is_read_from_pairs_and_text(written):
+    assert RLOOConfig(reward_clip_range=written).reward_clip_range == (-1.0, 1.0)
+
+
+def test_reward_clip_range_of_one_number_is_refused():
+    with pytest.raises(ValueError, match=r"reward_clip_range='5' is not a pair"):
+        RLOOConfig(reward_clip_range="5")
+
+
+@pytest.mark.parametrize(
+    ("written", "word"),
+    [(True, "group"), (False, "none"), ("True", "group"), ("false", "none"), ("batch", "batch"), ("group", "group")],
+)
+def test_scale_rewards_becomes_a_word(written, word):
+    assert GRPOConfig(scale_rewards=written).scale_rewards == word
+
+
+@pytest.mark.parametrize("name", ["model_init_kwargs", "generation_kwargs", "chat_template_kwargs"])
+def test_json_fields_take_dicts_and_text(name):
+    assert getattr(GRPOConfig(**{name: '{"a": 1}'}), name) == {"a": 1}
+    assert getattr(GRPOConfig(**{name: {"a": 1}}), name) == {"a": 1}
+    with pytest.raises(ValueError, match=f"{name}='a=1' is not JSON"):
+        GRPOConfig(**{name: "a=1"})
+    with pytest.raises(ValueError, match=f"{name} must be a dict.* list"):
+        GRPOConfig(**{name: "[1]"})
+
+
+@pytest.mark.parametrize(
+    ("loss", "given", "resolved"), [("dapo", None, 0.2), ("dapo", 0.28, 0.28), ("cispo", 4.0, 4.0)]
+)
+def test_upper_clip_range_falls_back_to_epsilon(loss, given, resolved):
+    args = GRPOConfig(loss_type=loss, epsilon_high=given, num_iterations=2)
+    assert args.resolved_epsilon_high == resolved
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_bf16_follows_the_hardware_and_works_either_way(monkeypatch, able):
+    monkeypatch.setattr(hardware.torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(hardware, "cpu_multiplies_bf16", lambda: able)
+    args = GRPOConfig()
+    assert args.bf16 is able
+    assert args.use_cpu is able
+
+
+def test_asking_for_fp16_or_float32_is_heeded():
+    assert GRPOConfig(bf16=False).bf16 is False
+    assert OnlineConfig.__dataclass_fields__["bf16"].default is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "able"),
+    [("fpu sse avx2", False), ("fpu avx512f avx512_bf16", True), ("fpu amx_bf16 amx_tile", True), ("", False)],
+)
+def test_cpu_flags_tell_whether_bf16_is_multiplied(tmp_path, flags, able):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    assert hardware.cpu_multiplies_bf16(str(cpuinfo)) is able
+
+
+def test_a_system_without_cpuinfo_counts_as_unable(tmp_path):
+    assert hardware.cpu_multiplies_bf16(str(tmp_path / "none")) is False
+
+
+def test_old_checkpointing_name_is_in_force():
+    assert GRPOConfig().gradient_checkpointing is True
+    assert GRPOConfig(gradient_checkpointing=False).gradient_checkpointing is False

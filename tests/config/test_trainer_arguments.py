@@ -1,0 +1,52 @@
+"""Keyword arguments that a trainer does not have are renamed or explained, under the name of the trainer."""
+
+import inspect
+
+import pytest
+
+from covey import GRPOTrainer, RLOOTrainer
+from tests.support import runs, tiny
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("tokenizer", "it is called 'processing_class'"),
+        ("reward_func", "it is called 'reward_funcs'"),
+        ("ref_policy", "the reference is made from `model`"),
+        ("data_collator", "there is none"),
+        ("beta", r"args=GRPOConfig\(beta=...\)"),
+        ("train_datasets", "did you mean 'train_dataset'"),
+        ("zzz", "It has: model, reward_funcs, args"),
+    ],
+)
+def test_an_unknown_argument_is_explained(name, hint):
+    with pytest.raises(TypeError, match=f"GRPOTrainer has no argument '{name}'.*{hint}"):
+        GRPOTrainer(model="m", **{name: 1})
+
+
+def test_old_names_of_rloo_are_taken_with_a_warning_each(tmp_path):
+    with pytest.warns(FutureWarning, match="'policy' is called 'model' in RLOOTrainer") as caught:
+        trainer = RLOOTrainer(
+            config=runs.config(tmp_path, "rloo"),
+            policy=tiny.model(),
+            reward_model=runs.longer,
+            train_dataset=tiny.rows(),
+            processing_class=tiny.tokenizer(),
+        )
+    assert trainer.rewards.names == ["longer"]
+    assert [w.filename for w in caught if w.category is FutureWarning] == [__file__] * 3
+
+
+def test_an_old_and_a_new_name_together_are_refused():
+    with pytest.raises(TypeError, match="given both; keep 'model'"):
+        RLOOTrainer(model="m", policy="m")
+
+
+def test_a_trainer_needs_a_model():
+    with pytest.raises(TypeError, match="RLOOTrainer needs `model`"):
+        RLOOTrainer(reward_funcs=runs.longer)
+
+
+def test_the_signature_is_the_documented_one():
+    assert list(inspect.signature(GRPOTrainer).parameters)[:3] == ["model", "reward_funcs", "args"]

@@ -1,0 +1,209 @@
+"""Drafts: they change what is computed, never what comes out."""
+
+import asyncio
+import math
+from itertools import chain
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from covey.core.batch import collate
+from covey.core.engine import SampleRequest, SamplingParams
+from covey.core.rollout import FinishReason, Rollout
+from covey.engines.native import engine as native
+from covey.policy.scoring import TokenScorer
+from tests.engines.native.test_native_engine import PROMPTS, configs, engine_of
+
+N, LIMIT = 3, 12
+EOS = frozenset({1, 40, 41, 42, 43, 44})  # frequent enough that some completions stop
+
+
+def answers(model, drafts=None, max_rows=16, forks=None, lenience=None, draft_logprobs=None, eos=EOS, **settings):
+    """Completions of every prompt, [prompt][seed]."""
+    engine = engine_of(model, max_rows=max_rows, eos=eos)
+    engine._forks = forks
+    params = SamplingParams(**{"max_tokens": LIMIT, **settings})
+
+    async def run():
+        requests = [
+            SampleRequest(
+                prompt,
+                N,
+                params,
+                [1000 * i + j for j in range(N)],
+                drafts=drafts and drafts[i],
+                draft_logprobs=draft_logprobs and draft_logprobs[i],
+                draft_lenience=lenience,
+            )
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    with engine.awake():
+        return asyncio.run(run())
+
+
+def each(groups, of):
+    return [[of(completion) for completion in group] for group in groups]
+
+
+def assert_same(got, expected):
+    assert each(got, lambda c: c.token_ids) == each(expected, lambda c: c.token_ids)
+    assert each(got, lambda c: c.finish) == each(expected, lambda c: c.finish)
+    for a, b in zip(chain(*got), chain(*expected), strict=True):
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(a.entropies), torch.tensor(b.entropies), atol=1e-4, rtol=0)
+
+
+def spoiled(tokens, at):
+    return [token if i != at else (token + 1) % 104 for i, token in enumerate(tokens)]
+
+
+DRAFTS = {
+    "perfect": lambda tokens: tokens,
+    "half": lambda tokens: tokens[: len(tokens) // 2],
+    "wrong at 2": lambda tokens: spoiled(tokens, 2),
+    "wrong at once": lambda tokens: spoiled(tokens, 0),
+    "garbage": lambda tokens: [(7 * i + 3) % 104 for i in range(LIMIT)],
+    "too long": lambda tokens: tokens + [9] * 20,
+    "an end token early": lambda tokens: [*tokens[:2], 40, *tokens[2:]],
+    "empty": lambda tokens: [],
+    "none": lambda tokens: None,
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_draft_never_changes_a_completion(tiny_model, kind):
+    expected = answers(tiny_model)
+    assert {c.finish.value for group in expected for c in group} == {"stop", "length"}
+    drafts = each(expected, lambda c: DRAFTS[kind](c.token_ids))
+    assert_same(answers(tiny_model, drafts), expected)
+
+
+def test_mixed_drafts_in_small_batches_change_nothing(tiny_model):
+    expected = answers(tiny_model)
+    kinds = list(DRAFTS.values())
+    drafts = [
+        [kinds[(3 * i + j) % len(kinds)](completion.token_ids) for j, completion in enumerate(group)]
+        for i, group in enumerate(expected)
+    ]
+    for max_rows in (1, 4, 16):
+        assert_same(answers(tiny_model, drafts, max_rows), expected)
+
+
+def test_memory_is_bounded_by_passes_over_a_few_rows(tiny_model, monkeypatch):
+    expected = answers(tiny_model)
+    monkeypatch.setattr(native, "PREFILL_TOKENS", 20)
+    monkeypatch.setattr("covey.engines.native.chunked_prefill.TILE", 3 * 104)
+    widths = []
+    tiny_model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    assert_same(answers(tiny_model, each(expected, lambda c: c.token_ids)), expected)
+    assert max(widths) <= 20
+
+
+def test_what_is_reused_is_counted(tiny_model):
+    expected = answers(tiny_model)
+    lengths = each(expected, lambda c: len(c.token_ids))
+    whole = answers(tiny_model, each(expected, lambda c: c.token_ids))
+    assert each(whole, lambda c: c.reused) == lengths
+    from_two = answers(tiny_model, each(expected, lambda c: spoiled(c.token_ids, 2)))
+    assert each(from_two, lambda c: c.reused) == [[min(2, n) for n in group] for group in lengths]
+    assert not any(chain(*each(expected, lambda c: c.reused)))
+
+
+def test_a_perfect_draft_costs_one_pass(tiny_model):
+    expected = answers(tiny_model)
+    drafts = each(expected, lambda c: c.token_ids)
+    passes = []
+    tiny_model.get_decoder().register_forward_hook(lambda *args: passes.append(1))
+    answers(tiny_model, drafts, forks=True)
+    assert len(passes) == 2  # the prompts, the drafts
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"repetition_penalty": 1.3}]
+)
+def test_drafts_work_with_every_way_to_sample(tiny_model, settings):
+    expected = answers(tiny_model, **settings)
+    drafts = each(expected, lambda c: spoiled(c.token_ids, 4))
+    assert_same(answers(tiny_model, drafts, **settings), expected)
+
+
+@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("config", configs(), ids=lambda config: config.model_type)
+def test_drafts_work_with_every_decoder_and_cache(config, forks):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    expected = answers(model, forks=not forks)
+    drafts = each(expected, lambda c: spoiled(c.token_ids, 3))
+    assert_same(answers(model, drafts, forks=forks), expected)
+
+
+def lenient(model, expected, lenience, shift=0.0):
+    drafts = each(expected, lambda c: c.token_ids)
+    then = each(expected, lambda c: [logprob + shift for logprob in c.logprobs])
+    return answers(model, drafts, lenience=lenience, draft_logprobs=then)
+
+
+def test_lenient_acceptance_keeps_what_the_policy_still_writes(tiny_model):
+    expected = answers(tiny_model)
+    assert_same(lenient(tiny_model, expected, 1.01), expected)  # p_now = p_then: accepted with probability 1
+    kept = lenient(tiny_model, expected, 1.01, shift=math.log(1e9))
+    assert not any(chain(*each(kept, lambda c: c.reused)))  # now a billion times less probable: never
+    assert_same(kept, expected)  # and from the first token on the policy's own race
+
+
+def test_lenience_is_the_probability_of_acceptance(tiny_model):
+    prompt, n = [5, 6, 7], 4000
+    engine = engine_of(tiny_model, max_rows=256)
+    engine._forks = True
+    with engine.awake():
+        ((logprobs, _),) = engine.score(prompt, [[20]])
+        request = SampleRequest(
+            prompt, n, SamplingParams(max_tokens=1), list(range(n)), None, [[20]] * n, [logprobs] * n, 0.3
+        )
+        completions = asyncio.run(engine.generate(request))
+    accepted = sum(c.reused for c in completions)
+    # 0.3 of the draft's token, or else a draw: one that is the draft's own by chance counts as a draw.
+    assert abs(accepted / n - 0.3) < 4 * (0.3 * 0.7 / n) ** 0.5 + math.exp(logprobs[0])
+
+
+def test_lenience_without_recorded_logprobs_is_refused(tiny_model):
+    with pytest.raises(ValueError, match="draft_logprobs"):
+        answers(tiny_model, [[[5]] * N] * len(PROMPTS), lenience=1.0)
+
+
+def test_drafts_that_do_not_fit_the_seeds_are_refused(tiny_model):
+    with pytest.raises(ValueError, match="1 lists for 3 seeds"):
+        answers(tiny_model, [[[5]]] * len(PROMPTS))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_given_tokens_score_as_sampled_ones_report(tiny_model, temperature):
+    groups = answers(tiny_model, temperature=temperature)
+    engine = engine_of(tiny_model)
+    with engine.awake():
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            scores = engine.score(prompt, [[], *(c.token_ids for c in group)], temperature)
+            assert scores[0] == ([], [])
+            for (logprobs, entropies), completion in zip(scores[1:], group, strict=True):
+                assert logprobs == pytest.approx(completion.logprobs, abs=1e-4)
+                assert entropies == pytest.approx(completion.entropies, abs=1e-4)
+
+
+def test_given_tokens_score_as_the_policys_scorer_does(tiny_model):
+    prompt, completions = [5, 6, 7], [[20, 21, 22, 23], [], [24], [20, 21, 9]]
+    rollouts = [Rollout(prompt, ids, [True] * len(ids), None, "", FinishReason.STOP) for ids in completions]
+    expected = TokenScorer(lambda model: model, temperature=0.7)(tiny_model, collate(rollouts), entropy=True)
+    engine = engine_of(tiny_model)
+    with engine.awake():
+        scores = engine.score(prompt, completions, 0.7)
+    for column, values in enumerate((expected.logprobs, expected.entropies)):
+        flat = [x for score in scores for x in score[column]]
+        assert flat == pytest.approx(values.tolist(), abs=1e-4)

@@ -1,0 +1,49 @@
+"""Packed weights: the same products, for a while."""
+
+import pytest
+import torch
+from torch import nn
+
+from covey.engines.native.mkl_linear import MOST_ROWS, packed_linears
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 32), (33, 7), (1, 5), (64, 104), (576, 192)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_are_the_same_for_every_number_of_rows(inputs, outputs, bias):
+    layer = nn.Linear(inputs, outputs, bias=bias)
+    with torch.no_grad(), packed_linears(layer):
+        for rows in [*range(1, 20), 31, 63, 64, 65, 130, MOST_ROWS, MOST_ROWS + 1]:
+            x = torch.randn(rows, 1, inputs)
+            torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+        assert layer(torch.randn(0, inputs)).shape == (0, outputs)
+
+
+def test_changed_weights_are_packed_again():
+    layer = nn.Linear(8, 8)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        for _ in range(2):
+            with packed_linears(layer):
+                torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+            layer.weight.mul_(3)
+
+
+def test_modules_are_put_back_even_after_an_error():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(ZeroDivisionError), packed_linears(model):
+        assert "forward" in vars(model[0])
+        raise ZeroDivisionError
+    assert "forward" not in vars(model[0])
+
+
+def test_what_is_not_a_plain_float32_linear_is_left_alone():
+    class Special(nn.Linear):
+        pass
+
+    wrapped = nn.Linear(4, 4)
+    wrapped.forward = lambda x: x
+    model = nn.ModuleList([Special(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4).bfloat16(), wrapped])
+    before = [vars(module).get("forward") for module in model]
+    with packed_linears(model):
+        assert [vars(module).get("forward") for module in model] == before
+    assert [vars(module).get("forward") for module in model] == before

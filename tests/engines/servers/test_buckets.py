@@ -1,0 +1,144 @@
+"""Bytes on their way: what arrives is what was announced, or an error that names the tensor."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.core.weights import TensorSpec, WeightUpdate
+from covey.engines.servers.weights.buckets import ROW, Packer, checksum, planned, unpack
+from covey.engines.servers.weights.files import MANIFEST, read_folder, write_folder
+
+
+def update(*tensors, version=3):
+    named = [(f"t{i}", tensor) for i, tensor in enumerate(tensors)]
+    specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named)
+    return WeightUpdate(version, specs, lambda: iter(named))
+
+
+def through_json(update, bucket_bytes):
+    """Every bucket with its manifest, as the other side gets them."""
+    packer = Packer(update, bucket_bytes)
+    while (bucket := packer.next()) is not None:
+        yield json.loads(json.dumps(bucket.manifest())), bucket.data.clone()
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=8),
+    dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]), min_size=8, max_size=8),
+    bucket_bytes=st.integers(1, 4000),
+)
+def test_tensors_of_any_shape_and_format_arrive_as_they_were(shapes, dtypes, bucket_bytes):
+    tensors = [torch.randint(0, 2, shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    arrived = [pair for one in through_json(update(*tensors), bucket_bytes) for pair in unpack(*one)]
+    assert [name for name, _ in arrived] == [f"t{i}" for i in range(len(tensors))]
+    for (_, got), tensor in zip(arrived, tensors, strict=True):
+        assert got.dtype == tensor.dtype and torch.equal(got, tensor)
+
+
+def test_a_bucket_ends_where_the_next_tensor_would_not_fit():
+    # 16 bytes each, and one of 80 that fits nowhere: [16 + 16], [80], [16]
+    specs = [TensorSpec(name, (size,), torch.float32) for name, size in (("a", 4), ("b", 3), ("c", 20), ("d", 1))]
+    assert [[spec.name for spec in bucket] for bucket in planned(specs, 32)] == [["a", "b"], ["c"], ["d"]]
+
+
+@pytest.mark.parametrize("place", [0, 5000, -1])
+def test_one_changed_byte_is_found_and_its_tensor_named(place):
+    ((manifest, data),) = through_json(update(torch.randn(10), torch.randn(5000)), 10**6)
+    offset = manifest["tensors"][1]["offset"]
+    data[offset : offset + 20000][place] ^= 1
+    with pytest.raises(ValueError, match="'t1' changed on its way"):
+        unpack(manifest, data)
+
+
+def test_numbers_that_change_places_are_found():
+    tensor = torch.arange(4 * ROW, dtype=torch.uint8)
+    for other in (tensor.roll(8), tensor.flip(0), tensor.view(4, ROW).flip(0).reshape(-1) + 1):
+        assert checksum(tensor) != checksum(other)
+
+
+def test_rows_that_change_places_are_found():
+    rows = torch.randn(4, ROW // 4)
+    assert checksum(rows) != checksum(rows.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offset": 10**6}, "does not lie within"),
+        ({"offset": -16}, "does not lie within"),
+        ({"dtype": "os.system"}, "no number format"),
+        ({"dtype": "nn"}, "no number format"),
+        ({"shape": None}, "no manifest"),
+    ],
+)
+def test_a_manifest_cannot_reach_beyond_its_buffer(change, message):
+    ((manifest, data),) = through_json(update(torch.randn(10)), 10**6)
+    manifest["tensors"][0] |= change
+    with pytest.raises(ValueError, match=message):
+        unpack(manifest, data)
+
+
+def test_what_was_not_announced_is_not_sent():
+    two = update(torch.ones(2), torch.zeros(3))
+    short = WeightUpdate(3, two.specs[:1], two.tensors)
+    with pytest.raises(RuntimeError, match="'t1' was sent but never announced"):
+        list(through_json(short, 10**6))
+
+
+def test_a_folder_holds_what_was_written(tmp_path):
+    sent = update(torch.randn(100, 10), torch.randn(7), torch.randn(3, 3).bfloat16())
+    write_folder(sent, tmp_path / "v3", bucket_bytes=1000)
+    assert len(list((tmp_path / "v3").glob("model-*-of-00002.safetensors"))) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["v3"]
+    taken = []
+    read_folder(tmp_path / "v3", lambda tensors: taken.extend(tensors))
+    assert {name: tensor.tolist() for name, tensor in taken} == {n: t.tolist() for n, t in sent.tensors()}
+
+
+def test_a_folder_that_was_changed_is_not_loaded(tmp_path):
+    write_folder(update(torch.randn(10), torch.randn(7)), tmp_path / "v3", bucket_bytes=10**6)
+    path = tmp_path / "v3" / MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["checksums"]["t1"] ^= 1
+    path.write_text(json.dumps(manifest))
+    taken = []
+    with pytest.raises(ValueError, match="'t1' changed on its way"):
+        read_folder(tmp_path / "v3", lambda tensors: taken.extend(tensors))
+    assert not taken
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
+    write_folder(update(torch.randn(10)), tmp_path / "v3", bucket_bytes=10**6)
+    path = tmp_path / "v3" / MANIFEST
+    path.write_text(path.read_text().replace('"model.safetensors"', '"../model.safetensors"'))
+    with pytest.raises(ValueError, match="not the name of a file"):
+        read_folder(tmp_path / "v3", list)
+
+
+def test_a_folder_on_another_disk_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="must see the same disk"):
+        read_folder(tmp_path / "v3", list)
+
+
+def test_dense_buckets_have_no_gaps():
+    """12 bytes end at no multiple of 16, so the third tensor would not follow the second at once."""
+    specs = update(torch.zeros(4), torch.zeros(3), torch.zeros(8)).specs
+    assert [len(bucket) for bucket in planned(specs, 1000)] == [3]
+    assert [[spec.name for spec in bucket] for bucket in planned(specs, 1000, dense=True)] == [["t0", "t1"], ["t2"]]
+
+
+def test_buffers_can_be_of_a_special_kind():
+    made = []
+
+    def allocate(size):
+        made.append(torch.empty(size, dtype=torch.uint8))
+        return made[-1]
+
+    packer = Packer(update(torch.arange(8.0), torch.ones(8), torch.ones(2)), 32, dense=True, allocate=allocate)
+    while (bucket := packer.next()) is not None:
+        assert bucket.data.data_ptr() in {one.data_ptr() for one in made}
+    assert [len(one) for one in made] == [32, 32]  # two that take turns, of the largest bucket's size

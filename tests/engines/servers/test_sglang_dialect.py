@@ -1,0 +1,320 @@
+"""What SGLang's server is asked, and what its answers mean."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from covey.core.rollout import FinishReason
+from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerBusy, ServerRefused
+from covey.engines.servers.http_client import Server
+from covey.engines.servers.protocols import Sampled
+from covey.engines.servers.sglang.api import SglangDialect, facts_of, sampled_of, ways_of
+from tests.support import tiny
+from tests.support.servers.fake_sglang import check_fields
+from tests.support.servers.sglang_servers import InThread, call, greedy, logprobs_of, request
+
+ENDS = frozenset({1})
+VOCABULARY = tiny.config().vocab_size
+
+
+@pytest.fixture(scope="module")
+def running(tiny_folder):
+    """A server that all tests of this file may use, if they leave it as it was."""
+    server = InThread(tiny_folder)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def other(tiny_folder):
+    """Makes servers with options of their own."""
+    made = []
+
+    def make(*options):
+        made.append(InThread(tiny_folder, *options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
+
+
+def ask(server, method, *args, dialect=None, api_key=None, **kwargs):
+    call_it = getattr(dialect or SglangDialect(vocab_size=VOCABULARY), method)
+    return call(server.url, lambda connection: call_it(connection, *args, **{"deadline": 10.0, **kwargs}), api_key)
+
+
+def generate(server, asked, ends=ENDS, **kwargs):
+    return ask(server, "generate", asked, model="model", ends=ends, **kwargs)
+
+
+# ---- what it is ------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_says_what_it_is(running, tiny_folder):
+    facts = ask(running, "look")
+    assert (facts.model, facts.path, facts.release) == (tiny_folder, tiny_folder, "0.5.23")
+    assert (facts.max_context, facts.world_size, facts.dtype) == (256, 1, torch.float32)
+    assert facts.reports_temperature and not facts.sleeps
+
+
+def test_older_names_of_routes_are_known(other):
+    assert ask(other("--old-names"), "look").release == "0.5.23"
+
+
+def test_replicas_take_weights_from_files_alone():
+    model, info = {"model_path": "m"}, {"tp_size": 2, "pp_size": 1, "dp_size": 4}
+    assert ways_of(info) == ("disk",) and facts_of(model, info).world_size == 8
+    assert ways_of({"pp_size": 2}) == ("tensor", "disk") and ways_of({}) == ("group", "tensor", "disk")
+
+
+def test_what_is_unknown_stays_unknown():
+    facts = facts_of({"model_path": "m"}, {"dtype": "auto"})
+    assert (facts.dtype, facts.max_context, facts.release) == (None, None, "unknown")
+
+
+def test_a_key_is_needed_where_the_server_has_one(other):
+    server = other("--api-key", "secret")
+    with pytest.raises(ServerRefused, match="Give the server's API key"):
+        ask(server, "look")
+    assert ask(server, "look", api_key="secret").release
+
+
+def test_another_vocabulary_is_refused(running):
+    with pytest.raises(ServerRefused, match=r"lacks token 4999.*Start the server with the model that is trained"):
+        ask(running, "look", dialect=SglangDialect(vocab_size=5000))
+
+
+def test_logprobs_without_the_temperature_are_refused_where_it_matters(other):
+    server = other("--original-logprobs")
+    assert ask(server, "look").reports_temperature
+    with pytest.raises(ServerRefused, match=r"temperature 0\.7.*SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        ask(server, "look", dialect=SglangDialect(temperature=0.7, vocab_size=VOCABULARY))
+
+
+def test_logprobs_with_the_temperature_are_not(running):
+    assert ask(running, "look", dialect=SglangDialect(temperature=0.7, vocab_size=VOCABULARY)).reports_temperature
+
+
+def test_a_server_of_another_make_is_pointed_out():
+    async def answers_nothing():
+        async def handle(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            await writer.drain()
+            writer.close()
+
+        listening = await asyncio.start_server(handle, "127.0.0.1", 0)
+        server = Server(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        try:
+            await SglangDialect().look(server, 5.0)
+        finally:
+            await server.close()
+            listening.close()
+
+    with pytest.raises(ServerRefused, match=r"Is it SGLang's own server \(`covey sglang-serve`\)"):
+        asyncio.run(answers_nothing())
+
+
+def test_a_server_that_was_left_paused_goes_on(running):
+    ask(running, "pause")
+    assert ask(running, "look").release
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_models_at_the_temperature(running, temperature):
+    for sampled in generate(running, request(n=3, max_tokens=8, temperature=temperature)):
+        completion = sampled.completion
+        expected = logprobs_of(tiny.model(), [5, 6, 7], completion.token_ids, temperature)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+        stopped = completion.token_ids[-1] in ENDS
+        assert completion.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH) and not sampled.aborted
+
+
+def test_logprobs_are_those_before_top_k(running):
+    [sampled] = generate(running, request(n=1, top_k=2))
+    tokens = sampled.completion.token_ids
+    assert sampled.completion.logprobs == pytest.approx(logprobs_of(tiny.model(), [5, 6, 7], tokens), abs=1e-4)
+
+
+def test_greedy_output_is_transformers_own(running):
+    [sampled] = generate(running, request(n=1, max_tokens=10, temperature=0.0))
+    assert sampled.completion.token_ids == greedy(tiny.model(), [5, 6, 7], 10)
+
+
+def test_each_completion_has_its_seed(running):
+    first = generate(running, request(n=4, max_tokens=8, seed=11))
+    assert [one.completion.token_ids for one in first] == [
+        generate(running, request(n=1, max_tokens=8, seed=11 + i))[0].completion.token_ids for i in range(4)
+    ]
+    assert len({tuple(one.completion.token_ids) for one in first}) > 1
+
+
+def test_seeds_of_64_bits_fit(running):
+    assert generate(running, request(n=1, seed=(1 << 64) - 1))
+
+
+def test_tokens_that_end_texts_for_the_server_alone_do_not_end_ours(running):
+    """The server's model ends at token 1; asked for other ends, completions go on beyond it."""
+    asked = request(n=8, max_tokens=30, seed=5)
+    assert any(one.completion.finish is FinishReason.STOP for one in generate(running, asked))
+    for one in generate(running, asked, ends=frozenset({9999})):
+        assert one.completion.finish is FinishReason.LENGTH and len(one.completion.token_ids) == 30
+        tokens = one.completion.token_ids
+        assert one.completion.logprobs == pytest.approx(logprobs_of(tiny.model(), [5, 6, 7], tokens), abs=1e-4)
+
+
+def test_further_settings_are_passed_on(running):
+    asked = request(n=1, temperature=1.0)
+    asked.params.extra["min_new_tokens"] = 2
+    generate(running, asked)
+    assert running.log()[-1][1]["sampling_params"][0]["min_new_tokens"] == 2
+
+
+def test_settings_that_are_ours_are_refused():
+    with pytest.raises(ValueError, match="leave out n, sampling_seed"):
+        SglangDialect(extra={"n": 2, "sampling_seed": 3, "regex": "a"})
+
+
+def test_what_is_paused_comes_back_aborted_with_what_there_is(other):
+    server = other("--seconds-per-token", "0.05")
+    timer = threading.Timer(0.4, lambda: ask(server, "pause"))
+    timer.start()
+    answer = generate(server, request(n=2, max_tokens=200), ends=frozenset({1}))
+    timer.join()
+    for sampled in answer:
+        tokens = sampled.completion.token_ids
+        assert sampled.aborted or tokens[-1] == 1
+        assert len(tokens) < 200 and len(sampled.completion.logprobs) == len(tokens)
+    assert any(sampled.aborted and sampled.completion.token_ids for sampled in answer)
+    with pytest.raises(DeadlineExceeded):
+        generate(server, request(), deadline=0.5)
+    ask(server, "resume")
+    assert generate(server, request())
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def answer(tokens=(4, 5), logprobs=(-1.0, -2.0), kind="length", **changes):
+    meta = {
+        "finish_reason": {"type": kind},
+        "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, tokens, strict=False)],
+    }
+    return {"output_ids": list(tokens), "meta_info": {**meta, **changes}}
+
+
+def test_a_plain_answer():
+    sampled = sampled_of(answer())
+    assert isinstance(sampled, Sampled) and not sampled.aborted
+    assert (sampled.completion.token_ids, sampled.completion.logprobs) == ([4, 5], [-1.0, -2.0])
+
+
+def test_an_aborted_answer_ends_where_tokens_and_logprobs_do():
+    sampled = sampled_of(answer(tokens=(4, 5, 6), kind="abort"))
+    assert sampled.aborted and sampled.completion.token_ids == [4, 5]
+    waiting = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "in queue"}}}
+    assert sampled_of(waiting).aborted
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ("text", "a completion with `meta_info`"),
+        ({"output_ids": [1]}, "a completion with `meta_info`"),
+        (answer(kind="nonsense"), "stop, length and abort are known"),
+        (answer(finish_reason=None), "stop, length and abort are known"),
+        (answer(tokens=(4, 5, 6)), "2 log-probs came for 3 tokens"),
+        (answer(output_token_logprobs=[[-1.0, 4, None], [-1.0, 6, None]]), "or for others"),
+        (answer(output_token_logprobs=[-1.0]), "`output_ids` and log-probs"),
+        ({**answer(), "output_ids": None}, "`output_ids` and log-probs"),
+    ],
+)
+def test_what_is_no_completion_is_refused(broken, says):
+    with pytest.raises(ValueError, match=says):
+        sampled_of(broken)
+
+
+def test_missing_completions_are_noticed(running):
+    running.fail("/generate", status=200, text="[]")
+    with pytest.raises(BadAnswer, match=r"\[\] came where 2 completions belong"):
+        generate(running, request())
+
+
+def test_a_refusal_repeats_the_servers_words(running):
+    running.fail("/generate", text='{"error": {"message": "The input is longer than the context."}}')
+    with pytest.raises(ServerRefused, match="HTTP 400: The input is longer than the context"):
+        generate(running, request())
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def test_the_prefix_cache_is_emptied_as_soon_as_nothing_runs(other):
+    server = other("--seconds-per-token", "0.05")
+    busy = threading.Thread(target=lambda: generate(server, request(n=1, max_tokens=20), ends=frozenset({9999})))
+    busy.start()
+    while "/generate" not in server.paths():
+        pass
+    ask(server, "forget_prefixes")
+    busy.join()
+    assert "/flush_cache" in server.paths()
+
+
+def test_a_cache_that_stays_in_use_is_an_error_with_the_servers_words(running):
+    running.fail("/flush_cache", text="Flush cache failed.", times=1000)
+    with pytest.raises(ServerRefused, match=r"empty the prefix cache.*Flush cache failed"):
+        ask(running, "forget_prefixes", deadline=0.5)
+    running.fail("/flush_cache", times=0)
+
+
+def test_a_cache_in_use_is_tried_again(running):
+    running.fail("/flush_cache", text="Flush cache failed.", times=2)
+    ask(running, "forget_prefixes")
+
+
+def test_notes_last(running):
+    ask(running, "write_stamp", "covey-1-2")
+    assert ask(running, "read_stamp") == "covey-1-2"
+
+
+def test_memory_is_released_and_taken_back(other):
+    server = other("--enable-memory-saver")
+    dialect = SglangDialect()
+    for _ in range(2):  # twice the same is once
+        ask(server, "sleep", 1, dialect=dialect)
+    with pytest.raises((DeadlineExceeded, ServerRefused)):
+        generate(server, request(), deadline=0.5)
+    for _ in range(2):
+        ask(server, "wake", dialect=dialect)
+    [sampled] = generate(server, request(n=1, max_tokens=10, temperature=0.0))
+    assert sampled.completion.token_ids == greedy(tiny.model(), [5, 6, 7], 10)
+    released = [body for path, body in server.log() if path == "/release_memory_occupation"]
+    assert released == [{"tags": ["kv_cache", "cuda_graph"]}]  # without a copy in host memory, weights stay
+
+
+def test_the_second_level_drops_the_weights(other):
+    server = other("--enable-memory-saver")
+    ask(server, "sleep", 2)
+    assert server.log()[-1][1]["tags"] == ["kv_cache", "cuda_graph", "weights"]
+
+
+def test_a_server_that_cannot_release_memory_says_how_to_start_it(running):
+    with pytest.raises(ServerRefused, match="--enable-memory-saver"):
+        ask(running, "sleep", 1)
+
+
+def test_a_server_that_starts_is_busy(running):
+    running.fail("/health", status=503, text="")
+    with pytest.raises(ServerBusy):
+        ask(running, "look")
+
+
+def test_the_fake_refuses_fields_that_do_not_exist():
+    with pytest.raises(Exception, match="unknown fields"):
+        check_fields({"mode": "abort", "other": 1}, {"mode": {"type": "str", "required": False}}, "/x")

@@ -1,0 +1,188 @@
+"""What a vLLM server must be, how that is found out, and what its answers mean."""
+
+import asyncio
+import contextlib
+
+import pytest
+import torch
+
+from covey.core.engine import SampleRequest, SamplingParams
+from covey.core.rollout import FinishReason
+from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, ServerRefused
+from covey.engines.servers.http_client import Server
+from covey.engines.servers.vllm.api import VllmDialect
+from tests.support import tiny
+from tests.support.servers import fake_vllm
+from tests.support.servers.fake_vllm import FakeVllm
+
+VOCABULARY = tiny.config().vocab_size
+
+
+@pytest.fixture
+def servers():
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(FakeVllm(options.pop("model", None) or tiny.model(), **options))
+
+
+def ask(server, method, *args, dialect=None, api_key=None, **kwargs):
+    """One call of the dialect, in a loop of its own."""
+
+    async def once():
+        connection = Server(server.url, api_key)
+        try:
+            call = getattr(dialect or VllmDialect(vocab_size=VOCABULARY), method)
+            return await call(connection, *args, deadline=5.0, **kwargs)
+        finally:
+            await connection.close()
+
+    return asyncio.run(once())
+
+
+def look(server, api_key=None, **options):
+    return ask(server, "look", dialect=VllmDialect(**{"vocab_size": VOCABULARY, **options}), api_key=api_key)
+
+
+def test_a_server_says_what_it_is(servers):
+    facts = look(servers(name="served", dtype="torch.bfloat16", max_model_len=128))
+    assert (facts.model, facts.path, facts.release, facts.max_context) == ("served", "/models/served", "0.32.0", 128)
+    assert (facts.world_size, facts.dtype, facts.sleeps) == (1, torch.bfloat16, True)
+
+
+def test_a_server_that_a_killed_run_left_paused_goes_on(servers):
+    server = servers()
+    ask(server, "pause")
+    look(server)
+    assert not server.paused
+    assert server.asked("/v1/completions")  # a paused server would not have answered
+
+
+@pytest.mark.parametrize(
+    ("mode", "top_p_shows", "knows_temperature"),
+    [("raw_logprobs", False, False), ("processed_logprobs", True, True)],
+)
+def test_one_sampled_token_tells_which_logprobs_are_reported(servers, mode, top_p_shows, knows_temperature):
+    facts = look(servers(logprobs_mode=mode))
+    assert (facts.reports_after_cut, facts.reports_temperature) == (top_p_shows, knows_temperature)
+
+
+def test_at_another_temperature_than_1_raw_logprobs_are_refused_naming_the_option(servers):
+    with pytest.raises(ServerRefused, match=r"temperature 0\.7.*--logprobs-mode processed_logprobs"):
+        look(servers(), temperature=0.7)
+    assert look(servers(logprobs_mode="processed_logprobs"), temperature=0.7).reports_temperature
+
+
+def test_logits_are_no_logprobs(servers):
+    with pytest.raises(ServerRefused, match=r"it reports logits.*--logprobs-mode raw_logprobs"):
+        look(servers(logprobs_mode="raw_logits"))
+
+
+def test_a_server_without_the_routes_for_training_is_refused_naming_the_variable(servers):
+    with pytest.raises(ServerRefused, match=r"VLLM_SERVER_DEV_MODE=1.*covey vllm-serve"):
+        look(servers(dev_mode=False))
+
+
+def test_an_old_server_is_refused_naming_the_oldest(servers):
+    with pytest.raises(ServerRefused, match=r"vLLM 0\.8\.5, and 0\.28 is the oldest.*pip install -U vllm"):
+        look(servers(release="0.8.5"))
+
+
+def test_something_else_than_vllm_is_refused(servers):
+    server = servers()
+    server.misbehave("/version", fake_vllm.status(404, "Not Found"))
+    with pytest.raises(ServerRefused, match="vLLM's own server"):
+        look(server)
+
+
+def test_a_missing_key_is_asked_for_and_a_wrong_one_is_not_shown(servers):
+    server = servers(api_key="secret")
+    with pytest.raises(ServerRefused, match=r"HTTP 401.*API key"):
+        look(server)
+    with pytest.raises(ServerRefused) as caught:
+        look(server, api_key="mistaken")
+    assert "mistaken" not in str(caught.value)
+    assert look(server, api_key="secret").model == "tiny"
+
+
+def test_a_smaller_vocabulary_than_the_trained_models_is_found_out_at_once(servers):
+    with pytest.raises(ServerRefused, match=r"its vocabulary lacks token 199.*Start the server with the model"):
+        look(servers(), vocab_size=200)
+
+
+def test_generation_kwargs_the_server_would_ignore_are_refused_with_a_proposal(servers):
+    with pytest.raises(ServerRefused, match=r"'min_token'.*does not know it, but 'min_tokens'"):
+        look(servers(), extra={"min_token": 4})
+    look(servers(), extra={"min_tokens": 4})
+
+
+@pytest.mark.parametrize("name", ["n", "stream", "logprobs", "max_tokens"])
+def test_generation_kwargs_that_would_break_requests_are_refused(name):
+    with pytest.raises(ValueError, match=f"leave out {name}"):
+        VllmDialect(extra={name: 1})
+
+
+def test_settings_of_the_request_and_generation_kwargs_arrive(servers):
+    server = servers(logprobs_mode="processed_logprobs")
+    params = SamplingParams(4, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, extra={"bad_words": ["x"]})
+    request = SampleRequest([5], 2, params, [2**62 + 7, 0])
+    ask(server, "generate", request, model="tiny", ends=frozenset({1, 9}))
+    body = server.asked("/v1/completions")[-1]
+    wanted = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "bad_words": ["x"], "max_tokens": 4, "n": 2}
+    assert body | wanted | {"stop_token_ids": [1, 9], "seed": 7} == body  # a seed leaves room to count upwards from
+
+
+def test_the_end_token_is_part_of_a_completion_that_stops(servers):
+    every_token_ends = frozenset(range(VOCABULARY))
+    request = SampleRequest([5], 3, SamplingParams(4), [1, 2, 3])
+    for sampled in ask(servers(), "generate", request, model="tiny", ends=every_token_ends):
+        assert sampled.completion.finish is FinishReason.STOP and len(sampled.completion.token_ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (lambda a: a.pop("choices"), BadAnswer, "where choices belong"),
+        (lambda a: a["choices"][0].pop("token_ids"), BadAnswer, "no token ids although return_token_ids"),
+        (lambda a: a["choices"][0].update(logprobs={}), BadAnswer, "incomplete"),
+        (lambda a: a["choices"][0].update(finish_reason="error"), ServerError, "finish_reason='error'"),
+    ],
+)
+def test_incomplete_answers_are_refused(servers, change, error, said):
+    server = servers()
+    server.misbehave("/v1/completions", fake_vllm.edited(change))
+    with pytest.raises(error, match=said):
+        ask(server, "generate", SampleRequest([5], 1, SamplingParams(4), [1]), model="tiny", ends=frozenset({1}))
+
+
+def test_choices_are_sorted_by_their_index(servers):
+    server = servers()
+    request = SampleRequest([5], 4, SamplingParams(4), [1, 2, 3, 4])
+    expected = ask(server, "generate", request, model="tiny", ends=frozenset({1}))
+    server.misbehave("/v1/completions", fake_vllm.edited(lambda a: a["choices"].reverse()))
+    assert ask(server, "generate", request, model="tiny", ends=frozenset({1})) == expected
+
+
+def test_a_prefix_cache_in_use_is_not_taken_for_empty(servers):
+    server = servers()
+    server.misbehave("/reset_prefix_cache", fake_vllm.text('{"success": false}'))
+    with pytest.raises(ServerBusy, match="still use it"):
+        ask(server, "forget_prefixes")
+    ask(server, "forget_prefixes")
+
+
+def test_a_stamp_is_kept_and_releases_without_one_are_known_by_it(servers):
+    server = servers()
+    ask(server, "write_stamp", "covey-1234-5")
+    assert ask(server, "read_stamp") == "covey-1234-5"
+    older = servers(keeps_stamp=False)
+    ask(older, "write_stamp", "covey-1234-5")
+    assert ask(older, "read_stamp") is None
+
+
+def test_a_server_that_is_awake_is_not_woken(servers):
+    server = servers()
+    ask(server, "wake")
+    assert not server.asked("/wake_up")
+    ask(server, "sleep", 1)
+    assert server.sleeping
+    ask(server, "wake")
+    assert not server.sleeping

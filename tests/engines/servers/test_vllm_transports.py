@@ -1,0 +1,322 @@
+"""Weights on their way to vLLM servers, over real HTTP, gloo groups and files; what arrives is compared."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from covey.core.weights import TensorSpec, WeightUpdate
+from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerError, ServerRefused
+from covey.engines.servers.http_client import Server
+from covey.engines.servers.protocols import ServerFacts
+from covey.engines.servers.vllm import weights as vllm_transports
+from covey.engines.servers.vllm.weights import VllmWeights
+from tests.support import tiny
+from tests.support.servers import fake_vllm
+from tests.support.servers.fake_vllm import FakeVllm
+from tests.support.servers.fake_vllm_weights import FakeVllmWeights
+
+SMALL = 4000
+"""Bytes of a bucket: the tiny model takes about twenty."""
+
+
+def update(model, version=1, adapter=None, base=None):
+    named = [(name, p.detach()) for name, p in model.named_parameters()]
+    specs = tuple(TensorSpec(name, tuple(p.shape), p.dtype) for name, p in named)
+    return WeightUpdate(version, specs, lambda: iter(named), adapter, base)
+
+
+def adapter(version=1, rank=4, of="/models/tiny", base=None):
+    torch.manual_seed(version)
+    named = [("q_proj.lora_A.weight", torch.randn(rank, 8)), ("q_proj.lora_B.weight", torch.randn(8, rank))]
+    specs = tuple(TensorSpec(name, tuple(p.shape), p.dtype) for name, p in named)
+    config = {"peft_type": "LORA", "base_model_name_or_path": of}
+    return WeightUpdate(version, specs, lambda: iter(named), config, base)
+
+
+@pytest.fixture
+def servers(tmp_path):
+    """Makes fake servers that end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(kind=FakeVllmWeights, **options):
+            made = kind(tiny.model(), **options)
+            made.home = tmp_path
+            return stack.enter_context(made)
+
+        yield make
+
+
+@pytest.fixture
+def weights():
+    """Makes transports that are closed with the test."""
+    made = []
+
+    def make(way="auto", **options):
+        made.append(VllmWeights(way, **{"bucket_bytes": SMALL, **options}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        asyncio.run(one.close())
+
+
+def send(weights, servers, *updates, deadline=20.0):
+    async def all_of_them():
+        reached = [Server(server.url) for server in servers]
+        try:
+            for one in updates:
+                await weights.send(reached, one, deadline)
+        finally:
+            for server in reached:
+                await server.close()
+
+    asyncio.run(all_of_them())
+
+
+def assert_holds(server, model):
+    for (name, got), (_, wanted) in zip(server.model.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(got, wanted), name
+
+
+@pytest.mark.parametrize("way", ["group", "disk", "auto"])
+def test_every_server_gets_every_tensor_and_says_so(servers, weights, way):
+    two, model = [servers(), servers()], tiny.model(seed=7)
+    send(weights(way), two, update(tiny.model(seed=6), 4), update(model, 5))
+    for server in two:
+        assert_holds(server, model)
+        assert server.stamp == "5"
+
+
+def test_a_group_is_met_once_and_used_for_every_update(servers, weights):
+    server = servers()
+    send(weights("group"), [server], *(update(tiny.model(seed=s), s) for s in (1, 2, 3)))
+    assert len(server.asked("/init_weight_transfer_engine")) == 1
+    assert len(server.asked("/update_weights")) > 30
+
+
+def test_a_server_that_was_started_anew_is_met_again(servers, weights):
+    server, one, model = servers(), weights("group"), tiny.model(seed=3)
+    send(one, [server], update(tiny.model(seed=2), 1))
+    server.kill()
+    server.start()
+    send(one, [server], update(model, 2))
+    assert_holds(server, model)
+
+
+def test_nothing_is_left_on_the_disk(servers, weights, tmp_path):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    one = weights("disk", folder=str(folder))
+    send(one, [servers()], update(tiny.model(seed=7)))
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+    asyncio.run(one.close())
+    assert not list(folder.iterdir())
+
+
+def test_files_are_the_way_to_a_server_that_was_started_without_ours(servers, weights):
+    server, model = servers(kind=FakeVllm), tiny.model(seed=7)
+    send(weights(), [server], update(model))
+    assert_holds(server, model)
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "why"),
+    [
+        ("group", {"kind": FakeVllm}, r"by group: it was started without our way"),
+        ("group", {"backend": "nccl"}, r"by group: it was started without our way.*'nccl'"),
+        ("ipc", {}, r"by ipc: it runs on cpu"),
+        ("disk", {"elsewhere": True}, r"by disk: it is on another machine.*vllm_weight_folder"),
+    ],
+)
+def test_a_way_that_a_server_does_not_have_is_refused_before_anything_is_sent(servers, weights, way, options, why):
+    server = servers(**options)
+    with pytest.raises(ServerRefused, match=why):
+        send(weights(way), [server], update(tiny.model(seed=7)))
+    assert server.stamp == "default"
+
+
+def test_one_server_that_fails_does_not_keep_the_others_from_the_update(servers, weights):
+    bad, good, model = servers(), servers(), tiny.model(seed=7)
+    bad.misbehave("/update_weights", fake_vllm.status(500, "out of memory"))
+    with pytest.raises(ServerError, match=rf"{bad.url}.*version 3 \(bucket 1 of \d+: model.*out of memory"):
+        send(weights("group"), [bad, good], update(model, 3))
+    assert_holds(good, model)
+    assert good.stamp == "3" and bad.stamp == "default"
+
+
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"])
+def test_after_a_failure_the_next_attempt_sends_everything(servers, weights, path):
+    server, one, model = servers(), weights("group"), tiny.model(seed=7)
+    send(one, [server], update(tiny.model(seed=6), 1))
+    if path.startswith("/init"):
+        server.kill()
+        server.start()
+    server.misbehave(path, fake_vllm.status(500, "no memory for it"))
+    with pytest.raises(ServerError, match="no memory for it"):
+        send(one, [server], update(model, 2))
+    send(one, [server], update(model, 2))
+    assert_holds(server, model)
+
+
+def test_bytes_that_changed_on_their_way_are_refused_and_the_tensor_is_named(servers, weights, monkeypatch):
+    server, one, model = servers(), weights("group"), tiny.model(seed=7)
+    true_send, sent = vllm_transports.Group.send, []
+
+    def spoil(self, data, seconds):
+        sent.append(data)
+        true_send(self, data ^ 1 if len(sent) == 4 else data, seconds)
+
+    monkeypatch.setattr(vllm_transports.Group, "send", spoil)
+    with pytest.raises(ServerError, match=r"bucket 4 of .*'model\.layers.*changed on its way"):
+        send(one, [server], update(model))
+    send(one, [server], update(model))
+    assert_holds(server, model)
+
+
+def test_a_server_that_dies_during_the_transfer_is_noticed_before_the_deadline(servers, weights, monkeypatch):
+    server, true_send, sent = servers(), vllm_transports.Group.send, []
+
+    def die(self, data, seconds):
+        sent.append(data)
+        if len(sent) == 4:
+            server.kill()
+        true_send(self, data, seconds)
+
+    monkeypatch.setattr(vllm_transports.Group, "send", die)
+    begun = time.monotonic()
+    with pytest.raises(ServerError, match=r"version 1 \(bucket 4 of"):
+        send(weights("group"), [server], update(tiny.model(seed=7)), deadline=120.0)
+    assert time.monotonic() - begun < 60.0
+
+
+def test_a_server_that_never_answers_is_not_waited_for_beyond_the_deadline(servers, weights):
+    server = servers()
+    server.misbehave("/update_weights", fake_vllm.hang())
+    begun = time.monotonic()
+    with pytest.raises((DeadlineExceeded, ServerError), match=r"version 1 \(bucket 1 of"):
+        send(weights("group"), [server], update(tiny.model(seed=7)), deadline=3.0)
+    assert time.monotonic() - begun < 20.0
+
+
+def test_a_trainer_that_breaks_off_leaves_servers_that_can_be_sent_to_again(servers, weights):
+    server, one, model = servers(), weights("group"), tiny.model(seed=7)
+    good = update(model)
+
+    def breaks_off():
+        for number, pair in enumerate(good.tensors()):
+            if number == 5:
+                raise RuntimeError("gathering failed")
+            yield pair
+
+    with pytest.raises(RuntimeError, match="gathering failed"):
+        send(one, [server], WeightUpdate(1, good.specs, breaks_off))
+    send(one, [server], good)
+    assert_holds(server, model)
+
+
+def test_what_another_trainer_left_open_is_ended_first(servers, weights):
+    server, model = servers(), tiny.model(seed=7)
+    server.misbehave("/finish_weight_update", fake_vllm.status(500, "the trainer was killed here"))
+    with pytest.raises(ServerError):
+        send(weights("group"), [server], update(tiny.model(seed=6), 1))
+    assert server.active
+    server.misbehave("/finish_weight_update", fake_vllm.drop())
+    send(weights("group"), [server], update(model, 2))
+    assert_holds(server, model)
+
+
+def test_what_a_server_claims_to_hold_afterwards_must_be_what_was_sent(servers, weights):
+    server = servers()
+    server.misbehave("/weight_info", fake_vllm.edited(lambda answer: answer.update(weight_version="77")))
+    with pytest.raises(BadAnswer, match=r"'77', not '1'.*Does another trainer"):
+        send(weights("group"), [server], update(tiny.model(seed=7)))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_adapters_get_a_name_each_and_old_ones_go(servers, weights, elsewhere):
+    server, one = servers(max_lora_rank=8, elsewhere=elsewhere), weights()
+    send(one, [server], *(adapter(version) for version in range(1, 7)))
+    facts = ServerFacts(model="tiny", release="")
+    names = [one.model_name(facts, version) for version in (4, 5, 6)]
+    assert list(server.adapters) == names and len(set(names)) == 3
+    for version, name in zip((4, 5, 6), names, strict=True):
+        wanted = dict(adapter(version).tensors())
+        assert all(torch.equal(tensor, wanted[key]) for key, tensor in server.adapters[name].items())
+    assert one.model_name(facts, 1) == "tiny"  # gone
+
+
+def test_other_processes_learn_the_names(servers, weights):
+    one, other = weights(), weights()
+    send(one, [servers(max_lora_rank=8)], adapter(3))
+    other.learn(one.tell())
+    facts = ServerFacts(model="tiny", release="")
+    assert other.model_name(facts, 3) == one.model_name(facts, 3) != "tiny"
+
+
+@pytest.mark.parametrize(("of", "sends"), [("/models/tiny", False), ("/models/other", True)])
+def test_a_base_is_sent_once_to_servers_that_have_another(servers, weights, of, sends):
+    server, one, base = servers(max_lora_rank=8), weights(), tiny.model(seed=7)
+    updates = [adapter(version, of=of, base=update(base, version)) for version in (1, 2)]
+    send(one, [server], *updates)
+    assert len(server.asked("/start_weight_update")) == int(sends)
+    if sends:
+        assert_holds(server, base)
+
+
+def test_a_base_that_did_not_arrive_is_sent_again(servers, weights):
+    server, one, base = servers(max_lora_rank=8), weights(), tiny.model(seed=7)
+    lora = adapter(1, of="/models/other", base=update(base, 1))
+    server.misbehave("/finish_weight_update", fake_vllm.status(500, "out of memory"))
+    with pytest.raises(ServerError, match="out of memory"):
+        send(one, [server], lora)
+    send(one, [server], lora)
+    assert_holds(server, base)
+    assert server.adapters
+
+
+def test_a_server_that_another_run_has_sent_weights_gets_the_base_though_it_was_started_with_it(servers, weights):
+    server, base = servers(max_lora_rank=8), tiny.model()
+    send(weights(), [server], update(tiny.model(seed=7), 12))
+    send(weights(), [server], adapter(1, base=update(base, 1)))
+    assert_holds(server, base)
+
+
+def test_an_adapter_that_changed_without_a_step_is_sent_under_another_name(servers, weights):
+    server, one = servers(max_lora_rank=8), weights()
+    changed = dataclasses.replace(adapter(2), version=1)  # of the same version as what the server has already
+    send(one, [server], adapter(1), changed)
+    name = one.model_name(ServerFacts(model="tiny", release=""), 1)
+    wanted = dict(changed.tensors())
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in server.adapters[name].items())
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "why"),
+    [({}, 4, "started without adapters.*--enable-lora"), ({"max_lora_rank": 8}, 16, "rank 16.*'merged'")],
+)
+def test_an_adapter_that_does_not_fit_the_server_is_refused_with_what_to_do(servers, weights, options, rank, why):
+    with pytest.raises(ServerError, match=why):
+        send(weights(), [servers(**options)], adapter(1, rank=rank))
+
+
+def test_a_plain_server_that_was_started_anew_is_sent_the_adapter_again(servers, weights):
+    server, one, lora = servers(max_lora_rank=8, worker=False), weights(), adapter(1)
+    send(one, [server], lora)
+    name = one.model_name(ServerFacts(model="tiny", release=""), 1)
+    server.kill()
+    server.start()  # nothing tells this start from the one before, and the engine left it out meanwhile
+    one.forget(Server(server.url))
+    send(one, [server], lora)
+    assert list(server.adapters) == [name]
+    one.forget(Server(server.url))  # it was left out and has the adapter nevertheless
+    send(one, [server], lora)
+    assert list(server.adapters) == [name]
+
+
+def test_unknown_ways_are_refused():
+    with pytest.raises(ValueError, match="'telepathy'; choose one of: auto, group, ipc, disk"):
+        VllmWeights("telepathy")

@@ -1,0 +1,58 @@
+"""Names of functions in files and modules."""
+
+import sys
+
+import pytest
+
+from covey.runtime.import_path import is_reference, resolve
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "references_tools.py").write_text("import json\n\ndef add(a, b):\n    return a + b\n\nNOTHING = 5\n")
+    yield tmp_path
+    sys.modules.pop("references_tools", None)
+
+
+@pytest.mark.parametrize("text", ["references_tools.py:add", "references_tools:add", " references_tools.add "])
+def test_a_function_has_three_names(tools, text):
+    assert resolve(text, "tool")(2, 3) == 5
+
+
+def test_a_file_is_run_once_whatever_is_taken_from_it(tools):
+    path = tools / "references_tools.py"
+    path.write_text("made = []\nmade.append(1)\n\ndef first(): return made\n\ndef second(): return made\n")
+    first, second = (resolve(f"{path}:{name}", "tool") for name in ("first", "second"))
+    assert first() is second() and first() == [1]
+
+
+def test_a_file_that_fails_leaves_no_half_of_it_behind(tools):
+    (tools / "references_broken.py").write_text("def add(a, b): return a + b\n\n1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            resolve("references_broken.py:add", "tool")
+    assert "references_broken" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("add", r"tool 'add' names no function. Write 'path/to/file.py:name', 'module:name' or 'module.name'"),
+        ("nowhere.py:add", r"tool file '.*nowhere.py' does not exist"),
+        ("references_tools.py:sub", r"'sub' does not exist. There: add\."),
+        ("references_tools:NOTHING", r"'NOTHING' is not callable"),
+        ("no_such_module:add", r"there is no module 'no_such_module'"),
+    ],
+)
+def test_what_names_nothing_says_why(tools, text, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(text, "tool")
+
+
+def test_what_cannot_be_called_is_found_where_that_is_allowed(tools):
+    assert resolve("references_tools:NOTHING", "setting", needs_call=False) == 5
+
+
+def test_ids_of_models_are_no_references():
+    assert not any(map(is_reference, ("org/model-1.5", "Qwen2.5-0.5B", "add", "C:/models", "")))

@@ -1,0 +1,300 @@
+"""The memory estimate against models small enough to count by hand."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen3Config
+
+from covey.config.grpo import GRPOConfig
+from covey.core.batch import collate
+from covey.core.rollout import FinishReason, Rollout
+from covey.policy.scoring import TokenScorer
+from covey.sizing.memory import Precision, estimate, layer_bytes, optimizer_states, readable
+from covey.sizing.model_spec import Kept, count_parameters
+from covey.sizing.parallelism import Spread
+
+peft = pytest.importorskip("peft")
+
+TINY = {
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def args(**settings):
+    return GRPOConfig(bf16=False, max_completion_length=8, num_generations=4, **settings)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**TINY), Qwen3Config(**TINY, head_dim=8, tie_word_embeddings=True)])
+def test_parameters_are_those_of_the_model(config):
+    assert count_parameters(config)[0] == AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+def test_parameters_by_hand():
+    # embeddings and head 2 * 100 * 16 = 3200; per layer: q, o 2 * 16 * 16 = 512, k, v 2 * 16 * 8 = 256,
+    # mlp 3 * 16 * 32 = 1536, norms 2 * 16 = 32: 2336, twice 4672; last norm 16. 3200 + 4672 + 16 = 7888
+    # packed by MKL, each linear layer of 512 outputs or fewer: (512 + 128) per input; per layer 6 of 16 inputs and one
+    # of 32, so 640 * 128 = 81920, twice; the head 640 * 16
+    assert count_parameters(LlamaConfig(**TINY))[:3] == (7888, 7888, 2 * 81920 + 10240)
+
+
+def test_every_part_by_hand():
+    # 2 groups of a prompt of 4 and 4 completions of 8: 72 tokens, one pass; float32
+    m = estimate(LlamaConfig(**TINY), args(beta=0.1, gradient_checkpointing=False, use_cpu=True), prompt_tokens=4)
+    assert m.weights == m.reference == m.gradients == 7888 * 4
+    assert m.optimizer == 2 * 7888 * 4
+    # per token and layer: 6 * 16 hidden + 2 * 16 query + 2 * 8 key/value + 4 * 32 intermediate = 272; beside the layers
+    # 3 * 16; on the way back 3 * 32 + 2 * 16
+    assert (m.pass_tokens, m.passes) == (72, 1)
+    assert m.activations == 72 * (2 * 272 + 48 + 128) * 4
+    assert m.logits == 2 * 72 * 100 * 4
+    assert m.head_gradient == 100 * 16 * 4
+    # (8 rows * 8 tokens + 2 groups * 4) * 2 layers * (8 + 8) channels
+    assert m.kv_cache == (8 * 8 + 2 * 4) * 2 * 16 * 4
+    # the first backward pass is the only one: gradients are not there yet where activations are highest
+    # embeddings and head are two: the other one comes late, where no piece of freed memory is as large
+    assert m.late_gradient == 100 * 16 * 4
+    # per token and layer, q 16, k 8, and what o and the MLP give, 16 each, leave gaps
+    assert m.gaps == 72 * 2 * 56 * 4
+    height = m.activations + m.gaps + m.logits
+    assert m.training == 7888 * 4 * 4 + m.head_gradient + m.late_gradient + height
+    assert m.sampling == 7888 * 4 * 4 + m.kv_cache + m.packed
+    assert m.peak == max(m.training, m.sampling)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "passes"),
+    [
+        ({}, 72, 1),  # 2 groups of 4 + 4 * 8 = 36
+        ({"max_tokens_per_micro_batch": 71}, 36, 2),
+        ({"max_tokens_per_micro_batch": 35}, 28, 4),  # 4 + 3 * 8, and what is left of the group
+        ({"max_tokens_per_micro_batch": 5}, 12, 8),  # a completion is never cut
+        ({"attn_layout": "padded"}, 96, 1),  # 8 rows of 12
+        ({"attn_layout": "padded", "max_tokens_per_micro_batch": 40}, 36, 3),
+        ({"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}, 36, 3),
+        ({"per_device_train_batch_size": 800}, 1008, 8),  # 1024 tokens keep a CPU busy: 28 groups of 36, of 200
+    ],
+)
+def test_tokens_of_a_pass_and_passes_of_a_step(changes, tokens, passes):
+    m = estimate(LlamaConfig(**TINY), args(use_cpu=True, **changes), prompt_tokens=4)
+    assert (m.pass_tokens, m.passes) == (tokens, passes)
+
+
+def test_with_several_passes_gradients_are_there_beside_activations():
+    m = estimate(LlamaConfig(**TINY), args(use_cpu=True, max_tokens_per_micro_batch=40), prompt_tokens=4)
+    assert m.late_gradient == 0  # of two, one is added to what is there before the other is made
+    assert m.training == m.resident + m.head_gradient + m.activations + m.gaps + m.logits + m.gradients
+
+
+def test_on_a_gpu_freed_memory_serves_for_whatever_comes():
+    m = estimate(LlamaConfig(**TINY), args(use_cpu=True), prompt_tokens=4, device="cuda")
+    assert (m.gaps, m.late_gradient) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "head", "late"),
+    [([], 0, 0), (["embed_tokens"], 0, 1), (["lm_head"], 1, 0), (["embed_tokens", "lm_head"], 1, 1)],
+)
+def test_gradients_of_embeddings_that_are_trained_beside_an_adapter(saved, head, late):
+    adapter = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": saved}
+    m = estimate(LlamaConfig(**TINY), args(use_cpu=True), prompt_tokens=4, peft=adapter)
+    # rank 2 on q of two layers: 2 * 2 * (16 + 16) = 128; each of the two others 1600 numbers
+    assert m.trainable == 128 + 1600 * len(saved)
+    assert (m.head_gradient, m.late_gradient) == (1600 * 4 * head, 1600 * 4 * late)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "unpacked"),
+    [
+        # of linear layers 2 * 2304 numbers; scales of 4 bytes for blocks of 64: 72
+        ({"load_in_4bit": True}, 2304 + 72 * 4, 512),
+        # scales of one byte, and 4 for each 256 of them: in every layer 7 weights
+        ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, 2304 + 72 + 14 * 4, 512),
+        # one scale for each of 16 + 8 + 8 + 16 + 32 + 32 + 16 outputs, twice
+        ({"load_in_8bit": True}, 4608 + 2 * 128 * 4, 512),
+    ],
+)
+def test_weights_in_fewer_bits_take_their_scales_with_them(settings, size, unpacked):
+    quantised = count_parameters(LlamaConfig(**TINY), {"r": 2}, BitsAndBytesConfig(**settings)).quantised
+    assert quantised == (4608, size, unpacked)
+    adapter = {"peft": {"r": 2, "target_modules": ["q_proj"]}, "quantization": BitsAndBytesConfig(**settings)}
+    m = estimate(LlamaConfig(**TINY), args(use_cpu=True, model_init_kwargs={"dtype": "bfloat16"}), **adapter)
+    # all others are made float32: embeddings, head and norms, 3280, and the adapter
+    assert m.weights == size + (3280 + 128) * 4
+    assert m.unpacked == unpacked * 4
+
+
+def test_a_layer_that_is_named_is_not_quantised():
+    config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["down_proj", "lm_head"])
+    assert count_parameters(LlamaConfig(**TINY), None, config).quantised.numbers == 4608 - 2 * 512
+
+
+def test_a_layer_keeps_the_inputs_of_what_is_trained_alone():
+    config = LlamaConfig(**TINY)
+    some = count_parameters(config, {"r": 2, "target_modules": ["q_proj", "v_proj"]}).kept
+    assert (some.norms, some.attention, some.mlp, some.down, some.ranks) == (False, 2, 0, False, 4)
+    precision = Precision(4, 4, 4, False, some)
+    # of 16 hidden units two norms' inputs and one layer's, q and result 2 * 16, k and v 2 * 8, 3 * 32 of the MLP, 4
+    assert layer_bytes(config, precision) == (3 * 16 + 32 + 16 + 96 + 4) * 4
+
+
+def test_a_rollout_is_never_cut():
+    m = estimate(LlamaConfig(**TINY), args(max_tokens_per_micro_batch=5, gradient_checkpointing=False), prompt_tokens=4)
+    assert m.activations == (4 + 8) * (2 * 272 + 176) * 4
+
+
+def test_a_cpu_samples_in_float32_from_a_second_copy_of_the_linear_layers(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    config, half = LlamaConfig(**TINY), {"model_init_kwargs": {"dtype": "bfloat16"}}
+    assert estimate(config, args(use_cpu=True)).packed == 174080 * 4
+    assert estimate(config, args(use_cpu=True, **half)).packed == 0
+    assert estimate(config, GRPOConfig(bf16=True, use_cpu=True)).packed == 0
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert estimate(config, args(use_cpu=True)).packed == 0
+
+
+def test_checkpointing_keeps_one_layer_and_the_borders():
+    m = estimate(LlamaConfig(**TINY), args(gradient_checkpointing=True), prompt_tokens=4)
+    assert m.activations == 72 * (2 * 16 + 272 + 176) * 4
+
+
+def test_no_kl_penalty_means_no_reference():
+    assert estimate(LlamaConfig(**TINY), args(beta=0.0)).reference == 0
+
+
+def test_smaller_chunks_and_fewer_rows_shrink_their_parts():
+    m = estimate(LlamaConfig(**TINY), args(logprob_chunk_size=10, max_concurrent_completions=2), prompt_tokens=4)
+    assert m.logits == 2 * 10 * 100 * 4
+    assert m.kv_cache == (2 * 8 + 4) * 2 * 16 * 4
+
+
+def test_half_precision_weights_halve_what_is_stored():
+    m = estimate(LlamaConfig(**TINY), args(model_init_kwargs={"dtype": "bfloat16"}))
+    assert m.weights == 7888 * 2
+
+
+def test_adapters_train_few_parameters_and_need_no_reference_copy():
+    # rank 4 on q (16 -> 16) of two layers: 2 * 4 * (16 + 16) = 256
+    m = estimate(LlamaConfig(**TINY), args(beta=0.1), peft={"r": 4, "target_modules": ["q_proj"]})
+    assert m.trainable == 256
+    assert m.parameters == 7888 + 256
+    assert (m.gradients, m.optimizer, m.reference) == (256 * 4, 2 * 256 * 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("way", "weights", "gradients", "optimizer"),
+    [("multi_gpu", 1, 1, 1), ("zero1", 1, 1, 4), ("zero2", 1, 4, 4), ("zero3", 4, 4, 4), ("fsdp2", 4, 4, 4)],
+)
+def test_processes_hold_their_shares(way, weights, gradients, optimizer):
+    spread = Spread.of(way, 4)
+    m = estimate(LlamaConfig(**TINY), args(beta=0.1, use_cpu=True), prompt_tokens=4, spread=spread)
+    size = 7888 * 4
+    assert (m.weights, m.reference, m.gradients, m.optimizer) == (
+        *(size // weights, size // weights, size // gradients),
+        2 * size // optimizer,
+    )
+    # outside of the layers 2 * 1600 + 16 = 3216, a layer 2336: weights of the first and two of the second, gradients of
+    # the first and one; and all weights while the built-in engine samples
+    assert m.gathered == ((3216 + 2 * 2336 + 3216 + 2336) * 4 if weights > 1 else 0)
+    assert m.copy == (size if weights > 1 else 0)
+
+
+def test_an_unknown_way_of_sharing_is_refused_by_name():
+    with pytest.raises(ValueError, match="sharding 'zero4' is not known; it is one of multi_gpu"):
+        Spread.of("zero4", 2)
+
+
+# ---- against what a pass keeps --------------------------------------------------------------------------------------
+
+WIDE = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=24,
+)
+PROMPT, LENGTH, GROUP = 64, 64, 8
+
+
+def kept_by_a_pass(layout, dtype, autocast, checkpointing, adapter):
+    """Bytes of all tensors that autograd keeps of one forward pass, weights and autocast's copies of them aside."""
+    model = AutoModelForCausalLM.from_config(WIDE, dtype=dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if adapter:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    chance = torch.Generator().manual_seed(0)
+    ids = [torch.randint(5, 500, (PROMPT,), generator=chance).tolist()]
+    ids += [torch.randint(5, 500, (LENGTH,), generator=chance).tolist() for _ in range(GROUP)]
+    batch = collate([Rollout(ids[0], one, [True] * LENGTH, None, "", FinishReason.STOP) for one in ids[1:]])
+    scorer = TokenScorer(lambda m: m, temperature=1.0, layout=layout, pad_token_id=0)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shapes = {tuple(p.shape) for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        is_copy = tuple(tensor.shape) in shapes or tuple(tensor.T.shape) in shapes if tensor.dim() == 2 else False
+        if tensor.untyped_storage().data_ptr() not in weights and not is_copy:
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other takes its place
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        scorer(model, batch, entropy=True)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "adapter"),
+    [
+        (torch.float32, False, False),
+        (torch.float32, True, False),
+        (torch.bfloat16, True, False),
+        (torch.float32, False, True),
+        (torch.float32, True, True),
+    ],
+)
+def test_activations_are_those_that_a_pass_keeps(layout, dtype, autocast, adapter):
+    kept = kept_by_a_pass(layout, dtype, autocast, False, adapter)
+    tokens = PROMPT + GROUP * LENGTH if layout == "shared_prefix" else GROUP * (PROMPT + LENGTH)
+    kept_inputs = count_parameters(WIDE, {"r": 2, "target_modules": "all-linear"} if adapter else None).kept
+    # nobody keeps q, k, what o and the MLP give: 96 + 48 + 64 + 64; under adapters v, gate and up as well: 48 + 2 * 176
+    assert kept_inputs == Kept(norms=not adapter, ranks=14 * adapter, passing=672 if adapter else 272)
+    updated = 4 if adapter else dtype.itemsize
+    precision = Precision(dtype.itemsize, 2 if autocast else dtype.itemsize, updated, False, kept_inputs)
+    assert tokens * (6 * layer_bytes(WIDE, precision) + 3 * 64 * 4) == pytest.approx(kept, rel=0.1)
+
+
+def test_checkpointed_layers_keep_their_inputs():
+    kept = kept_by_a_pass("shared_prefix", torch.float32, False, True, False)
+    # 6 layers and what is beside them: 64 numbers a token each
+    assert pytest.approx(kept, rel=0.1) == (PROMPT + GROUP * LENGTH) * (6 + 3) * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("optim", "states"),
+    [
+        ("adamw_torch", 2),
+        ("adamw_torch_fused", 2),
+        ("adamw_bnb_8bit", 0.5),
+        ("lion_32bit", 1),
+        ("adafactor", 0),
+        ("sgd", 0),
+    ],
+)
+def test_optimizers_keep_so_many_numbers(optim, states):
+    assert optimizer_states(optim) == states
+
+
+@pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
+def test_bytes_are_readable(size, text):
+    assert readable(size) == text

@@ -1,0 +1,187 @@
+"""Mistakes about tools, rollout functions and environments."""
+
+from typing import Any
+
+from covey.rewards import CharEnd, RewardError
+from covey.rollout.user_functions import RolloutError
+from covey.trainer.build_rollouts import RolloutWarning
+from tests.support import tiny
+from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake
+from tests.trainer.agents.test_tools import TEMPLATE, add
+
+UNSTABLE = TEMPLATE.replace("<bos>{{ m['role'] }}", "<bos>{{ messages | length }}{{ m['role'] }}")
+
+
+def conversations(bench: Bench, template: str = TEMPLATE, **arguments: Any) -> Any:
+    """A trainer on conversations, with a chat template that knows tools."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    return bench.build(**{"train_dataset": tiny.rows(conversational=True), "processing_class": tokenizer, **arguments})
+
+
+def without_hints(a, b):
+    return a + b
+
+
+async def nobody(row, engine):
+    return None
+
+
+async def sometimes(row, engine):
+    if engine.sibling == 0:
+        raise RuntimeError("no luck")
+    episode = engine.begin()
+    await episode.sample()
+    return episode.done()
+
+
+def characters_of_a_conversation(completions, **kwargs):
+    return [[(CharEnd(1), 1.0)] for _ in completions]
+
+
+async def asked_again(row, engine):
+    episode = engine.begin()
+    await episode.sample(max_tokens=2)
+    episode.write("and?")
+    await episode.sample()
+    return episode.done()
+
+
+async def too_few(row, engine, n):
+    episode = engine.begin()
+    await episode.sample()
+    return [episode.done()]
+
+
+async def waits(prompts, trainer):
+    return {}
+
+
+AGENTS = [
+    Mistake(
+        "Gave tools and a rollout_func",
+        lambda b: conversations(b, tools=[add], rollout_func=nobody),
+        ("`tools` would not be called", "give one of the two"),
+    ),
+    Mistake(
+        "Gave tools that are not in a list",
+        lambda b: conversations(b, tools=add),
+        ("must be a list of functions", "got function", r"tools=\[...\]"),
+    ),
+    Mistake(
+        "Gave a tool without type hints or docstring",
+        lambda b: conversations(b, tools=[without_hints]),
+        ("'without_hints' cannot be described", "Google-style docstring"),
+    ),
+    Mistake(
+        "Gave tools with prompts that are strings",
+        lambda b: conversations(b, tools=[add], train_dataset=tiny.rows()),
+        ("row 0 of `train_dataset`", "tools need conversations", '"role": "user"'),
+    ),
+    Mistake(
+        "Gave tools with a chat template that changes earlier turns",
+        lambda b: conversations(b, UNSTABLE, tools=[add]),
+        ("not prefix-stable", "Change `tokenizer.chat_template`", "unstable_chat_template='keep'"),
+    ),
+    Mistake(
+        "Gave tools with a chat template that does not show them",
+        lambda b: conversations(b, TEMPLATE[TEMPLATE.index("{% for m in") :], tools=[add]),
+        ("does not tell the model about tools", "the prompts have to", "set `tool_parser`"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Gave a rollout_func that is no function",
+        lambda b: b.build(rollout_func="rollout.py"),
+        ("must be a function", "got str", "async def rollout"),
+    ),
+    Mistake(
+        "Wrote an async rollout function with other arguments",
+        lambda b: b.build(rollout_func=waits),
+        (r"an async function of \(prompts, trainer\)", "none of the forms", r"without async, `def rollout\(prompts"),
+    ),
+    Mistake(
+        "Wrote a rollout function of (prompts, args, processing_class)",
+        lambda b: b.build(rollout_func=lambda prompts, args, processing_class: {}),
+        (r"of \(prompts, args, processing_class\)", r"called with \(prompts, trainer\)", "`trainer.args`"),
+    ),
+    Mistake(
+        "Wrote a rollout function of (row, engine) without async",
+        lambda b: b.build(rollout_func=lambda row, engine: None),
+        (r"a function of \(row, engine\) that is not async", "write `async def`"),
+    ),
+    Mistake(
+        "Set speculative_reuse with tools or a rollout_func",
+        lambda b: conversations(b, tools=[add], settings={"speculative_reuse": "exact"}),
+        ("speculative_reuse='exact'", "leave it unset"),
+    ),
+    Mistake(
+        "Set max_tool_calling_iterations without tools",
+        lambda b: b.build({"max_tool_calling_iterations": 2}),
+        ("max_tool_calling_iterations=2", "no effect without `tools` or an `environment_factory`"),
+        kind=UserWarning,
+    ),
+    Mistake(
+        "Wrote a rollout function that returns something else",
+        lambda b: b.build(rollout_func=nobody).train(),
+        ("all 8 rollouts failed", "returned NoneType; it must return a Rollout", r"episode.done\(\)"),
+        when=TRAINING,
+        kind=RolloutError,
+    ),
+    Mistake(
+        "Wrote a group's rollout function that returns too few",
+        lambda b: b.build(rollout_func=too_few).train(),
+        ("asked for 4 rollouts of a prompt and returned 1 of Rollout", "must return a list of 4 Rollouts"),
+        when=TRAINING,
+        kind=RolloutError,
+    ),
+    Mistake(
+        "Wrote a rollout function that fails now and then",
+        lambda b: b.build(rollout_func=sometimes).train(),
+        ("2 of 8 rollouts failed", "rollouts/failed", "RuntimeError: no luck"),
+        when=TRAINING,
+        kind=RolloutWarning,
+    ),
+    Mistake(
+        "Wrote a rollout_func that returns too few or other fields",
+        lambda b: b.build(rollout_func=lambda prompts, trainer: {"prompt_ids": []}).train(),
+        ("must return a dictionary with prompt_ids, completion_ids, logprobs", r"got \['prompt_ids'\]"),
+        when=TRAINING,
+        kind=RolloutError,
+    ),
+    Mistake(
+        "Gave a character of a conversation as the end of a step",
+        lambda b: conversations(
+            b,
+            settings={"max_completion_length": 40},
+            rollout_func=asked_again,
+            reward_funcs=characters_of_a_conversation,
+        ).train(),
+        (
+            r"it ended a step at CharEnd\(1\), but the completion has 3 messages",
+            r"give TurnEnd\(k\), else the index of a token",
+        ),
+        when=TRAINING,
+        kind=RewardError,
+    ),
+    Mistake(
+        "Named a tool_parser that does not exist",
+        lambda b: b.config(tool_parser="hermess"),
+        ("tool_parser='hermess' is not known", "Did you mean 'hermes'", "TOOL_PARSERS"),
+        when=CONFIG,
+    ),
+    *(
+        Mistake(
+            "Gave tools or rollouts no time, or endless time",
+            lambda b, name=name, value=value: b.config(**{name: value}),
+            (f"{name}={value!r}", "greater than 0 and finite"),
+            when=CONFIG,
+        )
+        for name, value in {"tool_timeout": 0, "rollout_timeout": float("inf")}.items()
+    ),
+    Mistake(
+        "Counted rounds of tool calls below 0 or in fractions",
+        lambda b: b.config(max_tool_calling_iterations=-1),
+        ("max_tool_calling_iterations=-1", "0 or more", "leave it unset"),
+        when=CONFIG,
+    ),
+]

@@ -1,0 +1,497 @@
+"""Mistakes with datasets and reward functions."""
+
+import asyncio
+import math
+import time
+
+from datasets import Dataset, DatasetDict
+from transformers import LlamaForSequenceClassification
+
+from covey.rewards import CharEnd, RewardError, RewardWarning, TurnEnd, per_completion
+from tests.support import runs, tiny
+from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake
+
+CHAT = [{"role": "user", "content": "2+2="}]
+ROW = "must be a string or a non-empty list of messages with 'role' and 'content'"
+
+
+def prompts(*values):
+    return [{"prompt": value, "answer": "4"} for value in values]
+
+
+def stream():
+    """The rows, to be read forward only."""
+    return Dataset.from_list(tiny.rows()).to_iterable_dataset()
+
+
+def data(what, dataset, *says, **settings):
+    """A mistake in the training dataset; a function makes one from the bench."""
+    return Mistake(what, lambda b: b.build(settings, train_dataset=dataset() if callable(dataset) else dataset), says)
+
+
+NOT_A_PROMPT = [
+    None,
+    3,
+    [],
+    ["2+2="],
+    CHAT[0],
+    [{"role": "user"}],
+    [{"content": "2+2="}],
+    [{"role": "user", "content": 4}],
+    [*CHAT, {"content": "and"}],
+    [{"from": "human", "value": "2+2="}],
+]
+
+DATASETS = [
+    data("Gave an empty dataset", [], "`train_dataset` is empty", "Give at least one row with a 'prompt' column"),
+    Mistake(
+        "Called train() on a trainer without a training dataset",
+        lambda b: b.train(train_dataset=None),
+        ("training needs a `train_dataset`", "made without one"),
+        when=TRAINING,
+    ),
+    Mistake(
+        "Called evaluate() on a trainer without an evaluation dataset",
+        lambda b: b.build().evaluate(),
+        ("evaluation needs an `eval_dataset`", "made without one"),
+        when=TRAINING,
+    ),
+    data(
+        "Gave a file name instead of a dataset",
+        "questions.jsonl",
+        "is the name 'questions.jsonl', not a dataset",
+        "load_dataset",
+        "a list of rows like",
+    ),
+    data("Gave something that is no dataset", 5, "got int", "must be a dataset of rows", "load_dataset"),
+    data(
+        "Gave all splits instead of one, or a dictionary of columns",
+        lambda: DatasetDict(train=Dataset.from_list(tiny.rows()), test=Dataset.from_list(tiny.rows())),
+        "keys 'train', 'test', not a dataset",
+        r"as in `dataset\['train'\]`",
+    ),
+    data(
+        "Gave all splits instead of one, or a dictionary of columns",
+        {"prompt": ["2+2="]},
+        "keys 'prompt', not a dataset",
+        r"datasets\.Dataset\.from_dict",
+    ),
+    data(
+        "Gave a pandas data frame",
+        lambda: Dataset.from_list(tiny.rows()).to_pandas(),
+        "is a data frame",
+        r"datasets\.Dataset\.from_pandas\(frame\)",
+    ),
+    data(
+        "Gave a generator or another iterator",
+        lambda: (row for row in tiny.rows()),
+        "is a generator, which can be read only once",
+        "Give a list, or `datasets.IterableDataset.from_generator",
+    ),
+    data(
+        "Gave a list of strings", ["2+2="] * 8, "row 0 .* must be a dictionary", "got str: '2", r"\{'prompt': \.\.\.\}"
+    ),
+    data(
+        "Named the prompt column otherwise",
+        [{"prompts": "2+2="}] * 8,
+        r"no 'prompt' column; its columns are \['prompts'\]",
+        r"rename_column\('prompts', 'prompt'\)",
+    ),
+    data(
+        "Named the prompt column otherwise",
+        Dataset.from_list([{"question": "2+2=", "answer": "4"}] * 8),
+        r"no 'prompt' column; its columns are \['answer', 'question'\]",
+        r"rename_column\('question', 'prompt'\)",
+    ),
+    data(
+        "Gave a dataset without anything like a prompt",
+        [{"a": 1}] * 8,
+        r"its columns are \['a'\]",
+        "Put what the model is asked into a column of that name",
+    ),
+    data(
+        "Named a column like an argument of reward functions",
+        [{**row, "completions": ""} for row in tiny.rows()],
+        "column 'completions' has the name of an argument",
+        "completions_ids, log_extra, log_metric, prompts, trainer_state",
+        "rename it",
+    ),
+    *(
+        data(
+            "Gave prompts that are neither text nor messages",
+            prompts(*[prompt] * 8),
+            r"row 0 of `train_dataset`",
+            ROW,
+            "got ",
+            "Correct the row or filter it out",
+        )
+        for prompt in NOT_A_PROMPT
+    ),
+    data(
+        "Gave prompts that are neither text nor messages",
+        Dataset.from_list(prompts(*["2+2="] * 40, None)),
+        r"row 40 of `train_dataset`",
+        "got None",
+    ),
+    data("Gave an empty prompt", prompts("2+2=", "") * 4, "row 1 of `train_dataset` is an empty string", "Remove such"),
+    data(
+        "Mixed conversations and plain strings",
+        [*Dataset.from_list([{"prompt": "2+2="}] * 40).to_list(), {"prompt": CHAT}],
+        r"messages, row 40\) with plain strings \(row 0\)",
+        "Use one kind",
+    ),
+    data(
+        "Gave a prompt that fills the model's context",
+        prompts(*["2+2="] * 40, "+" * 256),
+        "row 40 of `train_dataset`: a prompt of 256 tokens leaves no room to answer",
+        "context of 256",
+        "never truncated; shorten or filter",
+    ),
+    data(
+        "Wrote chat_template_kwargs of a row as text",
+        [{"prompt": CHAT, "chat_template_kwargs": "enable_thinking"}] * 8,
+        "row 0 .*`chat_template_kwargs` of a row must be a dictionary, got str: 'enable_thinking'",
+        "Write arguments of the chat template by name",
+    ),
+    data(
+        "Gave fewer prompts than one generation draws",
+        prompts("2+2="),
+        r"has 1 prompt\(s\) but one generation draws 2",
+        "Give more prompts, a smaller generation_batch_size, or a larger num_generations",
+    ),
+    data(
+        "Gave an iterable dataset without max_steps",
+        stream,
+        "max_steps has to be specified",
+        max_steps=-1,
+    ),
+    data(
+        'Used dynamic_sample or prompt_sampler="difficulty" with a dataset that can only be read forward',
+        stream,
+        "dynamic_sample=True looks prompts up by their number",
+        r"`train_dataset` \(IterableDataset\) can only be read forward",
+        "Give a dataset with a length",
+        dynamic_sample=True,
+    ),
+    Mistake(
+        "Set an option that has no effect",
+        lambda b: b.train({"dataloader_num_workers": 2}, train_dataset=stream()),
+        ("`dataloader_num_workers=2` has no effect", "a dataset without a length is read forward"),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
+        "Made the same mistake in the evaluation dataset",
+        lambda b: b.build(eval_dataset={"easy": tiny.rows(), "hard": []}),
+        ("`eval_dataset` is empty", "at least one row"),
+    ),
+    Mistake(
+        "Chose an evaluation batch size that num_generations does not divide",
+        lambda b: b.build({"per_device_eval_batch_size": 3}, eval_dataset=tiny.rows()),
+        ("evaluation batch of 3 completions", "num_generations_eval=4", "per_device_eval_batch_size: 4"),
+    ),
+    Mistake(
+        "Allowed completions longer than the model's context",
+        lambda b: b.build({"max_completion_length": 300}),
+        ("max_completion_length=300 is more than the model's context of 256", "completions end where", "Lower it"),
+        kind=UserWarning,
+    ),
+]
+
+
+def solves(completions, solution):
+    return [float(text == right) for text, right in zip(completions, solution, strict=True)]
+
+
+def one_too_few(completions, **kwargs):
+    return [0.0] * (len(completions) - 1)
+
+
+def one_number(completions, **kwargs):
+    return 1.0
+
+
+def nothing(completions, **kwargs):
+    pass
+
+
+def words(completions, **kwargs):
+    return ["good"] * len(completions)
+
+
+def infinite(completions, **kwargs):
+    return [math.inf] * len(completions)
+
+
+def not_a_number(completions, **kwargs):
+    return [math.nan] + [1.0] * (len(completions) - 1)
+
+
+def broken(completions, **kwargs):
+    raise KeyError("answer")
+
+
+async def broken_server(completions, **kwargs):
+    raise OSError("connection refused")
+
+
+class Judge:
+    """Scores with a method."""
+
+    def score(self, completions, **kwargs):
+        return [1.0] * len(completions)
+
+
+def abstaining(completions, **kwargs):
+    return [None] * len(completions)
+
+
+def steps_without_ends(completions, **kwargs):
+    return [[1.0, 0.0] for _ in completions]
+
+
+def steps_named_in_words(completions, **kwargs):
+    return [[("first", 1.0)] for _ in completions]
+
+
+def step_after_the_last_token(completion_ids, **kwargs):
+    return [[(len(ids), 1.0)] for ids in completion_ids]
+
+
+def step_after_the_last_character(completions, **kwargs):
+    return [[(CharEnd(len(text) + 1), 1.0)] for text in completions]
+
+
+def second_turn_of_one(completions, **kwargs):
+    return [[(TurnEnd(1), 1.0)] for _ in completions]
+
+
+def first_token(completion_ids, **kwargs):
+    return [[(0, float(ids[0] % 2))] for ids in completion_ids]
+
+
+def hanging(completions, **kwargs):
+    time.sleep(30)
+
+
+async def hanging_server(completions, **kwargs):
+    await asyncio.sleep(30)
+
+
+class Fragile:
+    """Raises on the first sample of the first batch it sees, whether alone or with others."""
+
+    __name__ = "fragile"
+    bad = None
+
+    def __call__(self, completion_ids, **kwargs):
+        self.bad = self.bad or completion_ids[0]
+        if self.bad in completion_ids:
+            raise RuntimeError("cannot parse")
+        return [float(len(ids)) for ids in completion_ids]
+
+
+def by_position(completions, /):
+    return [0.0] * len(completions)
+
+
+def reward(what, function, *says, kind=RewardError, when=TRAINING, **settings):
+    return Mistake(what, lambda b: b.train(settings, reward_funcs=function), says, when, kind)
+
+
+def early(what, function, *says, **settings):
+    return reward(what, function, *says, when="construction", **settings)
+
+
+def three_labels(bench):
+    return LlamaForSequenceClassification(tiny.config(num_labels=3))
+
+
+SHOWN = r"(First|That) sample:\n  prompt: .*\n  completion: "
+
+REWARDS = [
+    Mistake(
+        "Gave no reward function",
+        lambda b: b.build(reward_funcs=None),
+        ("`reward_funcs` is missing", "give at least one reward function, reward model or list"),
+    ),
+    early("Gave an empty list of reward functions", [], "reward_funcs is empty", "at least one reward function"),
+    early("Gave a reward that cannot be called", [None], r"None \(NoneType\) cannot be a reward", "pass a callable"),
+    early("Gave a reward that cannot be called", [0.5], r"0\.5 \(float\) cannot be a reward", "pass a callable"),
+    early(
+        "Wrote a reward function with positional-only arguments",
+        by_position,
+        "'by_position' takes 'completions' by position only",
+        "called with keyword arguments: prompts, completions",
+    ),
+    early(
+        "Wrote a reward function that asks for a column the dataset does not have",
+        solves,
+        "'solves' asks for 'solution'",
+        "Available: answer, completion_ids",
+        "Rename the column, or give the argument a default",
+    ),
+    early(
+        "Gave more or fewer weights than reward functions",
+        [runs.longer],
+        "2 reward weights for 1 reward functions",
+        "one each",
+        reward_weights=[1.0, 2.0],
+    ),
+    Mistake(
+        "Gave more or fewer tokenizers than reward functions",
+        lambda b: b.build(reward_processing_classes=[None, None]),
+        ("2 reward processing classes for 1", "a list with one for each, None for those that need none"),
+        kind=RewardError,
+    ),
+    early(
+        "Gave a reward model that does not exist",
+        "./no/such/model",
+        r"reward model '\./no/such/model' could not be loaded",
+        "sequence classifier with one label",
+        "hub id or the folder",
+    ),
+    Mistake(
+        "Gave a reward model with several labels",
+        lambda b: b.build(reward_funcs=three_labels(b), reward_processing_classes=tiny.tokenizer()),
+        ("num_labels=3", "a reward model is a sequence classifier with num_labels=1"),
+        kind=RewardError,
+    ),
+    Mistake(
+        "Gave the folder of a reward model with several labels",
+        lambda b: b.build(reward_funcs=b.save("judge", three_labels(b), tiny.tokenizer())),
+        ("reward model '.*judge' could not be loaded as a sequence classifier with one label", "num_labels=1"),
+        kind=RewardError,
+    ),
+    Mistake(
+        "Gave a language model as a reward model",
+        lambda b: b.build(reward_funcs=b.folder),
+        ("reward model '.*' has no trained weights for score.weight", "random", "Is it a reward model"),
+        kind=UserWarning,
+    ),
+    reward(
+        "Returned another number of rewards than completions",
+        one_too_few,
+        "'one_too_few' failed on all 8 samples: it returned 7 rewards for 8 completions",
+        "expected a list of 8 numbers",
+        SHOWN,
+    ),
+    reward(
+        "Returned one number, or nothing, instead of a list",
+        one_number,
+        r"'one_number' failed on all 8 samples: it returned 1\.0 \(float\)",
+        "expected a list of 8 numbers",
+        SHOWN,
+    ),
+    reward(
+        "Returned one number, or nothing, instead of a list",
+        nothing,
+        r"'nothing' failed on all 8 samples: it returned None",
+        "Is there a `return`",
+        SHOWN,
+    ),
+    reward("Returned text as rewards", words, r"returned 'good' \(str\) for a completion", "list of 8 numbers", SHOWN),
+    reward("Returned infinite rewards", infinite, r"returned inf \(float\)", "finite numbers of ordinary size", SHOWN),
+    reward(
+        "Returned a list for a completion that is none of steps",
+        steps_without_ends,
+        r"'steps_without_ends' failed on all 8 samples: it returned \[1\.0, 0\.0\] \(list\) for a completion",
+        r"a list of \(end, reward\) pairs",
+        r"An end is the index of a token, CharEnd\(n\) or TurnEnd\(k\)",
+        SHOWN,
+    ),
+    reward(
+        "Returned a list for a completion that is none of steps",
+        steps_named_in_words,
+        r"returned \[\('first', 1\.0\)\] \(list\)",
+        SHOWN,
+    ),
+    reward(
+        "Ended a step where the completion has no end",
+        step_after_the_last_token,
+        "failed on all 8 samples: it ended a step at token 6, but the completion has 6 tokens",
+        r"from 0 to 5\. For a position in the text, such as the end of a match, give CharEnd",
+        SHOWN,
+    ),
+    reward(
+        "Ended a step where the completion has no end",
+        step_after_the_last_character,
+        r"it ended a step at CharEnd\(7\), but the completion's text has 6 characters",
+        "as match.end.. does",
+        SHOWN,
+    ),
+    reward(
+        "Ended a step where the completion has no end",
+        second_turn_of_one,
+        r"it ended a step at TurnEnd\(1\), but the completion has 1 turn of the policy: turns count from 0",
+        SHOWN,
+    ),
+    reward(
+        "Rewarded steps with a loss that credits whole completions",
+        first_token,
+        r"this loss gives all tokens of a completion the same credit \(loss_type='gmpo', or importance_sampling_level",
+        "Set importance_sampling_level='sequence_token' or 'token', or choose another loss_type",
+        kind=ValueError,
+        importance_sampling_level="sequence",
+    ),
+    reward("Wrote a reward function that always raises", broken, "failed on all 8 samples: KeyError: 'answer'", SHOWN),
+    reward(
+        "Wrote a reward function that always raises",
+        broken_server,
+        "'broken_server' failed on all 8 samples: OSError: connection refused",
+        SHOWN,
+    ),
+    Mistake(
+        "Wrote a reward function that raises on some samples",
+        lambda b: b.train(reward_funcs=Fragile()),
+        (
+            r"'fragile' failed on [1-7] of 8 samples \(RuntimeError: cannot parse\)",
+            "counted in rewards/fragile/failures",
+            "The first of them:\n  prompt: ",
+        ),
+        TRAINING,
+        RewardWarning,
+    ),
+    reward(
+        "Returned NaN for some samples",
+        not_a_number,
+        "'not_a_number' failed on 1 of 8 samples",
+        "it returned NaN; None is how to abstain",
+        kind=RewardWarning,
+    ),
+    reward(
+        "Wrote reward functions that all abstain",
+        abstaining,
+        "no reward function scored 8 of 8 samples; their advantage is 0",
+        "has the columns answer, prompt",
+        kind=RewardWarning,
+    ),
+    Mistake(
+        "Marked a method of an object per_completion",
+        lambda b: b.build(reward_funcs=per_completion(Judge().score)),
+        ("cannot be marked per_completion", "mark the function where it is defined"),
+        when=CONFIG,  # at the mark, before anything is made
+        kind=RewardError,
+    ),
+    Mistake(
+        "Asked for stream_rewards with reward models alone",
+        lambda b: b.build(
+            {"stream_rewards": True},
+            reward_funcs=LlamaForSequenceClassification(tiny.config(num_labels=1)),
+            reward_processing_classes=tiny.tokenizer(),
+        ),
+        ("every reward is a model", "score a generation as a whole"),
+        kind=UserWarning,
+    ),
+    *(
+        reward(
+            "Wrote a reward function that hangs",
+            [function, runs.longer],
+            f"'{function.__name__}' did not score 8 of 8 samples within 0.1 s",
+            f"counted in rewards/{function.__name__}/timeouts",
+            kind=RewardWarning,
+            reward_timeout=0.1,
+        )
+        for function in (hanging, hanging_server)
+    ),
+]

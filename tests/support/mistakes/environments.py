@@ -1,0 +1,192 @@
+"""Mistakes about environments."""
+
+import sys
+from typing import Any
+
+from covey.rollout.environments import EnvironmentWarning, GymEnvironment, OpenEnvironment
+from covey.rollout.user_functions import RolloutError
+from covey.trainer.build_rollouts import RolloutWarning
+from tests.support import tiny
+from tests.support.mistakes.agents import conversations, nobody
+from tests.support.mistakes.cases import TRAINING, Bench, Mistake
+from tests.trainer.agents.test_tools import add
+
+
+class Walk:
+    """An environment with a tool and a reward."""
+
+    def reset(self, **row):
+        pass
+
+    def step_on(self) -> str:
+        """Take a step."""
+        return "ok"
+
+    def get_reward(self):
+        return 1.0
+
+
+class NoReset:
+    def look(self) -> str:
+        """Look."""
+        return ""
+
+
+class Nothing:
+    def reset(self):
+        return ""
+
+
+class Undescribed(Walk):
+    def helper(self, what):
+        return what
+
+
+class Asks(Walk):
+    def reset(self, board, **row):
+        pass
+
+
+class Talks:
+    def reset(self):
+        return "hello"
+
+    def step(self, text):
+        return "on", 1.0, True, {}
+
+
+class Silent(Walk):
+    get_reward = None
+
+
+class Fails(Walk):
+    def reset(self, **row):
+        raise OSError("no server")
+
+
+class Clings(Talks):
+    def close(self):
+        raise OSError("still there")
+
+
+class Full:
+    """An OpenEnv client whose server has no session left."""
+
+    def reset(self):
+        raise RuntimeError("Server error: Server at capacity: 1/1 sessions active. (code: CAPACITY_REACHED)")
+
+    def close(self):
+        pass
+
+
+def acting(bench: Bench, factory: Any, **arguments: Any) -> Any:
+    """A trainer of environments, on conversations."""
+    return conversations(bench, environment_factory=factory, **arguments)
+
+
+def without_library(bench: Bench) -> Any:
+    """As where openenv is not installed."""
+    known = sys.modules.get("openenv.core")
+    sys.modules["openenv.core"] = None  # type: ignore[assignment]
+    try:
+        return acting(bench, OpenEnvironment("http://localhost:8000", "message"))
+    finally:
+        del sys.modules["openenv.core"]
+        if known is not None:
+            sys.modules["openenv.core"] = known
+
+
+shared = Talks()
+
+ENVIRONMENTS = [
+    Mistake(
+        "Gave an environment instead of a factory",
+        lambda b: acting(b, Walk()),
+        ("must be a class or a function", "of the type Walk", "an environment of its own"),
+    ),
+    Mistake(
+        "Gave an environment_factory that fails",
+        lambda b: acting(b, lambda board: Walk()),
+        ("environment_factory raised TypeError", "called without arguments"),
+    ),
+    Mistake(
+        "Gave an adapter without its library",
+        without_library,
+        ("openenv.core cannot be imported", r"pip install 'covey\[openenv\]'"),
+    ),
+    Mistake("Gave an environment without reset", lambda b: acting(b, NoReset), ("made a NoReset", "no method `reset")),
+    Mistake(
+        "Gave an environment that offers nothing to do",
+        lambda b: acting(b, Nothing),
+        ("made a Nothing", "neither public methods", r"nor `step\(text\)`"),
+    ),
+    Mistake(
+        "Gave an environment a method without type hints or docstring",
+        lambda b: acting(b, Undescribed),
+        ("'helper' cannot be described", "Google-style docstring"),
+    ),
+    Mistake(
+        "Gave an environment whose reset asks for a column that is not there",
+        lambda b: acting(b, Asks),
+        ("asks for 'board'", "`train_dataset` has no such column", "answer, prompt"),
+    ),
+    Mistake(
+        "Gave an environment and prompts that are strings",
+        lambda b: acting(b, Walk, train_dataset=tiny.rows()),
+        ("row 0 of `train_dataset`", "an environment needs conversations", '"role": "user"'),
+    ),
+    Mistake(
+        "Gave a text environment and tools",
+        lambda b: acting(b, Talks, tools=[add]),
+        ("`tools` would not be called", "a Talks is told", "instead of `step`"),
+    ),
+    Mistake(
+        "Gave a rollout_func and an environment_factory",
+        lambda b: acting(b, Walk, rollout_func=nobody),
+        ("`rollout_func` plays the whole rollout", "would not be used", "give one of the two"),
+    ),
+    Mistake(
+        "Gave an environment without rewards and no reward_funcs",
+        lambda b: acting(b, Silent, reward_funcs=None),
+        ("`reward_funcs` is missing", "Environments with `get_reward` need none"),
+    ),
+    Mistake(
+        "Gave one environment for all rollouts",
+        lambda b: acting(b, lambda: shared).train(),
+        ("rollouts failed", "returned the same Talks twice", "a new object in every call"),
+        when=TRAINING,
+        kind=RolloutWarning,
+    ),
+    Mistake(
+        "Ran environments that all fail",
+        lambda b: acting(b, Fails).train(),
+        ("all 8 rollouts failed", "Fails.reset raised OSError: no server"),
+        when=TRAINING,
+        kind=RolloutError,
+    ),
+    Mistake(
+        "Ran an environment that cannot be closed",
+        lambda b: acting(b, Clings).train(),
+        ("could not be closed", "Clings.close raised OSError: still there"),
+        when=TRAINING,
+        kind=EnvironmentWarning,
+    ),
+    Mistake(
+        "Gave a gymnasium environment without saying what answers mean",
+        lambda b: acting(b, GymEnvironment(lambda: Grid())),
+        ("no action of 4 directions", "actions=", "parse="),
+    ),
+    Mistake(
+        "Opened more sessions than an OpenEnv server allows",
+        lambda b: acting(b, OpenEnvironment(Full, "message"), train_dataset=[{"reset": {}}] * 8).train(),
+        ("all 8 rollouts failed", "CAPACITY_REACHED", "Set max_environments of OpenEnvironment"),
+        when=TRAINING,
+        kind=RolloutError,
+    ),
+]
+
+
+class Grid:
+    """What the adapter looks at of a gymnasium environment."""
+
+    action_space = "4 directions"

@@ -1,0 +1,246 @@
+"""Random optimizer steps, and `covey.core`'s answer to them: what the comparison with `brute_force` is fed with.
+
+A `Generation` holds rows by rank in the order they were drawn. `covey_gradients` flattens all of it, computes weights
+once from global counts, cuts out one optimizer step and differentiates `policy_loss`.
+"""
+
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from covey.algorithms import LOSS_TYPES
+from covey.algorithms.grpo import objective
+from covey.core.batch import TrainBatch
+from covey.core.objective import LossInputs, Objective, policy_loss
+from covey.core.ratios import MismatchCorrection, mismatch_weights
+from covey.core.weighting import BatchCounts, mean_per_micro_batch, token_weights
+from tests.support.brute_force import Options, Row
+
+EMPTY, TRUNCATED, TOOLS, CONSTANT = "empty", "truncated", "tools", "constant"
+
+
+@dataclass
+class Generation:
+    """A generation batch: `rows[r]` are the completions of rank r; `accumulation` micro-batches make an update."""
+
+    rows: list[list[Row]]
+    per_device: int
+    accumulation: int
+
+    @property
+    def flat(self) -> list[Row]:
+        return [row for rank in self.rows for row in rank]
+
+    @property
+    def steps_per_generation(self) -> int:
+        return len(self.rows[0]) // self.per_device
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.size for row in self.flat)
+
+    def ranks(self, update: int) -> list[list[list[Row]]]:
+        """The rows of one optimizer update as ranks of micro-batches."""
+        size = self.per_device
+        first = update * self.accumulation
+        return [
+            [rank[m * size : (m + 1) * size] for m in range(first, first + self.accumulation)] for rank in self.rows
+        ]
+
+    def indices(self, update: int) -> list[int]:
+        """Positions in `flat` of the rows of one optimizer update."""
+        span, width = self.accumulation * self.per_device, len(self.rows[0])
+        return [r * width + update * span + i for r in range(len(self.rows)) for i in range(span)]
+
+
+def random_row(draw: random.Random, kind: str = "", on_policy: bool = False, engine: bool = True) -> Row:
+    """A completion with numbers that float32 represents, ratios on both sides of every bound."""
+    length = 0 if kind == EMPTY else draw.randint(2, 6)
+    lp = [_f32(draw.uniform(-3.0, -0.1)) for _ in range(length)]
+    mask = [kind != TRUNCATED] * length
+    if kind == TOOLS:
+        mask[draw.randrange(1, length) if length > 1 else 0] = False
+    advantage = 0.0 if kind == CONSTANT else _f32(draw.gauss(0.0, 1.0))
+    return Row(
+        lp=torch.tensor(lp, dtype=torch.float64, requires_grad=True),
+        entropy=torch.tensor([_f32(draw.uniform(0.0, 3.0)) for _ in lp], dtype=torch.float64, requires_grad=True),
+        mask=mask,
+        advantages=[advantage] * length,
+        old=None if on_policy else [_f32(x + draw.gauss(0.0, 0.45)) for x in lp],
+        ref=[_f32(x + draw.gauss(0.0, 0.5)) for x in lp],
+        engine=[_f32(x + draw.gauss(0.0, 0.35)) for x in lp] if engine else None,
+    )
+
+
+def random_generation(
+    seed: int, *, world: int = 2, per_device: int = 3, accumulation: int = 2, updates: int = 2, **row: bool
+) -> Generation:
+    """Rows of every kind: tool-masked, truncated and hence untrained, empty, zero advantage, ordinary."""
+    draw = random.Random(seed)
+    kinds = [TOOLS, "", TRUNCATED, "", EMPTY, "", CONSTANT, TOOLS]
+    per_rank = per_device * accumulation * updates
+    kinds = (kinds * (1 + world * per_rank // len(kinds)))[: world * per_rank]
+    draw.shuffle(kinds)
+    rows = [[random_row(draw, kinds[r * per_rank + i], **row) for i in range(per_rank)] for r in range(world)]
+    return Generation(rows, per_device, accumulation)
+
+
+def config(o: Options) -> SimpleNamespace:
+    """The options under their config names."""
+    return SimpleNamespace(
+        loss_type=o.loss_type,
+        epsilon=o.epsilon,
+        resolved_epsilon_high=o.cispo_cap if o.loss_type == "cispo" else o.epsilon_high,
+        delta=o.delta,
+        importance_sampling_level=o.level,
+        beta=o.beta,
+        kl_estimator=o.kl_estimator,
+        use_bias_correction_kl=o.bias_correction,
+        off_policy_mask_threshold=o.off_policy_threshold,
+        sapo_temperature_pos=o.tau_pos,
+        sapo_temperature_neg=o.tau_neg,
+        vespo_k_pos=o.k_pos,
+        vespo_lambda_pos=o.lambda_pos,
+        vespo_k_neg=o.k_neg,
+        vespo_lambda_neg=o.lambda_neg,
+    )
+
+
+def flat_batch(generation: Generation, o: Options, dtype: torch.dtype = torch.float64) -> TrainBatch:
+    """The whole generation as one weighted `TrainBatch` (ids and prompts are made up: the loss reads none)."""
+    rows = generation.flat
+    lengths = torch.tensor([len(row.mask) for row in rows])
+    old = _flat_numbers([row.old for row in rows], dtype)
+    engine = _flat_numbers([row.engine for row in rows], dtype)
+    batch = TrainBatch(
+        token_ids=torch.arange(int(lengths.sum())),
+        lengths=lengths,
+        sampled=torch.tensor([m for row in rows for m in row.mask], dtype=torch.bool),
+        prompt_ids=torch.tensor([7]),
+        prompt_lengths=torch.tensor([1]),
+        groups=torch.zeros(len(rows), dtype=torch.long),
+        advantages=torch.tensor([a for row in rows for a in row.advantages], dtype=dtype),
+        old_logprobs=old,
+        ref_logprobs=_flat_numbers([row.ref for row in rows], dtype),
+        engine_logprobs=engine,
+    )
+    counts = batch_counts(generation, o, dtype)
+    batch.weights = token_weights(LOSS_TYPES[o.loss_type].weighting, counts, batch.sampled, lengths)
+    if o.entropy_coef:
+        batch.entropy_weights = token_weights(mean_per_micro_batch, counts, batch.sampled, lengths)
+    if o.mismatch_mode is not None and old is not None:
+        assert engine is not None
+        batch.mismatch_weights = correction(o)(old, engine, batch.sampled, lengths).weights
+    return batch
+
+
+def correction(o: Options) -> MismatchCorrection:
+    assert o.mismatch_mode is not None
+    return partial(mismatch_weights, mode=o.mismatch_mode, clip_min=o.clip_min, clip_max=o.clip_max)
+
+
+def corrected_objective(o: Options) -> Objective:
+    """The objective, with its correction where on-policy the batch brings no weights along."""
+    return replace(objective(config(o)), correction=None if o.mismatch_mode is None else correction(o))
+
+
+def batch_counts(generation: Generation, o: Options, dtype: torch.dtype) -> BatchCounts:
+    size = generation.per_device
+    micro = []
+    for rank in generation.rows:
+        for start in range(0, len(rank), size):
+            part = rank[start : start + size]
+            micro += [sum(row.size for row in part)] * len(part)
+    updates = generation.steps_per_generation / generation.accumulation
+    return BatchCounts(
+        tokens=torch.tensor([row.size for row in generation.flat], dtype=dtype),
+        micro_tokens=torch.tensor(micro, dtype=dtype),
+        rows_per_update=len(generation.flat) / updates,
+        tokens_per_update=generation.tokens / updates,
+        micro_batches_per_update=len(generation.rows) * generation.accumulation,
+        max_completion_length=o.max_completion_length,
+    )
+
+
+@dataclass
+class Gradients:
+    """A loss and its gradients, flat in the order of the rows asked for."""
+
+    loss: float
+    logprobs: Tensor
+    entropies: Tensor
+
+
+def reference_gradients(rows: list[Row], loss: Tensor) -> Gradients:
+    """Differentiate a brute-force loss with respect to every row's leaves."""
+    leaves = [row.lp for row in rows] + [row.entropy for row in rows]
+    if not loss.requires_grad:
+        return Gradients(float(loss), *(torch.zeros(sum(len(row.mask) for row in rows)).double() for _ in range(2)))
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    full = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)]
+    return Gradients(float(loss.detach()), torch.cat(full[: len(rows)]), torch.cat(full[len(rows) :]))
+
+
+def covey_gradients(
+    generation: Generation,
+    o: Options,
+    update: int = 0,
+    *,
+    dtype: torch.dtype = torch.float64,
+    parts: list[list[int]] | None = None,
+) -> Gradients:
+    """`policy_loss` of one update, cut into `parts` (lists of positions within the update) if given."""
+    rows = torch.tensor(generation.indices(update))
+    step = flat_batch(generation, o, dtype).select(rows)
+    chosen = [generation.flat[i] for i in rows]
+    logprobs = _leaf([row.lp for row in chosen], dtype)
+    entropies = _leaf([row.entropy for row in chosen], dtype)
+    if o.top_entropy_quantile < 1.0:
+        step.entropy_threshold = entropies[step.sampled].quantile(1 - o.top_entropy_quantile).item()
+    total = 0.0
+    starts = (step.lengths.cumsum(0) - step.lengths).tolist()
+    for part in parts or [list(range(len(chosen)))]:
+        spans = [range(starts[i], starts[i] + int(step.lengths[i])) for i in part]
+        tokens = torch.tensor([t for span in spans for t in span], dtype=torch.long)
+        inputs = LossInputs.of(
+            step.select(torch.tensor(part, dtype=torch.long)), logprobs[tokens], entropies[tokens], o.entropy_coef
+        )
+        result = policy_loss(inputs, corrected_objective(o))
+        if result.loss.requires_grad:
+            result.loss.backward()
+        total += result.loss.item()
+    zero = torch.zeros_like(logprobs)
+    return Gradients(
+        total,
+        zero if logprobs.grad is None else logprobs.grad,
+        zero if entropies.grad is None else entropies.grad,
+    )
+
+
+def assert_same(actual: Gradients, expected: Gradients, tolerance: float) -> None:
+    """Each entry of each gradient within `tolerance` of the other's, relatively, and the losses too."""
+    for name in ("logprobs", "entropies"):
+        got, want = getattr(actual, name).double(), getattr(expected, name).double()
+        assert got.shape == want.shape
+        if len(want):
+            excess = (got - want).abs() - tolerance * want.abs()
+            assert excess.max() <= 1e-12, f"gradient of {name}: {got[excess.argmax()]} is not {want[excess.argmax()]}"
+    assert abs(actual.loss - expected.loss) <= tolerance * max(abs(expected.loss), 1.0)
+
+
+def _f32(x: float) -> float:
+    return torch.tensor(x, dtype=torch.float32).item()
+
+
+def _flat_numbers(lists: list[list[float] | None], dtype: torch.dtype) -> Tensor | None:
+    if any(one is None for one in lists):
+        return None
+    return torch.tensor([x for one in lists if one is not None for x in one], dtype=dtype)
+
+
+def _leaf(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([t.detach() for t in tensors]).to(dtype).requires_grad_()

@@ -1,0 +1,151 @@
+"""Training with tools and rollout functions: what the trainer makes of them, from arguments to metrics."""
+
+import pytest
+
+from covey.core.rollout import FinishReason, Rollout
+from covey.engines.scripted import ScriptedEngine
+from covey.rollout.user_functions import RolloutError
+from covey.trainer.build_rollouts import RolloutWatch
+from tests.support import runs, tiny
+
+ERROR = FinishReason.ERROR
+
+# The chat template of tiny conversations, with tools in it and results.
+TEMPLATE = (
+    "{% for t in tools or [] %}<bos>tool: {{ t.function.name }}<eos>{% endfor %}"
+    "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<bos>assistant: {% endif %}"
+)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def tokenizer():
+    made = tiny.tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+TOKENIZER = tokenizer()
+
+
+def tokens(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def says(*turns):
+    """A script: the n-th turn of a conversation says the n-th text, later ones the last, whoever asks."""
+
+    def script(prompt_ids, seed):
+        turn = TOKENIZER.decode(prompt_ids).count("<bos>tool: {") + TOKENIZER.decode(prompt_ids).count("<bos>tool: E")
+        turn += sum(TOKENIZER.decode(prompt_ids).count(f"<bos>tool: {digit}") for digit in range(10))
+        return [*tokens(turns[min(turn, len(turns) - 1)]), TOKENIZER.eos_token_id]
+
+    return ScriptedEngine(script)
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+def trainer(folder, engine=None, method="grpo", seen=None, parts=None, **changes):
+    def reward(completions, completion_ids, **kwargs):
+        if seen is not None:
+            seen.append(completions)
+        return [len(ids) + sum(ids) % 10 / 10 for ids in completion_ids]
+
+    arguments = {
+        "processing_class": tokenizer(),
+        "reward_funcs": reward,
+        "train_dataset": tiny.rows(conversational=True),
+        "engine": engine,
+        **(parts or {}),
+    }
+    settings = {"max_completion_length": 150, "max_steps": 1, "engine_parity": "off", **changes}
+    return runs.trainer(folder, method, parts=arguments, **settings)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_the_policy_is_answered_and_goes_on(tmp_path, method):
+    seen = []
+    trained = trainer(tmp_path, says("Let me see. " + CALL, "5"), method, seen, {"tools": [add]})
+    trained.train()
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    first, result, last = seen[0][0]
+    assert first == {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
+    assert (result["role"], result["name"], result["content"]) == ("tool", "add", "5")
+    assert last == {"role": "assistant", "content": "5"}
+    logged = trained.state.log_history[0]
+    assert logged["tools/call_frequency"] == 1 and logged["tools/failure_frequency"] == 0
+    assert logged["rollouts/turns"] == 2 and logged["rollouts/failed"] == logged["rollouts/tool_budget"] == 0
+    assert 0 < logged["tools/seconds"] < logged["rollouts/seconds"]
+    row = trained.completions.rows[0]
+    assert (row["turns"], row["calls"], row["failed_calls"]) == (2, 1, 0)
+    assert row["completion"] == "assistant: Let me see.\n  → add(a=2, b=3)\n  ← add: 5\nassistant: 5"
+    # Sampled are the call, the answer and two ends; "<bos>tool: 5<eos><bos>assistant: " is not.
+    assert logged["completions/mean_length"] == len("Let me see. " + CALL) + 1 + 2
+    assert logged["completions/clipped_ratio"] == 0
+
+
+def test_what_goes_wrong_is_said_to_the_policy_and_counted(tmp_path):
+    seen = []
+    calls = '<tool_call>{"name": "ad", "arguments": {}}</tool_call><tool_call>{broken</tool_call>' + CALL
+    trained = trainer(tmp_path, says(calls, "well"), "grpo", seen, {"tools": [add]}, max_completion_length=200)
+    trained.train()
+    logged = trained.state.log_history[0]
+    assert logged["tools/call_frequency"] == 3
+    assert logged["tools/failures/unknown_tool"] == logged["tools/failures/malformed"] == pytest.approx(1 / 3)
+
+
+def test_a_rollout_that_runs_out_of_calls_is_counted(tmp_path):
+    limits = {"max_tool_calling_iterations": 1, "max_completion_length": 200}
+    trained = trainer(tmp_path, says(CALL), parts={"tools": [add]}, **limits)
+    trained.train()
+    logged = trained.state.log_history[0]
+    assert logged["rollouts/tool_budget"] == 1 and logged["rollouts/turns"] == 2
+    row = trained.completions.rows[0]
+    assert (row["finish"], row["calls"]) == ("tool_budget", 2)  # the second was not executed
+
+
+def test_what_failed_stands_in_the_completions_and_has_no_reward(tmp_path):
+    async def fails_at_first(row, engine):
+        episode = engine.begin()
+        await episode.sample()
+        if engine.sibling == 0:
+            raise KeyError("no such page")
+        return episode.done()
+
+    trained = trainer(tmp_path, says("well"), parts={"rollout_func": fails_at_first})
+    with pytest.warns(UserWarning, match="2 of 8 rollouts failed"):
+        trained.train()
+    logged = trained.state.log_history[0]
+    assert logged["rollouts/failed"] == 0.25 and "tools/call_frequency" not in logged
+    rows = trained.completions.rows
+    assert [row["error"] for row in rows] == ["KeyError: 'no such page'", None, None, None] * 2
+    assert all(row["advantage"] == 0 for row in rows if row["error"])
+
+
+def of(finish, count):
+    return [Rollout([1], [], [], None, "", finish, error="no server" if finish is ERROR else None)] * count
+
+
+def test_the_run_ends_where_the_rollouts_of_all_processes_failed_and_not_where_those_of_one_did():
+    """One process has few rollouts, which may all fail by chance."""
+    working = [[], 0, 4]
+    watch = RolloutWatch(lambda mine: [mine, working])
+    with pytest.warns(UserWarning, match="2 of 6 rollouts failed"):
+        watch.judge(of(ERROR, 2))
+    lucky = RolloutWatch(lambda mine: [mine, [["no route"], 4, 4]])
+    with pytest.warns(UserWarning, match="4 of 6 rollouts failed"):
+        lucky.judge(of(FinishReason.STOP, 2))
+    broken = RolloutWatch(lambda mine: [mine, [["no route"], 4, 4]])
+    with pytest.raises(RolloutError, match=r"all 6 rollouts failed\. The first one: no server"):
+        broken.judge(of(ERROR, 2))

@@ -1,0 +1,33 @@
+"""Sampling ahead from servers over HTTP: real requests are under way while real weights arrive."""
+
+import pytest
+
+from tests.support import runs, tiny
+from tests.support.servers.fake_vllm import FakeVllm
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*was started with")
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_servers_sample_while_the_policy_trains_and_weights_arrive(tmp_path, staleness):
+    server = FakeVllm(tiny.model(), token_delay=0.05).start()
+    given = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": [server.url], "vllm_server_timeout": 10.0}
+    settings = {"max_steps": 8, "max_staleness": staleness, "max_completion_length": 12}
+    trainer = runs.trainer(tmp_path, **settings, **given)
+    share, ages = trainer._share, []
+
+    def noting(key, sampled, batch, kl):
+        step = trainer.state.global_step
+        ages.extend([step - version for version in rollout.versions] for rollout in sampled.rollouts)
+        return share(key, sampled, batch, kl)
+
+    trainer._share = noting
+    try:
+        trainer.train()
+    finally:
+        trainer.collector.engine.close()
+        server.kill()
+    assert len(runs.history(trainer, "loss")) == 8
+    assert 1 <= max(max(age) for age in ages) <= staleness and min(min(age) for age in ages) >= 0
+    assert all(age == sorted(age, reverse=True) for age in ages)  # tokens of a completion only get fresher
+    assert trainer.engine_check._left == 0  # log-probs agreed before and after an update

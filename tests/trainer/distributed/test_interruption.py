@@ -1,0 +1,56 @@
+"""The main thread is interrupted for what another thread sees, and only then."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from covey.trainer.distributed import interruption
+from covey.trainer.distributed.interruption import Interruption, interrupted_when
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(interruption, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(interruption, "PATIENCE", 0.01)
+
+
+def test_waiting_and_computing_are_interrupted_with_the_reason():
+    with pytest.raises(Interruption, match="rank 1 failed"), interrupted_when(lambda: "rank 1 failed"):
+        time.sleep(60)
+    with pytest.raises(Interruption), interrupted_when(lambda: "rank 1 failed"):
+        while True:
+            pass
+
+
+def test_it_is_not_swallowed_by_what_catches_exceptions():
+    with pytest.raises(Interruption), interrupted_when(lambda: "rank 1 failed"):
+        try:
+            time.sleep(60)
+        except Exception:
+            time.sleep(60)
+
+
+def test_without_a_reason_nothing_happens_and_the_handler_is_put_back():
+    before = signal.getsignal(signal.SIGURG)
+    asked = []
+    with interrupted_when(lambda: asked.append(1)):
+        while len(asked) < 3:
+            time.sleep(0.01)
+    assert signal.getsignal(signal.SIGURG) == before
+
+
+def test_a_process_that_cannot_be_interrupted_is_ended_with_the_reason():
+    stuck = """
+import signal, threading, time
+from covey.trainer.distributed import interruption
+interruption.LOOK_EVERY = interruption.PATIENCE = interruption.LAST_RESORT = 0.05
+with interruption.interrupted_when(lambda: "rank 1 failed"):
+    signal.signal(signal.SIGURG, signal.SIG_IGN)
+    time.sleep(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", stuck], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.strip() == "rank 1 failed"

@@ -1,0 +1,146 @@
+"""Two processes on gloo give the losses and weights of one."""
+
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+
+from tests.support.launching import HERE, free_port, once
+from tests.support.launching import run as launch
+from tests.support.two_processes import train
+
+CASES = {
+    "grpo": {"method": "grpo", "beta": 0.05},
+    "rloo, suites that do not divide, and the best model": {
+        "method": "rloo",
+        "num_iterations": 2,
+        "suites": True,
+        "max_steps": 4,
+        "learning_rate": 0.1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_few_reward",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    },
+    "a group over both processes": {"method": "grpo", "num_generations": 8, "loss_type": "grpo"},
+    "steps of a group over both processes, with refills": {
+        "method": "rloo",
+        "num_generations": 8,
+        "by_steps": True,
+        "step_discount": 0.9,
+        "dynamic_sample": True,
+        "prompt_sampler": "difficulty",
+    },
+    "two generations a step": {"method": "grpo", "steps_per_generation": 1, "gradient_accumulation_steps": 2},
+    "lora": {"method": "grpo", "lora": True},
+    "checkpointed layers": {"method": "grpo", "gradient_checkpointing": True},
+    "dynamic sampling": {"method": "grpo", "dynamic_sample": True, "settled": True},
+    "dynamic sampling by difficulty, a group over both processes": {
+        "method": "rloo",
+        "num_generations": 8,
+        "dynamic_sample": True,
+        "prompt_sampler": "difficulty",
+        "settled": True,
+    },
+    "drafts, some of them at the other process": {"method": "grpo", "speculative_reuse": "exact", "max_steps": 6},
+    "memory running out on one process": {"method": "grpo", "out_of_memory": True, "gradient_accumulation_steps": 2},
+    "a process without signal": {"method": "grpo", "settled": True, "max_tokens_per_micro_batch": 30},
+    "an engine that is corrected, a process without signal": {
+        "method": "grpo",
+        "settled": True,
+        "perturbed": True,
+        "correct_built_in_engine": True,
+        "engine_parity": "off",
+        "vllm_importance_sampling_mode": "sequence_truncate",
+    },
+    "environments, a group over both processes": {
+        "method": "grpo",
+        "beta": 0.05,
+        "num_generations": 8,
+        "environments": True,
+    },
+    "rollout functions, a group over both processes": {
+        "method": "grpo",
+        "num_generations": 8,
+        "player": "one rollout",
+        "max_completion_length": 16,
+    },
+    "trees, sampled ahead": {
+        "method": "rloo",
+        "player": "a group",
+        "max_staleness": 2,
+        "max_steps": 5,
+        "max_completion_length": 16,
+    },
+    "sampling ahead": {"method": "grpo", "max_staleness": 2, "max_steps": 5},
+    "sampling ahead, with refills by difficulty": {
+        "method": "grpo",
+        "max_staleness": 1,
+        "max_steps": 5,
+        "dynamic_sample": True,
+        "prompt_sampler": "difficulty",
+        "settled": True,
+    },
+    "experts with balanced loads, a process without signal": {
+        "method": "grpo",
+        "experts": True,
+        "router_aux_loss_coef": 0.5,
+        "settled": True,
+        "max_tokens_per_micro_batch": 30,
+    },
+    "an entropy quantile and bonus": {"method": "grpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.01},
+}
+
+
+PADDED = "a layout that suits the last process alone"
+MICRO = {"gradient_accumulation_steps": 1, "max_steps": 3, "optim": "sgd"}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A case by this process alone, once."""
+    folder, found = tmp_path_factory.mktemp("one"), {}
+    torch.set_num_threads(1)
+
+    def run(case):
+        if case not in found:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found[case] = train(folder / case, {**MICRO, "per_device_train_batch_size": 8, **CASES[case]})
+        return found[case]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """All cases by two processes, in one launch by torchrun."""
+    cases = {**CASES, PADDED: {"method": "grpo", "pads_at_the_last": True}}
+    settings = {case: {**MICRO, "per_device_train_batch_size": 4, **more} for case, more in cases.items()}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+
+    def train_all(folder):
+        launch([*launcher, str(HERE / "two_processes.py"), str(folder), json.dumps(settings)], 900)
+
+    return torch.load(once(tmp_path_factory, "two_processes", train_all) / "result.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_equal_one(one, two, case):
+    for name, values in one(case)["history"].items():
+        assert two[case]["history"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+    for a, b in zip(one(case)["weights"], two[case]["weights"], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_processes_take_the_layout_that_suits_all_of_them(two, tmp_path):
+    alone = train(tmp_path, {**MICRO, "per_device_train_batch_size": 8, "method": "grpo"})
+    assert (alone["layout"], two[PADDED]["layout"]) == ("shared_prefix", "padded")
+    assert two[PADDED]["history"]["loss"] == pytest.approx(alone["history"]["loss"], rel=1e-4, abs=1e-6)
+    for a, b in zip(alone["weights"], two[PADDED]["weights"], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

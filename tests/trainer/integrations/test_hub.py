@@ -1,0 +1,242 @@
+"""What goes to a hub, and when: models with their cards, and completions. The hub is a server on this machine."""
+
+import io
+import pickle
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from covey import EvalSuite
+from covey.trainer.integrations.model_card import CardFacts, hub_id, model_card, shown_settings
+from tests.support import runs, tiny
+from tests.support.fake_hub import FakeHub
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    import huggingface_hub.constants
+    import transformers.utils.hub
+
+    one = FakeHub()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", one.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made anew, for this server
+    yield one
+    one.close()
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
+
+
+PUSHED = {
+    "push_to_hub": True,
+    "hub_model_id": "me/small",
+    "hub_token": "hf_secret",
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+
+
+def files_of(hub, kind="model"):
+    return [(message, sorted(files)) for one, _, message, files in hub.commits if one == kind]
+
+
+def last(hub, path):
+    return [files[path] for _, _, _, files in hub.commits if path in files][-1].decode()
+
+
+def metadata(card):
+    return yaml.safe_load(card.split("---")[1])
+
+
+def test_the_model_is_pushed_at_every_checkpoint_with_its_card(tmp_path, hub):
+    suite = EvalSuite(tiny.rows(2), num_generations=2, pass_at=1)
+    parts = {"eval_dataset": {"sums": suite}}
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    trainer = runs.trainer(tmp_path, parts=parts, hub_always_push=True, **settings, **PUSHED)
+    assert hub.created == [("model", "me/small", False)]
+    trainer.train()
+    trainer._finish_current_push()
+    assert [message for message, _ in files_of(hub)] == ["Training in progress, step 1", "Training in progress, step 2"]
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "training_args.bin"} <= set(
+        files_of(hub)[0][1]
+    )
+    assert hub.tokens == {"hf_secret"}
+    card = last(hub, "README.md")
+    reward = runs.history(trainer, "eval_sums_reward")[-1]
+    assert f"| evaluation sums, reward | {reward:.4g} |" in card and "evaluation sums, pass@1 (95% interval)" in card
+    assert all(b"hf_secret" not in content for _, _, _, files in hub.commits for content in files.values())
+
+
+def test_push_to_hub_at_the_end(tmp_path, hub):
+    trainer = runs.trainer(tmp_path, "rloo", hub_model_id="me/late")
+    trainer.train()
+    assert not hub.created
+    trainer.push_to_hub(tags=["sums"], dataset_name="me/sums")
+    (message, files) = files_of(hub)[-1]
+    assert message == "End of training"
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(files)
+    about = metadata(last(hub, "README.md"))
+    assert about["tags"][:1] == ["sums"] and "rloo" in about["tags"] and about["datasets"] == ["me/sums"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "folders"), [("end", []), ("checkpoint", ["last-checkpoint"]), ("all_checkpoints", ["checkpoint-1"])]
+)
+def test_hub_strategies(tmp_path, hub, strategy, folders):
+    trainer = runs.trainer(tmp_path, max_steps=1, hub_strategy=strategy, **PUSHED)
+    trainer.train()
+    trainer._finish_current_push()
+    found = {
+        path.split("/")[0] for _, paths in files_of(hub) for path in paths if "/" in path and "completions" not in path
+    }
+    assert sorted(found) == folders
+    if folders:
+        assert f"{folders[0]}/trainer_state.json" in [path for _, paths in files_of(hub) for path in paths]
+
+
+def test_completions_are_pushed_as_a_data_set(tmp_path, hub):
+    old = tmp_path / "completions"
+    old.mkdir()
+    (old / "completions_00007.parquet").write_bytes(b"of an earlier run")
+    trainer = runs.trainer(tmp_path, log_completions_hub_repo="me/said", hub_private_repo=True)
+    assert hub.created == [("dataset", "me/said", True)]
+    trainer.train()
+    commits = files_of(hub, "dataset")
+    assert [message for message, _ in commits] == ["Completions up to step 1", "Completions up to step 2"]
+    assert [files for _, files in commits] == [[f"completions/completions_0000{n}.parquet"] for n in (1, 2)]
+    (content,) = [files["completions/completions_00002.parquet"] for _, _, _, files in hub.commits[-1:]]
+    assert {"prompt", "completion", "longer"} <= set(pq.read_table(io.BytesIO(content)).column_names)
+
+
+def test_a_hub_that_fails_costs_no_training(tmp_path, hub):
+    trainer = runs.trainer(tmp_path, log_completions_hub_repo="me/said")
+    hub.refuses.add("dataset")
+    with pytest.warns(UserWarning, match="completions were not pushed to 'me/said'"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_resumed_run_pushes_what_had_not_been(tmp_path, hub):
+    settings = {"log_completions_hub_repo": "me/said", "save_strategy": "steps", "save_steps": 1}
+    hub.refuses.add("dataset")
+    with pytest.warns(UserWarning, match="completions were not pushed"):
+        runs.trainer(tmp_path, max_steps=1, **settings).train()
+    hub.refuses.clear()
+    runs.trainer(tmp_path, max_steps=2, **settings).train(resume_from_checkpoint=True)
+    pushed = {name for _, files in files_of(hub, "dataset") for name in files}
+    assert pushed == {"completions/completions_00001.parquet", "completions/completions_00002.parquet"}
+
+
+def test_a_data_set_that_cannot_be_had_is_refused_at_once(tmp_path, hub):
+    with pytest.raises(ValueError, match="log_completions_hub_repo='a/b/c' cannot be created"):
+        runs.trainer(tmp_path, log_completions_hub_repo="a/b/c")
+
+
+def test_the_card_tells_what_the_model_is(tmp_path):
+    model = tiny.model()
+    model.config._name_or_path = "org/base"
+    trainer = runs.trainer(tmp_path, "grpo", parts={"model": model}, loss_type="gmpo", hub_token="hf_secret", beta=0.25)
+    trainer.train()
+    trainer.create_model_card(license="mit")
+    card = (tmp_path / "README.md").read_text()
+    about = metadata(card)
+    assert about["base_model"] == "org/base" and about["license"] == "mit" and about["library_name"] == "transformers"
+    assert {"covey", "grpo", "generated_from_trainer"} <= set(about["tags"])
+    for number in ("2402.03300", "2507.20673"):  # the method's paper and the loss's
+        assert f"https://arxiv.org/abs/{number}" in card and f"eprint = {{{number}}}" in card
+    assert "| `beta` | 0.25 |" in card and "`longer`" in card and "- transformers " in card
+    first, latest = runs.history(trainer, "reward")
+    assert (
+        f"| training reward, step 1 | {first:.4g} |" in card and f"| training reward, step 2 | {latest:.4g} |" in card
+    )
+    assert "hf_secret" not in card and str(tmp_path) not in card
+
+
+def test_the_card_of_a_vision_language_model_shows_it_images(tmp_path):
+    from tests.support import tiny_vision
+
+    model, processor = tiny_vision.make("gemma3")
+    trainer = runs.trainer(tmp_path, parts={"model": model, "processing_class": processor}, max_steps=1)
+    trainer.create_model_card(model_name="me/eyes")
+    card = (tmp_path / "README.md").read_text()
+    assert metadata(card)["pipeline_tag"] == "image-text-to-text" and "# me/eyes" in card
+    lines = card.partition("```python\n")[2].partition("```")[0]
+    trainer.save_model()
+    lines = lines.replace("me/eyes", str(tmp_path)).replace('"url": "..."', '"image": picture')
+    exec(lines.replace("max_new_tokens=256", "max_new_tokens=2"), {"picture": tiny_vision.picture()})
+
+
+def test_the_name_that_is_given_is_that_of_the_card(tmp_path):
+    trainer = runs.trainer(tmp_path, hub_model_id="me/one")
+    for given, told in ((None, "me/one"), ("one", "me/one"), ("you/two", "you/two")):
+        trainer.create_model_card(model_name=given)
+        assert metadata((tmp_path / "README.md").read_text())["model_name"] == told
+
+
+def facts(**changes):
+    usual = {"name": "me/it", "base": None, "method": "rloo", "adapter": False, "datasets": [], "rewards": ["r"]}
+    return CardFacts(**{**usual, "config": {"loss_type": "rloo"}, "defaults": {}, "history": [], **changes})
+
+
+def test_cards_without_results_or_a_base():
+    card = model_card(facts(adapter=True))
+    assert "## Results" not in card and "base_model" not in card and metadata(card)["library_name"] == "peft"
+    assert "2402.14740" in card and "2402.03300" not in card
+
+
+def test_a_loss_of_ones_own_has_no_citation():
+    assert model_card(facts(config={"loss_type": "mine"})).count("@misc") == 1
+
+
+def test_ratios_of_sequences_are_gspos():
+    assert "2507.18071" in model_card(facts(method="grpo", config={"importance_sampling_level": "sequence"}))
+
+
+def test_places_and_secrets_are_not_told():
+    told = {
+        "beta": 0.1,
+        "output_dir": "/home/me",
+        "hub_token": "t",
+        "vllm_server_host": "10.0.0.1",
+        "logging_dir": "/x",
+    }
+    assert shown_settings(facts(config=told, defaults=dict.fromkeys(told))) == {"beta": 0.1}
+
+
+def test_what_may_be_a_hub_id(tmp_path):
+    assert [hub_id(one) for one in ("org/base", "gpt2", "", None, str(tmp_path), "/gone/away", "./here")] == [
+        "org/base", "gpt2", None, None, None, None, None
+    ]  # fmt: skip
+
+
+def test_a_config_is_written_without_its_secrets_and_copied_with_them(tmp_path):
+    import copy
+
+    config = runs.config(tmp_path, hub_token="hf_secret")
+    assert b"hf_secret" not in pickle.dumps(config)
+    assert copy.copy(config).hub_token == copy.deepcopy(config).hub_token == "hf_secret"
+    assert pickle.loads(pickle.dumps(config)).num_generations == config.num_generations
+
+
+def test_a_token_among_the_models_arguments_is_nowhere_to_be_read(tmp_path, tiny_folder):
+    settings = {
+        "model_init_kwargs": {"token": "hf_secret", "dtype": "float32"},
+        "save_strategy": "steps",
+        "max_steps": 1,
+    }
+    trainer = runs.trainer(tmp_path, parts={"model": tiny_folder}, **settings)
+    trainer.train()
+    trainer.create_model_card()
+    assert "| `model_init_kwargs` | {'dtype': 'float32'} |" in (tmp_path / "README.md").read_text()
+    assert "hf_secret" not in str(trainer.args) + str(trainer.args.to_dict())
+    assert trainer.args.model_init_kwargs["token"] == "hf_secret"
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name == "training_args.bin" for path in files)
+    assert not any(b"hf_secret" in path.read_bytes() for path in files)
+
+
+def test_a_card_names_no_settings_that_are_as_always(tmp_path):
+    trainer = runs.trainer(tmp_path)
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "[]" not in card and "accelerator_config" not in card

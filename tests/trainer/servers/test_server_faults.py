@@ -1,0 +1,154 @@
+"""Servers that are wrong, slow, dying or lying: every fault has one clear outcome, soon, and nothing is lost by it.
+
+The catalogue is in `server_faults`; docs/engines.md has a row for each.
+"""
+
+import multiprocessing
+import re
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import runs
+from tests.support.servers import server_faults
+from tests.support.servers.server_faults import CONFIG, ENDS, FAULTS, GOES_ON, START, WARNS, Scene
+
+PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
+TITLE = "## What can go wrong with a server, and what happens"
+
+MOST_SECONDS = 30.0
+"""Until an outcome; deadlines are 2 seconds in most of these runs, and the machine may be shared."""
+
+
+@pytest.fixture
+def scene(tmp_path, monkeypatch, fault):
+    monkeypatch.chdir(tmp_path)
+    for name in ("VLLM_API_KEY", "SGLANG_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    made = Scene(tmp_path, fault.sglang)
+    with made.ending:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def all_undisturbed(tmp_path_factory):
+    """The weights after a run in which nothing goes wrong, with vLLM's servers and with SGLang's."""
+    found = []
+    for sglang in (False, True):
+        scene = Scene(tmp_path_factory.mktemp("undisturbed"), sglang)
+        with scene.ending:
+            made = scene.trainer(scene.serve().url)
+            made.train()
+            found.append(runs.weights(made))
+    return found
+
+
+@pytest.fixture
+def undisturbed(all_undisturbed, fault):
+    return all_undisturbed[fault.sglang]
+
+
+def same(trained, expected):
+    return all(torch.equal(a, b) for a, b in zip(runs.weights(trained), expected, strict=True))
+
+
+def named(fault):
+    return fault.what.replace(" ", "-")
+
+
+def meet(fault, scene):
+    """Let a fault happen and see that it ends soon; the error, or the trainer."""
+    began = time.monotonic()
+    try:
+        return fault.meet(scene)
+    finally:
+        seconds = time.monotonic() - began
+        print(f"{seconds:.1f} s")
+        assert seconds < MOST_SECONDS
+
+
+def check_message(fault, scene, error):
+    notes = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    for pattern in fault.says:
+        assert re.search(pattern, notes), f"{pattern!r} is not in {notes!r}"
+    if isinstance(error, server_faults.ServerError | server_faults.NoServerLeft):
+        assert "http" in notes, "which server?"
+    if fault.outcome == ENDS:
+        assert re.search(r"version 1\b|step 1\b", notes), f"which step? {notes!r}"
+
+
+@pytest.mark.filterwarnings("ignore:.*was started with")
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.outcome in (CONFIG, START)], ids=named)
+def test_what_will_not_do_is_said_before_anything_is_trained(scene, fault):
+    with pytest.raises(fault.kind) as caught:
+        meet(fault, scene)
+    check_message(fault, scene, caught.value)
+    assert not list(scene.path.glob("run/checkpoint-*"))
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.outcome == GOES_ON], ids=named)
+def test_what_passes_changes_nothing(scene, fault, undisturbed):
+    trained = meet(fault, scene)
+    assert trained.state.global_step == 2
+    assert same(trained, undisturbed)
+    assert not any(server.misbehaves() for server in scene.servers), "it went wrong as it should"
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.outcome == ENDS], ids=named)
+def test_what_stays_ends_the_run_with_the_reason_and_the_run_can_be_resumed(scene, fault, undisturbed):
+    with pytest.raises(fault.kind) as caught:
+        meet(fault, scene)
+    check_message(fault, scene, caught.value)
+    port = {name: value for name, value in fault.settings.items() if name == "vllm_group_port"}
+    resumed = scene.trainer(scene.serve(**fault.server).url, **port)  # beside the one that failed
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    assert same(resumed, undisturbed)
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.outcome == WARNS], ids=named)
+def test_what_may_be_meant_is_a_warning(scene, fault, undisturbed):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert same(meet(fault, scene), undisturbed)
+    told = [str(w.message) for w in caught if re.search(fault.says[0], str(w.message))]
+    assert len(told) == 1
+    assert all(re.search(pattern, told[0]) for pattern in fault.says)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """After a test that closes its engine, none of our threads or processes runs."""
+    before = set(threading.enumerate())
+    yield
+    until = time.monotonic() + 5
+    while (left := ours(before)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left
+    assert not multiprocessing.active_children()
+
+
+def ours(before):
+    """Threads of the library that are new; one that waits for a group that nobody joins ends at its own deadline."""
+    new = set(threading.enumerate()) - before
+    return [thread for thread in new if thread.name.startswith("covey") and thread.name != "covey-weights"]
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_a_row_for_every_fault_and_says_what_happens():
+    section = PAGE.read_text().partition(TITLE)[2].partition("\n## ")[0]
+    cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    rows = {what.strip("`"): happens for what, happens, _ in cells if what not in ("What goes wrong", "---")}
+    assert set(rows) == {fault.what for fault in FAULTS}
+    for fault in FAULTS:
+        assert rows[fault.what].startswith(fault.outcome), fault.what
+
+
+def test_there_are_as_many_faults_as_were_promised():
+    assert len({fault.what for fault in FAULTS}) >= 25

@@ -1,0 +1,180 @@
+"""A run that was stopped and resumed ends where an uninterrupted one does, bit by bit."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from covey.trainer.checkpoint import superfluous_checkpoints
+from tests.support import runs
+
+VARIANTS = {
+    "between generations": {},
+    "in the middle of a generation": {
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+    },
+    "with a reference that follows": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    "with an adaptive entropy bonus": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 9.0},
+    "in the second epoch": {"max_steps": 7},
+    "with dynamic sampling": {"max_steps": 7, "dynamic_sample": True},
+    "with prompts by difficulty": {"max_steps": 7, "prompt_sampler": "difficulty", "dynamic_sample": True},
+    "in the middle of a refilled generation": {
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "dynamic_sample": True,
+        "prompt_sampler": "difficulty",
+    },
+    "in the middle of a generation whose engine is corrected": {
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "correct_built_in_engine": True,
+    },
+    "with generations that share an optimizer step": {
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 2,
+        "max_steps": 5,
+        "prompt_sampler": "difficulty",
+    },
+}
+
+
+def sometimes_equal(prompts, completion_ids, **kwargs):
+    """Prompts of even numbers give no signal."""
+    return [float(sum(ids) % 7 * (int(p[0]) % 2)) for p, ids in zip(prompts, completion_ids, strict=True)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_resuming_is_exact(tmp_path, method, variant):
+    settings = {"max_steps": 6, **VARIANTS[variant]}
+    parts = {"reward_funcs": sometimes_equal} if {"dynamic_sample", "prompt_sampler"} & set(settings) else {}
+    last = settings["max_steps"]
+    stop = last - 1 if "epoch" in variant else 3
+    straight = runs.trainer(tmp_path / "a", method, parts=parts, **settings)
+    straight.train()
+    saving = {"save_strategy": "steps", "save_steps": stop}
+    first = runs.trainer(tmp_path / "b", method, parts=parts, **{**settings, **saving})
+    first.train()
+    resumed = runs.trainer(tmp_path / "b", method, parts=parts, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "b" / f"checkpoint-{stop}"))
+    for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True):
+        assert torch.equal(a, b)
+    for name in ("loss", "reward", "num_tokens", "entropy", "grad_norm", "dynamic_sampling/cost", "difficulty/chance"):
+        assert runs.history(straight, name) == runs.history(resumed, name)
+
+
+def test_checkpoints_appear_whole_or_not_at_all(tmp_path):
+    trained = runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=3, save_total_limit=2)
+    write = trained.method_state
+    seen = []
+    trained.method_state = lambda: seen.append(sorted(os.listdir(tmp_path))) or write()
+    trained.train()
+    # While checkpoint N is being written, only earlier ones are to be seen.
+    assert [[name for name in names if name.startswith("checkpoint")] for names in seen] == [
+        [],
+        ["checkpoint-1"],
+        ["checkpoint-1", "checkpoint-2"],
+    ]
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith("checkpoint")) == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    assert ".saving" not in os.listdir(tmp_path)
+
+
+def test_the_best_checkpoint_is_found_and_loaded(tmp_path):
+    from tests.support import tiny
+
+    trained = runs.trainer(
+        tmp_path,
+        parts={"eval_dataset": tiny.rows(2)},
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        max_steps=3,
+    )
+    trained.train()
+    best = trained.state.best_model_checkpoint
+    assert best and os.path.isdir(best) and ".saving" not in best
+
+
+def test_resuming_a_stream_is_exact(tmp_path):
+    from datasets import Dataset
+
+    from tests.support import tiny
+
+    def make(folder, **changes):
+        stream = Dataset.from_list(tiny.rows(6)).to_iterable_dataset()
+        return runs.trainer(folder, parts={"train_dataset": stream}, max_steps=8, shuffle_dataset=True, **changes)
+
+    straight = make(tmp_path / "a", save_strategy="steps", save_steps=5)  # a pass is three generations
+    straight.train()
+    resumed = make(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-5"))
+    for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_run_can_be_started_again(tmp_path):
+    trained = runs.trainer(
+        tmp_path, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2, max_steps=3
+    )
+    trained.train()  # ends in the middle of a generation
+    trained.train()
+    assert trained.state.global_step == 3
+
+
+def test_the_config_may_say_what_to_resume_from(tmp_path):
+    runs.trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    resumed = runs.trainer(tmp_path, max_steps=3, resume_from_checkpoint="true")
+    resumed.train()
+    steps = [log["step"] for log in resumed.state.log_history if "reward" in log]
+    assert resumed._initial_global_step == 2 and steps[-1] == 3
+
+
+def test_a_run_that_is_resumed_at_its_end_takes_no_step_more(tmp_path):
+    ended = runs.trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    ended.train()
+    resumed = runs.trainer(tmp_path, max_steps=2)
+    with pytest.warns(UserWarning, match="nothing is left to train: the checkpoint is of step 2"):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    assert all(torch.equal(a, b) for a, b in zip(runs.weights(ended), runs.weights(resumed), strict=True))
+
+
+def test_resuming_without_the_buffer_says_what_is_missing(tmp_path):
+    cycle = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
+    runs.trainer(tmp_path, save_only_model=True, save_strategy="steps", save_steps=3, **cycle).train()
+    resumed = runs.trainer(tmp_path, **cycle)
+    with pytest.raises(ValueError, match="save_only_model=True"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_clock_that_was_set_back_costs_no_checkpoint(tmp_path):
+    cycle = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    runs.trainer(tmp_path, **cycle, max_steps=2).train()
+    for path in tmp_path.glob("checkpoint-*"):
+        os.utime(path, (time.time() + 3600,) * 2)
+    runs.trainer(tmp_path, **cycle, max_steps=4).train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "deleted"),
+    [(None, None, []), (1, None, [2, 9, 10]), (2, None, [2, 9]), (2, 2, [9, 10]), (1, 10, [2, 9]), (4, None, [])],
+)
+def test_the_checkpoints_of_the_earliest_steps_are_superfluous(tmp_path, limit, best, deleted):
+    for step in (2, 9, 10, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    keep = [str(tmp_path / "checkpoint-3"), best and str(tmp_path / f"checkpoint-{best}")]  # 3 was just written
+    found = superfluous_checkpoints(str(tmp_path), limit, keep)
+    assert [int(path.name[11:]) for path in found] == deleted
