@@ -6,6 +6,8 @@ Names are loaded when first used, so `import covey` costs nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from covey import moved as _moved  # noqa: F401
+
 if TYPE_CHECKING:
     from covey.config.grpo import GRPOConfig as GRPOConfig
     from covey.config.rloo import RLOOConfig as RLOOConfig

@@ -1,0 +1,64 @@
+"""Module paths of version 0.1 that user code and old checkpoints may name: imported with a DeprecationWarning.
+
+`training_args.bin` of a checkpoint pickles the path of the config's module, so it is one of them. Remove this module, and
+its line in `covey/__init__.py`, with the release after next.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "covey.rollout.agent": "covey.rollout.tool_agent",
+    "covey.rollout.engine": "covey.core.engine",
+    "covey.rollout.engines": "covey.engines",
+    "covey.rollout.engines.native": "covey.engines.native.engine",
+    "covey.rollout.engines.remote": "covey.engines.servers",
+    "covey.rollout.engines.scripted": "covey.engines.scripted",
+    "covey.rollout.functions": "covey.rollout.user_functions",
+    "covey.rollout.tools.template": "covey.rollout.tools.turn_template",
+    "covey.trainers.config.aliases": "covey.config.aliases",
+    "covey.trainers.config.base": "covey.config.base",
+    "covey.trainers.dataset": "covey.data.validation",
+    "covey.trainers.grpo_config": "covey.config.grpo",
+    "covey.trainers.grpo_trainer": "covey.trainer.grpo_trainer",
+    "covey.trainers.online_trainer": "covey.trainer.trainer",
+    "covey.trainers.rloo_config": "covey.config.rloo",
+    "covey.trainers.rloo_trainer": "covey.trainer.rloo_trainer",
+    "covey.trainers.suites": "covey.trainer.evaluation.suites",
+}
+"""Old path -> new path."""
+
+FOLDERS = ("covey.trainers", "covey.trainers.config")
+"""Packages that are gone and stand in front of a moved module."""
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Import hook that answers for the paths of `MOVED` with the module at the new path."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Spec of a moved module; None for every other name."""
+        return ModuleSpec(name, self, is_package=True) if name in MOVED or name in FOLDERS else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python to make an empty module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module at the new path in the place of `module`, with a warning."""
+        old = module.__name__
+        if new := MOVED.get(old):
+            warnings.warn(
+                f"{old} moved to {new}: import it from there. The old path works for one more release.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            sys.modules[old] = import_module(new)
+
+
+sys.meta_path.insert(0, MovedModules())  # first, or a package at the new path would be imported again under the old one
