@@ -42,7 +42,7 @@ from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn, ToolCall
 from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.toolbox import Toolbox
-from covey.trainer.rollout_events import Watched
+from covey.trainer.rollout_events import RolloutListener
 
 PROMPTS, GROUP, TURNS = 8, 8, 4
 SLEEP = 0.2
@@ -89,7 +89,7 @@ class Played:
         return [hashlib.sha256(repr(rollout.completion_ids).encode()).hexdigest()[:12] for rollout in self.rollouts]
 
 
-class _Ends(Watched):
+class _Ends(RolloutListener):
     """Takes down when each rollout ended."""
 
     def __init__(self, stream: Any = None) -> None:

@@ -51,7 +51,7 @@ class Native:
         from covey.engines.native import engine as native
 
         self.model = _load(folder)
-        self._make_row = native.Row
+        self._make_row = native.SequenceState
 
     def sample(self, work: Work) -> list[Tokens]:
         """All groups at once; a row's seed tells its number, and that its length, whatever its request says."""
@@ -61,7 +61,7 @@ class Native:
         def row(request: Any, index: int, budget: int, *rest: Any) -> Any:
             return self._make_row(request, index, work.lengths[request.seeds[index] - first], *rest)
 
-        native.Row = row  # type: ignore[assignment, misc]
+        native.SequenceState = row  # type: ignore[assignment, misc]
         engine = native.NativeEngine(
             lambda: self.model, eos_token_ids=set(), pad_token_id=0, max_rows=len(work.lengths)
         )
@@ -188,7 +188,7 @@ class VllmServer:
 
     def __init__(self, folder: str):
         from covey.engines.servers.engine import RemoteEngine
-        from covey.engines.servers.http_client import Server
+        from covey.engines.servers.http_client import ServerClient
         from covey.engines.servers.server_process import ServerProcess, free_port
         from covey.engines.servers.vllm.api import VllmDialect
         from covey.engines.servers.vllm.weights import VllmWeights
@@ -198,7 +198,7 @@ class VllmServer:
         command += ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "256", "--block-size", "32"]
         log = Path(tempfile.mkdtemp()) / "server.log"
         self.process = ServerProcess(command, f"{url}/health", log_path=log, deadline=600, name="vLLM").start()
-        self.engine = RemoteEngine([Server(url)], VllmDialect(), VllmWeights(), ends=frozenset())
+        self.engine = RemoteEngine([ServerClient(url)], VllmDialect(), VllmWeights(), ends=frozenset())
 
     def sample(self, work: Work) -> list[Tokens]:
         """A request for every length in a group; all of a group's where they are equal, as the trainer makes them."""

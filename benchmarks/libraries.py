@@ -142,7 +142,7 @@ def _trainer_class(library: str) -> tuple[Any, Any]:
 def _force_covey(trainer: Any, forced: Forced) -> None:
     from covey.engines.native import engine as native
 
-    engine, make_row = trainer.collector.engine, native.Row
+    engine, make_row = trainer.collector.engine, native.SequenceState
     engine.eos_token_ids = set()
     limits: dict[int, int] = {}
     generate, collect = engine.generate, trainer.collector.collect
@@ -161,7 +161,7 @@ def _force_covey(trainer: Any, forced: Forced) -> None:
         forced.seen = [len(rollout.completion_ids) for rollout in rollouts]
         return rollouts
 
-    native.Row = row  # type: ignore[assignment, misc]
+    native.SequenceState = row  # type: ignore[assignment, misc]
     engine.generate, trainer.collector.collect = with_limits, checked
 
 

@@ -7,14 +7,14 @@ import pytest
 
 from covey.core import weighting
 from covey.trainer.entropy import EntropyController
-from covey.trainer.rollout_buffer import Experience
+from covey.trainer.rollout_buffer import RolloutBuffer
 from tests.support import known_attributes
 
 TESTS = Path(__file__).parent
 
 
 def test_an_unknown_attribute_of_an_object_is_refused():
-    for made in (Experience(), EntropyController(0.1)):
+    for made in (RolloutBuffer(), EntropyController(0.1)):
         with pytest.raises(AttributeError, match=r"assigns \w+\.with_signal, which does not exist"):
             made.with_signal = None
 
@@ -25,13 +25,13 @@ def test_an_unknown_attribute_of_a_module_is_refused():
 
 
 def test_known_attributes_can_be_replaced():
-    made = Experience()
+    made = RolloutBuffer()
     made.next = list
     assert made.next() == []
 
 
 def test_a_subclass_of_a_test_has_attributes_of_its_own():
-    class Counting(Experience):
+    class Counting(RolloutBuffer):
         def __init__(self):
             super().__init__()
             self.count = 1

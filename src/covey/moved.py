@@ -1,7 +1,7 @@
 """Module paths of version 0.1 that user code and old checkpoints may name: imported with a DeprecationWarning.
 
-`training_args.bin` of a checkpoint pickles the path of the config's module, so it is one of them. Remove this module, and
-its line in `covey/__init__.py`, with the release after next.
+`training_args.bin` of a checkpoint pickles the path of the config's module, so it is one of them. Remove this module,
+and its line in `covey/__init__.py`, with the release after next.
 """
 
 import sys

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.core.batch import TrainBatch, join
-from covey.core.packing import pass_tokens, plan_passes, plan_ranks
+from covey.core.packing import balance_ranks, pack_micro_batches, pass_tokens
 
 LAYOUTS = ("shared_prefix", "packed", "padded")
 
@@ -39,46 +39,46 @@ def test_a_pass_costs_what_its_layout_computes():
 def test_siblings_share_a_pass_and_passes_are_even():
     batch = batch_of((10, [10, 10]), (5, [5, 5]), (5, [5, 5]), (10, [10, 10]))
     # groups of 30, 15, 15, 30 tokens: 45 and 45
-    assert rows(plan_passes(batch, 45, "shared_prefix")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rows(pack_micro_batches(batch, 45, "shared_prefix")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_a_group_beyond_the_budget_is_cut_and_each_part_repeats_the_prompt():
     batch = batch_of((10, [5, 5, 5, 5]))
-    plan = plan_passes(batch, 20, "shared_prefix")  # 10 + 2 * 5 fit
+    plan = pack_micro_batches(batch, 20, "shared_prefix")  # 10 + 2 * 5 fit
     assert [len(part) for part in plan] == [2, 2]
     assert [pass_tokens(batch, part.tolist(), "shared_prefix") for part in plan] == [20, 20]
 
 
 def test_a_completion_is_never_cut():
-    assert rows(plan_passes(batch_of((10, [500]), (10, [1])), 20, "packed")) == [[0], [1]]
+    assert rows(pack_micro_batches(batch_of((10, [500]), (10, [1])), 20, "packed")) == [[0], [1]]
 
 
 def test_padded_passes_hold_rows_of_similar_length():
     batch = batch_of((0, [1, 9, 2, 10]))
-    assert rows(plan_passes(batch, 20, "padded")) == [[1, 3], [0, 2]]  # 2 * 10, then 2 * 2
+    assert rows(pack_micro_batches(batch, 20, "padded")) == [[1, 3], [0, 2]]  # 2 * 10, then 2 * 2
 
 
 def test_as_many_passes_as_asked_for_if_rollouts_allow():
     batch = batch_of((2, [3, 3]), (2, [3, 3]))
-    assert [len(plan_passes(batch, 1000, layout, at_least=3)) for layout in LAYOUTS] == [3, 3, 3]
-    assert [len(plan_passes(batch, 1000, layout, at_least=9)) for layout in LAYOUTS] == [4, 4, 4]
+    assert [len(pack_micro_batches(batch, 1000, layout, at_least=3)) for layout in LAYOUTS] == [3, 3, 3]
+    assert [len(pack_micro_batches(batch, 1000, layout, at_least=9)) for layout in LAYOUTS] == [4, 4, 4]
 
 
 def test_nothing_to_run_is_no_pass():
-    assert plan_passes(batch_of(), 10, "packed") == []
+    assert pack_micro_batches(batch_of(), 10, "packed") == []
 
 
 def test_ranks_get_whole_groups_of_even_size():
     batch = batch_of((1, [9, 9]), (1, [1, 1]), (1, [4, 4]), (1, [4, 4]))
-    assert rows(plan_ranks(batch, 2, "shared_prefix")) == [[0, 1], [2, 3, 4, 5, 6, 7]]  # 19 against 3 + 9 + 9
+    assert rows(balance_ranks(batch, 2, "shared_prefix")) == [[0, 1], [2, 3, 4, 5, 6, 7]]  # 19 against 3 + 9 + 9
 
 
 def test_a_single_group_is_shared_by_the_ranks():
-    assert [len(share) for share in plan_ranks(batch_of((1, [5, 5, 5, 5])), 2, "shared_prefix")] == [2, 2]
+    assert [len(share) for share in balance_ranks(batch_of((1, [5, 5, 5, 5])), 2, "shared_prefix")] == [2, 2]
 
 
 def test_a_rank_may_be_left_without():
-    assert rows(plan_ranks(batch_of((1, [5])), 2, "packed")) == [[0], []]
+    assert rows(balance_ranks(batch_of((1, [5])), 2, "packed")) == [[0], []]
 
 
 groups = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=6)), max_size=6)
@@ -88,7 +88,7 @@ groups = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_
 @given(groups, st.integers(1, 40), st.sampled_from(LAYOUTS), st.integers(1, 4))
 def test_every_rollout_is_in_exactly_one_pass_within_the_budget(groups, budget, layout, at_least):
     batch = batch_of(*groups)
-    plan = plan_passes(batch, budget, layout, at_least)
+    plan = pack_micro_batches(batch, budget, layout, at_least)
     assert sorted(row for part in plan for row in part.tolist()) == list(range(len(batch)))
     assert all(len(part) == 1 or pass_tokens(batch, part.tolist(), layout) <= budget for part in plan)
     costs = [pass_tokens(batch, part.tolist(), layout) for part in plan]
@@ -100,7 +100,7 @@ def test_every_rollout_is_in_exactly_one_pass_within_the_budget(groups, budget, 
 @given(groups, st.integers(1, 5), st.sampled_from(LAYOUTS))
 def test_every_rollout_is_on_exactly_one_rank(groups, ranks, layout):
     batch = batch_of(*groups)
-    shares = plan_ranks(batch, ranks, layout)
+    shares = balance_ranks(batch, ranks, layout)
     assert len(shares) == ranks
     assert sorted(row for share in shares for row in share.tolist()) == list(range(len(batch)))
 

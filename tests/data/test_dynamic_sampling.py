@@ -14,7 +14,7 @@ from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, signal
 from covey.config.algebra import BatchAlgebra
 from covey.core.rollout import FinishReason, Rollout
-from covey.data.dynamic_sampling import Judge, PromptChooser, Sampled, kept_groups
+from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, SignalFilter, kept_groups
 from covey.data.prompt_stream import PromptStream
 from covey.data.sampler import rank_share, start_of, train_loader
 from covey.rollout.collector import Draw
@@ -38,12 +38,12 @@ def scripted(signals, log, draws, number):
     ]
     rewards = [[float(draw.sample)] if draw.prompt in signals else [1.0] for draw in draws]
     columns = {"note": [f"{draw.prompt}/{draw.sample}" for draw in draws]}
-    return Sampled(draws, rollouts, torch.tensor(rewards).view(len(draws), 1), columns, [{} for _ in draws])
+    return ScoredRollouts(draws, rollouts, torch.tensor(rewards).view(len(draws), 1), columns, [{} for _ in draws])
 
 
 def chooser(algebra=ALGEBRA, rank=0, rows=10, max_rounds=3, gather=lambda mine: [mine]):
     algorithm = grpo.algorithm(runs.config("unused"))
-    judge = Judge(partial(signal, algorithm, torch.ones(1)), torch.ones(1), False)
+    judge = SignalFilter(partial(signal, algorithm, torch.ones(1)), torch.ones(1), False)
     stream = PromptStream(rows, 0, "refills", shuffle=False)
     dataset = [{"prompt": str(i)} for i in range(rows)]
     return PromptChooser(dataset, algebra, rank, stream, judge, history=None, max_rounds=max_rounds, gather=gather)
@@ -170,7 +170,7 @@ NAN = float("nan")
 def judged(config, groups, weights=(1.0,), mask_truncated=False, truncated=None, algorithm=grpo, steps=None):
     made = algorithm.algorithm(config)
     rewards = torch.tensor(groups)
-    judge = Judge(partial(signal, made, torch.tensor(weights)), torch.tensor(weights), mask_truncated)
+    judge = SignalFilter(partial(signal, made, torch.tensor(weights)), torch.tensor(weights), mask_truncated)
     count = rewards.shape[0] * rewards.shape[1]
     scores = Scores(rewards.flatten(0, 1), steps or [{}] * count, [3] * count)
     return judge.has_signal(scores, rewards.shape[1], [3] * count, truncated or [False] * count)

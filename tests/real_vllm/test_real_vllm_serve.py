@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from covey.engines.servers.errors import ServerRefused
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.server_process import answers
 
 pytestmark = pytest.mark.vllm
@@ -23,7 +23,7 @@ PROMPT = [2, 20, 30, 40]
 
 def call(url: str, method: str, path: str, body: Any = None, key: str | None = None, **query: Any) -> Any:
     async def once() -> Any:
-        server = Server(url, key)
+        server = ServerClient(url, key)
         try:
             return await server.call(method, path, doing="test", deadline=60.0, body=body, query=query or None)
         finally:

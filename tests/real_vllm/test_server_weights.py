@@ -11,7 +11,7 @@ import torch
 
 from covey.core.weights import WeightUpdate
 from covey.engines.servers.errors import ServerError
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerFacts
 from covey.engines.servers.vllm import weights as vllm_transports
 from covey.engines.servers.vllm.weights import VllmWeights
@@ -56,7 +56,7 @@ def run(running, weights, *updates, deadline=60.0):
     """Send updates one after the other; greedy tokens after each."""
 
     async def all_of_them():
-        server = Server(running.url)
+        server = ServerClient(running.url)
         decoded = []
         try:
             for update in updates:

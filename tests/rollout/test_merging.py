@@ -7,7 +7,7 @@ import pytest
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
 from covey.core.rollout import Completion, FinishReason
-from covey.rollout.request_coalescing import MergedRequests
+from covey.rollout.request_coalescing import RequestCoalescer
 
 PARAMS = SamplingParams(max_tokens=4)
 
@@ -43,7 +43,7 @@ def ask(*requests, error=None):
 
     async def all_at_once():
         engine = Engine(error)
-        merged = MergedRequests(engine)
+        merged = RequestCoalescer(engine)
         answers = await asyncio.gather(*map(merged.generate, requests))
         asked = [(one.prompt_ids, one.n, one.seeds) for one in engine.requests]
         return asked, [[completion.token_ids[0] for completion in answer] for answer in answers]
@@ -79,7 +79,7 @@ def test_drafts_keep_a_request_to_itself_and_other_images_are_another():
 def test_what_is_asked_for_later_is_a_request_of_its_own():
     async def twice():
         engine = Engine()
-        merged = MergedRequests(engine)
+        merged = RequestCoalescer(engine)
         await merged.generate(request([1]))
         await merged.generate(request([2]))
         return [one.seeds for one in engine.requests]
@@ -92,7 +92,7 @@ def test_siblings_that_are_tasks_of_their_own_still_ask_together():
 
     async def siblings():
         engine = Engine()
-        merged = MergedRequests(engine)
+        merged = RequestCoalescer(engine)
 
         async def sibling(number):
             first = await merged.generate(request([number]))
@@ -109,7 +109,7 @@ def test_who_gives_up_does_not_cancel_the_others():
     async def one_gives_up():
         engine = Engine()
         engine.gate.clear()
-        merged = MergedRequests(engine)
+        merged = RequestCoalescer(engine)
         asking = [asyncio.ensure_future(merged.generate(request([seed]))) for seed in (1, 2)]
         await asyncio.sleep(0.001)
         asking[0].cancel()
@@ -124,7 +124,7 @@ def test_who_gives_up_does_not_cancel_the_others():
 def test_what_was_given_up_before_it_was_sent_is_not_asked_for():
     async def given_up():
         engine = Engine()
-        merged = MergedRequests(engine)
+        merged = RequestCoalescer(engine)
         asking = [asyncio.ensure_future(merged.generate(request([seed], prompt=(seed,)))) for seed in (1, 2)]
         await asyncio.sleep(0)  # they have asked, and nothing is sent yet
         asking[0].cancel()
@@ -136,7 +136,7 @@ def test_what_was_given_up_before_it_was_sent_is_not_asked_for():
 
 def test_an_engines_error_reaches_everybody_who_asked():
     async def failing():
-        merged = MergedRequests(Engine(RuntimeError("out of memory")))
+        merged = RequestCoalescer(Engine(RuntimeError("out of memory")))
         asked = (merged.generate(request([seed])) for seed in (1, 2))
         return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -148,7 +148,7 @@ def test_closing_gives_up_what_is_under_way():
     async def closing():
         engine = Engine()
         engine.gate.clear()
-        merged = MergedRequests(engine)
+        merged = RequestCoalescer(engine)
         asking = asyncio.ensure_future(merged.generate(request([1])))
         await asyncio.sleep(0.001)
         merged.close()

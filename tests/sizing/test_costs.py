@@ -10,7 +10,7 @@ from covey.config.rloo import RLOOConfig
 from covey.sizing.costs import ModelSize, forward_flops, step_costs
 from covey.sizing.memory import estimate
 from covey.sizing.model_spec import unit_parameters
-from covey.sizing.parallelism import Spread
+from covey.sizing.parallelism import ShardCounts
 from covey.sizing.step_time import MACHINES, Machine, step_times
 
 TINY = LlamaConfig(
@@ -28,7 +28,7 @@ def run(config=TINY, kind=GRPOConfig, way="fsdp2", processes=2, **changes):
     """A run of 4 completions of 8 tokens for each of 2 prompts of 4, on each process; its costs and memory."""
     base = {"bf16": False, "use_cpu": True, "max_completion_length": 8, "num_generations": 4, "report_to": "none"}
     args = kind(**{**base, "gradient_checkpointing": False, **changes})
-    spread = Spread.of(way, processes)
+    spread = ShardCounts.of(way, processes)
     memory = estimate(config, args, prompt_tokens=4, spread=spread)
     return step_costs(config, args, memory, spread, prompt_tokens=4), memory, spread
 

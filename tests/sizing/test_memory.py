@@ -9,8 +9,8 @@ from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
 from covey.sizing.memory import Precision, estimate, layer_bytes, optimizer_states, readable
-from covey.sizing.model_spec import Kept, count_parameters
-from covey.sizing.parallelism import Spread
+from covey.sizing.model_spec import SavedActivations, count_parameters
+from covey.sizing.parallelism import ShardCounts
 
 peft = pytest.importorskip("peft")
 
@@ -190,7 +190,7 @@ def test_adapters_train_few_parameters_and_need_no_reference_copy():
     [("multi_gpu", 1, 1, 1), ("zero1", 1, 1, 4), ("zero2", 1, 4, 4), ("zero3", 4, 4, 4), ("fsdp2", 4, 4, 4)],
 )
 def test_processes_hold_their_shares(way, weights, gradients, optimizer):
-    spread = Spread.of(way, 4)
+    spread = ShardCounts.of(way, 4)
     m = estimate(LlamaConfig(**TINY), args(beta=0.1, use_cpu=True), prompt_tokens=4, spread=spread)
     size = 7888 * 4
     assert (m.weights, m.reference, m.gradients, m.optimizer) == (
@@ -205,7 +205,7 @@ def test_processes_hold_their_shares(way, weights, gradients, optimizer):
 
 def test_an_unknown_way_of_sharing_is_refused_by_name():
     with pytest.raises(ValueError, match="sharding 'zero4' is not known; it is one of multi_gpu"):
-        Spread.of("zero4", 2)
+        ShardCounts.of("zero4", 2)
 
 
 # ---- against what a pass keeps --------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_activations_are_those_that_a_pass_keeps(layout, dtype, autocast, adapte
     tokens = PROMPT + GROUP * LENGTH if layout == "shared_prefix" else GROUP * (PROMPT + LENGTH)
     kept_inputs = count_parameters(WIDE, {"r": 2, "target_modules": "all-linear"} if adapter else None).kept
     # nobody keeps q, k, what o and the MLP give: 96 + 48 + 64 + 64; under adapters v, gate and up as well: 48 + 2 * 176
-    assert kept_inputs == Kept(norms=not adapter, ranks=14 * adapter, passing=672 if adapter else 272)
+    assert kept_inputs == SavedActivations(norms=not adapter, ranks=14 * adapter, passing=672 if adapter else 272)
     updated = 4 if adapter else dtype.itemsize
     precision = Precision(dtype.itemsize, 2 if autocast else dtype.itemsize, updated, False, kept_inputs)
     assert tokens * (6 * layer_bytes(WIDE, precision) + 3 * 64 * 4) == pytest.approx(kept, rel=0.1)

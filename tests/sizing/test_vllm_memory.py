@@ -3,7 +3,7 @@
 import pytest
 
 from covey.sizing import memory, vllm_memory
-from covey.sizing.model_spec import Counts
+from covey.sizing.model_spec import ModelSpec
 from covey.sizing.vllm_memory import CONTEXT, GIB, DoesNotFit, EngineMemory, cpu_cache_bytes, usable, utilization
 from tests.support import runs, tiny
 
@@ -94,7 +94,7 @@ def test_an_engine_elsewhere_takes_the_place_of_the_built_in_cache(tmp_path):
 
 def test_the_counts_of_a_model_stand_in_for_building_one(tmp_path):
     args = settings(tmp_path)
-    counted = memory.estimate(tiny.config(), args, counts=Counts(1000, 10, 0), peft={})
+    counted = memory.estimate(tiny.config(), args, counts=ModelSpec(1000, 10, 0), peft={})
     assert (counted.weights, counted.gradients, counted.reference) == (4000, 40, 0)
 
 

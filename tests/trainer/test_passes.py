@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 from covey.core.batch import collate
 from covey.core.packing import derived_budget
 from covey.core.rollout import FinishReason, Rollout
-from covey.trainer.microbatches import Passes
-from covey.trainer.rollout_buffer import Experience, nominal_parts
+from covey.trainer.microbatches import MicroBatchRunner
+from covey.trainer.rollout_buffer import RolloutBuffer, nominal_parts
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
 
@@ -153,7 +153,7 @@ def batch_of(rollouts, tokens):
 
 
 def passes_over(parameters=(), max_tokens=1000):
-    return Passes(lambda: parameters, lambda: "packed", "cpu", max_tokens)
+    return MicroBatchRunner(lambda: parameters, lambda: "packed", "cpu", max_tokens)
 
 
 def size(part):
@@ -281,7 +281,7 @@ def test_the_limit_is_kept_in_checkpoints(tmp_path):
 
 
 def test_fewer_passes_than_micro_steps_leave_the_last_one_busy():
-    experience = Experience()
+    experience = RolloutBuffer()
     experience.spread(["a", "b"], 5)  # type: ignore[list-item]
     assert [experience.next() for _ in range(5)] == [[], [], ["a"], [], ["b"]]
 

@@ -35,7 +35,7 @@ def pass_tokens(batch: TrainBatch, rows: Sequence[int], layout: str) -> int:
     return _Costs(batch, layout).of(rows)
 
 
-def plan_passes(batch: TrainBatch, budget: int, layout: str, at_least: int = 1) -> list[Tensor]:
+def pack_micro_batches(batch: TrainBatch, budget: int, layout: str, at_least: int = 1) -> list[Tensor]:
     """Cut a batch into forward passes of at most `budget` tokens, the largest first.
 
     Siblings stay together where they fit. A rollout that is longer than the budget gets a pass of its own. The number
@@ -63,7 +63,7 @@ def plan_passes(batch: TrainBatch, budget: int, layout: str, at_least: int = 1) 
     return [torch.tensor(rows, device=batch.lengths.device) for rows in bins]
 
 
-def plan_ranks(batch: TrainBatch, ranks: int, layout: str) -> list[Tensor]:
+def balance_ranks(batch: TrainBatch, ranks: int, layout: str) -> list[Tensor]:
     """Share rollouts out to ranks, evenly by tokens; siblings stay together unless they are more than a fair share.
 
     Returns:

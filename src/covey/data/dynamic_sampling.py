@@ -32,7 +32,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Sampled:
+class ScoredRollouts:
     """Completions of this process with their scores.
 
     Attributes:
@@ -53,13 +53,13 @@ class Sampled:
         """What they earned, as it is shared with other processes."""
         return Scores(self.rewards, self.steps, [len(rollout.completion_ids) for rollout in self.rollouts])
 
-    def __getitem__(self, index: int) -> "Scored":
+    def __getitem__(self, index: int) -> "ScoredRollout":
         cells = {name: values[index] for name, values in self.columns.items()}
-        return Scored(self.draws[index], self.rollouts[index], self.rewards[index], cells, self.steps[index])
+        return ScoredRollout(self.draws[index], self.rollouts[index], self.rewards[index], cells, self.steps[index])
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredRollout:
     """One completion with all that belongs to it, as it travels between processes."""
 
     draw: Draw
@@ -70,7 +70,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Round:
+class SamplingRound:
     """One round of sampling as every process sees it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Selection:
     """What a generation came to.
 
     Attributes:
@@ -104,14 +104,14 @@ class Chosen:
         stats: metrics.
     """
 
-    kept: Sampled
-    first: Round
+    kept: ScoredRollouts
+    first: SamplingRound
     processed_tokens: int
     stats: dict[str, Stat]
 
 
 @dataclass(frozen=True)
-class Judge:
+class SignalFilter:
     """Tells groups with a signal from others.
 
     Attributes:
@@ -173,7 +173,7 @@ class PromptChooser:
         algebra: BatchAlgebra,
         rank: int,
         stream: PromptStream,
-        judge: Judge,
+        judge: SignalFilter,
         *,
         history: PromptHistory | None,
         max_rounds: int | None,
@@ -188,7 +188,7 @@ class PromptChooser:
         self.max_rounds = max_rounds
         self._gather = gather
 
-    def choose(self, draws: list[Draw], sample: Callable[[list[Draw], int], Sampled]) -> Chosen:
+    def choose(self, draws: list[Draw], sample: Callable[[list[Draw], int], ScoredRollouts]) -> Selection:
         """Sample one generation. Collective: all processes call it together.
 
         Args:
@@ -205,7 +205,7 @@ class PromptChooser:
             mine.append(sample(self._draws(self.stream.take(missing, avoid=drawn)), len(rounds)))
             rounds.append(self._share(mine[-1]))
         kept = self._collect(mine, rounds, kept_groups([one.has_signal for one in rounds], groups))
-        return Chosen(kept, rounds[0], sum(one.processed_tokens for one in rounds), self._stats(rounds))
+        return Selection(kept, rounds[0], sum(one.processed_tokens for one in rounds), self._stats(rounds))
 
     def draw(self) -> list[Draw]:
         """This process's share of the prompts of a generation, chosen by what is known now. All processes call it."""
@@ -230,7 +230,7 @@ class PromptChooser:
         rows = {prompt: self.dataset[prompt] for prompt, _ in slots}
         return [Draw(rows[prompt], prompt, sample) for prompt, sample in slots]
 
-    def _share(self, mine: Sampled) -> Round:
+    def _share(self, mine: ScoredRollouts) -> SamplingRound:
         """Let every process know what the others' completions are worth, and take note of it."""
         pairs = zip(mine.draws, mine.rollouts, strict=True)
         facts = [(draw.prompt, one.num_sampled, one.truncated, len(one.prompt_ids)) for draw, one in pairs]
@@ -240,7 +240,7 @@ class PromptChooser:
         group = self.algebra.num_generations
         if self.history is not None:
             self.history.update(prompts[::group], *spread_of_rewards(scores, self.judge.weights, group))
-        return Round(
+        return SamplingRound(
             prompts=list(prompts[::group]),
             scores=scores,
             lengths=list(lengths),
@@ -249,14 +249,14 @@ class PromptChooser:
             has_signal=self.judge.has_signal(scores, group, lengths, truncated),
         )
 
-    def _collect(self, mine: list[Sampled], rounds: list[Round], kept: list[Place]) -> Sampled:
+    def _collect(self, mine: list[ScoredRollouts], rounds: list[SamplingRound], kept: list[Place]) -> ScoredRollouts:
         """This process's equal share of the kept groups, fetched from wherever they were sampled."""
         if all(number == 0 for number, _ in kept):
             return mine[0]  # every process holds its share already
         group = self.algebra.num_generations
         places = [(number, place * group + sample) for number, place in kept for sample in range(group)]
         wanted, needed = places[share_of(len(places), self.algebra, self.rank)], set(places)
-        held: dict[Place, Scored] = {}
+        held: dict[Place, ScoredRollout] = {}
         for number, (sampled, shared) in enumerate(zip(mine, rounds, strict=True)):
             share = share_of(len(shared.lengths), self.algebra, self.rank)
             for index, place in enumerate(range(share.start, share.stop)):
@@ -267,7 +267,7 @@ class PromptChooser:
             held.update(part)
         return _joined([held[place] for place in wanted], [(n, place // group) for n, place in wanted])
 
-    def _stats(self, rounds: list[Round]) -> dict[str, Stat]:
+    def _stats(self, rounds: list[SamplingRound]) -> dict[str, Stat]:
         stats: dict[str, Stat] = {}
         if self.max_rounds is not None:
             groups = self.algebra.prompts_per_generation
@@ -282,17 +282,17 @@ class PromptChooser:
         return stats if self.history is None else {**stats, **self.history.stats()}
 
 
-def _signals(rounds: list[Round]) -> int:
+def _signals(rounds: list[SamplingRound]) -> int:
     """Groups with a signal so far."""
     return sum(sum(one.has_signal) for one in rounds)
 
 
-def _joined(completions: list[Scored], groups: list[Place]) -> Sampled:
+def _joined(completions: list[ScoredRollout], groups: list[Place]) -> ScoredRollouts:
     """Completions of several rounds as one share; equal `groups` are siblings."""
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     names = dict.fromkeys(name for one in completions for name in one.cells)
     pairs = zip(completions, groups, strict=True)
-    return Sampled(
+    return ScoredRollouts(
         draws=[one.draw for one in completions],
         rollouts=[replace(one.rollout, group=numbers[group]) for one, group in pairs],
         rewards=torch.stack([one.rewards for one in completions]),

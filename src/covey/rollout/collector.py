@@ -16,13 +16,13 @@ from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.core.rollout import Completion, Rollout
 from covey.rollout.images import images_of, showing
 from covey.rollout.prompts import PromptCodec
-from covey.rollout.request_coalescing import MergedRequests
-from covey.rollout.runner import Agency as Agency
-from covey.rollout.runner import Ended, Playing, failed_rollout
+from covey.rollout.request_coalescing import RequestCoalescer
+from covey.rollout.runner import GroupRunner, RolloutCallbacks, failed_rollout
+from covey.rollout.runner import RolloutSpec as Agency
 from covey.rollout.seeds import sample_seed
 from covey.rollout.speculation import Speculation
-from covey.rollout.tasks import Draw as Draw
-from covey.rollout.tasks import Siblings, siblings
+from covey.rollout.tasks import PromptSample as Draw
+from covey.rollout.tasks import SampleGroup, sample_groups
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import Encoded
 from covey.runtime.sampling_thread import SamplingThread
@@ -56,7 +56,7 @@ class Collector:
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
-        ended: Ended | None = None,
+        ended: RolloutCallbacks | None = None,
     ) -> list[Rollout]:
         """Sample every draw; the result is in the draws' order.
 
@@ -79,7 +79,7 @@ class Collector:
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
         submitted: Callable[[], None] = lambda: None,
-        ended: Ended | None = None,
+        ended: RolloutCallbacks | None = None,
     ) -> list[Rollout]:
         """The same as a coroutine, which only reads `reuse`.
 
@@ -94,9 +94,10 @@ class Collector:
                 return await self._batch(self.agency.play, draws, params, key, ended)
             playing = None
             if self.agency is not None:
-                playing = Playing(self.engine, self.codec, self.agency, params, (self.seed, *key), ended)
+                playing = GroupRunner(self.engine, self.codec, self.agency, params, (self.seed, *key), ended)
             groups = [
-                asyncio.ensure_future(self._group(one, params, key, reuse, ended, playing)) for one in siblings(draws)
+                asyncio.ensure_future(self._group(one, params, key, reuse, ended, playing))
+                for one in sample_groups(draws)
             ]
             try:
                 await asyncio.sleep(0)  # each group goes as far as it can, which is into the engine
@@ -127,12 +128,12 @@ class Collector:
 
     async def _group(
         self,
-        group: Siblings,
+        group: SampleGroup,
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None,
-        ended: Ended | None,
-        playing: Playing | None,
+        ended: RolloutCallbacks | None,
+        playing: GroupRunner | None,
     ) -> list[Rollout]:
         if playing is not None:
             rollouts = await playing.group(group)
@@ -148,22 +149,22 @@ class Collector:
 
     async def _complete(
         self,
-        group: Siblings,
+        group: SampleGroup,
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None,
     ) -> list[Rollout]:
-        siblings, row, prompt = group.draws, group.draws[0].row, group.draws[0].prompt
+        sample_groups, row, prompt = group.draws, group.draws[0].row, group.draws[0].prompt
         try:
             encoded = self.codec.read_row(row)
         except ValueError as error:
             return self._unreadable(group, error)
         prompt_ids = encoded.ids
         key = key if reuse is None else reuse.seed_key(key, prompt_ids)
-        seeds = [sample_seed(self.seed, *key, prompt, draw.sample) for draw in siblings]
-        request = SampleRequest(prompt_ids, len(siblings), params, seeds, media=encoded.media)
+        seeds = [sample_seed(self.seed, *key, prompt, draw.sample) for draw in sample_groups]
+        request = SampleRequest(prompt_ids, len(sample_groups), params, seeds, media=encoded.media)
         if reuse is not None:
-            request = reuse.with_drafts(request, prompt, [draw.sample for draw in siblings])
+            request = reuse.with_drafts(request, prompt, [draw.sample for draw in sample_groups])
         completions = await self.engine.generate(request)
         return [self._rollout(row, encoded, completion, group.number) for completion in completions]
 
@@ -188,11 +189,11 @@ class Collector:
         draws: Sequence[Draw],
         params: SamplingParams,
         key: tuple[int | str, ...],
-        ended: Ended | None,
+        ended: RolloutCallbacks | None,
     ) -> list[Rollout]:
         """All rollouts at once, by a function of the user's."""
         first = [number for draw in draws[:1] for number in (draw.prompt, draw.sample)]  # other processes have others
-        groups, played, shown = siblings(draws), [], []
+        groups, played, shown = sample_groups(draws), [], []
         rollouts: dict[int, list[Rollout]] = {}
         for group in groups:
             try:
@@ -203,7 +204,7 @@ class Collector:
                 played += [prompt] * len(group.draws)
                 shown += [images] * len(group.draws)
         if played:
-            with function.sampling(MergedRequests(self.engine), self.codec, params, (self.seed, *key, *first)):
+            with function.sampling(RequestCoalescer(self.engine), self.codec, params, (self.seed, *key, *first)):
                 returned = iter(await function(played, shown))
         for group in groups:
             if group.number not in rollouts:
@@ -226,7 +227,7 @@ class Collector:
         self.codec.read_row(row)
         return showing(row["prompt"], images_of(row))
 
-    def _unreadable(self, group: Siblings, error: ValueError) -> list[Rollout]:
+    def _unreadable(self, group: SampleGroup, error: ValueError) -> list[Rollout]:
         """A row that cannot be shown to the policy costs itself."""
         said = f"row {group.draws[0].prompt} of the dataset: {error}"
         return [replace(failed_rollout(self.codec, row, said), group=group.number) for row in group.rows]

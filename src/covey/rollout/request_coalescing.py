@@ -28,7 +28,7 @@ class _Batch:
         return len(shown) == len(media) and all(a is b for a, b in zip(shown, media, strict=True))
 
 
-class MergedRequests:
+class RequestCoalescer:
     """An engine's `generate` for the rollouts of one group.
 
     What is asked for in one turn of the event loop for the same tokens becomes one request. Seeds stay with their

@@ -17,13 +17,13 @@ from covey.core.engine import RolloutEngine, SamplingParams, traits_of
 from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.episode import Ask, EpisodeEngine
 from covey.rollout.prompts import PromptCodec, is_conversational
-from covey.rollout.request_coalescing import MergedRequests
-from covey.rollout.tasks import Draw, Siblings
+from covey.rollout.request_coalescing import RequestCoalescer
+from covey.rollout.tasks import PromptSample, SampleGroup
 from covey.rollout.tool_agent import Agent
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction
-from covey.rollout.validation import Limits
+from covey.rollout.validation import RolloutValidator
 from covey.runtime.error_text import describe
 from covey.runtime.user_code import Raised, TimedOut, run_in_thread
 
@@ -31,7 +31,7 @@ SALVAGE_SECONDS = 5.0
 """For reading what there is of a rollout that failed."""
 
 
-class Ended(Protocol):
+class RolloutCallbacks(Protocol):
     """Hears of rollouts as they end, on the thread that samples. `place` is that of the first among all draws."""
 
     def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
@@ -44,7 +44,7 @@ class Ended(Protocol):
 
 
 @dataclass(frozen=True)
-class Agency:
+class RolloutSpec:
     """What plays rollouts that are more than one completion.
 
     Attributes:
@@ -57,7 +57,7 @@ class Agency:
     play: Agent | GroupFunction | BatchFunction
     templates: TurnTemplates
     timeout: float
-    limits: Limits | None = None
+    limits: RolloutValidator | None = None
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """What these rollouts hold, such as environments, is needed no more: their rewards are scored."""
@@ -72,7 +72,7 @@ class Agency:
             close()
 
 
-class FirstRequests:
+class SubmissionBarrier:
     """Knows when the engine has the first request of every rollout of a batch.
 
     A rollout that has ended without one counts, and one that takes its time is not waited for: its requests may be
@@ -110,7 +110,7 @@ class FirstRequests:
 
 
 @dataclass(frozen=True)
-class Playing:
+class GroupRunner:
     """How the rollouts of one batch are played.
 
     Attributes:
@@ -125,21 +125,21 @@ class Playing:
 
     engine: RolloutEngine
     codec: PromptCodec
-    agency: Agency
+    agency: RolloutSpec
     params: SamplingParams
     seed_key: tuple[int | str, ...]
-    ended: Ended | None
-    first: FirstRequests = field(default_factory=FirstRequests)
+    ended: RolloutCallbacks | None
+    first: SubmissionBarrier = field(default_factory=SubmissionBarrier)
 
-    async def group(self, group: Siblings) -> list[Rollout]:
+    async def group(self, group: SampleGroup) -> list[Rollout]:
         """The rollouts of one prompt, in the order of their draws, failed ones among them.
 
         Raises:
             Exception: the engine failed, which is no fault of a rollout's.
         """
-        merged = MergedRequests(self.engine)
+        merged = RequestCoalescer(self.engine)
 
-        async def play(begin: int, draws: list[Draw]) -> list[Rollout]:
+        async def play(begin: int, draws: list[PromptSample]) -> list[Rollout]:
             with self.first.awaited() as sent:
                 rollouts = await self._together(group.number, draws, partial(merged.generate, sent=sent))
             if self.ended is not None:
@@ -156,7 +156,7 @@ class Playing:
                 one.cancel()  # siblings of one that met the engine's failure
             merged.close()
 
-    async def _together(self, number: int, draws: list[Draw], ask: Ask) -> list[Rollout]:
+    async def _together(self, number: int, draws: list[PromptSample], ask: Ask) -> list[Rollout]:
         """One rollout, or the siblings that one function plays together, whatever becomes of them."""
         first, play, timeout = draws[0], self.agency.play, self.agency.timeout
         assert not isinstance(play, BatchFunction), "played as a whole"

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class PromptSample:
     """One completion to be sampled.
 
     Attributes:
@@ -21,7 +21,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Siblings:
+class SampleGroup:
     """Draws of one prompt, next to each other.
 
     Attributes:
@@ -32,7 +32,7 @@ class Siblings:
 
     number: int
     place: int
-    draws: list[Draw]
+    draws: list[PromptSample]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -40,13 +40,13 @@ class Siblings:
         return [draw.row for draw in self.draws]
 
 
-def siblings(draws: Sequence[Draw]) -> list[Siblings]:
+def sample_groups(draws: Sequence[PromptSample]) -> list[SampleGroup]:
     """Runs of draws of the same prompt; a prompt drawn again (sample 0 once more) starts a new run."""
-    runs: list[Siblings] = []
+    runs: list[SampleGroup] = []
     for place, draw in enumerate(draws):
         last = runs[-1].draws[-1] if runs else None
         if last is not None and last.prompt == draw.prompt and last.sample < draw.sample:
             runs[-1].draws.append(draw)
         else:
-            runs.append(Siblings(len(runs), place, [draw]))
+            runs.append(SampleGroup(len(runs), place, [draw]))
     return runs

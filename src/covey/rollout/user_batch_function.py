@@ -18,7 +18,7 @@ from covey.core.media import Media
 from covey.core.rollout import Completion, FinishReason, Rollout
 from covey.rollout.images import ImageError
 from covey.rollout.prompts import PromptCodec
-from covey.rollout.request_coalescing import MergedRequests
+from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.seeds import sample_seed
 from covey.rollout.user_functions import Limits, RolloutError
 from covey.rollout.vision import Encoded, Vision
@@ -30,7 +30,7 @@ class _Sampling:
 
     def __init__(
         self,
-        merged: MergedRequests,
+        merged: RequestCoalescer,
         codec: PromptCodec,
         params: SamplingParams,
         seed_key: tuple[int | str, ...],
@@ -117,7 +117,7 @@ class BatchFunction:
 
     @contextmanager
     def sampling(
-        self, merged: MergedRequests, codec: PromptCodec, params: SamplingParams, seed_key: tuple[int | str, ...]
+        self, merged: RequestCoalescer, codec: PromptCodec, params: SamplingParams, seed_key: tuple[int | str, ...]
     ) -> Iterator[None]:
         """Within this context `complete` samples: with these settings, on the event loop that is running now.
 

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from covey.core.engine import SampleRequest
 from covey.core.rollout import Completion, Rollout
 from covey.rollout.episode import Ask, EpisodeEngine
-from covey.rollout.validation import Limits as Limits
 from covey.rollout.validation import RolloutError as RolloutError
+from covey.rollout.validation import RolloutValidator as Limits
 from covey.runtime.user_code import CoroutineLoop, Handovers, Raised, is_async
 
 T = TypeVar("T")

@@ -1,8 +1,8 @@
 """What a rollout that somebody else's code put together must be, so that it can be trained on.
 
-Anything may come: lists that are changed later, objects in the place of text, numbers that are none. `Limits.checked`
-makes a rollout of its own of it or says what is wrong. It runs the code of what it is given (`__str__`, `__float__`),
-so it belongs under the deadline of whoever returned it.
+Anything may come: lists that are changed later, objects in the place of text, numbers that are none.
+`RolloutValidator.checked` makes a rollout of its own of it or says what is wrong. It runs the code of what it is given
+(`__str__`, `__float__`), so it belongs under the deadline of whoever returned it.
 """
 
 import math
@@ -22,7 +22,7 @@ class RolloutError(ValueError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RolloutValidator:
     """What the tokens of a rollout must keep to.
 
     Attributes:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.main_thread_deadline import CAN_INTERRUPT, call_interruptibly
-from covey.runtime.main_thread_deadline import DeadlineExceeded as DeadlineExceeded
+from covey.runtime.main_thread_deadline import CallTimeout as DeadlineExceeded
 from covey.runtime.subprocess_guarded import Child
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ PATIENCE = 3
 """Interrupts that a function may catch; after these it is not left in peace until it has ended."""
 
 
-class DeadlineExceeded(BaseException):
+class CallTimeout(BaseException):
     """The deadline passed. Not an `Exception`, so that a reward's own `except Exception` cannot swallow it."""
 
 
@@ -45,7 +45,7 @@ _call: _Call | None = None
 
 
 def call_interruptibly(function: Callable[[], T], seconds: float) -> T:
-    """Return `function()`, or raise `DeadlineExceeded` in it after `seconds`; on the main thread alone.
+    """Return `function()`, or raise `CallTimeout` in it after `seconds`; on the main thread alone.
 
     A function that catches that is interrupted again after a second. One that does so again and again, such as a retry
     loop with a bare `except`, is interrupted wherever it goes on, until it has ended.
@@ -76,7 +76,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
         call.due = now + GRACE
     else:
         _SIGNAL.again  # noqa: B018 (it has an effect)
-    raise DeadlineExceeded
+    raise CallTimeout
 
 
 class _Signal(int):

@@ -11,7 +11,7 @@ from typing import Any
 
 from covey.sizing.memory import MemoryEstimate
 from covey.sizing.model_spec import unit_parameters
-from covey.sizing.parallelism import Spread
+from covey.sizing.parallelism import ShardCounts
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class StepCosts:
 
 
 def step_costs(
-    config: Any, args: Any, memory: MemoryEstimate, spread: Spread, *, prompt_tokens: int, adapter: bool = False
+    config: Any, args: Any, memory: MemoryEstimate, spread: ShardCounts, *, prompt_tokens: int, adapter: bool = False
 ) -> StepCosts:
     """Costs of one optimizer step.
 
@@ -146,7 +146,7 @@ class Received:
         updated: bytes of the trained weights as they are stored.
     """
 
-    spread: Spread
+    spread: ShardCounts
     whole: int
     stays: int
     gradients: int
@@ -182,7 +182,7 @@ class Received:
         return self._of_others(self.whole) if self.spread.weights > 1 else 0
 
 
-def received_by(spread: Spread, memory: MemoryEstimate, units: Any) -> Received:
+def received_by(spread: ShardCounts, memory: MemoryEstimate, units: Any) -> Received:
     """What a process receives of a model whose memory and `unit_parameters` are known."""
     stored, computed = memory.stored_bytes, memory.computed_bytes
     stays = 0 if spread.name == "zero3" else units.outer  # DeepSpeed lets go where passes differ, as they do here

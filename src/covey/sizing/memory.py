@@ -16,8 +16,8 @@ from covey.core.packing import derived_budget
 from covey.engines.native.mkl_linear import MOST_ROWS
 from covey.policy.lm_head.linear import TILE_BYTES
 from covey.policy.loading import sees_images
-from covey.sizing.model_spec import Counts, Kept, Tower, count_parameters, unit_parameters
-from covey.sizing.parallelism import Spread
+from covey.sizing.model_spec import ModelSpec, SavedActivations, VisionEncoderSpec, count_parameters, unit_parameters
+from covey.sizing.parallelism import ShardCounts
 
 ASSUMED_PROMPT_TOKENS = 256
 """Length of a prompt where nobody says."""
@@ -141,8 +141,8 @@ def estimate(
     images: Images | None = None,
     peft: dict[str, Any] | None = None,
     quantization: Any = None,
-    counts: Counts | None = None,
-    spread: Spread | None = None,
+    counts: ModelSpec | None = None,
+    spread: ShardCounts | None = None,
     device: str | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a run.
@@ -162,7 +162,7 @@ def estimate(
         ValueError: the config belongs to no language model.
     """
     text, vision = config.get_text_config(), sees_images(config)
-    spread, images = spread or Spread(), images or Images()
+    spread, images = spread or ShardCounts(), images or Images()
     counts = counts or count_parameters(config, peft, quantization, frozen_parts(args))
     parameters, trainable, quantised = counts.parameters, counts.trainable, counts.quantised
     stored = 4 if quantised.numbers else _stored_bytes(config, args)
@@ -174,7 +174,7 @@ def estimate(
     packs = device == "cpu" and computed == 4 and torch.backends.mkl.is_available() and not args.samples_elsewhere
     tile = min(min(tokens, args.logprob_chunk_size) * text.vocab_size * 4, TILE_BYTES.get(device, TILE_BYTES["cuda"]))
     updated = 4 if peft is not None else stored
-    precision = Precision(stored, computed, updated, shares, counts.kept or Kept(norms=peft is None))
+    precision = Precision(stored, computed, updated, shares, counts.kept or SavedActivations(norms=peft is None))
     held = (parameters - quantised.numbers) * stored + quantised.size + trainable * (updated - stored)
     head, late = (0, 0) if shares else _vocabulary_gradients(text, counts, updated, passes, peft is None, device)
     again, rollouts = bool(args.gradient_checkpointing), tokens // (prompt + completion)
@@ -220,14 +220,14 @@ def _cached_tokens(args: Any, prompt: int, completion: int, vision: bool) -> int
     return rows * completion + -(-rows // group) * prompt
 
 
-def _packed_numbers(counts: Counts, images: Images) -> int:
+def _packed_numbers(counts: ModelSpec, images: Images) -> int:
     """Of all layers that multiply a few rows at a time, as those of an encoder do with small images."""
     few = 0 < images.patches <= MOST_ROWS
     return counts.packed + (counts.tower.packed if few and counts.tower is not None else 0)
 
 
 def _vocabulary_gradients(
-    text: Any, counts: Counts, number: int, passes: int, whole: bool, device: str
+    text: Any, counts: ModelSpec, number: int, passes: int, whole: bool, device: str
 ) -> tuple[int, int]:
     """Gradients of the head where a backward pass begins, and what they and those of embeddings take more at its end.
 
@@ -283,7 +283,7 @@ class Precision(NamedTuple):
     computed: int
     updated: int
     shares: bool
-    kept: Kept
+    kept: SavedActivations
 
     @property
     def casts(self) -> bool:
@@ -325,11 +325,12 @@ def activation_bytes(text: Any, precision: Precision, checkpointing: bool) -> in
 
 
 def encoder_bytes(
-    tower: Tower | None, precision: Precision, images: Images, checkpointing: bool, *, rows: int, shown: int
+    tower: VisionEncoderSpec | None, precision: Precision, images: Images, checkpointing: bool, *, rows: int, shown: int
 ) -> int:
     """Bytes that encoding the images of a pass keeps.
 
-    Per patch and block what `Tower.channels` counts, and of two norms what they read and what is read of them.
+    Per patch and block what `VisionEncoderSpec.channels` counts, and of two norms what they read and what is read of
+    them.
 
     Args:
         tower: None: no images.
@@ -350,7 +351,7 @@ def encoder_bytes(
     return shown * encoded + rows * (images.tokens * tower.aligner * c + images.pixels * 4)
 
 
-def _encoder_gaps(tower: Tower | None, images: Images, number: int, checkpointing: bool) -> int:
+def _encoder_gaps(tower: VisionEncoderSpec | None, images: Images, number: int, checkpointing: bool) -> int:
     if tower is None or not tower.channels:
         return 0
     return images.patches * (1 if checkpointing else tower.layers) * tower.passing * number

@@ -21,7 +21,7 @@ BLOCK, NESTED_BLOCK = 64, 256
 """Numbers of a 4-bit weight that share a scale, and scales that share one where these are quantised again."""
 
 
-class Kept(NamedTuple):
+class SavedActivations(NamedTuple):
     """Which inputs of a decoder layer's linear layers the backward pass needs: of those with weights to train.
 
     Attributes:
@@ -46,7 +46,7 @@ class Kept(NamedTuple):
     passing: int = 0
 
 
-class Tower(NamedTuple):
+class VisionEncoderSpec(NamedTuple):
     """What encodes images.
 
     Attributes:
@@ -86,7 +86,7 @@ class Quantised(NamedTuple):
     largest: int = 0
 
 
-class Counts(NamedTuple):
+class ModelSpec(NamedTuple):
     """Numbers in a model.
 
     Attributes:
@@ -104,13 +104,13 @@ class Counts(NamedTuple):
     trainable: int
     packed: int
     quantised: Quantised = Quantised()
-    kept: Kept | None = None
+    kept: SavedActivations | None = None
     embeddings: int | None = None
     head: bool = True
-    tower: Tower | None = None
+    tower: VisionEncoderSpec | None = None
 
 
-class Units(NamedTuple):
+class FsdpUnits(NamedTuple):
     """Parameters that are gathered together: those outside of the layers, and those of the largest layer."""
 
     outer: int
@@ -119,7 +119,7 @@ class Units(NamedTuple):
 
 def count_parameters(
     config: Any, peft: dict[str, Any] | None = None, quantization: Any = None, frozen: Collection[str] = ()
-) -> Counts:
+) -> ModelSpec:
     """What a language model consists of, vision-language or not; exact.
 
     Args:
@@ -149,7 +149,7 @@ def count_parameters(
     head = {id(p) for p in base.get_output_embeddings().parameters()}
     vocabulary = (text.vocab_size, text.hidden_size)
     embeddings = [id(p) in head for p in model.parameters() if tuple(p.shape) == vocabulary and p.requires_grad]
-    return Counts(
+    return ModelSpec(
         model.num_parameters(),
         model.num_parameters(only_trainable=True),
         _packed(linear),
@@ -165,12 +165,12 @@ def count_parameters(
     )
 
 
-def unit_parameters(config: Any) -> Units:
+def unit_parameters(config: Any) -> FsdpUnits:
     """What FSDP2 wraps: each decoder layer, and around them embedding, last norm and head."""
     model = shapes_of(config)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     layers = [sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds]
-    return Units(model.num_parameters() - sum(layers), max(layers, default=0))
+    return FsdpUnits(model.num_parameters() - sum(layers), max(layers, default=0))
 
 
 def shapes_of(config: Any) -> Any:
@@ -251,7 +251,7 @@ def _blocks(part: nn.Module) -> list[nn.Module]:
     return list(next((module for module in part.modules() if isinstance(module, nn.ModuleList)), ()))
 
 
-def _kept(base: Any, text: Any, in_int8: bool) -> Kept | None:
+def _kept(base: Any, text: Any, in_int8: bool) -> SavedActivations | None:
     blocks = _blocks(base.get_decoder())
     block = blocks[-1] if blocks else nn.Identity()
     linear = _linear_layers(block)
@@ -264,7 +264,7 @@ def _kept(base: Any, text: Any, in_int8: bool) -> Kept | None:
     mlp = [one for one in reading if not one.attends]
     ranks = sum(p.shape[0] for name, p in block.named_parameters() if "lora_A" in name)
     norms = {name: p for name, p in block.named_parameters() if p.dim() == 1 and name.endswith("weight")}
-    return Kept(
+    return SavedActivations(
         norms=any(p.requires_grad for p in norms.values()),
         wide=sum(len(p) == text.hidden_size and "attn." not in name for name, p in norms.items()),
         heads=any("q_norm" in name for name in norms),
@@ -280,7 +280,7 @@ def _kept(base: Any, text: Any, in_int8: bool) -> Kept | None:
     )
 
 
-def _tower(model: Any, base: Any) -> Tower:
+def _tower(model: Any, base: Any) -> VisionEncoderSpec:
     """What is in the encoder, and in what follows it.
 
     Attention keeps queries, keys, values and its result, the MLP what is before and after its nonlinearity: twice
@@ -304,7 +304,7 @@ def _tower(model: Any, base: Any) -> Tower:
         kept = sum(one.in_features + one.out_features for one in linear if (one in inside) == within)
         return kept if trained - {"llm"} else 0
 
-    return Tower(
+    return VisionEncoderSpec(
         layers=len(blocks),
         channels=sum(one.outputs for one in attending) + apart + mlp if "vit" in trained else 0,
         hidden=hidden,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardCounts:
     """Over how many processes each part lies.
 
     Attributes:
@@ -25,7 +25,7 @@ class Spread:
     optimizer: int = 1
 
     @classmethod
-    def of(cls, name: str, processes: int) -> "Spread":
+    def of(cls, name: str, processes: int) -> "ShardCounts":
         """A way of sharing out by the name of the accelerate config that comes with Covey.
 
         Example:
@@ -50,7 +50,7 @@ class Cluster:
         gpus_of_node: GPUs of one machine.
     """
 
-    spread: Spread
+    spread: ShardCounts
     machine: str | None = None
     gpus_of_node: int = 8
 

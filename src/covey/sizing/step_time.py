@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from covey.sizing.costs import ModelSize, StepCosts
 from covey.sizing.memory import MemoryEstimate
-from covey.sizing.parallelism import Spread
+from covey.sizing.parallelism import ShardCounts
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def step_times(
     memory: MemoryEstimate,
     size: ModelSize,
     machine: Machine,
-    spread: Spread,
+    spread: ShardCounts,
     *,
     cache_bytes: int,
     prompt_tokens: int,

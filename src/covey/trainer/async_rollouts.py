@@ -32,7 +32,7 @@ from covey.rollout.collector import Collector, Draw
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.checkpointable import odd_part
 from covey.runtime.sampling_thread import SamplingThread
-from covey.trainer.rollout_events import Watched
+from covey.trainer.rollout_events import RolloutListener
 
 SUBMITTED = 30.0
 """Seconds that a launch waits for the engine to have been given its requests. It goes on without, which only means that
@@ -40,7 +40,7 @@ new weights may overtake a request."""
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LaunchSchedule:
     """When the training of every generation begins.
 
     Attributes:
@@ -70,7 +70,7 @@ class Schedule:
 
 
 @dataclass
-class Flight:
+class InFlightBatch:
     """A generation that is being sampled, or has been.
 
     Attributes:
@@ -87,7 +87,7 @@ class Flight:
     version: int
     draws: list[Draw]
     work: "Future[list[Rollout]]"
-    watched: Watched = field(default_factory=Watched)
+    watched: RolloutListener = field(default_factory=RolloutListener)
 
     def rollouts(self) -> list[Rollout]:
         """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
@@ -123,7 +123,7 @@ class Flight:
         }
 
 
-class SamplingAhead:
+class AsyncRollouts:
     """The generations between the one that is trained on and the newest that has been launched.
 
     Args:
@@ -144,12 +144,12 @@ class SamplingAhead:
         collector: Collector,
         params: SamplingParams,
         prompts: PromptSource,
-        schedule: Schedule,
+        schedule: LaunchSchedule,
         max_staleness: int,
         *,
         next_key: Callable[[], tuple[str, int]],
         send_weights: Callable[[int], None],
-        watch: Callable[[], Watched],
+        watch: Callable[[], RolloutListener],
         waiting: Callable[[], AbstractContextManager[None]],
     ):
         self.max_staleness = max_staleness
@@ -164,7 +164,7 @@ class SamplingAhead:
         self._thread = SamplingThread()
         self._in_front = collector.run
         collector.run = self._thread.run
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightBatch] = deque()
         self._next: int | None = None
         self._late = 0
         """Optimizer steps by which the run is behind its schedule, as when data were not skipped on resuming."""
@@ -196,7 +196,7 @@ class SamplingAhead:
         newest = self._flights[-1] if self._flights else None
         return newest.draws if newest is not None and newest.version == version else []
 
-    def take(self, generation: int, version: int) -> Flight:
+    def take(self, generation: int, version: int) -> InFlightBatch:
         """The generation that the dataloader has come to, once it is sampled.
 
         Raises:
@@ -245,7 +245,7 @@ class SamplingAhead:
                 continue
             done: Future[list[Rollout]] = Future()
             done.set_result([_rollout(fields) for fields in one["rollouts"]])
-            self._flights.append(Flight(one["generation"], key, one["version"], draws, done))
+            self._flights.append(InFlightBatch(one["generation"], key, one["version"], draws, done))
         return len(saved) - len(kept)
 
     def close(self, seconds: float = 5.0) -> None:
@@ -269,7 +269,7 @@ class SamplingAhead:
         submitted, watched = threading.Event(), self._watch()
         work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, watched))
         work.add_done_callback(lambda _: submitted.set())
-        self._flights.append(Flight(generation, key, version, draws, work, watched))
+        self._flights.append(InFlightBatch(generation, key, version, draws, work, watched))
         submitted.wait(SUBMITTED)
 
     def _give_up(self) -> None:

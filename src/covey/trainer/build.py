@@ -18,7 +18,7 @@ from covey.config.groups.model import frozen_parts
 from covey.config.rules.helpers import is_set
 from covey.core.engine import SamplingParams, traits_of
 from covey.data.difficulty import PromptHistory
-from covey.data.dynamic_sampling import Judge, PromptChooser
+from covey.data.dynamic_sampling import PromptChooser, SignalFilter
 from covey.data.prompt_source import prompt_source
 from covey.data.prompt_stream import PromptStream
 from covey.observability.completions import CompletionLog
@@ -35,7 +35,7 @@ from covey.rollout.collector import Collector
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision, tokenizer_of
-from covey.trainer.async_rollouts import SamplingAhead, Schedule
+from covey.trainer.async_rollouts import AsyncRollouts, LaunchSchedule
 from covey.trainer.build_environments import RewardSources
 from covey.trainer.build_rollouts import build_agency
 from covey.trainer.distributed.collectives import Collectives
@@ -45,8 +45,8 @@ from covey.trainer.engines.servers import generation_extras
 from covey.trainer.entropy import EntropyController
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers
-from covey.trainer.microbatches import Passes
-from covey.trainer.rollout_events import Watched
+from covey.trainer.microbatches import MicroBatchRunner
+from covey.trainer.rollout_events import RolloutListener
 from covey.trainer.staleness import refuse_shared_weights
 from covey.trainer.vision import blank_row, build_vision, layout_of, name_present_blocks
 from covey.trainer.weight_sync import WeightSync
@@ -140,10 +140,10 @@ def build_scorer(args: Any, tokenizer: Any, accelerator: Any, vision: Vision | N
 
 def build_passes(
     args: Any, scorer: TokenScorer, accelerator: Any, policy: Callable[[], Any], collectives: Collectives
-) -> Passes:
+) -> MicroBatchRunner:
     """What cuts batches by tokens and survives running out of memory."""
     sharding = sharding_of(accelerator)
-    return Passes(
+    return MicroBatchRunner(
         lambda: policy().parameters(),
         lambda: scorer.layout,
         accelerator.device.type,
@@ -198,7 +198,7 @@ def check_engine_choice(args: Any, engine: Any) -> None:
 
 def build_ahead(
     trainer: Any, next_key: Callable[[], tuple[str, int]], send_weights: Callable[[int], None]
-) -> SamplingAhead:
+) -> AsyncRollouts:
     """What samples the coming generations while one is trained on.
 
     Args:
@@ -209,15 +209,15 @@ def build_ahead(
     args, dataset, algebra = trainer.args, trainer.train_dataset, trainer.algebra
     per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
     rank = trainer.accelerator.process_index
-    return SamplingAhead(
+    return AsyncRollouts(
         trainer.collector,
         trainer.sampling,
         prompt_source(dataset, trainer.chooser, algebra, rank, shuffle=bool(args.shuffle_dataset), seed=args.seed),
-        Schedule(algebra, per_epoch, trainer.state.max_steps),
+        LaunchSchedule(algebra, per_epoch, trainer.state.max_steps),
         args.max_staleness,
         next_key=next_key,
         send_weights=send_weights,
-        watch=lambda: Watched(trainer.rewards.stream(trainer.state, args.stream_rewards)),
+        watch=lambda: RolloutListener(trainer.rewards.stream(trainer.state, args.stream_rewards)),
         waiting=lambda: trainer.phases("wait"),
     )
 
@@ -395,7 +395,7 @@ def build_chooser(trainer: Any, gather: Callable[[Any], list[Any]]) -> PromptCho
         trainer.algebra,
         trainer.accelerator.process_index,
         stream,
-        Judge(partial(signal, trainer.algorithm, weights), weights, args.mask_truncated_completions),
+        SignalFilter(partial(signal, trainer.algorithm, weights), weights, args.mask_truncated_completions),
         history=history,
         max_rounds=args.max_resample_times if args.dynamic_sample else None,
         gather=gather,

@@ -147,7 +147,7 @@ def refuse_plain_prompts(agency: Agency | None, rows: Sequence[dict[str, Any]], 
         )
 
 
-class RolloutWatch:
+class FailureMonitor:
     """Decides what failed rollouts lead to: a failed one costs itself; if all fail, the run stops.
 
     Args:

@@ -18,7 +18,7 @@ from covey.rollout.collector import Draw
 
 
 @dataclass
-class Notes:
+class RewardLog:
     """What reward functions log beside their rewards, while they run.
 
     Attributes:
@@ -43,7 +43,7 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShard:
     """One process's part of a generation, as every process gets to see it.
 
     Attributes:
@@ -99,7 +99,7 @@ def sampling_entropy(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, St
     return {"entropy": Mean(trained.sum().item(), len(trained))}
 
 
-class Generation:
+class GlobalBatch:
     """All processes' shares of one generation, joined.
 
     Args:
@@ -107,7 +107,7 @@ class Generation:
         rank: this process.
     """
 
-    def __init__(self, shares: list[Share], rank: int):
+    def __init__(self, shares: list[RankShard], rank: int):
         self.shares = shares
         self.scores = Scores.joined([share.scores for share in shares])
         self.kl = (
@@ -158,7 +158,7 @@ class Generation:
             for function in self.scores.process_functions
         }
 
-    def _joined(self, part: Callable[[Share], list[Any]]) -> list[Any]:
+    def _joined(self, part: Callable[[RankShard], list[Any]]) -> list[Any]:
         return [value for share in self.shares for value in part(share)]
 
 

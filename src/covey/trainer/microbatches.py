@@ -1,8 +1,8 @@
 """Forward and backward passes of bounded size, and what happens when memory runs out all the same.
 
-`Passes` cuts a batch by tokens (`covey.core.packing`), runs the parts, and when one does not fit, halves the limit,
-undoes what the failed attempt left in the gradients and goes on with smaller parts: the gradient is the same. Not here:
-what a pass computes.
+`MicroBatchRunner` cuts a batch by tokens (`covey.core.packing`), runs the parts, and when one does not fit, halves the
+limit, undoes what the failed attempt left in the gradients and goes on with smaller parts: the gradient is the same.
+Not here: what a pass computes.
 """
 
 import gc
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch
-from covey.core.packing import derived_budget, pass_tokens, plan_passes
+from covey.core.packing import derived_budget, pack_micro_batches, pass_tokens
 from covey.core.ragged import token_index
 from covey.runtime.out_of_memory import is_out_of_memory
 
 
-class Passes:
+class MicroBatchRunner:
     """Runs batches in passes that fit into memory.
 
     Args:
@@ -169,7 +169,7 @@ class Passes:
         layout, everything = self._padded_until_proven(), range(len(part))
         if self.limit is None or len(part) <= 1 or pass_tokens(part, everything, layout) <= self.limit:
             return [torch.arange(len(part), device=part.lengths.device)]
-        return plan_passes(part, self.limit, layout)
+        return pack_micro_batches(part, self.limit, layout)
 
     def _check_survivable(self, error: Exception, part: TrainBatch) -> None:
         """Let the error go on if it is another one, or if there is nothing left to cut."""
@@ -205,7 +205,7 @@ class Passes:
             )
 
     def _planned(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[Tensor]:
-        return plan_passes(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
+        return pack_micro_batches(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
 
     def _padded_until_proven(self) -> str:
         layout = self._layout()

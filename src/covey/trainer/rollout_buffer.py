@@ -31,7 +31,7 @@ class PartOfStep:
     tokens: float
 
 
-class Experience:
+class RolloutBuffer:
     """A cursor over the nominal micro-batches of the current generation; it survives in checkpoints.
 
     The training loop's micro-steps come in stretches that end with an optimizer step or with the generation. `take`

@@ -8,7 +8,7 @@ from covey.observability.timeline import ROLLOUTS, Span, Timeline, covered
 from covey.rewards.streaming import RewardStream
 
 
-class Watched:
+class RolloutListener:
     """What the collector tells (`covey.rollout.collector.Ended`). A context manager: leaving it gives up its rewards.
 
     Args:
@@ -24,7 +24,7 @@ class Watched:
         self.spans: list[Span] = []
         self._began = perf_counter()
 
-    def __enter__(self) -> "Watched":
+    def __enter__(self) -> "RolloutListener":
         return self
 
     def __exit__(self, *raised: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from covey.core.batch import collate
 from covey.core.engine import SamplingParams
-from covey.data.dynamic_sampling import Sampled
+from covey.data.dynamic_sampling import ScoredRollouts
 from covey.data.sampler import started
 from covey.observability.metrics import MetricLog
 from covey.observability.timeline import Timeline
@@ -23,12 +23,12 @@ from covey.rollout.collector import Collector, Draw
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.rollout.user_batch_function import BatchFunction
 from covey.runtime.process_state import kept_surroundings
-from covey.trainer.async_rollouts import Flight, SamplingAhead
+from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
 from covey.trainer.build import build_ahead
-from covey.trainer.build_rollouts import RolloutWatch, agent_stats, failure_stats, without_failed
+from covey.trainer.build_rollouts import FailureMonitor, agent_stats, failure_stats, without_failed
 from covey.trainer.engine_check.parity import EngineCheck
-from covey.trainer.generation_log import Notes
-from covey.trainer.rollout_events import Watched
+from covey.trainer.generation_log import RewardLog
+from covey.trainer.rollout_events import RolloutListener
 from covey.trainer.staleness import staleness_stats
 from covey.trainer.update_phase import PolicyUpdates
 from covey.trainer.weight_sync import WeightSync
@@ -48,20 +48,20 @@ class SampledGenerations(PolicyUpdates):
     weight_sync: WeightSync
     engine_check: EngineCheck
     timeline: Timeline
-    rollout_watch: RolloutWatch
-    ahead: SamplingAhead | None = None
+    rollout_watch: FailureMonitor
+    ahead: AsyncRollouts | None = None
     """What is sampled while a generation is trained on, with `max_staleness` above 0."""
     _ahead_state: dict[str, Any] | None = None
     """The same, as a checkpoint holds it, until training goes on."""
 
     def _sample(
-        self, key: tuple[str | int, ...], draws: list[Draw], number: int, flight: Flight | None = None
-    ) -> Sampled:
+        self, key: tuple[str | int, ...], draws: list[Draw], number: int, flight: InFlightBatch | None = None
+    ) -> ScoredRollouts:
         """Sample and score one round of a generation; rounds after round 0 are refills, never sampled ahead."""
         key = (*key, number) if number else key
         reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
         ahead = flight if number == 0 else None
-        notes = Notes()
+        notes = RewardLog()
         if number == 0 and self.model.training:
             self.timeline.begin(perf_counter())
         with self._saying_when(key), self._watched(ahead) as watched:
@@ -87,7 +87,7 @@ class SampledGenerations(PolicyUpdates):
             watched.tell(self.timeline, self.rewards.names)
         drafts = reuse_stats(rollouts) if reuse is not None else {}
         self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
-        return Sampled(draws, rollouts, without_failed(scored.rewards, rollouts), notes.columns, scored.steps)
+        return ScoredRollouts(draws, rollouts, without_failed(scored.rewards, rollouts), notes.columns, scored.steps)
 
     def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
         """For a `rollout_func(prompts, trainer)`, while it runs: one completion of each prompt.
@@ -125,11 +125,11 @@ class SampledGenerations(PolicyUpdates):
             error.add_note(f"This was at step {self.state.global_step}, in {key[0]} generation {key[1]}.")
             raise
 
-    def _watched(self, ahead: Flight | None) -> Watched:
+    def _watched(self, ahead: InFlightBatch | None) -> RolloutListener:
         """What hears, or has heard, of the rollouts of this round as they end."""
         if ahead is not None:
             return ahead.watched
-        return Watched(self.rewards.stream(self.state, self.args.stream_rewards))
+        return RolloutListener(self.rewards.stream(self.state, self.args.stream_rewards))
 
     def _generation_key(self) -> tuple[str, int]:
         """A name for this generation that no other has: its samples are seeded with it."""
@@ -151,7 +151,7 @@ class SampledGenerations(PolicyUpdates):
         self.ahead.launch(self.state.global_step, started(draws))
         self._probe_engine()
 
-    def _sampled_ahead(self, draws: list[Draw]) -> Flight | None:
+    def _sampled_ahead(self, draws: list[Draw]) -> InFlightBatch | None:
         """The generation that begins, where it was sampled ahead."""
         generation = started(draws) if self.ahead is not None and self.model.training else None
         if self.ahead is None or generation is None:

@@ -21,7 +21,7 @@ from covey.core.engine import traits_of
 from covey.core.metrics import Max, Mean
 from covey.core.objective import policy_loss
 from covey.core.ragged import segment_sum
-from covey.data.dynamic_sampling import Chosen, Sampled
+from covey.data.dynamic_sampling import ScoredRollouts, Selection
 from covey.data.sampler import train_loader
 from covey.data.validation import check_dataset
 from covey.observability.metrics import MetricLog, generation_stats
@@ -31,15 +31,15 @@ from covey.policy.loading import has_dropout
 from covey.rollout.collector import Draw
 from covey.runtime.allocator import keep_freed_memory
 from covey.trainer import build
-from covey.trainer.build_rollouts import RolloutWatch
+from covey.trainer.build_rollouts import FailureMonitor
 from covey.trainer.distributed.sharding import shard_on_cpu, sharding_of
 from covey.trainer.engine_check.correction import build_engine_check, corrected
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
-from covey.trainer.generation_log import Generation, Share, describe, sampling_entropy
+from covey.trainer.generation_log import GlobalBatch, RankShard, describe, sampling_entropy
 from covey.trainer.integrations.hub import OnTheHub
 from covey.trainer.integrations.search import HyperparameterSearch, made_model
 from covey.trainer.moe_balance import ExpertBalance
-from covey.trainer.rollout_buffer import Experience, weigh
+from covey.trainer.rollout_buffer import RolloutBuffer, weigh
 from covey.trainer.rollout_phase import SampledGenerations
 from covey.trainer.staleness import check_fresh_enough, fresh_rows, oldest
 from covey.trainer.validation import check_fit
@@ -150,9 +150,9 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         self._unread = build.unread_settings(args)
         self.entropy = build.entropy_controller(args)
         self.passes = build.build_passes(args, self.scorer, self.accelerator, lambda: self.policy, self.collectives)
-        self.experience = Experience()
+        self.experience = RolloutBuffer()
         gather = self.collectives.named
-        self.rollout_watch = RolloutWatch(gather("count failed rollouts"))
+        self.rollout_watch = FailureMonitor(gather("count failed rollouts"))
         self.metrics = MetricLog(gather("put the metrics together"))
         self.timeline = Timeline()
         self.phases = PhaseTimer(notice=self.collectives.note, span=self.timeline.phase)
@@ -228,7 +228,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
             batch.mismatch_weights, stats = correction(old, batch.engine_logprobs, batch.sampled, batch.lengths)
             self.metrics.add(stats, self.mode)
 
-    def _check_engine(self, batch: TrainBatch, sampled: Sampled) -> None:
+    def _check_engine(self, batch: TrainBatch, sampled: ScoredRollouts) -> None:
         """On the first samples: the engine and the scorer must agree on how probable they are."""
         self.engine_check(batch, fresh_rows(sampled.rollouts, self.state.global_step).to(batch.lengths.device))
         if not self.engine_check.comparable:
@@ -238,9 +238,11 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         with self.scorer.at_temperature(temperature):
             return self._score(self.policy, batch)
 
-    def _share(self, key: tuple[str, int], sampled: Sampled, batch: TrainBatch, kl: Tensor | None) -> Generation:
+    def _share(
+        self, key: tuple[str, int], sampled: ScoredRollouts, batch: TrainBatch, kl: Tensor | None
+    ) -> GlobalBatch:
         """Let every process know what the others sampled."""
-        mine = Share(
+        mine = RankShard(
             scores=sampled.scores,
             kl=kl,
             tokens=batch.sampled_lengths.tolist(),
@@ -252,9 +254,9 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
             table=describe(sampled.draws, sampled.rollouts, sampled.columns, self.args.log_multimodal),
         )
         what = "gather the rewards of {} generation {}".format(*key)
-        return Generation(self.collectives.gather(mine, what), self.accelerator.process_index)
+        return GlobalBatch(self.collectives.gather(mine, what), self.accelerator.process_index)
 
-    def _credit(self, generation: Generation) -> Credit:
+    def _credit(self, generation: GlobalBatch) -> Credit:
         """What every token of all processes' rollouts answers for.
 
         Siblings are G rollouts in the order of sampling, whatever prompts they continue: `TrainBatch.groups` is about
@@ -263,7 +265,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         self._unread.look(generation.scores)
         return assign_credit(self.algorithm, self.rewards.weights, generation.scores, self._group_size, generation.kl)
 
-    def _weigh(self, batch: TrainBatch, generation: Generation) -> None:
+    def _weigh(self, batch: TrainBatch, generation: GlobalBatch) -> None:
         training = self.model.training
         weigh(
             batch,
@@ -277,7 +279,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
             entropy_bonus=self.entropy.enabled,
         )
 
-    def _record(self, generation: Generation, credit: Credit, chosen: Chosen | None) -> None:
+    def _record(self, generation: GlobalBatch, credit: Credit, chosen: Selection | None) -> None:
         if self.mode == "train":
             self.num_tokens += (chosen or generation).processed_tokens
             self.metrics.set("num_tokens", self.num_tokens)

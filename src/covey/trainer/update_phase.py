@@ -19,7 +19,7 @@ from covey.core.batch import TrainBatch, join
 from covey.core.metrics import Mean, Stat
 from covey.core.model_mode import inference_mode_of
 from covey.core.objective import LossInputs, policy_loss
-from covey.core.packing import pass_tokens, plan_ranks
+from covey.core.packing import balance_ranks, pass_tokens
 from covey.observability.phases import PhaseTimer
 from covey.policy.layouts.selection import slowest
 from covey.policy.moe import RouterLoads
@@ -29,9 +29,9 @@ from covey.trainer.distributed.gradients import average_gradients
 from covey.trainer.distributed.sharding import Sharding, ready_to_train
 from covey.trainer.entropy import EntropyController, exact_quantile
 from covey.trainer.evaluation.phase import SampledEvaluation
-from covey.trainer.microbatches import Passes
+from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.moe_balance import ExpertBalance
-from covey.trainer.rollout_buffer import Experience, PartOfStep, nominal_parts, pool, weigh
+from covey.trainer.rollout_buffer import PartOfStep, RolloutBuffer, nominal_parts, pool, weigh
 
 
 class PolicyUpdates(SampledEvaluation):
@@ -39,8 +39,8 @@ class PolicyUpdates(SampledEvaluation):
 
     algorithm: Algorithm
     scorer: TokenScorer
-    passes: Passes
-    experience: Experience
+    passes: MicroBatchRunner
+    experience: RolloutBuffer
     entropy: EntropyController
     balance: ExpertBalance
     phases: PhaseTimer
@@ -68,7 +68,7 @@ class PolicyUpdates(SampledEvaluation):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train from the start or from a checkpoint; nothing is left over from an earlier, interrupted call."""
         ready_to_train(self)
-        self.experience = Experience()
+        self.experience = RolloutBuffer()
         self._forget_step()
         self._forget_ahead()
         with self.collectives.ending_all():
@@ -156,7 +156,7 @@ class PolicyUpdates(SampledEvaluation):
         self._settle_layout(stretch)
         if not self._every_rollout_counts:
             stretch = stretch.without_signal_dropped()
-        shares = plan_ranks(stretch, self.accelerator.num_processes, self.scorer.layout)
+        shares = balance_ranks(stretch, self.accelerator.num_processes, self.scorer.layout)
         rows = self.args.per_device_train_batch_size
         most = max(self.passes.count(stretch.select(share), rows) for share in shares) if len(shares) > 1 else 1
         mine = stretch.select(shares[self.accelerator.process_index])

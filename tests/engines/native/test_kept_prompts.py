@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.engines.native.prefix_store import KeptPrompts
+from covey.engines.native.prefix_store import PrefixStore
 from tests.engines.native.test_engine_drafts import assert_same
 from tests.engines.native.test_native_engine import configs, engine_of
 
@@ -111,7 +111,7 @@ def test_nothing_is_kept_when_the_engine_sleeps(tiny_model):
 
 
 def test_prompts_not_used_for_longest_are_forgotten_first(tiny_model):
-    kept = KeptPrompts(most_tokens=6)
+    kept = PrefixStore(most_tokens=6)
     prefilled = engine_of(tiny_model)._compute_prompts([[5, 6], [7, 8], [9, 10], list(range(7))])
     kept.keep((5, 6), prefilled, 0)
     kept.keep((7, 8), prefilled, 1)

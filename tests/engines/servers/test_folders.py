@@ -5,14 +5,14 @@ import gc
 import pytest
 
 from covey.engines.servers.weights import files
-from covey.engines.servers.weights.files import Shelf, read_folder
+from covey.engines.servers.weights.files import CheckpointDir, read_folder
 from tests.support import tiny
 from tests.support.servers.sglang_servers import update
 
 
 def test_a_folder_is_written_where_it_was_asked_for_and_read_back(tmp_path):
     model, found = tiny.model(), {}
-    shelf = Shelf(str(tmp_path), "r1")
+    shelf = CheckpointDir(str(tmp_path), "r1")
     folder = shelf.write(update(model, 3), "v3", 2**20)
     assert folder.parent == tmp_path / "covey-weights-r1"
     read_folder(folder, found.update)
@@ -23,7 +23,7 @@ def test_a_folder_is_written_where_it_was_asked_for_and_read_back(tmp_path):
 
 @pytest.mark.parametrize("given", [True, False])
 def test_nothing_is_left_behind_when_nobody_has_use_for_it_any_more(tmp_path, given):
-    shelf = Shelf(str(tmp_path) if given else None, "r1")
+    shelf = CheckpointDir(str(tmp_path) if given else None, "r1")
     path = shelf.path
     shelf.write(update(tiny.model(), 0), "v0", 2**20)
     del shelf
@@ -32,7 +32,7 @@ def test_nothing_is_left_behind_when_nobody_has_use_for_it_any_more(tmp_path, gi
 
 
 def test_after_it_was_cleared_it_can_be_used_again(tmp_path):
-    shelf = Shelf(str(tmp_path), "r1")
+    shelf = CheckpointDir(str(tmp_path), "r1")
     shelf.write(update(tiny.model(), 0), "v0", 2**20)
     shelf.clear()
     assert not list(tmp_path.iterdir())
@@ -42,14 +42,14 @@ def test_after_it_was_cleared_it_can_be_used_again(tmp_path):
 def test_a_place_that_cannot_be_written_to_is_named_with_what_to_do(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RuntimeError, match=rf"cannot be written to {tmp_path}/file .*Not a dir.*vllm_weight_folder"):
-        Shelf(str(tmp_path / "file"), "r1").write(update(tiny.model(), 0), "v0", 2**20)
+        CheckpointDir(str(tmp_path / "file"), "r1").write(update(tiny.model(), 0), "v0", 2**20)
 
 
 def test_a_full_disk_is_said_with_the_size_and_leaves_nothing(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    shelf, weights = Shelf(str(tmp_path), "r1"), update(tiny.model(), 0)
+    shelf, weights = CheckpointDir(str(tmp_path), "r1"), update(tiny.model(), 0)
     monkeypatch.setattr(files.json, "dumps", full)  # the last file of the folder no longer fits
     with pytest.raises(RuntimeError, match=r"v0 \(.*No space left on device\)\. They are [\d.]+ MiB\. Make room"):
         shelf.write(weights, "v0", 2**20)

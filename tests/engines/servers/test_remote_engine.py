@@ -26,7 +26,7 @@ from covey.engines.servers.errors import (
     ServerError,
     ServerRefused,
 )
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.api import VllmDialect
 from covey.engines.servers.vllm.weights import VllmWeights
 from covey.engines.servers.weights import deadline
@@ -55,7 +55,7 @@ def engines():
         def make(*servers, dialect=None, transport=None, **options):
             given = {"ends": ENDS, "vocab_size": VOCABULARY, "timeout": 10.0, "sync_timeout": 20.0, **options}
             made = RemoteEngine(
-                [Server(server.url, getattr(server, "api_key", None)) for server in servers],
+                [ServerClient(server.url, getattr(server, "api_key", None)) for server in servers],
                 dialect or VllmDialect(vocab_size=VOCABULARY),
                 transport or FolderTransport(),
                 **given,
@@ -243,7 +243,7 @@ def test_a_server_that_sends_requests_on_is_refused_with_where_to(servers, engin
 def test_tls_to_a_server_without_it_says_so_at_once(servers):
     server = servers()
     with pytest.raises(ServerRefused, match=r"ssl.*Write http:// if it speaks no TLS"):
-        RemoteEngine([Server(server.url.replace("http", "https"))], VllmDialect(), FolderTransport(), ends=ENDS)
+        RemoteEngine([ServerClient(server.url.replace("http", "https"))], VllmDialect(), FolderTransport(), ends=ENDS)
 
 
 def test_what_the_server_refuses_is_not_asked_again(servers, engines):
@@ -668,7 +668,7 @@ def test_servers_sleep_outside_awake_and_wake_for_weights(servers, engines):
 
 def test_an_engine_that_nobody_holds_any_more_ends_also_while_it_looks_after_a_dead_server(servers):
     server = servers()
-    engine = RemoteEngine([Server(server.url)], VllmDialect(), FolderTransport(), ends=ENDS, timeout=0.5)
+    engine = RemoteEngine([ServerClient(server.url)], VllmDialect(), FolderTransport(), ends=ENDS, timeout=0.5)
     thread = engine._thread._thread
     server.kill()
     with pytest.raises(NoServerLeft):
@@ -692,7 +692,9 @@ def test_a_transfer_that_is_given_up_leaves_no_exception_behind_that_nobody_look
         async def asked():
             await asyncio.Event().wait()
 
-        both = asyncio.ensure_future(together(Server("http://a:1"), "send", asked(), lambda: let_go.wait() and 1 / 0))
+        both = asyncio.ensure_future(
+            together(ServerClient("http://a:1"), "send", asked(), lambda: let_go.wait() and 1 / 0)
+        )
         await asyncio.sleep(0.05)
         both.cancel()
         with pytest.raises(asyncio.CancelledError):

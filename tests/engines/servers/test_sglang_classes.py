@@ -14,7 +14,7 @@ from PIL import Image
 
 from covey.core.media import Media
 from covey.engines.servers.engine import RemoteEngine
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.images import sent_ids, sent_images
 from covey.engines.servers.sglang import payload
 from covey.engines.servers.sglang.api import SglangDialect
@@ -41,7 +41,7 @@ def asked(tiny_folder):
     server = InThread(tiny_folder, "--enable-lora", "--enable-memory-saver")
     try:
         policy = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["q_proj"]))
-        engine = RemoteEngine([Server(server.url)], SglangDialect(), SglangWeights("tensor"), ends=frozenset({1}))
+        engine = RemoteEngine([ServerClient(server.url)], SglangDialect(), SglangWeights("tensor"), ends=frozenset({1}))
         for version in (1, 2, 3):
             engine.load_weights(weight_update(policy, version, adapter_only=True))
         asyncio.run(engine.generate(request()))
@@ -50,7 +50,7 @@ def asked(tiny_folder):
             dialect = SglangDialect(temperature=0.7, vocab_size=tiny.config().vocab_size)
             transport = SglangWeights(way, bucket_bytes=20_000)
             last = way == "disk"  # afterwards it sleeps
-            engine = RemoteEngine([Server(server.url)], dialect, transport, ends=frozenset({1}), sleeps=last)
+            engine = RemoteEngine([ServerClient(server.url)], dialect, transport, ends=frozenset({1}), sleeps=last)
             with engine.awake():
                 engine.load_weights(update(tiny.model(), 1))
                 sampled = request(n=3, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1)

@@ -8,8 +8,8 @@ import torch
 
 from covey.core.rollout import FinishReason
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerBusy, ServerRefused
-from covey.engines.servers.http_client import Server
-from covey.engines.servers.protocols import Sampled
+from covey.engines.servers.http_client import ServerClient
+from covey.engines.servers.protocols import SampledChunk
 from covey.engines.servers.sglang.api import SglangDialect, facts_of, sampled_of, ways_of
 from tests.support import tiny
 from tests.support.servers.fake_sglang import check_fields
@@ -107,7 +107,7 @@ def test_a_server_of_another_make_is_pointed_out():
             writer.close()
 
         listening = await asyncio.start_server(handle, "127.0.0.1", 0)
-        server = Server(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        server = ServerClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
         try:
             await SglangDialect().look(server, 5.0)
         finally:
@@ -211,7 +211,7 @@ def answer(tokens=(4, 5), logprobs=(-1.0, -2.0), kind="length", **changes):
 
 def test_a_plain_answer():
     sampled = sampled_of(answer())
-    assert isinstance(sampled, Sampled) and not sampled.aborted
+    assert isinstance(sampled, SampledChunk) and not sampled.aborted
     assert (sampled.completion.token_ids, sampled.completion.logprobs) == ([4, 5], [-1.0, -2.0])
 
 

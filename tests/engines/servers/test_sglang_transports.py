@@ -13,7 +13,7 @@ from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.servers import server_pool as fleet_module
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang import payload
 from covey.engines.servers.sglang.api import SglangDialect
 from covey.engines.servers.sglang.weights import SglangWeights
@@ -54,7 +54,10 @@ def engines():
         def make(transport, *servers, **options):
             settings = {"ends": ENDS, "vocab_size": VOCABULARY, "timeout": 10.0, "sync_timeout": 30.0, **options}
             made = RemoteEngine(
-                [Server(server.url) for server in servers], SglangDialect(vocab_size=VOCABULARY), transport, **settings
+                [ServerClient(server.url) for server in servers],
+                SglangDialect(vocab_size=VOCABULARY),
+                transport,
+                **settings,
             )
             stack.callback(made.close)
             return made

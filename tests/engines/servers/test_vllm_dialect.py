@@ -9,7 +9,7 @@ import torch
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.rollout import FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, ServerRefused
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.api import VllmDialect
 from tests.support import tiny
 from tests.support.servers import fake_vllm
@@ -28,7 +28,7 @@ def ask(server, method, *args, dialect=None, api_key=None, **kwargs):
     """One call of the dialect, in a loop of its own."""
 
     async def once():
-        connection = Server(server.url, api_key)
+        connection = ServerClient(server.url, api_key)
         try:
             call = getattr(dialect or VllmDialect(vocab_size=VOCABULARY), method)
             return await call(connection, *args, deadline=5.0, **kwargs)

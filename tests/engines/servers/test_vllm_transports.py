@@ -10,7 +10,7 @@ import torch
 
 from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerError, ServerRefused
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerFacts
 from covey.engines.servers.vllm import weights as vllm_transports
 from covey.engines.servers.vllm.weights import VllmWeights
@@ -66,7 +66,7 @@ def weights():
 
 def send(weights, servers, *updates, deadline=20.0):
     async def all_of_them():
-        reached = [Server(server.url) for server in servers]
+        reached = [ServerClient(server.url) for server in servers]
         try:
             for one in updates:
                 await weights.send(reached, one, deadline)
@@ -309,10 +309,10 @@ def test_a_plain_server_that_was_started_anew_is_sent_the_adapter_again(servers,
     name = one.model_name(ServerFacts(model="tiny", release=""), 1)
     server.kill()
     server.start()  # nothing tells this start from the one before, and the engine left it out meanwhile
-    one.forget(Server(server.url))
+    one.forget(ServerClient(server.url))
     send(one, [server], lora)
     assert list(server.adapters) == [name]
-    one.forget(Server(server.url))  # it was left out and has the adapter nevertheless
+    one.forget(ServerClient(server.url))  # it was left out and has the adapter nevertheless
     send(one, [server], lora)
     assert list(server.adapters) == [name]
 

@@ -8,8 +8,8 @@ import torch
 from covey.core.engine import EngineTraits
 from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.servers.errors import ServerRefused
-from covey.engines.servers.http_client import Server
-from covey.engines.servers.vllm.weight_api import Peer, choose_way
+from covey.engines.servers.http_client import ServerClient
+from covey.engines.servers.vllm.weight_api import VllmEndpoint, choose_way
 from covey.engines.servers.vllm.weights import VllmWeights
 from covey.engines.servers.weights.buckets import Packer, unpack
 from covey.policy.weights import weight_update
@@ -20,7 +20,7 @@ from tests.support.mistakes.cases import CONFIG, Bench, Mistake
 
 
 def plain_server(url="http://127.0.0.1:8000"):
-    return Peer(Server(url), world_size=1, facts=None)
+    return VllmEndpoint(ServerClient(url), world_size=1, facts=None)
 
 
 def taken_port(bench: Bench):

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.weights import TensorSpec, WeightUpdate
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.server_process import ServerProcess, free_port
 from tests.support.servers import fake_sglang
 
@@ -96,7 +96,7 @@ def call(url: str, work: Any, api_key: str | None = None) -> Any:
     """The result of the coroutine `work(server)`, in a loop of its own."""
 
     async def once() -> Any:
-        server = Server(url, api_key)
+        server = ServerClient(url, api_key)
         try:
             return await work(server)
         finally:

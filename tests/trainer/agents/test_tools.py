@@ -5,7 +5,7 @@ import pytest
 from covey.core.rollout import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.user_functions import RolloutError
-from covey.trainer.build_rollouts import RolloutWatch
+from covey.trainer.build_rollouts import FailureMonitor
 from tests.support import runs, tiny
 
 ERROR = FinishReason.ERROR
@@ -140,12 +140,12 @@ def of(finish, count):
 def test_the_run_ends_where_the_rollouts_of_all_processes_failed_and_not_where_those_of_one_did():
     """One process has few rollouts, which may all fail by chance."""
     working = [[], 0, 4]
-    watch = RolloutWatch(lambda mine: [mine, working])
+    watch = FailureMonitor(lambda mine: [mine, working])
     with pytest.warns(UserWarning, match="2 of 6 rollouts failed"):
         watch.judge(of(ERROR, 2))
-    lucky = RolloutWatch(lambda mine: [mine, [["no route"], 4, 4]])
+    lucky = FailureMonitor(lambda mine: [mine, [["no route"], 4, 4]])
     with pytest.warns(UserWarning, match="4 of 6 rollouts failed"):
         lucky.judge(of(FinishReason.STOP, 2))
-    broken = RolloutWatch(lambda mine: [mine, [["no route"], 4, 4]])
+    broken = FailureMonitor(lambda mine: [mine, [["no route"], 4, 4]])
     with pytest.raises(RolloutError, match=r"all 6 rollouts failed\. The first one: no server"):
         broken.judge(of(ERROR, 2))

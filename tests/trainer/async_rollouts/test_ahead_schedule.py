@@ -12,8 +12,8 @@ from covey.data.sampler import train_loader
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, run_async
 from covey.rollout.prompts import PromptCodec
-from covey.trainer.async_rollouts import SamplingAhead, Schedule
-from covey.trainer.rollout_events import Watched
+from covey.trainer.async_rollouts import AsyncRollouts, LaunchSchedule
+from covey.trainer.rollout_events import RolloutListener
 from tests.support import tiny
 
 EIGHT = tiny.rows(8)
@@ -51,15 +51,15 @@ class Run:
         self.max_steps = max_steps
         collector = Collector(self.engine, PromptCodec(tiny.tokenizer(), None, None), seed=3)
         per_epoch = len(rows) // self.a.prompts_per_generation if hasattr(rows, "__len__") else None
-        self.ahead = SamplingAhead(
+        self.ahead = AsyncRollouts(
             collector,
             SamplingParams(max_tokens=4),
             prompt_source(rows, None, self.a, 0, shuffle=True, seed=1),
-            Schedule(self.a, per_epoch, max_steps),
+            LaunchSchedule(self.a, per_epoch, max_steps),
             max_staleness,
             next_key=lambda: ("train", next(self.keys)),
             send_weights=self._send,
-            watch=Watched,
+            watch=RolloutListener,
             waiting=nullcontext,
         )
         self.loader = train_loader(rows, self.a, 0, shuffle=True, seed=1, starts=True)

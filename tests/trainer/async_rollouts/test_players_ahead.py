@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covey.engines.scripted import ScriptedEngine
-from covey.rollout.runner import FirstRequests
+from covey.rollout.runner import SubmissionBarrier
 from tests.support import runs, tiny
 from tests.support.engines import CopyEngine, scripted
 from tests.support.players import PLAYERS, tree, twice
@@ -148,7 +148,7 @@ def test_first_turns_are_sampled_with_the_weights_that_the_generation_was_launch
 
 
 def test_a_function_that_begins_late_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(FirstRequests, "SECONDS", 0.05)
+    monkeypatch.setattr(SubmissionBarrier, "SECONDS", 0.05)
 
     async def late(row, engine):
         await asyncio.sleep(0.5)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from covey.trainer.distributed import interruption
-from covey.trainer.distributed.interruption import Interruption, interrupted_when
+from covey.trainer.distributed.interruption import PeerFailure, interrupted_when
 
 
 @pytest.fixture(autouse=True)
@@ -18,15 +18,15 @@ def soon(monkeypatch):
 
 
 def test_waiting_and_computing_are_interrupted_with_the_reason():
-    with pytest.raises(Interruption, match="rank 1 failed"), interrupted_when(lambda: "rank 1 failed"):
+    with pytest.raises(PeerFailure, match="rank 1 failed"), interrupted_when(lambda: "rank 1 failed"):
         time.sleep(60)
-    with pytest.raises(Interruption), interrupted_when(lambda: "rank 1 failed"):
+    with pytest.raises(PeerFailure), interrupted_when(lambda: "rank 1 failed"):
         while True:
             pass
 
 
 def test_it_is_not_swallowed_by_what_catches_exceptions():
-    with pytest.raises(Interruption), interrupted_when(lambda: "rank 1 failed"):
+    with pytest.raises(PeerFailure), interrupted_when(lambda: "rank 1 failed"):
         try:
             time.sleep(60)
         except Exception:

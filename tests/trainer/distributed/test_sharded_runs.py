@@ -9,7 +9,7 @@ from covey.policy.weights import weight_update
 from covey.sizing.costs import received_by
 from covey.sizing.memory import estimate
 from covey.sizing.model_spec import unit_parameters
-from covey.sizing.parallelism import Spread
+from covey.sizing.parallelism import ShardCounts
 from tests.support import runs, sharded_runs, tiny
 from tests.support.launching import HERE, accelerate, once, torchrun
 
@@ -155,7 +155,7 @@ def test_processes_receive_what_the_formulas_say(fsdp2):
 
 
 def formulas(way, **changes):
-    args, spread = runs.config("unused", per_device_train_batch_size=4), Spread.of(way, 2)
+    args, spread = runs.config("unused", per_device_train_batch_size=4), ShardCounts.of(way, 2)
     memory = estimate(tiny.config(**changes), args, prompt_tokens=4, spread=spread)
     return received_by(spread, memory, unit_parameters(tiny.config(**changes)))
 

@@ -6,7 +6,7 @@ import pytest
 from covey import EvalSuite
 from covey.core.estimates import interval_of_share
 from covey.rewards import answers, numeric_match_reward
-from covey.trainer.evaluation.suites import Tally, Verdict, suite_of
+from covey.trainer.evaluation.suites import Graded, Scoreboard, suite_of
 from tests.support import runs, tiny
 
 SETTINGS = {"per_device_eval_batch_size": 4, "num_generations_eval": 2}
@@ -26,11 +26,11 @@ def evaluated(tmp_path, suites, reward_funcs=even, **settings):
 
 
 def verdicts(prompt, *pairs):
-    return [Verdict(prompt, float(bool(right)), right, answer) for right, answer in pairs]
+    return [Graded(prompt, float(bool(right)), right, answer) for right, answer in pairs]
 
 
 def test_estimates_by_eye():
-    tally = Tally(EvalSuite([], num_generations=2, pass_at=(1, 2), maj_at=2), 2)
+    tally = Scoreboard(EvalSuite([], num_generations=2, pass_at=(1, 2), maj_at=2), 2)
     tally.add(verdicts(0, (True, "4"), (False, "5")))  # pass@1 .5, pass@2 1, a tie: maj@2 .5
     tally.add(verdicts(1, (False, "4"), (False, "4")))  # all 0
     tally.add(verdicts(2, (True, "4"), (None, None)))  # one could not be judged: pass@1 1, nothing for pairs
@@ -44,7 +44,7 @@ def test_estimates_by_eye():
 
 
 def test_subsets_of_samples_are_worth_no_more_trials_than_there_are_apart():
-    tally = Tally(EvalSuite([], num_generations=4, pass_at=2), 4)
+    tally = Scoreboard(EvalSuite([], num_generations=4, pass_at=2), 4)
     for prompt in range(3):  # one of four right: half of the pairs hold it, and two pairs have no sample in common
         tally.add(verdicts(prompt, (True, "4"), (False, "5"), (False, "6"), (False, "7")))
     found = tally.metrics()

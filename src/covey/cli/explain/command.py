@@ -25,7 +25,7 @@ from covey.cli.train import take_config
 from covey.config.algebra import BatchAlgebra
 from covey.config.rules.loss import CLIPPED
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, estimate, readable
-from covey.sizing.parallelism import Cluster, Spread
+from covey.sizing.parallelism import Cluster, ShardCounts
 from covey.sizing.step_time import MACHINES
 from covey.sizing.vllm_memory import EngineMemory, engine_memory
 from covey.trainer.evaluation.suites import suite_of
@@ -294,7 +294,7 @@ def _too_large(run: Run, m: MemoryEstimate) -> list[str]:
 
 
 def _shared_out(run: Run) -> str:
-    spread = run.cluster.spread if run.cluster else Spread()
+    spread = run.cluster.spread if run.cluster else ShardCounts()
     parts = [name for name in ("weights", "gradients", "optimizer") if getattr(spread, name) > 1]
     if not parts:
         return "nothing sharded"

@@ -4,7 +4,7 @@ from typing import Any
 
 from covey.sizing.costs import ModelSize, StepCosts, step_costs
 from covey.sizing.memory import MemoryEstimate, cache_bytes_per_token, readable
-from covey.sizing.parallelism import Spread
+from covey.sizing.parallelism import ShardCounts
 from covey.sizing.step_time import MACHINES, StepTimes, step_times
 
 
@@ -12,7 +12,7 @@ def costs(
     config: Any,
     args: Any,
     memory: MemoryEstimate,
-    spread: Spread,
+    spread: ShardCounts,
     *,
     prompt_tokens: int,
     adapter: bool,

@@ -7,7 +7,7 @@ import yaml
 from covey.cli.explain.images import image_size
 from covey.cli.launch import find_config
 from covey.config.rules.helpers import closest
-from covey.sizing.parallelism import WAYS, Cluster, Spread
+from covey.sizing.parallelism import WAYS, Cluster, ShardCounts
 from covey.sizing.step_time import MACHINES
 from covey.sizing.vllm_memory import GIB
 
@@ -95,7 +95,7 @@ def take_cluster(processes: int | None, argv: list[str]) -> tuple[Cluster | None
     if config is None and machine is None:
         return None, argv
     way, usual = ("multi_gpu", 1) if config is None else way_of(config)
-    return Cluster(Spread.of(way, processes or usual), machine, gpus_of_node or 8), argv
+    return Cluster(ShardCounts.of(way, processes or usual), machine, gpus_of_node or 8), argv
 
 
 def way_of(config: str) -> tuple[str, int]:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from covey.engines.native.chunked_prefill import Extension, extend, logit_tiles
 from covey.engines.native.counter_rng import uniforms
-from covey.engines.native.sampling import Drawn, describe, draw
-from covey.engines.native.sequences import Row
+from covey.engines.native.sampling import SampledTokens, describe, draw
+from covey.engines.native.sequences import SequenceState
 
 
 def verify(
-    model: Any, prefilled: Any, prompts: list[list[int]], owners: list[int], rows: list[Row]
+    model: Any, prefilled: Any, prompts: list[list[int]], owners: list[int], rows: list[SequenceState]
 ) -> tuple[Extension, list[int]]:
     """Let rows take from their drafts what they can, and the token after it.
 
@@ -57,26 +57,26 @@ def verify(
     if lenient:
         described = _join(given)
         kept = _lenient(described.logprobs, _then(rows, lengths, device), seeds, steps, rows)
-        chosen = Drawn(*(torch.where(kept, a, b) for a, b in zip(described, chosen, strict=True)))
+        chosen = SampledTokens(*(torch.where(kept, a, b) for a, b in zip(described, chosen, strict=True)))
     for row, keeps, *columns in zip(rows, kept.split(lengths), *(x.split(lengths) for x in chosen), strict=True):
         row.reused = int(keeps.long().cumprod(0).sum())
         row.take(*(column[: row.reused + 1].tolist() for column in columns))
     return computed, [len(row.token_ids) for row in rows]
 
 
-def _lenient(now: Tensor, then: Tensor, seeds: Tensor, steps: Tensor, rows: list[Row]) -> Tensor:
+def _lenient(now: Tensor, then: Tensor, seeds: Tensor, steps: Tensor, rows: list[SequenceState]) -> Tensor:
     """[N] bool: which draft tokens a coin with P(heads) = min(1, l p_now / p_then) keeps."""
     lenience = torch.cat([then.new_full((len(row.draft),), row.request.draft_lenience or 0.0) for row in rows])
     coin = uniforms(seeds, -1 - steps, 1)[:, 0]  # negative steps: noise that no race uses
     return coin < lenience * (now.double() - then).exp()
 
 
-def _then(rows: list[Row], lengths: list[int], device: torch.device) -> Tensor:
+def _then(rows: list[SequenceState], lengths: list[int], device: torch.device) -> Tensor:
     """Log-probs of the draft tokens under the policy that wrote them, [N] float64."""
     recorded = [(row.request.draft_logprobs or [])[row.index] or [] for row in rows]
     flat = [logprob for record, length in zip(recorded, lengths, strict=True) for logprob in record[:length]]
     return torch.tensor(flat, dtype=torch.float64, device=device)
 
 
-def _join(parts: list[Drawn]) -> Drawn:
-    return Drawn(*(torch.cat(column) for column in zip(*parts, strict=True)))
+def _join(parts: list[SampledTokens]) -> SampledTokens:
+    return SampledTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))

@@ -27,11 +27,11 @@ from covey.engines.native.chunked_prefill import compute_dtype, extend, logit_ti
 from covey.engines.native.cuda_graph import NotRecorded, RecordedStep, Recorder, record_cuda_graph
 from covey.engines.native.draft_verification import verify
 from covey.engines.native.mkl_linear import packed_linears
-from covey.engines.native.prefix_store import KeptPrompts
+from covey.engines.native.prefix_store import PrefixStore
 from covey.engines.native.requests import budget_of, check_request
 from covey.engines.native.row_cache import RowCache
 from covey.engines.native.sampling import describe
-from covey.engines.native.sequences import Batch, Row, apply_moves, closing_moves, steps_per_look
+from covey.engines.native.sequences import Batch, SequenceState, apply_moves, closing_moves, steps_per_look
 from covey.engines.native.shared_prefix_cache import FORKED_ATTENTION, ForkedCache
 from covey.runtime.out_of_memory import is_out_of_memory
 
@@ -76,12 +76,12 @@ class NativeEngine:
         self.max_context = max_context
         self._forward_context = forward_context
         self._steps_per_look = steps_per_look
-        self._waiting: deque[Row] = deque()
-        self._admitted: list[Row] = []
-        self._rows: list[Row] = []
+        self._waiting: deque[SequenceState] = deque()
+        self._admitted: list[SequenceState] = []
+        self._rows: list[SequenceState] = []
         self._batch: Batch | None = None
         self._cache: ForkedCache | RowCache | None = None
-        self._kept = KeptPrompts()
+        self._kept = PrefixStore()
         self._forks: bool | None = None
         self._device_of_inputs = device
         self._whole_calls = whole_calls
@@ -99,7 +99,10 @@ class NativeEngine:
         check_request(request)
         loop = asyncio.get_running_loop()
         budget = budget_of(request, self.max_context)
-        rows = [Row(request, i, budget, self.eos_token_ids, loop.create_future()) for i in range(len(request.seeds))]
+        rows = [
+            SequenceState(request, i, budget, self.eos_token_ids, loop.create_future())
+            for i in range(len(request.seeds))
+        ]
         self._waiting.extend(rows)
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
@@ -188,7 +191,7 @@ class NativeEngine:
         self._settle()
         if self._cache is None:
             self._cache = self._new_cache()
-        groups: dict[tuple[int, ...], list[Row]] = {}
+        groups: dict[tuple[int, ...], list[SequenceState]] = {}
         for _ in range(min(free, len(self._waiting))):
             self._admitted.append(row := self._waiting.popleft())
             if not row.leaves:
@@ -203,7 +206,7 @@ class NativeEngine:
         self._cache.move([], len(self._rows))  # prompts whose rows are all answered already are forgotten
         self._admitted.clear()
 
-    def _prefill(self, groups: list[list[Row]]) -> None:
+    def _prefill(self, groups: list[list[SequenceState]]) -> None:
         """Compute each group's prompt once and start its rows, those with a draft behind what they take of it."""
         assert self._cache is not None, "made on admission"
         prompts = [group[0].request.prompt_ids for group in groups]
@@ -216,7 +219,7 @@ class NativeEngine:
         if plain:
             self._cache.add_rows([handles[owner] for owner, _ in plain])
             self._rows += [row for _, row in plain]
-        drafted: dict[tuple[int, bool], list[tuple[int, Row]]] = {}
+        drafted: dict[tuple[int, bool], list[tuple[int, SequenceState]]] = {}
         for owner, row in owned:
             if row.draft:
                 kind = (id(row.request.params), row.request.draft_lenience is None)
@@ -225,12 +228,12 @@ class NativeEngine:
             for places in _within(PREFILL_TOKENS, {i: len(row.draft) for i, (_, row) in enumerate(alike)}):
                 self._verify(prefilled, prompts, handles, [alike[place] for place in places])
 
-    def _goes_on(self, row: Row) -> bool:
+    def _goes_on(self, row: SequenceState) -> bool:
         """Whether only the end of a row's prompt is left to compute."""
         shared, prompt = row.request.shared, row.request.prompt_ids
         return shared < len(prompt) and not row.draft and tuple(prompt[:shared]) in self._kept
 
-    def _continue(self, rows: list[Row]) -> None:
+    def _continue(self, rows: list[SequenceState]) -> None:
         """Start rows whose prompts begin with kept ones: only what follows these is computed."""
         assert self._cache is not None, "made on admission"
         begins = [tuple(row.request.prompt_ids[: row.request.shared]) for row in rows]
@@ -246,7 +249,11 @@ class NativeEngine:
             self._rows += [rows[place] for place in places]
 
     def _verify(
-        self, prefilled: Cache | None, prompts: list[list[int]], handles: list[int], owned: list[tuple[int, Row]]
+        self,
+        prefilled: Cache | None,
+        prompts: list[list[int]],
+        handles: list[int],
+        owned: list[tuple[int, SequenceState]],
     ) -> None:
         """Let rows take from their drafts; the unfinished are decoded on from there."""
         assert self._cache is not None, "made on admission"

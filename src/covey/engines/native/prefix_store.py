@@ -17,7 +17,7 @@ KEPT_TOKENS = 1 << 14
 Layers = list[tuple[Tensor, Tensor]]
 
 
-class KeptPrompts:
+class PrefixStore:
     """Keys and values by the tokens of a prompt.
 
     Args:

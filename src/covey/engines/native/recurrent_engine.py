@@ -24,7 +24,7 @@ from covey.core.weights import WeightUpdate
 from covey.engines.native.attention import attention_of, own_attention
 from covey.engines.native.mkl_linear import packed_linears
 from covey.engines.native.requests import budget_of, check_request
-from covey.engines.native.sequences import Batch, Row, steps_per_look
+from covey.engines.native.sequences import Batch, SequenceState, steps_per_look
 
 KEYS_AND_VALUES = {"full_attention", "sliding_attention"}
 """Kinds of layer that remember nothing else and see what a mask of distances shows (chunks are not of that kind)."""
@@ -81,7 +81,10 @@ class StatefulEngine:
         check_request(request, images=True)
         loop = asyncio.get_running_loop()
         budget = budget_of(request, self.max_context)
-        rows = [Row(request, i, budget, self.eos_token_ids, loop.create_future()) for i in range(len(request.seeds))]
+        rows = [
+            SequenceState(request, i, budget, self.eos_token_ids, loop.create_future())
+            for i in range(len(request.seeds))
+        ]
         for start in range(0, len(rows), self.max_rows):
             self._sample(rows[start : start + self.max_rows])
             await asyncio.sleep(0)  # what waits for finished completions goes on
@@ -103,7 +106,7 @@ class StatefulEngine:
         ):
             yield
 
-    def _sample(self, rows: list[Row]) -> None:
+    def _sample(self, rows: list[SequenceState]) -> None:
         """Decode completions of one prompt until all are finished."""
         model = self._model()
         device = self._device_of_inputs or next(model.parameters()).device

@@ -20,7 +20,7 @@ CACHED = 1 << 19
 _NOTHING = -200.0  # exp of it is 0 in float32, and 0 times it is 0, unlike 0 times -inf
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens [R], their log-probabilities [R] and the entropies [R] of what they were drawn from.
 
     Both at the sampling temperature, before any token was filtered out.
@@ -31,7 +31,9 @@ class Drawn(NamedTuple):
     entropies: Tensor
 
 
-def draw(logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Drawn:
+def draw(
+    logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None = None
+) -> SampledTokens:
     """Sample one token per row.
 
     Args:
@@ -51,10 +53,10 @@ def draw(logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, s
         _draw(logits[some], seeds[some], steps[some], params, None if seen is None else seen[some])
         for some in (slice(start, start + rows) for start in range(0, len(logits), rows))
     ]
-    return Drawn(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return SampledTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _draw(logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None) -> Drawn:
+def _draw(logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None) -> SampledTokens:
     logits = logits.float()
     reported = logits if params.temperature in (0.0, 1.0) else logits / params.temperature
     top, weights, below = _weights(reported)
@@ -72,17 +74,17 @@ def _draw(logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, 
     log_total = total.log()
     logprobs = (reported.gather(-1, tokens[:, None]) - top)[:, 0] - log_total
     entropies = log_total - torch.linalg.vecdot(weights, below) / total
-    return Drawn(tokens, logprobs, entropies)
+    return SampledTokens(tokens, logprobs, entropies)
 
 
-def describe(logits: Tensor, tokens: Tensor, temperature: float) -> Drawn:
+def describe(logits: Tensor, tokens: Tensor, temperature: float) -> SampledTokens:
     """Log-probs and entropies as `draw` reports them, of tokens [R] that are given: logits [R, V] -> [R] each."""
     logits = logits.float()
     reported = logits if temperature in (0.0, 1.0) else logits / temperature
     top, weights, below = _weights(reported)
     total = weights.sum(-1)
     logprobs = (reported.gather(-1, tokens[:, None]) - top)[:, 0] - total.log()
-    return Drawn(tokens, logprobs, total.log() - torch.linalg.vecdot(weights, below) / total)
+    return SampledTokens(tokens, logprobs, total.log() - torch.linalg.vecdot(weights, below) / total)
 
 
 def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

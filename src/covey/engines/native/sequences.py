@@ -9,11 +9,11 @@ from torch import Tensor
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.rollout import Completion, FinishReason
-from covey.engines.native.sampling import Drawn, draw
+from covey.engines.native.sampling import SampledTokens, draw
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class SequenceState:
     """One completion in progress.
 
     Attributes:
@@ -95,7 +95,8 @@ class Batch:
     """The rows being decoded, as tensors, from one change of membership to the next.
 
     Nothing is copied to the host while decoding but, every `period` steps, whether any row has ended; what was drawn
-    is handed to the rows all at once. Rows may therefore be decoded past their end, which `Row.take` cuts off.
+    is handed to the rows all at once. Rows may therefore be decoded past their end, which `SequenceState.take` cuts
+    off.
 
     Args:
         rows: the rows, in the cache's order.
@@ -104,10 +105,10 @@ class Batch:
         period: steps between two looks at whether a row has ended.
     """
 
-    def __init__(self, rows: list[Row], ends: set[int], device: torch.device, period: int):
+    def __init__(self, rows: list[SequenceState], ends: set[int], device: torch.device, period: int):
         self.rows = rows
         self.period = period
-        self.history: list[Drawn] = []
+        self.history: list[SampledTokens] = []
         self._count = 0
         columns = [(row.last_token, row.length - 1, len(row.token_ids), row.seed, row.budget) for row in rows]
         table = torch.tensor(columns, device=device).T.contiguous()
@@ -125,7 +126,7 @@ class Batch:
             some = logits if len(self._draws) == 1 else logits[places]
             seen = self._seen(places, params, some)
             parts.append(draw(some, self._seeds[places], self.steps[places], params, seen))
-        drawn = Drawn(*(torch.cat(column)[self._order] for column in zip(*parts, strict=True)))
+        drawn = SampledTokens(*(torch.cat(column)[self._order] for column in zip(*parts, strict=True)))
         self.history.append(drawn)
         self._count += 1
         self.last = drawn.tokens
@@ -163,7 +164,7 @@ def steps_per_look(device: torch.device) -> int:
     return 1 if device.type == "cpu" else 8
 
 
-def _by_settings(rows: list[Row]) -> list[tuple[SamplingParams, list[int]]]:
+def _by_settings(rows: list[SequenceState]) -> list[tuple[SamplingParams, list[int]]]:
     """Which rows are drawn alike: equal settings, whatever their budgets."""
     found: list[tuple[SamplingParams, list[int]]] = []
     for place, row in enumerate(rows):

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from covey.engines.native.cache_common import additive_masks, keys_and_values
-from covey.engines.native.slots import Seating
+from covey.engines.native.slots import SlotMap
 
 FORKED_ATTENTION = "covey_forked"
 """The attention implementation a decoding step runs under."""
@@ -50,8 +50,8 @@ class ForkedCache(Cache):
         self.row_capacity = 0
         self.attended = 0
         """Layers that have read the cache in the current step."""
-        self._seating: Seating | None = None  # None: rows have come or gone since
-        self._fixed_seating: Seating | None = None
+        self._seating: SlotMap | None = None  # None: rows have come or gone since
+        self._fixed_seating: SlotMap | None = None
         self._fixed_column: Tensor | None = None
 
     @property
@@ -253,9 +253,9 @@ class ForkedCache(Cache):
         exists = torch.cat([of_prompt < lengths, written], dim=1)
         return additive_masks(token_positions, exists, positions, config, self._dtype)
 
-    def _new_seating(self, device: torch.device, rows: int, least_seats: int) -> Seating:
+    def _new_seating(self, device: torch.device, rows: int, least_seats: int) -> SlotMap:
         width = self._prompts[0][0].shape[2] if self._prompts else 0
-        return Seating.of(self._owners, self._prompt_lengths, self._starts, width, rows, least_seats, device)
+        return SlotMap.of(self._owners, self._prompt_lengths, self._starts, width, rows, least_seats, device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Seating:
+class SlotMap:
     """Valid until rows come or go.
 
     Attributes:
@@ -40,7 +40,7 @@ class Seating:
         rows: int,
         least_seats: int,
         device: torch.device,
-    ) -> "Seating":
+    ) -> "SlotMap":
         """The seating of rows by their `owners` (a group each), with places for `rows` rows.
 
         Example:
@@ -66,12 +66,12 @@ class Seating:
             uniform=set(prompt_lengths) == {width} and len(set(starts)) == 1,
         )
 
-    def accepts(self, other: "Seating") -> bool:
+    def accepts(self, other: "SlotMap") -> bool:
         """Whether a recording made with this one can go on with the other's contents."""
         mine, its = ((x.seats, x.width, x.aligned, x.table.shape, x.order.shape) for x in (self, other))
         return mine == its
 
-    def copy_(self, other: "Seating") -> None:
+    def copy_(self, other: "SlotMap") -> None:
         """Take the other's contents."""
         for name in ("table", "order", "lengths", "starts"):
             getattr(self, name).copy_(getattr(other, name))

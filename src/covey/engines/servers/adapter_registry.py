@@ -4,7 +4,7 @@ import uuid
 from typing import Any
 
 from covey.core.weights import WeightUpdate
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerFacts
 
 
@@ -38,7 +38,7 @@ class AdapterBook:
         """Names that another process gave."""
         self._adapters = {int(version): name for version, name in told.items()}
 
-    def forget(self, server: Server) -> None:
+    def forget(self, server: ServerClient) -> None:
         """Send a server everything again, unless it tells one start from another: it may have been started anew."""
         self._bases.discard((server.url, ""))
         self._loaded.pop((server.url, ""), None)

@@ -1,8 +1,8 @@
 """Samples from inference servers, and brings them the policy's weights.
 
 All HTTP runs in one background thread; `generate` may be awaited from any loop, `load_weights` is called from any
-thread, also while completions are being sampled. What a make of server calls things is its `Dialect`'s; how weights
-travel is a `WeightTransport`'s; which server gets a request is the `Fleet`'s; which weights servers hold is
+thread, also while completions are being sampled. What a make of server calls things is its `ServerApi`'s; how weights
+travel is a `WeightTransport`'s; which server gets a request is the `ServerPool`'s; which weights servers hold is
 `ServerWeights`'.
 """
 
@@ -22,10 +22,10 @@ from covey.core.weights import WeightUpdate
 from covey.engines.native.requests import budget_of
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded
 from covey.engines.servers.handshake import arrive
-from covey.engines.servers.http_client import Server
-from covey.engines.servers.partial_completion import Progress, check_answer, one_of
-from covey.engines.servers.protocols import Dialect, Sampled, WeightTransport
-from covey.engines.servers.server_pool import QUICK_SECONDS, Fleet, Member
+from covey.engines.servers.http_client import ServerClient
+from covey.engines.servers.partial_completion import PartialCompletion, check_answer, one_of
+from covey.engines.servers.protocols import SampledChunk, ServerApi, WeightTransport
+from covey.engines.servers.server_pool import QUICK_SECONDS, PoolMember, ServerPool
 from covey.engines.servers.sleep import SleepMode
 from covey.engines.servers.weights.versions import ServerWeights
 from covey.runtime.background_loop import BackgroundLoop
@@ -61,8 +61,8 @@ class RemoteEngine:
 
     def __init__(
         self,
-        servers: Sequence[Server],
-        dialect: Dialect,
+        servers: Sequence[ServerClient],
+        dialect: ServerApi,
         transport: WeightTransport,
         *,
         ends: frozenset[int],
@@ -110,16 +110,16 @@ class RemoteEngine:
         )
 
     async def _start(
-        self, servers: Sequence[Server], timeout: float, concurrency: int, model_name: str | None, resend: bool
-    ) -> Fleet:
+        self, servers: Sequence[ServerClient], timeout: float, concurrency: int, model_name: str | None, resend: bool
+    ) -> ServerPool:
         dialect = self.dialect
         members = await arrive(dialect, servers, timeout, vocab_size=self._vocab_size, model_name=model_name)
 
-        async def readmit(member: Member) -> bool:
+        async def readmit(member: PoolMember) -> bool:
             weights = to_readmit()
             return weights is not None and await weights.readmit(member)
 
-        fleet = Fleet(
+        fleet = ServerPool(
             members,
             alive=dialect.alive,
             readmit=readmit,
@@ -156,14 +156,14 @@ class RemoteEngine:
             )
         )
 
-    async def _ask(self, request: SampleRequest) -> tuple[list[Sampled], int | None]:
+    async def _ask(self, request: SampleRequest) -> tuple[list[SampledChunk], int | None]:
         """The answer, and the version of the weights that all of its tokens were sampled with.
 
         A pause breaks off whatever is being sampled, so what comes back whole was sampled with one version: the one at
         its start, or, where another process sent new weights before the server had begun, the one at its end.
         """
 
-        async def call(member: Member) -> tuple[list[Sampled], int | None]:
+        async def call(member: PoolMember) -> tuple[list[SampledChunk], int | None]:
             version = member.version
             model = self.transport.model_name(member.facts, version or 0)
             try:
@@ -181,9 +181,9 @@ class RemoteEngine:
 
         return await self._fleet.run(call, load=request.n)
 
-    async def _finish(self, request: SampleRequest, sampled: Sampled, version: int | None) -> Completion:
+    async def _finish(self, request: SampleRequest, sampled: SampledChunk, version: int | None) -> Completion:
         """Continue a completion that new weights broke off, with what there is of it as part of the prompt."""
-        progress = Progress(request)
+        progress = PartialCompletion(request)
         progress.add(sampled, version)
         empty = 0
         while sampled.aborted and not progress.complete(self._ends):
@@ -307,7 +307,7 @@ class RemoteEngine:
         await _let_go([member.server for member in self._fleet.members], self.transport)
 
 
-def _give_back(thread: BackgroundLoop, servers: Sequence[Server], transport: WeightTransport) -> None:
+def _give_back(thread: BackgroundLoop, servers: Sequence[ServerClient], transport: WeightTransport) -> None:
     """`close` for an engine that nobody closed."""
     if not thread.closed and not thread.inside:
         with contextlib.suppress(Exception):
@@ -315,12 +315,12 @@ def _give_back(thread: BackgroundLoop, servers: Sequence[Server], transport: Wei
     thread.close()
 
 
-async def _let_go(servers: Sequence[Server], transport: WeightTransport) -> None:
+async def _let_go(servers: Sequence[ServerClient], transport: WeightTransport) -> None:
     await transport.close()
     await _close_all(servers)
 
 
-async def _close_all(servers: Sequence[Server]) -> None:
+async def _close_all(servers: Sequence[ServerClient]) -> None:
     for server in servers:
         await server.close()
 

@@ -9,17 +9,22 @@ import warnings
 from collections.abc import Sequence
 
 from covey.engines.servers.errors import RETRIED, NoServerLeft, ServerError, ServerRefused
-from covey.engines.servers.http_client import Server
-from covey.engines.servers.protocols import Dialect, ServerFacts
-from covey.engines.servers.server_pool import FIRST_PAUSE, QUICK_SECONDS, Member
+from covey.engines.servers.http_client import ServerClient
+from covey.engines.servers.protocols import ServerApi, ServerFacts
+from covey.engines.servers.server_pool import FIRST_PAUSE, QUICK_SECONDS, PoolMember
 
 LOOK_SECONDS = 30.0
 """For a server to say what it is."""
 
 
 async def arrive(
-    dialect: Dialect, servers: Sequence[Server], timeout: float, *, vocab_size: int | None, model_name: str | None
-) -> list[Member]:
+    dialect: ServerApi,
+    servers: Sequence[ServerClient],
+    timeout: float,
+    *,
+    vocab_size: int | None,
+    model_name: str | None,
+) -> list[PoolMember]:
     """Wait for all servers to be up, and see that they suit the run.
 
     Args:
@@ -46,10 +51,10 @@ async def arrive(
     for server, fact in zip(servers, facts, strict=True):
         _compare(server, fact, vocab_size, model_name)
         await dialect.resume(server, QUICK_SECONDS)  # a run that was killed may have left it paused
-    return [Member(server, fact) for server, fact in zip(servers, facts, strict=True)]
+    return [PoolMember(server, fact) for server, fact in zip(servers, facts, strict=True)]
 
 
-async def _first_look(dialect: Dialect, server: Server, timeout: float) -> ServerFacts | ServerError:
+async def _first_look(dialect: ServerApi, server: ServerClient, timeout: float) -> ServerFacts | ServerError:
     """What it is, as soon as it is up; the last failure if it is not in time."""
     until = time.monotonic() + timeout
     while True:
@@ -61,7 +66,7 @@ async def _first_look(dialect: Dialect, server: Server, timeout: float) -> Serve
         await asyncio.sleep(FIRST_PAUSE)
 
 
-def _compare(server: Server, facts: ServerFacts, vocab_size: int | None, model_name: str | None) -> None:
+def _compare(server: ServerClient, facts: ServerFacts, vocab_size: int | None, model_name: str | None) -> None:
     """The server's model against the one that is trained."""
     if None not in (facts.vocab_size, vocab_size) and facts.vocab_size != vocab_size:
         raise ServerRefused(

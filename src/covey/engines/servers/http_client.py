@@ -23,7 +23,7 @@ SHOWN = 2000
 """Characters of a server's answer that an error repeats."""
 
 
-class Server:
+class ServerClient:
     """Speaks HTTP with one server.
 
     A connection pool belongs to an event loop; every loop that calls gets its own, which `close` gives back.

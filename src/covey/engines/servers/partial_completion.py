@@ -7,7 +7,7 @@ from typing import Any
 from covey.core.engine import SampleRequest
 from covey.core.rollout import Completion, FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerRefused
-from covey.engines.servers.protocols import Sampled
+from covey.engines.servers.protocols import SampledChunk
 
 ABOVE_ZERO = 1e-2
 """A log-prob may be this much above 0 by rounding."""
@@ -17,7 +17,7 @@ STOPS = ("stop", "stop_token_ids", "ignore_eos", "structured_outputs", "regex", 
 
 
 def check_answer(
-    url: str, request: SampleRequest, answer: list[Sampled], ends: frozenset[int], vocab_size: int | None
+    url: str, request: SampleRequest, answer: list[SampledChunk], ends: frozenset[int], vocab_size: int | None
 ) -> None:
     """Refuse what cannot have come of `request`.
 
@@ -84,7 +84,7 @@ def _check_end(url: str, request: SampleRequest, completion: Completion, ends: f
 
 
 @dataclass
-class Progress:
+class PartialCompletion:
     """A completion on its way, maybe through several versions of the weights.
 
     Attributes:
@@ -97,7 +97,7 @@ class Progress:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int | None] = field(default_factory=list)
 
-    def add(self, sampled: Sampled, version: int | None) -> None:
+    def add(self, sampled: SampledChunk, version: int | None) -> None:
         """Take a part; what a grammar or a count of earlier tokens shaped cannot be continued and is dropped."""
         if sampled.aborted and self.request.params.extra:
             return

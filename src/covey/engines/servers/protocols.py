@@ -1,4 +1,4 @@
-"""How one make of inference server is spoken to. To support another, write a `Dialect` and its `WeightTransport`s.
+"""How one make of inference server is spoken to. To support another, write a `ServerApi` and its `WeightTransport`s.
 
 A dialect knows paths and bodies. It knows no load or retries (`Fleet`), versions (`ServerWeights`) or threads
 (`RemoteEngine`).
@@ -13,7 +13,7 @@ import torch
 from covey.core.engine import SampleRequest
 from covey.core.rollout import Completion
 from covey.core.weights import WeightUpdate
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ServerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledChunk:
     """A completion as far as it got.
 
     Attributes:
@@ -78,7 +78,7 @@ class SettingNames:
     context: str
 
 
-class Dialect(Protocol):
+class ServerApi(Protocol):
     """What differs between makes of servers. Every method is one or a few requests, all within `deadline` seconds."""
 
     name: str
@@ -87,7 +87,7 @@ class Dialect(Protocol):
     settings: SettingNames
     """For messages."""
 
-    async def look(self, server: Server, deadline: float) -> ServerFacts:
+    async def look(self, server: ServerClient, deadline: float) -> ServerFacts:
         """Whether the server is up, and what it is.
 
         Raises:
@@ -95,13 +95,13 @@ class Dialect(Protocol):
         """
         ...
 
-    async def alive(self, server: Server, deadline: float) -> None:
+    async def alive(self, server: ServerClient, deadline: float) -> None:
         """A cheap look at whether it can sample at all; raises a `ServerError` if it cannot."""
         ...
 
     async def generate(
-        self, server: Server, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
-    ) -> list[Sampled]:
+        self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
+    ) -> list[SampledChunk]:
         """`request.n` completions, tokens in and tokens out, with a log-prob for every token.
 
         What the server would do by itself (defaults of the model's generation config, its own idea of the token that
@@ -119,34 +119,34 @@ class Dialect(Protocol):
         """
         ...
 
-    async def pause(self, server: Server, deadline: float) -> None:
+    async def pause(self, server: ServerClient, deadline: float) -> None:
         """Stop sampling: what is in flight comes back `aborted`, what comes meanwhile waits."""
         ...
 
-    async def resume(self, server: Server, deadline: float) -> None:
+    async def resume(self, server: ServerClient, deadline: float) -> None:
         """Go on sampling."""
         ...
 
-    async def forget_prefixes(self, server: Server, deadline: float) -> None:
+    async def forget_prefixes(self, server: ServerClient, deadline: float) -> None:
         """Empty the prefix cache: what it holds was computed with other weights."""
         ...
 
-    async def write_stamp(self, server: Server, stamp: str, deadline: float) -> None:
+    async def write_stamp(self, server: ServerClient, stamp: str, deadline: float) -> None:
         """Leave a note that lasts as long as the server's weights do; one that keeps no notes ignores it."""
         ...
 
-    async def read_stamp(self, server: Server, deadline: float) -> str | None:
+    async def read_stamp(self, server: ServerClient, deadline: float) -> str | None:
         """The note that was left, or anything else where none was; None if the server keeps no notes.
 
         It tells a server that was restarted, or that another run sends weights to, from one that still has ours.
         """
         ...
 
-    async def sleep(self, server: Server, level: int, deadline: float) -> None:
+    async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
         """Release memory: 1 keeps weights in host memory, 2 drops them."""
         ...
 
-    async def wake(self, server: Server, deadline: float) -> None:
+    async def wake(self, server: ServerClient, deadline: float) -> None:
         """Take the memory back."""
         ...
 
@@ -157,7 +157,7 @@ class WeightTransport(Protocol):
     name: str
     """For messages."""
 
-    async def send(self, servers: Sequence[Server], update: WeightUpdate, deadline: float) -> None:
+    async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, deadline: float) -> None:
         """Bring all servers to `update`. They are paused, and their prefix caches emptied, by the caller.
 
         The servers may be others than last time. After a failure it may be called again: it starts from scratch.
@@ -179,7 +179,7 @@ class WeightTransport(Protocol):
         """In those processes: what `tell` said in the one that sent."""
         ...
 
-    def forget(self, server: Server) -> None:
+    def forget(self, server: ServerClient) -> None:
         """A server that was left out comes back: it may have been started anew, and lack what it was sent."""
         ...
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from covey.engines.servers.errors import RETRIED, DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerFacts
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ MISSES = 2
 
 
 @dataclass(eq=False)
-class Member:
+class PoolMember:
     """A server and what is known of it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Member:
         misses: looks in a row that failed while it owed answers.
     """
 
-    server: Server
+    server: ServerClient
     facts: ServerFacts
     version: int | None = None
     up: bool = True
@@ -71,7 +71,7 @@ class Member:
         return not self.up and not self.words
 
 
-class Fleet:
+class ServerPool:
     """Spreads requests over servers.
 
     Args:
@@ -85,10 +85,10 @@ class Fleet:
 
     def __init__(
         self,
-        members: list[Member],
+        members: list[PoolMember],
         *,
-        alive: Callable[[Server, float], Awaitable[None]],
-        readmit: Callable[[Member], Awaitable[bool]],
+        alive: Callable[[ServerClient, float], Awaitable[None]],
+        readmit: Callable[[PoolMember], Awaitable[bool]],
         concurrency: int,
         timeout: float,
         timeout_setting: str,
@@ -101,17 +101,19 @@ class Fleet:
         self._timeout_setting = timeout_setting
         self._held = 0
         self._changed = asyncio.Event()
-        self._revivals: dict[Member, asyncio.Task[None]] = {}
+        self._revivals: dict[PoolMember, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None
 
     @property
-    def up(self) -> list[Member]:
+    def up(self) -> list[PoolMember]:
         """Members that may be given requests."""
         return [member for member in self.members if member.up]
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    async def run(self, call: Callable[[Member], Coroutine[Any, Any, T]], load: int = 1, doing: str = "generate") -> T:
+    async def run(
+        self, call: Callable[[PoolMember], Coroutine[Any, Any, T]], load: int = 1, doing: str = "generate"
+    ) -> T:
         """Have one server do something; another one, or the same later, if it fails in a way that may pass.
 
         Args:
@@ -126,7 +128,7 @@ class Fleet:
             NoServerLeft: all servers failed, and none came back in time.
         """
         self._watch_over()
-        failed: set[Member] = set()
+        failed: set[PoolMember] = set()
         strikes = late = lost = 0
         since: float | None = None
         while True:
@@ -163,7 +165,7 @@ class Fleet:
                 member.load -= load
                 self._tell()
 
-    async def _seat(self, load: int, failed: set[Member], doing: str) -> Member:
+    async def _seat(self, load: int, failed: set[PoolMember], doing: str) -> PoolMember:
         """The least loaded member with room, preferably none that failed at this request."""
         empty_since: float | None = None
         while True:
@@ -192,7 +194,7 @@ class Fleet:
 
     # ---- leaving and coming back -----------------------------------------------------------------------------------
 
-    def leave_out(self, member: Member, error: BaseException | str) -> None:
+    def leave_out(self, member: PoolMember, error: BaseException | str) -> None:
         """Give a member no more requests until it is found well again; requests under way go on."""
         member.words = str(error) or type(error).__name__
         member.up = False
@@ -200,7 +202,7 @@ class Fleet:
             self._revivals[member] = asyncio.get_running_loop().create_task(self._revive(member))
         self._tell()
 
-    def admit(self, member: Member) -> None:
+    def admit(self, member: PoolMember) -> None:
         """Give a member requests."""
         member.up, member.words, member.misses = True, "", 0
         revival = self._revivals.pop(member, None)
@@ -208,7 +210,7 @@ class Fleet:
             revival.cancel()
         self._tell()
 
-    async def _revive(self, member: Member) -> None:
+    async def _revive(self, member: PoolMember) -> None:
         pause = FIRST_PAUSE
         while not member.up:
             await asyncio.sleep(pause)
@@ -221,7 +223,7 @@ class Fleet:
             except Exception as error:  # not its own fault, perhaps, as when a disk is full; it is looked at again
                 member.words = str(error) or type(error).__name__
 
-    async def alive(self, member: Member) -> None:
+    async def alive(self, member: PoolMember) -> None:
         """Raises a `ServerError` if the server does not live."""
         await self._ask_alive(member.server, QUICK_SECONDS)
 
@@ -229,7 +231,7 @@ class Fleet:
         if self._watch is None or self._watch.done():
             self._watch = asyncio.get_running_loop().create_task(self._look_after())
 
-    async def watch(self, members: list[Member]) -> Member:
+    async def watch(self, members: list[PoolMember]) -> PoolMember:
         """The first of `members` that is found dead while something is asked of them; looks on until then."""
         while True:
             await asyncio.sleep(WATCH_EVERY)
@@ -244,7 +246,7 @@ class Fleet:
             await asyncio.sleep(WATCH_EVERY)
             await asyncio.gather(*(self._check(member) for member in self.up if member.calls))
 
-    async def _check(self, member: Member) -> None:
+    async def _check(self, member: PoolMember) -> None:
         try:
             await self.alive(member)
             member.misses = 0
@@ -255,8 +257,11 @@ class Fleet:
                 self.recall([member])
 
     async def each(
-        self, members: list[Member], do: Callable[[Server, float], Awaitable[None]], seconds: float | None = None
-    ) -> list[Member]:
+        self,
+        members: list[PoolMember],
+        do: Callable[[ServerClient, float], Awaitable[None]],
+        seconds: float | None = None,
+    ) -> list[PoolMember]:
         """Do something with every member at once; those that fail in a way that may pass are left out.
 
         Args:
@@ -291,20 +296,20 @@ class Fleet:
             self._held -= 1
             self._tell()
 
-    def recall(self, members: Iterable[Member]) -> None:
+    def recall(self, members: Iterable[PoolMember]) -> None:
         """Cancel requests under way; `run` starts them again."""
         for member in members:
             for task in list(member.calls):
                 task.cancel()
 
-    async def drain(self, members: Iterable[Member], seconds: float) -> None:
+    async def drain(self, members: Iterable[PoolMember], seconds: float) -> None:
         """Wait for requests under way to come back, and recall those that do not: they had not begun."""
         calls = [task for member in members for task in member.calls]
         if calls:
             await asyncio.wait(calls, timeout=seconds)
         self.recall(members)
 
-    async def reachable(self, until: float, doing: str) -> list[Member]:
+    async def reachable(self, until: float, doing: str) -> list[PoolMember]:
         """Members that can be sent weights; waits for the first one, as long as for one to sample from.
 
         Args:

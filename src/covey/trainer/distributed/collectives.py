@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from covey.trainer.distributed.interruption import Interruption, interrupted_when
+from covey.trainer.distributed.interruption import PeerFailure, interrupted_when
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class Collectives:
         try:
             with interrupted_when(self._others_failure):
                 yield
-        except Interruption as interruption:
+        except PeerFailure as interruption:
             self._failures = []
             raise CollectiveError(str(interruption)) from None
         except BaseException as error:

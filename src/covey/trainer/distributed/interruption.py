@@ -22,7 +22,7 @@ CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "SIGURG")
 """SIGURG is ignored by default and hardly used; Ctrl-C's signal does not reach a process in a shell's background."""
 
 
-class Interruption(KeyboardInterrupt):
+class PeerFailure(KeyboardInterrupt):
     """Raised in the main thread. What lets Ctrl-C through lets this through, too, such as calls of reward functions."""
 
 
@@ -58,7 +58,7 @@ def interrupted_when(reason: Callable[[], str | None]) -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if found and not left.is_set():
-            raise Interruption(found[0])
+            raise PeerFailure(found[0])
 
     previous = signal.signal(signal.SIGURG, interrupt) if caller is not None else None
     watcher = threading.Thread(target=watch, name="covey-watch", daemon=True)

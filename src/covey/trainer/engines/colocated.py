@@ -23,7 +23,7 @@ from covey.policy.sharded_tensors import original_class
 from covey.policy.weights import active_adapter, base_model, has_adapter, why_not_alone
 from covey.rollout.vision import Vision
 from covey.sizing import memory, vllm_memory
-from covey.sizing.model_spec import Counts
+from covey.sizing.model_spec import ModelSpec
 from covey.trainer.engine_check.parity import AUTOCAST
 from covey.trainer.engines import offload
 
@@ -148,7 +148,7 @@ def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.Engi
     """The run's memory as `covey explain` estimates it, with the parameters of the model that is there."""
     config = base_model(model).config
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    counts = Counts(sum(p.numel() for p in model.parameters()), trainable, packed=0)
+    counts = ModelSpec(sum(p.numel() for p in model.parameters()), trainable, packed=0)
     estimate = memory.estimate(config, args, peft={} if has_adapter(model) else None, counts=counts)
     return estimate, vllm_memory.engine_memory(estimate, config, args)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from covey.engines.servers.engine import RemoteEngine
-from covey.engines.servers.http_client import Server
-from covey.engines.servers.protocols import Dialect, WeightTransport
+from covey.engines.servers.http_client import ServerClient
+from covey.engines.servers.protocols import ServerApi, WeightTransport
 from covey.engines.servers.server_process import ServerProcess, free_port
 from covey.engines.servers.sglang import launch
 from covey.engines.servers.sglang.api import SglangDialect
@@ -40,7 +40,7 @@ def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, contex
         bucket_bytes=args.vllm_weight_bucket << 20,
     )
     return remote_engine(
-        [Server(url, api_key) for url in args.vllm_urls],
+        [ServerClient(url, api_key) for url in args.vllm_urls],
         dialect,
         transport,
         model,
@@ -82,7 +82,7 @@ def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, cont
         urls = [started.url]
     try:
         engine = remote_engine(
-            [Server(url, api_key) for url in urls],
+            [ServerClient(url, api_key) for url in urls],
             dialect,
             transport,
             model,
@@ -147,8 +147,8 @@ def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> Start
 
 
 def remote_engine(
-    servers: list[Server],
-    dialect: Dialect,
+    servers: list[ServerClient],
+    dialect: ServerApi,
     transport: WeightTransport,
     model: Any,
     tokenizer: Any,

@@ -17,7 +17,7 @@ from covey.config.algebra import BatchAlgebra
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch
 from covey.core.engine import SamplingParams
-from covey.data.dynamic_sampling import Sampled
+from covey.data.dynamic_sampling import ScoredRollouts
 from covey.data.sampler import eval_loader
 from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
@@ -26,7 +26,7 @@ from covey.rewards import RewardSuite
 from covey.rollout.collector import Draw
 from covey.trainer.checkpoint import AtomicCheckpoints
 from covey.trainer.distributed.sharding import ready_to_evaluate
-from covey.trainer.evaluation.suites import EvalSuite, Judge, Tally, Verdict, rows_of
+from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, Scoreboard, rows_of
 from covey.trainer.generation_log import describe, none_for_nan
 from covey.trainer.weight_sync import WeightSync
 
@@ -62,7 +62,7 @@ class SampledEvaluation(AtomicCheckpoints):
         """The loss of a whole batch without training on it; 0 for an empty share."""
         raise NotImplementedError
 
-    def _sample(self, key: tuple[str | int, ...], draws: list[Draw], number: int, flight: Any = None) -> Sampled:
+    def _sample(self, key: tuple[str | int, ...], draws: list[Draw], number: int, flight: Any = None) -> ScoredRollouts:
         """Sample and reward draws."""
         raise NotImplementedError
 
@@ -170,7 +170,7 @@ class SampledEvaluation(AtomicCheckpoints):
     def _evaluate_suite(self, dataloader: Any, suite: EvalSuite, log: CompletionLog) -> tuple[int, dict[str, float]]:
         """The completions of a suite, which are written down, and what it estimates from them."""
         completions, judge = suite.completions(self.algebra), suite.judge(self.rewards)
-        tally = Tally(suite, completions)
+        tally = Scoreboard(suite, completions)
         rewards: list[Tensor] = []
         measured: list[tuple[int, bool]] = []
         key = self._generation_key()  # one for all, so that samples do not depend on how prompts are cut into batches
@@ -201,7 +201,7 @@ class SampledEvaluation(AtomicCheckpoints):
         return len(measured), tally.metrics()
 
     def _write_down(
-        self, log: CompletionLog, verdicts: list[Verdict], scores: Tensor, lengths: list[int], table: dict[str, Any]
+        self, log: CompletionLog, verdicts: list[Graded], scores: Tensor, lengths: list[int], table: dict[str, Any]
     ) -> None:
         """Add one process's completions to a file to be."""
         if not log.enabled or not verdicts:
@@ -248,12 +248,12 @@ class SampledEvaluation(AtomicCheckpoints):
         switches = (getattr(inner, name, None) for name in ("train", "eval"))
         return inner if all(map(callable, switches)) else None
 
-    def _verdicts(self, sampled: Sampled, judge: Judge) -> list[Verdict]:
+    def _verdicts(self, sampled: ScoredRollouts, judge: Grader) -> list[Graded]:
         totals = weighted_total(sampled.rewards.double(), self.rewards.weights.double()).tolist()
         scored = any(total == total for total in totals)
         answers = judge.answers([rollout.completion for rollout in sampled.rollouts], sampled.columns, scored)
         return [
-            Verdict(draw.prompt, total, judge.right(rewards), answer)
+            Graded(draw.prompt, total, judge.right(rewards), answer)
             for draw, total, rewards, answer in zip(
                 sampled.draws, totals, sampled.rewards.tolist(), answers, strict=True
             )

@@ -3,7 +3,7 @@
     eval_dataset={"gsm": EvalSuite(rows, temperature=0.0), "aime": EvalSuite(others, num_generations=16, pass_at=8)}
 
 Not here: the formulas (`covey.core.estimates`) and the sampling (`covey.trainer.evaluation.phase`). A further estimate
-is a field of `EvalSuite` and a line of `Tally.metrics`.
+is a field of `EvalSuite` and a line of `Scoreboard.metrics`.
 """
 
 import dataclasses
@@ -138,14 +138,14 @@ class EvalSuite:
             changes["max_tokens"] = self.max_completion_length
         return replace(params, **changes)
 
-    def judge(self, rewards: RewardSuite) -> "Judge":
+    def judge(self, rewards: RewardSuite) -> "Grader":
         """What tells right completions and reads answers.
 
         Raises:
             ValueError: it is not clear which reward function to ask, or there are no answers to count.
         """
         if not self.pass_at and not self.maj_at:
-            return Judge(None, self.success_threshold, None)
+            return Grader(None, self.success_threshold, None)
         threshold = torch.tensor(self.success_threshold, dtype=torch.float32).item()  # rounded as rewards are
         named = self.success_reward
         if named is None and len(rewards.names) > 1:
@@ -169,7 +169,7 @@ class EvalSuite:
                 " what a completion's answer is. Set `answer` to a function from a completion to its answer (None where"
                 " it has none), or to the name of a column that a reward function logs with `log_extra`."
             )
-        return Judge(index, threshold, answer if self.maj_at else None)
+        return Grader(index, threshold, answer if self.maj_at else None)
 
     def _count(self, name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -177,7 +177,7 @@ class EvalSuite:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Graded:
     """What became of one completion.
 
     Attributes:
@@ -194,7 +194,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judge:
+class Grader:
     """Tells right completions by a reward.
 
     Attributes:
@@ -251,7 +251,7 @@ class Judge:
             return None
 
 
-class Tally:
+class Scoreboard:
     """Counts the verdicts of a suite, of all processes.
 
     Args:
@@ -262,9 +262,9 @@ class Tally:
     def __init__(self, suite: EvalSuite, completions: int):
         self._suite = suite
         self._completions = completions
-        self._prompts: dict[int, list[Verdict]] = {}
+        self._prompts: dict[int, list[Graded]] = {}
 
-    def add(self, verdicts: Sequence[Verdict]) -> None:
+    def add(self, verdicts: Sequence[Graded]) -> None:
         """Take the verdicts of a batch."""
         for verdict in verdicts:
             self._prompts.setdefault(verdict.prompt, []).append(verdict)
@@ -282,7 +282,7 @@ class Tally:
             found |= self._share(f"maj@{k}", k, _wins)
         return found
 
-    def _share(self, name: str, k: int, estimate: Callable[[list[Verdict], int], float]) -> dict[str, float]:
+    def _share(self, name: str, k: int, estimate: Callable[[list[Graded], int], float]) -> dict[str, float]:
         """An estimate over the prompts with at least k completions that could be judged."""
         judged = [[v for v in verdicts if v.right is not None] for verdicts in self._prompts.values()]
         values = [estimate(verdicts, k) for verdicts in judged if len(verdicts) >= k]
@@ -316,11 +316,11 @@ def suite_of(settings: Mapping[str, Any], dataset: Any) -> EvalSuite:
     return EvalSuite(dataset, **settings)
 
 
-def _passes(judged: list[Verdict], k: int) -> float:
+def _passes(judged: list[Graded], k: int) -> float:
     return pass_at_k(len(judged), sum(bool(verdict.right) for verdict in judged), k)
 
 
-def _wins(judged: list[Verdict], k: int) -> float:
+def _wins(judged: list[Graded], k: int) -> float:
     return maj_at_k([verdict.answer for verdict in judged], [bool(verdict.right) for verdict in judged], k)
 
 

@@ -23,10 +23,10 @@ import torch
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.rollout import Completion, FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerRefused, same_vocabulary
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.images import check_expanded, sent_ids, sent_images
-from covey.engines.servers.partial_completion import STOPS, Progress, one_of
-from covey.engines.servers.protocols import Sampled, ServerFacts, SettingNames
+from covey.engines.servers.partial_completion import STOPS, PartialCompletion, one_of
+from covey.engines.servers.protocols import SampledChunk, ServerFacts, SettingNames
 
 ADAPTER = "covey-"
 """How the names of adapters begin that Covey gives to a server; no model may be served under one."""
@@ -87,7 +87,7 @@ class SglangDialect:
 
     # ---- what it is ------------------------------------------------------------------------------------------------
 
-    async def look(self, server: Server, deadline: float) -> ServerFacts:
+    async def look(self, server: ServerClient, deadline: float) -> ServerFacts:
         """Whether the server is up, and what it is. One that was left paused is told to go on.
 
         Raises:
@@ -100,11 +100,11 @@ class SglangDialect:
         await server.call("GET", "/health", doing="look at the server", deadline=deadline)
         return replace(facts_of(model, info), reports_temperature=await self._probe(server, deadline))
 
-    async def alive(self, server: Server, deadline: float) -> None:
+    async def alive(self, server: ServerClient, deadline: float) -> None:
         """Whether it answers; it does so too while it is paused, which its health check does not."""
         await model_info(server, deadline)
 
-    async def _probe(self, server: Server, deadline: float) -> bool:
+    async def _probe(self, server: ServerClient, deadline: float) -> bool:
         """Ask for single tokens to see whether the vocabularies agree and the temperature shows in log-probs.
 
         A token outside of the vocabulary may only be asked about: in a prompt it would end the server. The likeliest
@@ -130,8 +130,8 @@ class SglangDialect:
         )
 
     async def _token(
-        self, server: Server, after: int, temperature: float, about: int, deadline: float
-    ) -> tuple[Sampled, float]:
+        self, server: ServerClient, after: int, temperature: float, about: int, deadline: float
+    ) -> tuple[SampledChunk, float]:
         """One token after the prompt `after`, and the log-prob of the token `about` in its place."""
         doing = "sample a token"
         body = {
@@ -150,8 +150,8 @@ class SglangDialect:
     # ---- sampling --------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, server: Server, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
-    ) -> list[Sampled]:
+        self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
+    ) -> list[SampledChunk]:
         """`request.n` completions in one request, each with its seed; the server computes their prompt once."""
         until = time.monotonic() + deadline
         answer = await self._sample(server, request, model, ends, deadline)
@@ -167,13 +167,19 @@ class SglangDialect:
         )
 
     async def _go_on(
-        self, server: Server, request: SampleRequest, sampled: Sampled, model: str, ends: frozenset[int], until: float
-    ) -> Sampled:
+        self,
+        server: ServerClient,
+        request: SampleRequest,
+        sampled: SampledChunk,
+        model: str,
+        ends: frozenset[int],
+        until: float,
+    ) -> SampledChunk:
         """Continue a completion that the server ended at a token which ends texts for it alone.
 
         It adds those of the model's own files to ours; to have it ignore them is to have it ignore ours as well.
         """
-        progress = Progress(request)
+        progress = PartialCompletion(request)
         progress.add(sampled, None)
         while not sampled.aborted and sampled.completion.finish is FinishReason.STOP and not progress.complete(ends):
             left = max(until - time.monotonic(), 0.01)
@@ -181,11 +187,15 @@ class SglangDialect:
             progress.add(sampled, None)
         finish = sampled.completion.finish if sampled.aborted else progress.end(ends)
         whole = Completion(progress.token_ids, progress.logprobs, finish)
-        return sampled if len(whole.token_ids) == len(sampled.completion.token_ids) else Sampled(whole, sampled.aborted)
+        return (
+            sampled
+            if len(whole.token_ids) == len(sampled.completion.token_ids)
+            else SampledChunk(whole, sampled.aborted)
+        )
 
     async def _sample(
-        self, server: Server, request: SampleRequest, model: str, ends: frozenset[int], deadline: float
-    ) -> list[Sampled]:
+        self, server: ServerClient, request: SampleRequest, model: str, ends: frozenset[int], deadline: float
+    ) -> list[SampledChunk]:
         body: dict[str, Any] = {
             "input_ids": [sent_ids(request)] * request.n,
             "sampling_params": [sampling_params(request.params, seed, ends) for seed in request.seeds],
@@ -200,20 +210,20 @@ class SglangDialect:
             check_expanded(server.url, request, prompt_tokens_of(answer[0]))
         return completions_of(server, answer, request.n, "generate")
 
-    async def _post(self, server: Server, body: dict[str, Any], deadline: float, doing: str) -> Any:
+    async def _post(self, server: ServerClient, body: dict[str, Any], deadline: float, doing: str) -> Any:
         return await server.call("POST", "/generate", doing=doing, deadline=deadline, body=body)
 
     # ---- training --------------------------------------------------------------------------------------------------
 
-    async def pause(self, server: Server, deadline: float) -> None:
+    async def pause(self, server: ServerClient, deadline: float) -> None:
         """Abort what is in flight and hold what comes."""
         await server.call("POST", "/pause_generation", doing="pause", deadline=deadline, body={"mode": "abort"})
 
-    async def resume(self, server: Server, deadline: float) -> None:
+    async def resume(self, server: ServerClient, deadline: float) -> None:
         """Go on, also with what has waited."""
         await server.call("POST", "/continue_generation", doing="resume", deadline=deadline, body={})
 
-    async def forget_prefixes(self, server: Server, deadline: float) -> None:
+    async def forget_prefixes(self, server: ServerClient, deadline: float) -> None:
         """Empty the prefix cache; asked again until nothing uses it."""
         doing = "empty the prefix cache"
         until = time.monotonic() + deadline
@@ -229,18 +239,18 @@ class SglangDialect:
                     raise
             await asyncio.sleep(min(0.1, wait))
 
-    async def write_stamp(self, server: Server, stamp: str, deadline: float) -> None:
+    async def write_stamp(self, server: ServerClient, stamp: str, deadline: float) -> None:
         """Set what `/model_info` calls the version of its weights."""
         body = {"new_version": stamp, "abort_all_requests": False}
         doing = "note which weights it holds"
         await server.call("POST", "/update_weight_version", doing=doing, deadline=deadline, body=body)
 
-    async def read_stamp(self, server: Server, deadline: float) -> str | None:
+    async def read_stamp(self, server: ServerClient, deadline: float) -> str | None:
         """What `/model_info` calls the version of its weights."""
         version = (await model_info(server, deadline)).get("weight_version")
         return None if version is None else str(version)
 
-    async def sleep(self, server: Server, level: int, deadline: float) -> None:
+    async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
         """Release memory, the weights' too if they are backed up in host memory or not needed again (level 2)."""
         if server.url in self._released:
             return
@@ -258,7 +268,7 @@ class SglangDialect:
         )
         self._released[server.url] = tags
 
-    async def wake(self, server: Server, deadline: float) -> None:
+    async def wake(self, server: ServerClient, deadline: float) -> None:
         """Take back exactly what was released, if anything was."""
         tags = self._released.get(server.url)
         if tags is not None:
@@ -289,7 +299,7 @@ def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> 
     }
 
 
-def completions_of(server: Server, answer: Any, n: int, doing: str) -> list[Sampled]:
+def completions_of(server: ServerClient, answer: Any, n: int, doing: str) -> list[SampledChunk]:
     """The completions of an answer, in order.
 
     Raises:
@@ -309,7 +319,7 @@ def prompt_tokens_of(answer: Any) -> Any:
     return meta.get("prompt_tokens") if isinstance(meta, Mapping) else None
 
 
-def sampled_of(answer: Any) -> Sampled:
+def sampled_of(answer: Any) -> SampledChunk:
     """A completion as `/generate` answers it.
 
     Raises:
@@ -331,7 +341,7 @@ def sampled_of(answer: Any) -> Sampled:
     if [token for _, token, *_ in triples] != tokens:
         raise ValueError(f"{len(triples)} log-probs came for {len(tokens)} tokens, or for others")
     finish = FinishReason.STOP if kind == "stop" else FinishReason.LENGTH
-    return Sampled(Completion(tokens, [logprob for logprob, *_ in triples], finish), aborted=kind == "abort")
+    return SampledChunk(Completion(tokens, [logprob for logprob, *_ in triples], finish), aborted=kind == "abort")
 
 
 def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
@@ -357,7 +367,7 @@ def ways_of(info: Mapping[str, Any]) -> tuple[str, ...]:
     return ("tensor", "disk") if int(info.get("pp_size") or 1) > 1 else ("group", "tensor", "disk")
 
 
-async def model_info(server: Server, deadline: float) -> dict[str, Any]:
+async def model_info(server: ServerClient, deadline: float) -> dict[str, Any]:
     """The model behind a server, and the version of its weights."""
     answer = await _either(server, "/model_info", "/get_model_info", deadline)
     if not isinstance(answer.get("model_path"), str):
@@ -365,12 +375,12 @@ async def model_info(server: Server, deadline: float) -> dict[str, Any]:
     return answer
 
 
-async def server_info(server: Server, deadline: float) -> dict[str, Any]:
+async def server_info(server: ServerClient, deadline: float) -> dict[str, Any]:
     """What a server was started with."""
     return await _either(server, "/server_info", "/get_server_info", deadline)
 
 
-async def _either(server: Server, path: str, older: str, deadline: float) -> dict[str, Any]:
+async def _either(server: ServerClient, path: str, older: str, deadline: float) -> dict[str, Any]:
     """The answer of a path, or of the name that it had in older releases."""
     doing, hint = "see what the server is", "Is it SGLang's own server (`covey sglang-serve`) that listens there?"
     try:

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 from covey.core.weights import WeightUpdate
 from covey.engines.servers.errors import BadAnswer, ServerError, ServerRefused
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang.api import model_info, server_info, ways_of
-from covey.engines.servers.weights.deadline import Until
+from covey.engines.servers.weights.deadline import Deadline
 
 WAYS = ("auto", "group", "tensor", "disk")
 
@@ -22,7 +22,7 @@ CLEANUP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Peer:
+class SglangEndpoint:
     """A server as far as weights are concerned.
 
     Attributes:
@@ -34,7 +34,7 @@ class Peer:
         version: that it says its weights are of.
     """
 
-    server: Server
+    server: ServerClient
     ways: tuple[str, ...]
     copies: int
     born: str
@@ -47,11 +47,11 @@ class Peer:
         return urlsplit(self.server.url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
-async def look(server: Server, until: Until) -> Peer:
+async def look(server: ServerClient, until: Deadline) -> SglangEndpoint:
     """What an SGLang server can do about weights."""
     model = await model_info(server, until.left(server))
     info = await server_info(server, until.left(server))
-    return Peer(
+    return SglangEndpoint(
         server,
         ways_of(info),
         int(info.get("tp_size") or 1),
@@ -61,7 +61,7 @@ async def look(server: Server, until: Until) -> Peer:
     )
 
 
-def choose_way(wanted: str, peers: Sequence[Peer], *, shared_folder: bool) -> str:
+def choose_way(wanted: str, peers: Sequence[SglangEndpoint], *, shared_folder: bool) -> str:
     """The fastest way that all servers have.
 
     Raises:
@@ -75,7 +75,7 @@ def choose_way(wanted: str, peers: Sequence[Peer], *, shared_folder: bool) -> st
     raise ServerRefused(peer.server.url, f"take weights by {way}", why, "Set checkpoint_path to a folder that it sees.")
 
 
-def _why_not(way: str, peer: Peer, shared_folder: bool) -> str | None:
+def _why_not(way: str, peer: SglangEndpoint, shared_folder: bool) -> str | None:
     if way not in peer.ways:
         return "replicas (--dp-size) take weights from files, and pipelines (--pp-size) in no group"
     if way == "disk" and not shared_folder and not peer.same_machine:
@@ -83,7 +83,7 @@ def _why_not(way: str, peer: Peer, shared_folder: bool) -> str | None:
     return None
 
 
-async def begin_update(peer: Peer, until: Until) -> None:
+async def begin_update(peer: SglangEndpoint, until: Deadline) -> None:
     """Open a server for weights; one that a killed run left open is closed first."""
     server = peer.server
     try:
@@ -95,12 +95,12 @@ async def begin_update(peer: Peer, until: Until) -> None:
         await server.ask("/begin_weight_update", doing=until.doing, deadline=until.left(server), body={})
 
 
-async def end_update(peer: Peer, until: Until) -> None:
+async def end_update(peer: SglangEndpoint, until: Deadline) -> None:
     """Close it for weights."""
     await peer.server.ask("/end_weight_update", doing=until.doing, deadline=until.left(peer.server), body={})
 
 
-async def confirm(peer: Peer, update: WeightUpdate, until: Until) -> None:
+async def confirm(peer: SglangEndpoint, update: WeightUpdate, until: Deadline) -> None:
     """The server must say that it has what was sent."""
     found = (await model_info(peer.server, until.left(peer.server))).get("weight_version")
     if found != str(update.version):
@@ -112,7 +112,7 @@ async def confirm(peer: Peer, update: WeightUpdate, until: Until) -> None:
         )
 
 
-async def quietly(peer: Peer, path: str, body: dict[str, Any]) -> None:
+async def quietly(peer: SglangEndpoint, path: str, body: dict[str, Any]) -> None:
     """Ask, and do not mind a no."""
     with suppress(ServerError):
         await peer.server.ask(path, doing="clean up", deadline=CLEANUP_SECONDS, body=body)

@@ -26,13 +26,13 @@ from torch import Tensor
 from covey.core.weights import WeightUpdate
 from covey.engines.servers.adapter_registry import AdapterBook
 from covey.engines.servers.errors import ServerRefused
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang import payload as payload
 from covey.engines.servers.sglang.api import ADAPTER
 from covey.engines.servers.sglang.group import SglangGroup
 from covey.engines.servers.sglang.weight_api import (
     WAYS,
-    Peer,
+    SglangEndpoint,
     begin_update,
     choose_way,
     confirm,
@@ -42,8 +42,8 @@ from covey.engines.servers.sglang.weight_api import (
 )
 from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket, Packer
 from covey.engines.servers.weights.channels import own_address
-from covey.engines.servers.weights.deadline import Until, all_of, in_thread, meet, together
-from covey.engines.servers.weights.files import Shelf
+from covey.engines.servers.weights.deadline import Deadline, all_of, in_thread, meet, together
+from covey.engines.servers.weights.files import CheckpointDir
 
 INLINE_BYTES = 32 * 2**20
 """Of numbers in one HTTP request; as text they are a third more."""
@@ -83,14 +83,14 @@ class SglangWeights(AdapterBook):
         super().__init__(ADAPTER)
         self._way, self._port, self._folder, self._bucket_bytes = way, port, folder, bucket_bytes
         self._device = device or torch.device("cpu")
-        self._shelf = Shelf(folder, self._run)
+        self._shelf = CheckpointDir(folder, self._run)
         self._groups: dict[str, tuple[str, SglangGroup]] = {}  # by URL: the start of the server it belongs to
 
     # ---- what engines call -----------------------------------------------------------------------------------------
 
-    async def send(self, servers: Sequence[Server], update: WeightUpdate, deadline: float) -> None:
+    async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, deadline: float) -> None:
         """Bring all servers to `update`; see `WeightTransport`."""
-        until = Until(f"take weights of version {update.version}", deadline)
+        until = Deadline(f"take weights of version {update.version}", deadline)
         peers = [await look(server, until) for server in servers]
         if update.adapter is None:
             await self._send_model(peers, update, until)
@@ -107,7 +107,7 @@ class SglangWeights(AdapterBook):
 
     # ---- a whole model ---------------------------------------------------------------------------------------------
 
-    async def _send_model(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+    async def _send_model(self, peers: list[SglangEndpoint], update: WeightUpdate, until: Deadline) -> None:
         way = choose_way(self._way, peers, shared_folder=self._folder is not None)
         log.debug("weights of version %d travel by %s", update.version, way)
         if way == "disk":
@@ -119,7 +119,7 @@ class SglangWeights(AdapterBook):
             await self._by_buckets(peers, update, until, *self._payloads(peers, update))
         await all_of(confirm(peer, update, until) for peer in peers)
 
-    async def _by_disk(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+    async def _by_disk(self, peers: list[SglangEndpoint], update: WeightUpdate, until: Deadline) -> None:
         folder = self._shelf.path / f"v{update.version}-{uuid.uuid4().hex[:6]}"
         older = [path for path in self._shelf.path.iterdir() if path.is_dir()]
         await in_thread(lambda: self._shelf.write(update, folder.name, self._bucket_bytes))
@@ -132,7 +132,7 @@ class SglangWeights(AdapterBook):
         doing = f"{until.doing} from {folder}"
         hint = "It must see this folder under the same name: set checkpoint_path to one that it shares."
 
-        async def load(server: Server) -> None:
+        async def load(server: ServerClient) -> None:
             try:
                 await server.ask("/update_weights_from_disk", doing=doing, deadline=until.left(server), body=body)
             except ServerRefused as error:
@@ -148,24 +148,24 @@ class SglangWeights(AdapterBook):
 
     async def _by_buckets(
         self,
-        peers: list[Peer],
+        peers: list[SglangEndpoint],
         update: WeightUpdate,
-        until: Until,
+        until: Deadline,
         packer: Packer,
-        push: Callable[[Peer, dict[str, Any], Bucket, str, Until], Awaitable[None]],
-        connect: Callable[[Peer, Until], Awaitable[None]] | None = None,
+        push: Callable[[SglangEndpoint, dict[str, Any], Bucket, str, Deadline], Awaitable[None]],
+        connect: Callable[[SglangEndpoint, Deadline], Awaitable[None]] | None = None,
     ) -> None:
         """Every bucket to every server. One that fails is left behind, and its error raised in the end."""
         gathering = asyncio.ensure_future(in_thread(packer.next))
         left = list(peers)
         failures: list[BaseException] = []
 
-        async def each(do: Callable[[Peer], Awaitable[None]]) -> None:
+        async def each(do: Callable[[SglangEndpoint], Awaitable[None]]) -> None:
             results = await asyncio.gather(*(do(peer) for peer in left), return_exceptions=True)
             failures.extend(result for result in results if isinstance(result, BaseException))
             left[:] = [peer for peer, result in zip(left, results, strict=True) if result is None]
 
-        async def begin(peer: Peer) -> None:
+        async def begin(peer: SglangEndpoint) -> None:
             if connect is not None:
                 await connect(peer, until)
             await begin_update(peer, until)
@@ -191,7 +191,7 @@ class SglangWeights(AdapterBook):
         if failures:
             raise failures[0]
 
-    async def _abandon(self, peer: Peer) -> None:
+    async def _abandon(self, peer: SglangEndpoint) -> None:
         """Close what a failed update left open at a server, if it still answers."""
         known = self._groups.pop(peer.server.url, None)
         if known is not None:
@@ -201,7 +201,7 @@ class SglangWeights(AdapterBook):
 
     # ---- the group -------------------------------------------------------------------------------------------------
 
-    async def _connect(self, peer: Peer, until: Until) -> None:
+    async def _connect(self, peer: SglangEndpoint, until: Deadline) -> None:
         known = self._groups.get(peer.server.url)
         if known is not None and known[0] == peer.born:
             return
@@ -225,9 +225,9 @@ class SglangWeights(AdapterBook):
 
         await meet(server, doing, until, f"{group.address}, port {group.port}", ask, group.join)
 
-    def _open_group(self, peer: Peer) -> SglangGroup:
+    def _open_group(self, peer: SglangEndpoint) -> SglangGroup:
         target = urlsplit(peer.server.url)
-        assert target.hostname is not None, "checked by `Server`"
+        assert target.hostname is not None, "checked by `ServerClient`"
         port = self._port and self._port + len(self._groups)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         try:
@@ -241,7 +241,9 @@ class SglangWeights(AdapterBook):
                 "Choose a free port with sglang_group_port; runs on one machine need one for each server.",
             ) from error
 
-    async def _broadcast(self, peer: Peer, common: dict[str, Any], bucket: Bucket, doing: str, until: Until) -> None:
+    async def _broadcast(
+        self, peer: SglangEndpoint, common: dict[str, Any], bucket: Bucket, doing: str, until: Deadline
+    ) -> None:
         server = peer.server
         group, seconds = self._groups[server.url][1], until.left(server)
         specs = [entry.spec for entry in bucket.entries]
@@ -260,8 +262,8 @@ class SglangWeights(AdapterBook):
     # ---- tensors over HTTP -----------------------------------------------------------------------------------------
 
     def _payloads(
-        self, peers: list[Peer], update: WeightUpdate
-    ) -> tuple[Packer, Callable[[Peer, dict[str, Any], Bucket, str, Until], Awaitable[None]]]:
+        self, peers: list[SglangEndpoint], update: WeightUpdate
+    ) -> tuple[Packer, Callable[[SglangEndpoint, dict[str, Any], Bucket, str, Deadline], Awaitable[None]]]:
         """Buckets for `/update_weights_from_tensor`, and how one is sent."""
         cpu = torch.device("cpu")
         largest = max(self._bucket_bytes, *(spec.nbytes for spec in update.specs))
@@ -278,7 +280,9 @@ class SglangWeights(AdapterBook):
                 return [payload.by_name(named) for _ in range(copies)]
             return [payload.inline(payload.own_copies(named))] * copies
 
-        async def push(peer: Peer, common: dict[str, Any], bucket: Bucket, doing: str, until: Until) -> None:
+        async def push(
+            peer: SglangEndpoint, common: dict[str, Any], bucket: Bucket, doing: str, until: Deadline
+        ) -> None:
             server = peer.server
             body = {"serialized_named_tensors": await in_thread(lambda: written(bucket, peer.copies)), **common}
             await server.ask("/update_weights_from_tensor", doing=doing, deadline=until.left(server), body=body)
@@ -287,7 +291,7 @@ class SglangWeights(AdapterBook):
 
     # ---- an adapter ------------------------------------------------------------------------------------------------
 
-    async def _send_adapter(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+    async def _send_adapter(self, peers: list[SglangEndpoint], update: WeightUpdate, until: Deadline) -> None:
         assert update.adapter is not None, "the caller looked"
         await self._send_bases(peers, update, until)
         packer = Packer(update, max(2 * update.nbytes, 1), torch.device("cpu"))
@@ -309,7 +313,7 @@ class SglangWeights(AdapterBook):
             left = until.left(peer.server)
             await peer.server.ask("/update_weight_version", doing=until.doing, deadline=left, body=stamp)
 
-    async def _send_bases(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+    async def _send_bases(self, peers: list[SglangEndpoint], update: WeightUpdate, until: Deadline) -> None:
         """Servers that were started with another model than the adapter lies on get that model first, once."""
         assert update.adapter is not None, "the caller looked"
         if update.base is None:
@@ -322,7 +326,7 @@ class SglangWeights(AdapterBook):
             await self._send_model(lacking, update.base, until)
         self._bases |= {(peer.server.url, peer.born) for peer in fresh}
 
-    async def _load_adapter(self, peer: Peer, body: dict[str, Any], text: str, until: Until) -> None:
+    async def _load_adapter(self, peer: SglangEndpoint, body: dict[str, Any], text: str, until: Deadline) -> None:
         server, name = peer.server, body["lora_name"]
         loaded = self._loaded.setdefault((server.url, peer.born), [])
         if name in loaded:

@@ -9,9 +9,9 @@ from typing import Any
 
 from covey.core.engine import SampleRequest
 from covey.engines.servers.errors import ServerBusy, ServerError, ServerRefused
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.images import check_expanded
-from covey.engines.servers.protocols import Sampled, ServerFacts, SettingNames
+from covey.engines.servers.protocols import SampledChunk, ServerFacts, SettingNames
 from covey.engines.servers.vllm import images
 from covey.engines.servers.vllm.capabilities import (
     DEV_MODE,
@@ -53,7 +53,7 @@ class VllmDialect:
 
     # ---- what it is ------------------------------------------------------------------------------------------------
 
-    async def look(self, server: Server, deadline: float) -> ServerFacts:
+    async def look(self, server: ServerClient, deadline: float) -> ServerFacts:
         """Whether the server is up, of a release and started in a way that training can use.
 
         Raises:
@@ -82,11 +82,11 @@ class VllmDialect:
             path=str(model.get("root") or name),
         )
 
-    async def alive(self, server: Server, deadline: float) -> None:
+    async def alive(self, server: ServerClient, deadline: float) -> None:
         """Whether its engine lives; it answers while it loads, pauses and sleeps, too."""
         await server.call("GET", "/health", doing="look at the server", deadline=deadline)
 
-    async def _let_go_on(self, server: Server, deadline: float) -> None:
+    async def _let_go_on(self, server: ServerClient, deadline: float) -> None:
         """A run that was killed while it sent weights leaves a server paused, with layers that are half loaded."""
         answer = await self._switch(server, "/is_paused", "ask whether it is paused", deadline, method="GET")
         if isinstance(answer, dict) and answer.get("is_paused"):
@@ -97,8 +97,8 @@ class VllmDialect:
     # ---- sampling --------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, server: Server, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
-    ) -> list[Sampled]:
+        self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
+    ) -> list[SampledChunk]:
         """`request.n` completions; completion i has the seed of the first plus i, which is how vLLM counts."""
         refuse_ours(request.params.extra)
         if request.media:
@@ -114,8 +114,8 @@ class VllmDialect:
         return completions_of(server, answer)
 
     async def _with_images(
-        self, server: Server, request: SampleRequest, model: str, ends: frozenset[int], deadline: float
-    ) -> list[Sampled]:
+        self, server: ServerClient, request: SampleRequest, model: str, ends: frozenset[int], deadline: float
+    ) -> list[SampledChunk]:
         try:
             body = images.body_of(request, model, ends)
             answer = await server.ask(images.ROUTE, doing="sample with images", deadline=deadline, body=body)
@@ -130,15 +130,15 @@ class VllmDialect:
 
     # ---- training --------------------------------------------------------------------------------------------------
 
-    async def pause(self, server: Server, deadline: float) -> None:
+    async def pause(self, server: ServerClient, deadline: float) -> None:
         """Abort what is in flight and hold what comes."""
         await self._switch(server, "/pause", "pause", deadline, {"mode": "abort"})
 
-    async def resume(self, server: Server, deadline: float) -> None:
+    async def resume(self, server: ServerClient, deadline: float) -> None:
         """Go on."""
         await self._switch(server, "/resume", "resume", deadline)
 
-    async def forget_prefixes(self, server: Server, deadline: float) -> None:
+    async def forget_prefixes(self, server: ServerClient, deadline: float) -> None:
         """Empty the prefix cache.
 
         Raises:
@@ -148,16 +148,16 @@ class VllmDialect:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise ServerBusy(server.url, "empty the prefix cache", "it says that requests still use it")
 
-    async def write_stamp(self, server: Server, stamp: str, deadline: float) -> None:
+    async def write_stamp(self, server: ServerClient, stamp: str, deadline: float) -> None:
         """Set what /weight_info answers."""
         await self._note("POST", "/update_weight_version", server, deadline, {"new_version": stamp})
 
-    async def read_stamp(self, server: Server, deadline: float) -> str | None:
+    async def read_stamp(self, server: ServerClient, deadline: float) -> str | None:
         """What /weight_info answers; None from releases without it."""
         answer = await self._note("GET", "/weight_info", server, deadline)
         return str(answer["weight_version"]) if isinstance(answer, dict) and "weight_version" in answer else None
 
-    async def _note(self, method: str, path: str, server: Server, deadline: float, body: Any = None) -> Any:
+    async def _note(self, method: str, path: str, server: ServerClient, deadline: float, body: Any = None) -> Any:
         doing = "note which weights it holds"
         try:
             return await server.call(method, path, doing=doing, deadline=deadline, body=body)
@@ -166,11 +166,11 @@ class VllmDialect:
                 return None
             raise
 
-    async def sleep(self, server: Server, level: int, deadline: float) -> None:
+    async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
         """Release memory; needs a server started with --enable-sleep-mode."""
         await self._switch(server, "/sleep", "put it to sleep", deadline, {"level": str(level)})
 
-    async def wake(self, server: Server, deadline: float) -> None:
+    async def wake(self, server: ServerClient, deadline: float) -> None:
         """Take the memory back, if it sleeps."""
         answer = await self._switch(server, "/is_sleeping", "ask whether it sleeps", deadline, method="GET")
         if not isinstance(answer, dict) or answer.get("is_sleeping", True):
@@ -178,7 +178,7 @@ class VllmDialect:
 
     async def _switch(
         self,
-        server: Server,
+        server: ServerClient,
         path: str,
         doing: str,
         deadline: float,

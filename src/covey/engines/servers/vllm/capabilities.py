@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from covey.engines.servers.errors import BadAnswer, ServerRefused, same_vocabulary
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.flags import OLDEST
 from covey.engines.servers.vllm.sampling import completions_of
 
@@ -20,7 +20,7 @@ DEV_MODE = (
 )
 
 
-async def release_of(server: Server, deadline: float) -> str:
+async def release_of(server: ServerClient, deadline: float) -> str:
     """Its version of vLLM; one that is too old is refused."""
     doing = "find out which vLLM this is"
     try:
@@ -44,7 +44,7 @@ async def release_of(server: Server, deadline: float) -> str:
     return release
 
 
-async def world_size_of(server: Server, deadline: float) -> int:
+async def world_size_of(server: ServerClient, deadline: float) -> int:
     """Processes that hold weights; a server without the routes for training is refused."""
     doing = "ask for its number of processes"
     try:
@@ -61,7 +61,7 @@ async def world_size_of(server: Server, deadline: float) -> int:
     return size
 
 
-async def model_of(server: Server, deadline: float) -> dict[str, Any]:
+async def model_of(server: ServerClient, deadline: float) -> dict[str, Any]:
     """What it says of the model under its adapters."""
     doing = "ask for its model"
     answer = await server.call("GET", "/v1/models", doing=doing, deadline=deadline)
@@ -73,7 +73,7 @@ async def model_of(server: Server, deadline: float) -> dict[str, Any]:
     return base[0]
 
 
-async def config_of(server: Server, deadline: float) -> dict[str, Any]:
+async def config_of(server: ServerClient, deadline: float) -> dict[str, Any]:
     """How it was started, as far as it says; empty where it does not."""
     answer = await server.call(
         "GET",
@@ -86,7 +86,7 @@ async def config_of(server: Server, deadline: float) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-async def check_extra(server: Server, extra: dict[str, Any], deadline: float) -> None:
+async def check_extra(server: ServerClient, extra: dict[str, Any], deadline: float) -> None:
     """The server ignores what it does not know, so names are looked up in its own description of a request."""
     if not extra:
         return
@@ -107,7 +107,7 @@ async def check_extra(server: Server, extra: dict[str, Any], deadline: float) ->
 
 
 async def reports_after_cut(
-    server: Server, model: str, vocab_size: int | None, temperature: float, deadline: float
+    server: ServerClient, model: str, vocab_size: int | None, temperature: float, deadline: float
 ) -> bool:
     """Sample one token to see what log-probs mean here: whether they are those of the distribution after cuts.
 
@@ -141,7 +141,7 @@ async def reports_after_cut(
     return after_cut
 
 
-def refuse_pieces(server: Server, config: dict[str, Any]) -> None:
+def refuse_pieces(server: ServerClient, config: dict[str, Any]) -> None:
     """A prompt with a seed that is computed in pieces ends vLLM's engine for CPUs (0.32): it turns its generator back.
 
     Raises:

@@ -5,8 +5,8 @@ from typing import Any
 from covey.core.engine import SampleRequest
 from covey.core.rollout import Completion, FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerError
-from covey.engines.servers.http_client import Server
-from covey.engines.servers.protocols import Sampled
+from covey.engines.servers.http_client import ServerClient
+from covey.engines.servers.protocols import SampledChunk
 
 OURS = frozenset(
     {
@@ -73,7 +73,7 @@ def refuse_ours(extra: dict[str, Any]) -> None:
         )
 
 
-def completions_of(server: Server, answer: dict[str, Any]) -> list[Sampled]:
+def completions_of(server: ServerClient, answer: dict[str, Any]) -> list[SampledChunk]:
     """The choices of a completions answer, in order.
 
     Raises:
@@ -90,7 +90,7 @@ def completions_of(server: Server, answer: dict[str, Any]) -> list[Sampled]:
         raise BadAnswer(server.url, "generate", said) from error
 
 
-def _sampled(server: Server, choice: dict[str, Any]) -> Sampled:
+def _sampled(server: ServerClient, choice: dict[str, Any]) -> SampledChunk:
     tokens, logprobs, finish = choice.get("token_ids"), choice.get("logprobs"), choice["finish_reason"]
     if tokens is None and finish != ABORTED:
         hint = "Update the server: token ids come with recent releases of vLLM."
@@ -102,4 +102,4 @@ def _sampled(server: Server, choice: dict[str, Any]) -> Sampled:
     if not tokens:
         reported = []
     completion = Completion(tokens, reported, FINISHES.get(finish, FinishReason.LENGTH))
-    return Sampled(completion, aborted=finish == ABORTED)
+    return SampledChunk(completion, aborted=finish == ABORTED)

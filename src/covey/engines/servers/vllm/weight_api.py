@@ -20,10 +20,10 @@ from covey.engines.servers.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.flags import AS_STARTED, BACKEND
 from covey.engines.servers.weights.channels import boot_id
-from covey.engines.servers.weights.deadline import Until
+from covey.engines.servers.weights.deadline import Deadline
 
 START_WITH = "Start it with `covey vllm-serve`, or with the options that docs/engines.md lists for `vllm serve`."
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Peer:
+class VllmEndpoint:
     """A server as far as weights are concerned.
 
     Attributes:
@@ -40,7 +40,7 @@ class Peer:
         facts: what its workers say (`CoveyWorker.covey_facts`), one of them for all; None without our worker.
     """
 
-    server: Server
+    server: ServerClient
     world_size: int
     facts: dict[str, Any] | None
 
@@ -57,7 +57,7 @@ class Peer:
         return self.facts is not None and self.facts["backend"] == BACKEND
 
 
-async def look(server: Server, deadline: float) -> Peer:
+async def look(server: ServerClient, deadline: float) -> VllmEndpoint:
     """What a vLLM server can do about weights.
 
     Raises:
@@ -78,11 +78,11 @@ async def look(server: Server, deadline: float) -> Peer:
         raise
     except ServerError as error:
         log.debug("%s has no worker of ours: %s", server.url, error)
-        return Peer(server, world_size, None)
-    return Peer(server, world_size, workers[0])
+        return VllmEndpoint(server, world_size, None)
+    return VllmEndpoint(server, world_size, workers[0])
 
 
-def choose_way(wanted: str, peers: Sequence[Peer], *, shared_folder: bool) -> str:
+def choose_way(wanted: str, peers: Sequence[VllmEndpoint], *, shared_folder: bool) -> str:
     """The way that all servers have.
 
     Raises:
@@ -96,7 +96,7 @@ def choose_way(wanted: str, peers: Sequence[Peer], *, shared_folder: bool) -> st
     raise ServerRefused(peer.server.url, f"take weights by {way}", why, START_WITH)
 
 
-def _why_not(way: str, peer: Peer, shared_folder: bool) -> str | None:
+def _why_not(way: str, peer: VllmEndpoint, shared_folder: bool) -> str | None:
     if way == "disk":
         if peer.same_machine or shared_folder:
             return None
@@ -113,7 +113,7 @@ def _why_not(way: str, peer: Peer, shared_folder: bool) -> str | None:
     return None
 
 
-def group_backend(peer: Peer, on_gpu: bool) -> str:
+def group_backend(peer: VllmEndpoint, on_gpu: bool) -> str:
     """NCCL between GPUs, unless both sides are on the same one, which NCCL refuses; else gloo."""
     assert peer.facts is not None, "`choose_way` looked"
     if not on_gpu or peer.facts["device"] != "cuda":
@@ -122,7 +122,7 @@ def group_backend(peer: Peer, on_gpu: bool) -> str:
     return "gloo" if peer.facts["gpu"] == mine else "nccl"
 
 
-async def rpc(server: Server, method: str, doing: str, deadline: float, **kwargs: Any) -> list[Any]:
+async def rpc(server: ServerClient, method: str, doing: str, deadline: float, **kwargs: Any) -> list[Any]:
     """Call a method of all workers; their answers."""
     body = {"method": method, "kwargs": kwargs}
     answer = await server.ask("/collective_rpc", doing=doing, deadline=deadline, body=body)
@@ -132,7 +132,7 @@ async def rpc(server: Server, method: str, doing: str, deadline: float, **kwargs
     return results
 
 
-async def load_folder(peer: Peer, folder: Path, until: Until) -> None:
+async def load_folder(peer: VllmEndpoint, folder: Path, until: Deadline) -> None:
     """Have it read weights from a folder that it sees."""
     server, doing = peer.server, f"{until.doing} from {folder}"
     if peer.facts is not None:
@@ -142,14 +142,14 @@ async def load_folder(peer: Peer, folder: Path, until: Until) -> None:
         await server.call("POST", "/collective_rpc", doing=doing, deadline=until.left(server), body=body)
 
 
-async def write_version(peer: Peer, stamp: str, until: Until) -> None:
+async def write_version(peer: VllmEndpoint, stamp: str, until: Deadline) -> None:
     """Tell it which version its weights are of."""
     server, body = peer.server, {"new_version": stamp}
     seconds = until.left(server)
     await server.call("POST", "/update_weight_version", doing=until.doing, deadline=seconds, body=body)
 
 
-async def confirm(peer: Peer, stamp: str, until: Until) -> None:
+async def confirm(peer: VllmEndpoint, stamp: str, until: Deadline) -> None:
     """The server must say that it has what was sent."""
     server = peer.server
     answer = await server.call("GET", "/weight_info", doing=until.doing, deadline=until.left(server))
@@ -163,7 +163,7 @@ async def confirm(peer: Peer, stamp: str, until: Until) -> None:
         )
 
 
-async def has_base(peer: Peer, update: WeightUpdate, until: Until) -> bool:
+async def has_base(peer: VllmEndpoint, update: WeightUpdate, until: Deadline) -> bool:
     """Whether the server was started with the model that the adapter lies on, and has been sent no weights since."""
     assert update.adapter is not None, "the caller looked"
     note = await peer.server.call("GET", "/weight_info", doing=until.doing, deadline=until.left(peer.server))

@@ -31,10 +31,10 @@ from covey.engines.servers.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.flags import ADAPTERS
 from covey.engines.servers.vllm.weight_api import (
-    Peer,
+    VllmEndpoint,
     choose_way,
     confirm,
     group_backend,
@@ -46,8 +46,8 @@ from covey.engines.servers.vllm.weight_api import (
 )
 from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket, Packer
 from covey.engines.servers.weights.channels import Channel, Group, Ipc, own_address, shared_store
-from covey.engines.servers.weights.deadline import Until, all_of, in_thread, meet, together
-from covey.engines.servers.weights.files import Shelf
+from covey.engines.servers.weights.deadline import Deadline, all_of, in_thread, meet, together
+from covey.engines.servers.weights.files import CheckpointDir
 
 WAYS = ("auto", "group", "ipc", "disk")
 
@@ -70,16 +70,16 @@ class VllmWeights(AdapterBook):
             raise ValueError(f"weights cannot travel by {way!r}; choose one of: {', '.join(WAYS)}.")
         super().__init__("covey-")
         self._way, self._port, self._folder, self._bucket_bytes = way, port, folder, bucket_bytes
-        self._shelf = Shelf(folder, self._run)
+        self._shelf = CheckpointDir(folder, self._run)
         self._stores: dict[str, Any] = {}
         self._groups = 0
         self._channels: dict[str, tuple[str, str, Channel]] = {}  # by URL: the process and kind it belongs to
 
     # ---- what engines call -----------------------------------------------------------------------------------------
 
-    async def send(self, servers: Sequence[Server], update: WeightUpdate, deadline: float) -> None:
+    async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, deadline: float) -> None:
         """Bring all servers to `update`; see `WeightTransport`."""
-        until = Until(f"take weights of version {update.version}", deadline)
+        until = Deadline(f"take weights of version {update.version}", deadline)
         peers = [await look(server, until.left(server)) for server in servers]
         if update.adapter is None:
             await self._send_model(peers, update, until)
@@ -97,7 +97,7 @@ class VllmWeights(AdapterBook):
 
     # ---- a whole model ---------------------------------------------------------------------------------------------
 
-    async def _send_model(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+    async def _send_model(self, peers: list[VllmEndpoint], update: WeightUpdate, until: Deadline) -> None:
         way = choose_way(self._way, peers, shared_folder=self._folder is not None)
         if way == "disk":
             await self._by_disk(peers, update, until)
@@ -106,7 +106,7 @@ class VllmWeights(AdapterBook):
         stamp = str(update.version)
         await all_of(confirm(peer, stamp, until) for peer in peers)
 
-    async def _by_disk(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+    async def _by_disk(self, peers: list[VllmEndpoint], update: WeightUpdate, until: Deadline) -> None:
         folder = self._shelf.path / f"v{update.version}-{uuid.uuid4().hex[:6]}"
         try:
             await in_thread(lambda: self._shelf.write(update, folder.name, self._bucket_bytes))
@@ -116,7 +116,7 @@ class VllmWeights(AdapterBook):
         for peer in peers:
             await write_version(peer, str(update.version), until)
 
-    async def _by_buckets(self, peers: list[Peer], update: WeightUpdate, until: Until, *, ipc: bool) -> None:
+    async def _by_buckets(self, peers: list[VllmEndpoint], update: WeightUpdate, until: Deadline, *, ipc: bool) -> None:
         packer = Packer(update, self._bucket_bytes)
         gathering = asyncio.ensure_future(in_thread(packer.next))
         try:
@@ -140,7 +140,7 @@ class VllmWeights(AdapterBook):
             await asyncio.wait([gathering])
             packer.close()
 
-    async def _start(self, peer: Peer, version: int, until: Until, ipc: bool, on_gpu: bool) -> None:
+    async def _start(self, peer: VllmEndpoint, version: int, until: Deadline, ipc: bool, on_gpu: bool) -> None:
         """Connect where that is missing, and get the server ready."""
         server = peer.server
         await self._connect(peer, until, ipc, on_gpu)
@@ -158,7 +158,7 @@ class VllmWeights(AdapterBook):
                 await server.call("POST", path, doing=until.doing, deadline=seconds, body={})
 
     async def _push(
-        self, peer: Peer, update: WeightUpdate, bucket: Bucket, number: int, count: int, until: Until
+        self, peer: VllmEndpoint, update: WeightUpdate, bucket: Bucket, number: int, count: int, until: Deadline
     ) -> None:
         """Send one bucket: tell the server what comes, and send it at the same time."""
         server = peer.server
@@ -180,14 +180,14 @@ class VllmWeights(AdapterBook):
             self._disconnect(peer)
             raise
 
-    async def _finish(self, peer: Peer, version: int, until: Until) -> None:
+    async def _finish(self, peer: VllmEndpoint, version: int, until: Deadline) -> None:
         body = {"weight_version": str(version)}
         server = peer.server
         await server.call("POST", "/finish_weight_update", doing=until.doing, deadline=until.left(server), body=body)
 
     # ---- connections -----------------------------------------------------------------------------------------------
 
-    async def _connect(self, peer: Peer, until: Until, ipc: bool, on_gpu: bool) -> None:
+    async def _connect(self, peer: VllmEndpoint, until: Deadline, ipc: bool, on_gpu: bool) -> None:
         assert peer.facts is not None, "`choose_way` looked"
         kind = "ipc" if ipc else group_backend(peer, on_gpu)
         known = self._channels.get(peer.server.url)
@@ -217,15 +217,15 @@ class VllmWeights(AdapterBook):
         channel = await meet(server, doing, until, f"{address}, port {port}", ask, join)
         self._channels[server.url] = (peer.facts["born"], kind, channel)
 
-    def _disconnect(self, peer: Peer) -> None:
+    def _disconnect(self, peer: VllmEndpoint) -> None:
         known = self._channels.pop(peer.server.url, None)
         if known is not None:
             known[2].close()
 
-    def _meeting_place(self, server: Server) -> tuple[str, Any]:
+    def _meeting_place(self, server: ServerClient) -> tuple[str, Any]:
         """This machine's address as the server sees it, and a store that listens there."""
         target = urlsplit(server.url)
-        assert target.hostname is not None, "checked by `Server`"
+        assert target.hostname is not None, "checked by `ServerClient`"
         try:
             address = own_address(target.hostname, target.port or 80)
             if address not in self._stores:
@@ -241,7 +241,7 @@ class VllmWeights(AdapterBook):
 
     # ---- an adapter ------------------------------------------------------------------------------------------------
 
-    async def _send_adapter(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+    async def _send_adapter(self, peers: list[VllmEndpoint], update: WeightUpdate, until: Deadline) -> None:
         for peer in peers:
             if peer.facts is not None and peer.facts["max_lora_rank"] is None:
                 raise ServerRefused(
@@ -267,7 +267,7 @@ class VllmWeights(AdapterBook):
         await all_of(confirm(peer, stamp, until) for peer in peers)
         self._forget_files(peers)
 
-    async def _send_bases(self, peers: list[Peer], update: WeightUpdate, until: Until) -> None:
+    async def _send_bases(self, peers: list[VllmEndpoint], update: WeightUpdate, until: Deadline) -> None:
         """Servers that were started with another model than the adapter lies on get that model first, once."""
         assert update.adapter is not None, "the caller looked"
         if update.base is None:
@@ -279,7 +279,9 @@ class VllmWeights(AdapterBook):
             await self._send_model(lacking, update.base, until)
         self._bases |= fresh.keys()  # not before: an attempt that failed sends them again
 
-    async def _carry_adapter(self, peers: list[Peer], update: WeightUpdate, name: str, until: Until) -> dict[str, str]:
+    async def _carry_adapter(
+        self, peers: list[VllmEndpoint], update: WeightUpdate, name: str, until: Deadline
+    ) -> dict[str, str]:
         """Send an adapter's bytes to servers on other machines; returns the folder each of them wrote."""
         choose_way("group", peers, shared_folder=False)
         packer = Packer(update, max(2 * update.nbytes, 1))
@@ -307,7 +309,7 @@ class VllmWeights(AdapterBook):
             places[server.url] = answers[0]["folder"]
         return places
 
-    async def _load_adapter(self, peer: Peer, name: str, folder: str, until: Until) -> None:
+    async def _load_adapter(self, peer: VllmEndpoint, name: str, folder: str, until: Deadline) -> None:
         server = peer.server
         loaded = self._loaded.setdefault((server.url, "" if peer.facts is None else peer.facts["born"]), [])
         if name in loaded:
@@ -332,7 +334,7 @@ class VllmWeights(AdapterBook):
             if peer.facts is not None:
                 await rpc(server, "covey_forget_adapter", f"forget {old}", until.left(server), name=old)
 
-    def _forget_files(self, peers: list[Peer]) -> None:
+    def _forget_files(self, peers: list[VllmEndpoint]) -> None:
         """Remove folders of adapters that no server may still load; a server reloads what it dropped from its slots."""
         kept = {name for names in self._loaded.values() for name in names}
         for version, name in list(self._adapters.items()):

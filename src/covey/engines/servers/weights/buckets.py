@@ -26,7 +26,7 @@ ROW = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BucketEntry:
     """One tensor of a bucket: what it is, where in the buffer it begins, and its checksum."""
 
     spec: TensorSpec
@@ -38,7 +38,7 @@ class Entry:
 class Bucket:
     """Tensors in one flat buffer of bytes."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     data: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ class Bucket:
         }
 
 
-def entries_of(manifest: dict[str, Any]) -> tuple[Entry, ...]:
+def entries_of(manifest: dict[str, Any]) -> tuple[BucketEntry, ...]:
     """The entries that a manifest lists.
 
     Raises:
@@ -74,7 +74,7 @@ def entries_of(manifest: dict[str, Any]) -> tuple[Entry, ...]:
     """
     try:
         entries = tuple(
-            Entry(
+            BucketEntry(
                 TensorSpec(str(one["name"]), tuple(int(n) for n in one["shape"]), _dtype(one["dtype"])),
                 int(one["offset"]),
                 int(one["checksum"]),
@@ -178,7 +178,7 @@ class Packer:
                 data = self._buffer(slot, tensor.device if self._device is None else self._device)[: _size(specs)]
             placed = _place(data, offset, spec)
             placed.copy_(tensor)
-            entries.append(Entry(spec, offset, checksum(placed)))
+            entries.append(BucketEntry(spec, offset, checksum(placed)))
             offset += _aligned(spec.nbytes)
         assert data is not None and len(entries) == len(specs), "`checked` raises where tensors are missing"
         return Bucket(tuple(entries), data)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from covey.engines.servers.errors import DeadlineExceeded, GroupNotJoined, ServerError, ServerUnreachable
-from covey.engines.servers.http_client import Server
+from covey.engines.servers.http_client import ServerClient
 
 LAST_WORDS_SECONDS = 5.0
 """How long a server may take to say why it stopped taking part in a transfer."""
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Until:
+class Deadline:
     """A moment in time, and what must be done by then."""
 
     doing: str
@@ -35,7 +35,7 @@ class Until:
     def __post_init__(self) -> None:
         self.at = time.monotonic() + self.seconds
 
-    def left(self, server: Server) -> float:
+    def left(self, server: ServerClient) -> float:
         """Seconds that are left.
 
         Raises:
@@ -47,7 +47,7 @@ class Until:
         return left
 
 
-async def together(server: Server, doing: str, request: Awaitable[R], transfer: Callable[[], T]) -> tuple[R, T]:
+async def together(server: ServerClient, doing: str, request: Awaitable[R], transfer: Callable[[], T]) -> tuple[R, T]:
     """Run a request and the transfer it announces; both must succeed.
 
     When the transfer fails, the server's own words are waited for shortly: they say more than "connection closed".
@@ -76,9 +76,9 @@ async def together(server: Server, doing: str, request: Awaitable[R], transfer: 
 
 
 async def meet(
-    server: Server,
+    server: ServerClient,
     doing: str,
-    until: Until,
+    until: Deadline,
     where: str,
     request: Callable[[float], Awaitable[Any]],
     join: Callable[[float], T],

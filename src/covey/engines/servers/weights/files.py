@@ -21,7 +21,7 @@ from covey.engines.servers.weights.buckets import Packer, check
 MANIFEST = "covey_manifest.json"
 
 
-class Shelf:
+class CheckpointDir:
     """Where the folders of one run lie. It is made when it is needed, and removed with this object at the latest.
 
     Args:

@@ -1,7 +1,7 @@
 """Which weights servers hold: sends them the policy's, and knows who has them, whatever fails meanwhile.
 
-Everything here belongs to the event loop of the `Fleet`. Not here: how weights travel (a `WeightTransport`), or what is
-sampled with them (`RemoteEngine`).
+Everything here belongs to the event loop of the `ServerPool`. Not here: how weights travel (a `WeightTransport`), or
+what is sampled with them (`RemoteEngine`).
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from covey.engines.servers.errors import (
     ServerUnreachable,
 )
 from covey.engines.servers.handshake import LOOK_SECONDS
-from covey.engines.servers.protocols import Dialect, WeightTransport
-from covey.engines.servers.server_pool import QUICK_SECONDS, Fleet, Member
+from covey.engines.servers.protocols import ServerApi, WeightTransport
+from covey.engines.servers.server_pool import QUICK_SECONDS, PoolMember, ServerPool
 from covey.engines.servers.sleep import SleepMode
 
 GRACE_SECONDS = 5.0
@@ -55,8 +55,8 @@ class ServerWeights:
 
     def __init__(
         self,
-        fleet: Fleet,
-        dialect: Dialect,
+        fleet: ServerPool,
+        dialect: ServerApi,
         transport: WeightTransport,
         sleep: SleepMode,
         *,
@@ -73,7 +73,7 @@ class ServerWeights:
         self._timeout = timeout
         self._resend = resend
         self._run = uuid.uuid4().hex[:8]
-        self._hopeless: dict[Member, ServerError] = {}  # they live and take no weights
+        self._hopeless: dict[PoolMember, ServerError] = {}  # they live and take no weights
         self._latest: WeightUpdate | None = None
         self._news = asyncio.Event()
 
@@ -109,7 +109,7 @@ class ServerWeights:
 
     async def _bring(self, update: WeightUpdate, until: float, doing: str) -> None:
         """Send until somebody has it; one that lives and fails is tried again by itself, after the others."""
-        failures: Counter[Member | None] = Counter()  # None: nobody's in particular
+        failures: Counter[PoolMember | None] = Counter()  # None: nobody's in particular
         done = False
         while True:
             reachable = await self._fleet.reachable(until, doing)
@@ -141,7 +141,7 @@ class ServerWeights:
                             self._fleet.leave_out(member, error)
                     return
 
-    def _give_up(self, member: Member, error: ServerError) -> None:
+    def _give_up(self, member: PoolMember, error: ServerError) -> None:
         """Send a server no more weights until it has been away, as it is while it is started anew."""
         self._fleet.leave_out(member, error)
         self._hopeless[member] = error
@@ -150,7 +150,7 @@ class ServerWeights:
             stacklevel=2,
         )
 
-    async def _update(self, members: list[Member], update: WeightUpdate, until: float, doing: str) -> bool:
+    async def _update(self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str) -> bool:
         """Pause, send, resume; whether any of `members` has the new weights."""
         for member in members:
             if not member.up:
@@ -173,7 +173,7 @@ class ServerWeights:
             self._fleet.admit(member)
         return bool(members)
 
-    async def _send(self, members: list[Member], update: WeightUpdate, until: float, doing: str) -> None:
+    async def _send(self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str) -> None:
         """Have the transport send; a server that dies meanwhile ends it, whatever the transport waits for."""
         left = max(1.0, until - time.monotonic())
         servers = [member.server for member in members]
@@ -198,7 +198,7 @@ class ServerWeights:
                 task.cancel()
             await asyncio.wait([sending, watching], timeout=GRACE_SECONDS)
 
-    async def _lose(self, members: list[Member], error: ServerError) -> bool:
+    async def _lose(self, members: list[PoolMember], error: ServerError) -> bool:
         """Leave out whoever is to blame for `error`; whether anybody is."""
         asked = [member for member in members if not member.words]
         for member in await self._fleet.each(asked, self._dialect.alive):
@@ -219,7 +219,7 @@ class ServerWeights:
                 self._fleet.leave_out(member, "it did not get the latest weights")
         self._tell_news()
 
-    async def readmit(self, member: Member) -> bool:
+    async def readmit(self, member: PoolMember) -> bool:
         """Whether a server that was left out may sample: it lives, and holds the current weights."""
         try:
             await self._fleet.alive(member)
@@ -254,7 +254,7 @@ class ServerWeights:
         if self.version is not None:
             await asyncio.gather(*(self._recheck(member) for member in self._fleet.up))
 
-    async def _recheck(self, member: Member) -> None:
+    async def _recheck(self, member: PoolMember) -> None:
         try:
             if not await self._is_ours(member):
                 self._fleet.leave_out(member, "it was started anew and lost the weights it was sent")
@@ -264,7 +264,7 @@ class ServerWeights:
     def _stamp(self, version: int) -> str:
         return f"covey-{self._run}-{version}"
 
-    async def _is_ours(self, member: Member) -> bool:
+    async def _is_ours(self, member: PoolMember) -> bool:
         """Whether the server still holds what it was sent.
 
         Raises:
