@@ -35,7 +35,7 @@ from covey.core.rollout import Rollout
 from covey.engines.native.engine import NativeEngine
 from covey.engines.scripted import ScriptedEngine
 from covey.rewards import RewardContext, RewardSuite, accuracy_reward, numeric_match_reward, per_completion
-from covey.rollout.collector import Agency, Collector, Draw
+from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.episode import TurnTemplates
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tool_agent import ToolAgent
@@ -136,7 +136,7 @@ def play(
     if tool is not None:
         toolbox = Toolbox([tool], timeout=tool_timeout)
         codec.tools = toolbox.schemas
-        agency = Agency(ToolAgent(toolbox, ALWAYS, TURNS - 1), TurnTemplates(codec, [1]), timeout=600.0)
+        agency = RolloutSpec(ToolAgent(toolbox, ALWAYS, TURNS - 1), TurnTemplates(codec, [1]), timeout=600.0)
     watch, cpu = watch or _Ends(), time.process_time()
     with torch.no_grad():
         rollouts = Collector(engine, codec, 0, agency).collect(draws(), SamplingParams(4000), ("train", 0), ended=watch)
@@ -145,13 +145,13 @@ def play(
     return Played(rollouts, [watch.ends[place] for place in range(len(rollouts))], time.process_time() - cpu)
 
 
-def draws() -> list[Draw]:
+def draws() -> list[PromptSample]:
     """What is played."""
     rows = [
         {"prompt": [{"role": "user", "content": f"Question {i}"}], "solution": str(i), "answer": str(i)}
         for i in range(PROMPTS)
     ]
-    return [Draw(row, number, sample) for number, row in enumerate(rows) for sample in range(GROUP)]
+    return [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(GROUP)]
 
 
 def _script(prompt_ids: Sequence[int], seed: int) -> list[int]:

@@ -68,14 +68,14 @@ class Evaluator:
         from covey.core.engine import SamplingParams
         from covey.engines.native.engine import NativeEngine
         from covey.policy.loading import end_token_ids
-        from covey.rollout.collector import Collector, Draw
+        from covey.rollout.collector import Collector, PromptSample
         from covey.rollout.prompts import PromptCodec
 
         engine = NativeEngine(
             lambda: model, eos_token_ids=end_token_ids(model, tokenizer), pad_token_id=tokenizer.pad_token_id
         )
         self.collector = Collector(engine, PromptCodec(tokenizer, None, None), seed=0)
-        self.draws = [Draw(row, number, sample) for number, row in enumerate(rows) for sample in range(samples)]
+        self.draws = [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(samples)]
         self.params = SamplingParams(max_tokens=HYPERPARAMETERS["max_completion_length"])
 
     def __call__(self) -> float:

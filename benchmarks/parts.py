@@ -12,7 +12,7 @@ from covey.core.engine import SamplingParams
 from covey.engines.native.engine import NativeEngine
 from covey.policy.loading import end_token_ids
 from covey.policy.scoring import TokenScorer
-from covey.rollout.collector import Collector, Draw
+from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.prompts import PromptCodec
 
 PROMPTS, GROUP, LIMIT = 8, 8, 64
@@ -31,7 +31,7 @@ def main() -> None:
     )
     codec = PromptCodec(tokenizer, None, None)
     collector = Collector(engine, codec, seed=0)
-    draws = [Draw(row, i, g) for i, row in enumerate(rows) for g in range(GROUP)]
+    draws = [PromptSample(row, i, g) for i, row in enumerate(rows) for g in range(GROUP)]
     params = SamplingParams(max_tokens=LIMIT)
 
     def native() -> object:

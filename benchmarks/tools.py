@@ -237,12 +237,12 @@ def learn(
 def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> dict[str, Any]:
     """Shares of right calls, right answers and both over held-out questions, with intervals; and greedily."""
     from covey.cli.demo import clustered_interval
-    from covey.rollout.collector import Draw
+    from covey.rollout.collector import PromptSample
 
     found: dict[str, Any] = {}
     greedy = replace(trainer.sampling, temperature=0.0)
     for way, params, samples in (("sampled", trainer.sampling, SAMPLES), ("greedy", greedy, 1)):
-        draws = [Draw(row, number, sample) for number, row in enumerate(rows) for sample in range(samples)]
+        draws = [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(samples)]
         completions = [one.completion for one in trainer.collector.collect(draws, params, ("tools", name, way))]
         columns = {column: [draw.row[column] for draw in draws] for column in COLUMNS}
         call = [score == 1 for score in right_calls(completions, **columns)]

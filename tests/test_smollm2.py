@@ -22,13 +22,13 @@ def collected(real, max_rows, prompts=4, group=4):
     from covey.cli.demo import sums
     from covey.core.engine import SamplingParams
     from covey.engines.native.engine import NativeEngine
-    from covey.rollout.collector import Collector, Draw
+    from covey.rollout.collector import Collector, PromptSample
     from covey.rollout.prompts import PromptCodec
 
     model, tokenizer = real
     engine = NativeEngine(lambda: model, eos_token_ids={2}, pad_token_id=2, max_rows=max_rows)
     rows = sums(seed=0)[0][:prompts]
-    draws = [Draw(row, i, g) for i, row in enumerate(rows) for g in range(group)]
+    draws = [PromptSample(row, i, g) for i, row in enumerate(rows) for g in range(group)]
     collector = Collector(engine, PromptCodec(tokenizer, None, None), seed=0)
     return collector.collect(draws, SamplingParams(max_tokens=24), ("test", 0))
 

@@ -17,7 +17,7 @@ from covey.core.rollout import FinishReason, Rollout
 from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, SignalFilter, kept_groups
 from covey.data.prompt_stream import PromptStream
 from covey.data.sampler import rank_share, start_of, train_loader
-from covey.rollout.collector import Draw
+from covey.rollout.collector import PromptSample
 from tests.support import runs, tiny
 
 ALGEBRA = BatchAlgebra(
@@ -52,7 +52,7 @@ def chooser(algebra=ALGEBRA, rank=0, rows=10, max_rounds=3, gather=lambda mine: 
 def choose(signals, prompts=(0, 1, 2), **kwargs):
     log = []
     made = chooser(**kwargs)
-    draws = [Draw({"prompt": str(p)}, p, s) for p, s in rank_share(prompts, 2, ALGEBRA, 0)]
+    draws = [PromptSample({"prompt": str(p)}, p, s) for p, s in rank_share(prompts, 2, ALGEBRA, 0)]
     return made.choose(draws, partial(scripted, signals, log)), log
 
 
@@ -147,7 +147,7 @@ def test_every_process_ends_with_its_equal_share_of_what_one_process_would_keep(
 
     def work(rank):
         made = chooser(algebra, rank, gather=partial(gather, rank))
-        draws = [Draw({"prompt": str(p)}, p, s) for p, s in rank_share([0, 1, 2], 2, algebra, rank)]
+        draws = [PromptSample({"prompt": str(p)}, p, s) for p, s in rank_share([0, 1, 2], 2, algebra, rank)]
         results[rank] = made.choose(draws, partial(scripted, {1, 3, 5}, []))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(processes)]

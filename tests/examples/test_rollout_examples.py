@@ -8,7 +8,7 @@ import pytest
 from covey.core.engine import SamplingParams
 from covey.core.rollout import FinishReason
 from covey.engines.scripted import ScriptedEngine
-from covey.rollout.collector import Agency, Collector, Draw
+from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
@@ -31,9 +31,9 @@ def played(function, kind, says, answer, n, prompt="What is 3 + 4?"):
     engine = ScriptedEngine(lambda ids, seed: [*encoded(says(TOKENIZER.decode(ids), seed)), EOS])
     codec = PromptCodec(TOKENIZER, None, None)
     play = kind(function, 30.0, Limits(tiny.config().vocab_size, None))
-    collector = Collector(engine, codec, 0, Agency(play, TurnTemplates(codec, [EOS]), 30.0))
+    collector = Collector(engine, codec, 0, RolloutSpec(play, TurnTemplates(codec, [EOS]), 30.0))
     row = {"prompt": [{"role": "user", "content": prompt}], "answer": answer}
-    rollouts = collector.collect([Draw(row, 0, s) for s in range(n)], SamplingParams(400), ("train", 0))
+    rollouts = collector.collect([PromptSample(row, 0, s) for s in range(n)], SamplingParams(400), ("train", 0))
     assert all(rollout.error is None for rollout in rollouts), rollouts[0].error
     return rollouts, engine
 

@@ -10,7 +10,7 @@ import pytest
 from covey.core.engine import SamplingParams
 from covey.core.rollout import FinishReason
 from covey.engines.scripted import ScriptedEngine
-from covey.rollout.collector import Agency, Collector, Draw
+from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
@@ -36,12 +36,12 @@ def collector(function, engine=None, timeout=60.0):
     codec = PromptCodec(TOKENIZER, None, None)
     limits = Limits(tiny.config().vocab_size, None)
     play = BatchFunction(lambda prompts, _: function(prompts, play.complete), None, timeout, codec, limits, {EOS})
-    agency = Agency(play, TurnTemplates(codec, [EOS]), timeout)
+    agency = RolloutSpec(play, TurnTemplates(codec, [EOS]), timeout)
     return Collector(engine or ScriptedEngine(letters), codec, 7, agency)
 
 
 def draws(prompts=2, group=2):
-    return [Draw({"prompt": f"{p}+{p}="}, p, s) for p in range(prompts) for s in range(group)]
+    return [PromptSample({"prompt": f"{p}+{p}="}, p, s) for p in range(prompts) for s in range(group)]
 
 
 def sampled(prompts, complete, **changes):
@@ -71,7 +71,7 @@ def test_every_prompt_comes_as_often_as_it_is_to_be_completed():
 
 
 def test_processes_that_share_a_group_sample_its_completions_differently():
-    everything = [Draw({"prompt": "1+1="}, 0, sample) for sample in range(4)]
+    everything = [PromptSample({"prompt": "1+1="}, 0, sample) for sample in range(4)]
     ranks = [collector(sampled).collect(share, PARAMS, ("train", 0)) for share in (everything[:2], everything[2:])]
     assert len({tuple(one.completion_ids) for share in ranks for one in share}) == 4
 
@@ -130,7 +130,7 @@ def test_prompts_are_the_functions_own():
             prompt[0]["content"] = "mine"
         return sampled(prompts, complete)
 
-    some = [Draw({"prompt": [{"role": "user", "content": "2+2="}]}, 0, s) for s in range(2)]
+    some = [PromptSample({"prompt": [{"role": "user", "content": "2+2="}]}, 0, s) for s in range(2)]
     collector(function).collect(some, PARAMS, ("train", 0))
     assert some[0].row["prompt"][0]["content"] == "2+2="
 

@@ -8,7 +8,7 @@ import pytest
 
 from covey.core.engine import SamplingParams
 from covey.core.rollout import Completion, FinishReason
-from covey.rollout.collector import Collector, Draw, run_async
+from covey.rollout.collector import Collector, PromptSample, run_async
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.seeds import sample_seed
 
@@ -36,7 +36,7 @@ class Echo:
 
 
 def draws(prompts, group):
-    return [Draw({"prompt": "abc"[p]}, p, s) for p in prompts for s in range(group)]
+    return [PromptSample({"prompt": "abc"[p]}, p, s) for p in prompts for s in range(group)]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from covey.core.engine import SamplingParams
 from covey.core.rollout import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
-from covey.rollout.collector import Agency, Collector, Draw
+from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_functions import GroupFunction, Limits, RolloutFunction, form_of
@@ -37,12 +37,14 @@ def wait_for(condition, seconds=10.0):
 def collector(function, engine=None, timeout=60.0, kind=RolloutFunction, limits=False):
     codec = PromptCodec(TOKENIZER, None, None)
     bounds = Limits(tiny.config().vocab_size, None)
-    agency = Agency(kind(function, timeout, bounds), TurnTemplates(codec, [EOS]), timeout, bounds if limits else None)
+    agency = RolloutSpec(
+        kind(function, timeout, bounds), TurnTemplates(codec, [EOS]), timeout, bounds if limits else None
+    )
     return Collector(engine or ScriptedEngine(letters), codec, 7, agency)
 
 
 def draws(prompts=2, group=4):
-    return [Draw({"prompt": f"{p}+{p}=", "answer": 2 * p}, p, s) for p in range(prompts) for s in range(group)]
+    return [PromptSample({"prompt": f"{p}+{p}=", "answer": 2 * p}, p, s) for p in range(prompts) for s in range(group)]
 
 
 def collect(made, some=None, key=("train", 0)):

@@ -11,7 +11,7 @@ import torch
 from covey.core.engine import SamplingParams
 from covey.core.metrics import Mean
 from covey.core.rollout import Completion, FinishReason, Rollout
-from covey.rollout.collector import Collector, Draw
+from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import DraftKey, DraftStore, Speculation, fingerprint, reuse_stats
 
@@ -142,7 +142,7 @@ class Markov:
 
 
 def draws(prompts, group=3, texts="abcdef"):
-    return [Draw({"prompt": texts[p]}, p, s) for p in prompts for s in range(group)]
+    return [PromptSample({"prompt": texts[p]}, p, s) for p in prompts for s in range(group)]
 
 
 def collector(tiny_tokenizer, engine):

@@ -2,7 +2,7 @@
 
 from covey.core.engine import SamplingParams
 from covey.engines.scripted import ScriptedEngine
-from covey.rollout.collector import Agency, Collector, Draw
+from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.environments import EnvironmentPool, TextEnvironmentAgent, ToolEnvironmentAgent
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.parsers import TOOL_PARSERS
@@ -34,6 +34,12 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
+class RecordingEngine(ScriptedEngine):
+    """Keeps the prompts that it was given, as text, in `told`."""
+
+    told: list[str]
+
+
 def says(*turns):
     """A policy that says these texts, turn after turn, and then the last of them again. Records what it was told."""
     told = []
@@ -44,7 +50,7 @@ def says(*turns):
         said = text.count("<bos>assistant: ") - 1
         return [*TOKENIZER(turns[min(said, len(turns) - 1)])["input_ids"], TOKENIZER.eos_token_id]
 
-    engine = ScriptedEngine(script)
+    engine = RecordingEngine(script)
     engine.told = told
     return engine
 
@@ -65,6 +71,6 @@ def text_agent(factory, seconds=5.0, max_turns=None, limit=None, turn_end=None):
 def play(agent, engine, rows=({"prompt": [{"role": "user", "content": "go"}]},), group=1, room=400, seconds=20.0):
     """The rollouts of `group` samples of each row."""
     codec = PromptCodec(TOKENIZER, None, None)
-    agency = Agency(agent, TurnTemplates(codec, [TOKENIZER.eos_token_id]), seconds)
-    draws = [Draw(row, number, sample) for number, row in enumerate(rows) for sample in range(group)]
+    agency = RolloutSpec(agent, TurnTemplates(codec, [TOKENIZER.eos_token_id]), seconds)
+    draws = [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(group)]
     return Collector(engine, codec, 0, agency).collect(draws, SamplingParams(max_tokens=room), ("test", 0))

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from covey.rollout.collector import Draw
+from covey.rollout.collector import PromptSample
 
 SYSTEM = "Answer with the number only."
 HELD_OUT_PROMPTS = 80
@@ -151,7 +151,9 @@ def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> d
     from covey.observability.report import Sample
     from covey.rewards import numeric_match_reward
 
-    draws = [Draw(row, number, sample) for number, row in enumerate(rows) for sample in range(SAMPLES_PER_PROMPT)]
+    draws = [
+        PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(SAMPLES_PER_PROMPT)
+    ]
     rollouts = trainer.collector.collect(draws, trainer.sampling, ("demo", name))
     answers = [draw.row["answer"] for draw in draws]
     correct = [bool(score) for score in numeric_match_reward([r.completion for r in rollouts], answer=answers)]

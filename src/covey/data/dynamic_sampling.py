@@ -25,7 +25,7 @@ from covey.core.rollout import Rollout
 from covey.data.difficulty import PromptHistory
 from covey.data.prompt_stream import PromptStream
 from covey.data.sampler import rank_share, share_of, started
-from covey.rollout.collector import Draw
+from covey.rollout.collector import PromptSample
 
 Place = tuple[int, int]
 """(round of sampling, place in that round) of a group or of a completion."""
@@ -42,7 +42,7 @@ class ScoredRollouts:
         steps: [n], rewards of steps by the number of the function that gave them.
     """
 
-    draws: list[Draw]
+    draws: list[PromptSample]
     rollouts: list[Rollout]
     rewards: Tensor
     columns: dict[str, list[Any]]
@@ -62,7 +62,7 @@ class ScoredRollouts:
 class ScoredRollout:
     """One completion with all that belongs to it, as it travels between processes."""
 
-    draw: Draw
+    draw: PromptSample
     rollout: Rollout
     rewards: Tensor
     cells: dict[str, Any]
@@ -188,7 +188,9 @@ class PromptChooser:
         self.max_rounds = max_rounds
         self._gather = gather
 
-    def choose(self, draws: list[Draw], sample: Callable[[list[Draw], int], ScoredRollouts]) -> Selection:
+    def choose(
+        self, draws: list[PromptSample], sample: Callable[[list[PromptSample], int], ScoredRollouts]
+    ) -> Selection:
         """Sample one generation. Collective: all processes call it together.
 
         Args:
@@ -207,7 +209,7 @@ class PromptChooser:
         kept = self._collect(mine, rounds, kept_groups([one.has_signal for one in rounds], groups))
         return Selection(kept, rounds[0], sum(one.processed_tokens for one in rounds), self._stats(rounds))
 
-    def draw(self) -> list[Draw]:
+    def draw(self) -> list[PromptSample]:
         """This process's share of the prompts of a generation, chosen by what is known now. All processes call it."""
         return self._draws(self.stream.take(self.algebra.prompts_per_generation))
 
@@ -224,11 +226,11 @@ class PromptChooser:
         if self.history is not None:
             self.history.load_state_dict(state["history"])
 
-    def _draws(self, prompts: Sequence[int]) -> list[Draw]:
+    def _draws(self, prompts: Sequence[int]) -> list[PromptSample]:
         """This process's share of prompts."""
         slots = rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
         rows = {prompt: self.dataset[prompt] for prompt, _ in slots}
-        return [Draw(rows[prompt], prompt, sample) for prompt, sample in slots]
+        return [PromptSample(rows[prompt], prompt, sample) for prompt, sample in slots]
 
     def _share(self, mine: ScoredRollouts) -> SamplingRound:
         """Let every process know what the others' completions are worth, and take note of it."""

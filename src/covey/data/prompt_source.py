@@ -12,17 +12,17 @@ from typing import Any, Protocol
 from covey.config.algebra import BatchAlgebra
 from covey.data.dynamic_sampling import PromptChooser
 from covey.data.sampler import DrawDataset, GenerationSampler, Slot, train_stream
-from covey.rollout.collector import Draw
+from covey.rollout.collector import PromptSample
 
 
 class PromptSource(Protocol):
     """Where a generation's draws come from."""
 
-    def draws(self, generation: int) -> list[Draw]:
+    def draws(self, generation: int) -> list[PromptSample]:
         """This process's draws for a generation."""
         ...
 
-    def again(self, generation: int, slots: list[Slot]) -> list[Draw]:
+    def again(self, generation: int, slots: list[Slot]) -> list[PromptSample]:
         """The draws of a generation that had these slots when the checkpoint was made."""
         ...
 
@@ -34,11 +34,11 @@ class IndexedPrompts:
         self._rows = DrawDataset(dataset)
         self._sampler = sampler
 
-    def draws(self, generation: int) -> list[Draw]:
+    def draws(self, generation: int) -> list[PromptSample]:
         """This process's draws for a generation."""
         return self._rows.__getitems__(self._sampler.slots(generation))
 
-    def again(self, generation: int, slots: list[Slot]) -> list[Draw]:
+    def again(self, generation: int, slots: list[Slot]) -> list[PromptSample]:
         """The draws of these slots."""
         return self._rows.__getitems__(slots)
 
@@ -50,11 +50,11 @@ class ChosenPrompts:
         self._rows = DrawDataset(dataset)
         self._chooser = chooser
 
-    def draws(self, generation: int) -> list[Draw]:
+    def draws(self, generation: int) -> list[PromptSample]:
         """This process's draws for the next generation. All processes draw alike."""
         return self._chooser.draw()
 
-    def again(self, generation: int, slots: list[Slot]) -> list[Draw]:
+    def again(self, generation: int, slots: list[Slot]) -> list[PromptSample]:
         """The draws of these slots."""
         return self._rows.__getitems__(slots)
 
@@ -67,7 +67,7 @@ class StreamedPrompts:
         self._micro_batches = algebra.micro_batches
         self._next = 0
 
-    def draws(self, generation: int) -> list[Draw]:
+    def draws(self, generation: int) -> list[PromptSample]:
         """This process's draws for a generation; those before it are read and left out."""
         assert generation >= self._next, "a stream is read forward"
         while True:
@@ -78,7 +78,7 @@ class StreamedPrompts:
             if self._next > generation:
                 return draws
 
-    def again(self, generation: int, slots: list[Slot]) -> list[Draw]:
+    def again(self, generation: int, slots: list[Slot]) -> list[PromptSample]:
         """The same, since a stream always reads alike."""
         return self.draws(generation)
 

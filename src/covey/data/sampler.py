@@ -14,18 +14,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from covey.config.algebra import BatchAlgebra
-from covey.rollout.collector import Draw
+from covey.rollout.collector import PromptSample
 
 Slot = tuple[int, int]
 """(row of the dataset, which of its completions)."""
 
 
-def start_of(generation: int) -> Draw:
+def start_of(generation: int) -> PromptSample:
     """Draws nothing: says that a generation begins, by its number since the run began, and leaves its prompts open."""
-    return Draw({}, -1, generation)
+    return PromptSample({}, -1, generation)
 
 
-def started(draws: Sequence[Draw]) -> int | None:
+def started(draws: Sequence[PromptSample]) -> int | None:
     """The number of the generation that begins, or None where the draws name their prompts themselves."""
     return draws[0].sample if draws and draws[0].prompt < 0 else None
 
@@ -151,12 +151,12 @@ class DrawDataset(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitems__(self, slots: list[Slot]) -> list[Draw]:
+    def __getitems__(self, slots: list[Slot]) -> list[PromptSample]:
         """Draws for a batch of slots, which may be empty."""
         fetched = {prompt: self.rows[prompt] for prompt, _ in slots}
-        return [Draw(fetched[prompt], prompt, sample) for prompt, sample in slots]
+        return [PromptSample(fetched[prompt], prompt, sample) for prompt, sample in slots]
 
-    def __getitem__(self, slot: Slot) -> Draw:
+    def __getitem__(self, slot: Slot) -> PromptSample:
         return self.__getitems__([slot])[0]
 
 
@@ -196,11 +196,11 @@ class GenerationStarts(Dataset):
     def __len__(self) -> int:
         return self.rows
 
-    def __getitems__(self, generations: list[int]) -> list[Draw]:
+    def __getitems__(self, generations: list[int]) -> list[PromptSample]:
         """The mark of a generation, or nothing."""
         return [start_of(generation) for generation in generations]
 
-    def __getitem__(self, generation: int) -> Draw:
+    def __getitem__(self, generation: int) -> PromptSample:
         return start_of(generation)
 
 
@@ -210,7 +210,7 @@ class StreamStarts(IterableDataset):
     def __init__(self, algebra: BatchAlgebra):
         self.algebra = algebra
 
-    def __iter__(self) -> Iterator[list[Draw]]:
+    def __iter__(self) -> Iterator[list[PromptSample]]:
         for generation in count():
             yield [start_of(generation)]
             yield from ([] for _ in range(self.algebra.micro_batches - 1))
@@ -232,10 +232,10 @@ class DrawStream(IterableDataset):
         self.rank = rank
         self.training = training
 
-    def __iter__(self) -> Iterator[list[Draw]]:
+    def __iter__(self) -> Iterator[list[PromptSample]]:
         return self._training_steps() if self.training else self._evaluation_batches()
 
-    def _training_steps(self) -> Iterator[list[Draw]]:
+    def _training_steps(self) -> Iterator[list[PromptSample]]:
         """Pass after pass without end: `max_steps` ends training, and skipping finds the place of a resumed run.
 
         Raises:
@@ -252,7 +252,7 @@ class DrawStream(IterableDataset):
                     yield from ([] for _ in range(self.algebra.micro_batches - 1))
             check_enough(prompts, self.algebra)  # else there would be pass after pass without a step
 
-    def _evaluation_batches(self) -> Iterator[list[Draw]]:
+    def _evaluation_batches(self) -> Iterator[list[PromptSample]]:
         for chunk in self._chunks(self.algebra.prompts_per_eval_batch):
             yield self._share(chunk, self.algebra.eval_group)
 
@@ -261,9 +261,9 @@ class DrawStream(IterableDataset):
         while chunk := dict(islice(numbered, size)):
             yield chunk
 
-    def _share(self, chunk: dict[int, Any], group: int) -> list[Draw]:
+    def _share(self, chunk: dict[int, Any], group: int) -> list[PromptSample]:
         slots = rank_share(list(chunk), group, self.algebra, self.rank)
-        return [Draw(chunk[prompt], prompt, sample) for prompt, sample in slots]
+        return [PromptSample(chunk[prompt], prompt, sample) for prompt, sample in slots]
 
 
 class _EpochLoader(DataLoader):
@@ -327,5 +327,5 @@ def _loader(dataset: Any, *, seed: int, **kwargs: Any) -> DataLoader:
     return _EpochLoader(dataset, collate_fn=_as_is, generator=torch.Generator().manual_seed(seed), **kwargs)
 
 
-def _as_is(draws: list[Draw]) -> list[Draw]:
+def _as_is(draws: list[PromptSample]) -> list[PromptSample]:
     return draws

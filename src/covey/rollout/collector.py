@@ -18,10 +18,10 @@ from covey.rollout.images import images_of, showing
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.runner import GroupRunner, RolloutCallbacks, failed_rollout
-from covey.rollout.runner import RolloutSpec as Agency
+from covey.rollout.runner import RolloutSpec as RolloutSpec
 from covey.rollout.seeds import sample_seed
 from covey.rollout.speculation import Speculation
-from covey.rollout.tasks import PromptSample as Draw
+from covey.rollout.tasks import PromptSample as PromptSample
 from covey.rollout.tasks import SampleGroup, sample_groups
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import Encoded
@@ -41,7 +41,7 @@ class Collector:
         agency: what plays the rollouts; None: each is one completion.
     """
 
-    def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int, agency: Agency | None = None):
+    def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int, agency: RolloutSpec | None = None):
         self.engine = engine
         self.codec = codec
         self.seed = seed
@@ -52,7 +52,7 @@ class Collector:
 
     def collect(
         self,
-        draws: Sequence[Draw],
+        draws: Sequence[PromptSample],
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
@@ -74,7 +74,7 @@ class Collector:
 
     async def sample(
         self,
-        draws: Sequence[Draw],
+        draws: Sequence[PromptSample],
         params: SamplingParams,
         key: tuple[int | str, ...],
         reuse: Speculation | None = None,
@@ -186,7 +186,7 @@ class Collector:
     async def _batch(
         self,
         function: BatchFunction,
-        draws: Sequence[Draw],
+        draws: Sequence[PromptSample],
         params: SamplingParams,
         key: tuple[int | str, ...],
         ended: RolloutCallbacks | None,

@@ -28,7 +28,7 @@ from covey.core.engine import SamplingParams, traits_of
 from covey.core.media import Media
 from covey.core.rollout import FinishReason, Rollout
 from covey.data.prompt_source import PromptSource
-from covey.rollout.collector import Collector, Draw
+from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.checkpointable import odd_part
 from covey.runtime.sampling_thread import SamplingThread
@@ -85,7 +85,7 @@ class InFlightBatch:
     generation: int
     key: tuple[str, int]
     version: int
-    draws: list[Draw]
+    draws: list[PromptSample]
     work: "Future[list[Rollout]]"
     watched: RolloutListener = field(default_factory=RolloutListener)
 
@@ -191,7 +191,7 @@ class AsyncRollouts:
         self._send_weights(version)
         self._sent = version
 
-    def newest_draws(self, version: int) -> list[Draw]:
+    def newest_draws(self, version: int) -> list[PromptSample]:
         """The draws of the generation that was launched last, if that was with weights of `version`; else none."""
         newest = self._flights[-1] if self._flights else None
         return newest.draws if newest is not None and newest.version == version else []
@@ -264,7 +264,7 @@ class AsyncRollouts:
         self._fly(self._next, self._next_key(), version, self._prompts.draws(self._next))
         self._next += 1
 
-    def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[Draw]) -> None:
+    def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[PromptSample]) -> None:
         """Launch a generation, and wait until the engine has its requests: what comes next comes after them."""
         submitted, watched = threading.Event(), self._watch()
         work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, watched))

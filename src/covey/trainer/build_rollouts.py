@@ -14,7 +14,7 @@ from torch import Tensor
 from covey.core.metrics import Mean, Stat
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.loading import end_token_ids
-from covey.rollout.collector import Agency
+from covey.rollout.collector import RolloutSpec
 from covey.rollout.environments.agent import EnvironmentAgent, TextEnvironmentAgent
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tool_agent import ToolAgent
@@ -35,7 +35,7 @@ class RolloutWarning(UserWarning):
 
 def build_agency(
     trainer: Any, model: Any, codec: PromptCodec, tools: Any, rollout_func: Any, environment_factory: Any
-) -> Agency | None:
+) -> RolloutSpec | None:
     """What plays rollouts that are more than one completion; None where each is one.
 
     Args:
@@ -69,7 +69,7 @@ def build_agency(
         else:
             kind = RolloutFunction if form == "rollout" else GroupFunction
             play = kind(rollout_func, args.rollout_timeout, limits)
-    return Agency(play, templates, args.rollout_timeout, limits)
+    return RolloutSpec(play, templates, args.rollout_timeout, limits)
 
 
 def _refuse_combinations(args: Any, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
@@ -124,12 +124,12 @@ def _parser(args: Any, templates: TurnTemplates, schemas: list[dict[str, Any]]) 
     return TOOL_PARSERS[name]
 
 
-def plays_functions(agency: Agency | None) -> bool:
+def plays_functions(agency: RolloutSpec | None) -> bool:
     """Whether functions of the user's play the rollouts: they may give reward functions any further arguments."""
     return agency is not None and isinstance(agency.play, RolloutFunction | GroupFunction | BatchFunction)
 
 
-def refuse_plain_prompts(agency: Agency | None, rows: Sequence[dict[str, Any]], role: str) -> None:
+def refuse_plain_prompts(agency: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> None:
     """Tools and environments need conversations.
 
     Raises:
@@ -203,7 +203,7 @@ def failure_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
     return {"rollouts/failed": Mean.of([float(rollout.finish is FinishReason.ERROR) for rollout in rollouts])}
 
 
-def agent_stats(rollouts: Sequence[Rollout], agency: Agency) -> dict[str, Stat]:
+def agent_stats(rollouts: Sequence[Rollout], agency: RolloutSpec) -> dict[str, Stat]:
     """`rollouts/turns`, `rollouts/failed`, ... and, where there are tools, what became of calls and what they took."""
     own = plays_functions(agency) or isinstance(agency.play, TextEnvironmentAgent)
     tools = not own or any(rollout.calls for rollout in rollouts)

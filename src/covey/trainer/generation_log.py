@@ -14,7 +14,7 @@ from covey.core.rollout import Rollout
 from covey.core.thumbnails import thumbnails
 from covey.core.transcript import Counts, count
 from covey.rewards.batch import RewardContext
-from covey.rollout.collector import Draw
+from covey.rollout.collector import PromptSample
 
 
 @dataclass
@@ -68,7 +68,7 @@ class RankShard:
 
 
 def describe(
-    draws: list[Draw], rollouts: list[Rollout], columns: dict[str, list[Any]], images: bool = True
+    draws: list[PromptSample], rollouts: list[Rollout], columns: dict[str, list[Any]], images: bool = True
 ) -> dict[str, list[Any]]:
     """The completions table's columns that do not depend on other processes; with `images`, small ones of each."""
     known: dict[int, bytes] = {}

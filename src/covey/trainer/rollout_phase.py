@@ -19,7 +19,7 @@ from covey.data.sampler import started
 from covey.observability.metrics import MetricLog
 from covey.observability.timeline import Timeline
 from covey.rewards import RewardSuite
-from covey.rollout.collector import Collector, Draw
+from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.rollout.user_batch_function import BatchFunction
 from covey.runtime.process_state import kept_surroundings
@@ -55,7 +55,7 @@ class SampledGenerations(PolicyUpdates):
     """The same, as a checkpoint holds it, until training goes on."""
 
     def _sample(
-        self, key: tuple[str | int, ...], draws: list[Draw], number: int, flight: InFlightBatch | None = None
+        self, key: tuple[str | int, ...], draws: list[PromptSample], number: int, flight: InFlightBatch | None = None
     ) -> ScoredRollouts:
         """Sample and score one round of a generation; rounds after round 0 are refills, never sampled ahead."""
         key = (*key, number) if number else key
@@ -140,7 +140,7 @@ class SampledGenerations(PolicyUpdates):
     # ---- sampling ahead --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _sample_ahead(self, draws: list[Draw]) -> None:
+    def _sample_ahead(self, draws: list[PromptSample]) -> None:
         if self.args.max_staleness == 0 or self._micro_step:
             return
         if self.ahead is None:
@@ -151,7 +151,7 @@ class SampledGenerations(PolicyUpdates):
         self.ahead.launch(self.state.global_step, started(draws))
         self._probe_engine()
 
-    def _sampled_ahead(self, draws: list[Draw]) -> InFlightBatch | None:
+    def _sampled_ahead(self, draws: list[PromptSample]) -> InFlightBatch | None:
         """The generation that begins, where it was sampled ahead."""
         generation = started(draws) if self.ahead is not None and self.model.training else None
         if self.ahead is None or generation is None:

@@ -28,7 +28,7 @@ from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.phases import PhaseTimer
 from covey.observability.timeline import Timeline
 from covey.policy.loading import has_dropout
-from covey.rollout.collector import Draw
+from covey.rollout.collector import PromptSample
 from covey.runtime.allocator import keep_freed_memory
 from covey.trainer import build
 from covey.trainer.build_rollouts import FailureMonitor
@@ -172,7 +172,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
     # ---- one step --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather_experience(self, draws: list[Draw]) -> TrainBatch:
+    def gather_experience(self, draws: list[PromptSample]) -> TrainBatch:
         """Sample, score, assign credit: dataset rows in, training tokens out."""
         flight = self._sampled_ahead(draws)
         draws, key = (flight.draws, flight.key) if flight is not None else (draws, self._generation_key())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from covey.core.engine import SamplingParams
 from covey.core.rollout import FinishReason
 from covey.engines.scripted import ScriptedEngine
-from covey.rollout.collector import Agency, Collector, Draw
+from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.episode import TurnTemplates
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tool_agent import ToolAgent
@@ -113,9 +113,11 @@ class Scene:
         engine = ScriptedEngine(
             lambda prompt, seed: self.turns[len(engine.served) - 1], logprobs=lambda prompt, ids: [-0.5] * len(ids)
         )
-        agency = Agency(self._converse, self.templates, timeout=60)
+        agency = RolloutSpec(self._converse, self.templates, timeout=60)
         collector = Collector(engine, self.templates.codec, 0, agency)
-        (rollout,) = collector.collect([Draw({"prompt": self.prompt}, 0, 0)], SamplingParams(max_tokens), ("train", 0))
+        (rollout,) = collector.collect(
+            [PromptSample({"prompt": self.prompt}, 0, 0)], SamplingParams(max_tokens), ("train", 0)
+        )
         assert rollout.error is None
         return rollout
 

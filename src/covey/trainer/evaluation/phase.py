@@ -23,7 +23,7 @@ from covey.data.validation import check_dataset
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.rewards import RewardSuite
-from covey.rollout.collector import Draw
+from covey.rollout.collector import PromptSample
 from covey.trainer.checkpoint import AtomicCheckpoints
 from covey.trainer.distributed.sharding import ready_to_evaluate
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, Scoreboard, rows_of
@@ -54,7 +54,7 @@ class SampledEvaluation(AtomicCheckpoints):
         """No rollout follows: close what they act in."""
         raise NotImplementedError
 
-    def gather_experience(self, draws: list[Draw]) -> TrainBatch:
+    def gather_experience(self, draws: list[PromptSample]) -> TrainBatch:
         """Sample, score and assign credit to draws."""
         raise NotImplementedError
 
@@ -62,7 +62,9 @@ class SampledEvaluation(AtomicCheckpoints):
         """The loss of a whole batch without training on it; 0 for an empty share."""
         raise NotImplementedError
 
-    def _sample(self, key: tuple[str | int, ...], draws: list[Draw], number: int, flight: Any = None) -> ScoredRollouts:
+    def _sample(
+        self, key: tuple[str | int, ...], draws: list[PromptSample], number: int, flight: Any = None
+    ) -> ScoredRollouts:
         """Sample and reward draws."""
         raise NotImplementedError
 
