@@ -12,7 +12,7 @@ from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
-from covey.rollout.user_functions import GroupFunction, Limits, RolloutFunction
+from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator
 from tests.support import tiny
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -30,7 +30,7 @@ def played(function, kind, says, answer, n, prompt="What is 3 + 4?"):
     """n rollouts of one prompt; `says` is (what was said before, seed) -> what the policy says."""
     engine = ScriptedEngine(lambda ids, seed: [*encoded(says(TOKENIZER.decode(ids), seed)), EOS])
     codec = PromptCodec(TOKENIZER, None, None)
-    play = kind(function, 30.0, Limits(tiny.config().vocab_size, None))
+    play = kind(function, 30.0, RolloutValidator(tiny.config().vocab_size, None))
     collector = Collector(engine, codec, 0, RolloutSpec(play, TurnTemplates(codec, [EOS]), 30.0))
     row = {"prompt": [{"role": "user", "content": prompt}], "answer": answer}
     rollouts = collector.collect([PromptSample(row, 0, s) for s in range(n)], SamplingParams(400), ("train", 0))

@@ -12,7 +12,7 @@ import pytest
 
 from covey.core.rollout import FinishReason
 from covey.rollout.environments import OpenEnvironment, VerifiersEnvironment
-from covey.rollout.user_functions import Limits, RolloutFunction
+from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from tests.support import tiny
 from tests.support.playing import TOKENIZER, play, says
 
@@ -83,7 +83,7 @@ def test_marble_is_trained_on_for_ten_steps(tmp_path, marble):
 def test_marble_knows_a_right_answer(marble):
     rows = marble.dataset(2)
     solution = marble._tasks[0].data.solution
-    agent = RolloutFunction(marble.play, 60, Limits(1000, None))
+    agent = RolloutFunction(marble.play, 60, RolloutValidator(1000, None))
     answer = f"So:\n```json\n{json.dumps(solution)}\n```"
     (first,) = play(agent, says(answer), rows[:1], room=4000)
     # One for the ring and one for the rules.
@@ -105,7 +105,7 @@ def talking(monkeypatch):
 
 def test_an_environment_that_answers(talking):
     environment = talking()
-    agent = RolloutFunction(environment.play, 60, Limits(1000, None))
+    agent = RolloutFunction(environment.play, 60, RolloutValidator(1000, None))
     rollouts = play(agent, says("one", "three"), environment.dataset(3), group=2)
     for rollout in rollouts:
         assert rollout.finish is FinishReason.STOP and rollout.extras["environment_reward"] == 2.5
@@ -124,7 +124,7 @@ def test_an_environment_that_answers(talking):
 
 def test_turns_of_a_verifiers_environment_have_a_limit(talking):
     environment = talking(max_turns=1)
-    agent = RolloutFunction(environment.play, 60, Limits(1000, None))
+    agent = RolloutFunction(environment.play, 60, RolloutValidator(1000, None))
     (rollout,) = play(agent, says("one", "three"), environment.dataset(1))
     assert rollout.finish is FinishReason.TOOL_BUDGET and len(rollout.turn_ends) == 1
     environment.close()
@@ -132,7 +132,7 @@ def test_turns_of_a_verifiers_environment_have_a_limit(talking):
 
 def test_rows_of_another_dataset_are_refused(talking):
     environment = talking()
-    agent = RolloutFunction(environment.play, 60, Limits(1000, None))
+    agent = RolloutFunction(environment.play, 60, RolloutValidator(1000, None))
     rows = [{"prompt": [{"role": "user", "content": "x"}], "task": task} for task in (7, None)]
     rollouts = play(agent, says("one"), rows)
     assert all("take the rows from `dataset(size)`" in rollout.error for rollout in rollouts)

@@ -14,7 +14,7 @@ from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
-from covey.rollout.user_functions import Limits, RolloutError
+from covey.rollout.user_functions import RolloutError, RolloutValidator
 from tests.support import tiny
 
 TOKENIZER = tiny.tokenizer()
@@ -34,7 +34,7 @@ def tokens(text):
 def collector(function, engine=None, timeout=60.0):
     """With a function `(prompts, complete) -> dict`: `complete` is what `trainer.generate_completions` goes through."""
     codec = PromptCodec(TOKENIZER, None, None)
-    limits = Limits(tiny.config().vocab_size, None)
+    limits = RolloutValidator(tiny.config().vocab_size, None)
     play = BatchFunction(lambda prompts, _: function(prompts, play.complete), None, timeout, codec, limits, {EOS})
     agency = RolloutSpec(play, TurnTemplates(codec, [EOS]), timeout)
     return Collector(engine or ScriptedEngine(letters), codec, 7, agency)

@@ -14,7 +14,7 @@ from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tools.turn_template import TurnTemplates
-from covey.rollout.user_functions import GroupFunction, Limits, RolloutFunction, form_of
+from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
 from tests.support import tiny
 
 TOKENIZER = tiny.tokenizer()
@@ -36,7 +36,7 @@ def wait_for(condition, seconds=10.0):
 
 def collector(function, engine=None, timeout=60.0, kind=RolloutFunction, limits=False):
     codec = PromptCodec(TOKENIZER, None, None)
-    bounds = Limits(tiny.config().vocab_size, None)
+    bounds = RolloutValidator(tiny.config().vocab_size, None)
     agency = RolloutSpec(
         kind(function, timeout, bounds), TurnTemplates(codec, [EOS]), timeout, bounds if limits else None
     )

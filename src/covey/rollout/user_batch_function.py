@@ -20,7 +20,7 @@ from covey.rollout.images import ImageError
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.seeds import sample_seed
-from covey.rollout.user_functions import Limits, RolloutError
+from covey.rollout.user_functions import RolloutError, RolloutValidator
 from covey.rollout.vision import Encoded, Vision
 from covey.runtime.user_code import Raised, TimedOut, run_in_thread
 
@@ -104,7 +104,7 @@ class BatchFunction:
         trainer: Any,
         timeout: float,
         codec: PromptCodec,
-        limits: Limits,
+        limits: RolloutValidator,
         end_ids: Collection[int],
     ):
         self._function = function

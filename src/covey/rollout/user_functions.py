@@ -21,7 +21,7 @@ from covey.core.engine import SampleRequest
 from covey.core.rollout import Completion, Rollout
 from covey.rollout.episode import Ask, EpisodeEngine
 from covey.rollout.validation import RolloutError as RolloutError
-from covey.rollout.validation import RolloutValidator as Limits
+from covey.rollout.validation import RolloutValidator as RolloutValidator
 from covey.runtime.user_code import CoroutineLoop, Handovers, Raised, is_async
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class _Apart:
         limits: of the tokens of what it returns.
     """
 
-    def __init__(self, function: Callable[..., Awaitable[Any]], timeout: float, limits: Limits):
+    def __init__(self, function: Callable[..., Awaitable[Any]], timeout: float, limits: RolloutValidator):
         self._function = function
         self._timeout = timeout
         self._limits = limits

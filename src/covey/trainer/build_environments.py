@@ -23,7 +23,7 @@ from covey.rollout.environments.calls import EnvironmentFailed
 from covey.rollout.environments.methods import required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning
 from covey.rollout.tools.tool import Tool
-from covey.rollout.user_functions import Limits, RolloutFunction
+from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from covey.runtime.error_text import describe
 
 
@@ -38,7 +38,7 @@ class PlayedEnvironment(RolloutFunction):
 
     gives_reward = True
 
-    def __init__(self, environment: Any, timeout: float, limits: Limits):
+    def __init__(self, environment: Any, timeout: float, limits: RolloutValidator):
         super().__init__(environment.play, timeout, limits)
         self._environment = environment
         self._at_end = weakref.finalize(self, _close, environment)
@@ -62,7 +62,11 @@ EnvironmentPlayer = EnvironmentAgent | PlayedEnvironment
 
 
 def build_environment(
-    args: Any, factory: Any, tools: Sequence[Callable[..., Any] | Tool], limits: Limits, parser: Callable[..., Any]
+    args: Any,
+    factory: Any,
+    tools: Sequence[Callable[..., Any] | Tool],
+    limits: RolloutValidator,
+    parser: Callable[..., Any],
 ) -> EnvironmentPlayer:
     """What plays the environments that a factory makes.
 

@@ -22,7 +22,7 @@ from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
 from covey.rollout.tools.toolbox import Toolbox, call_stats
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
-from covey.rollout.user_functions import GroupFunction, Limits, RolloutError, RolloutFunction, form_of
+from covey.rollout.user_functions import GroupFunction, RolloutError, RolloutFunction, RolloutValidator, form_of
 from covey.trainer.build_environments import build_environment
 
 FAILED_BATCHES = 3
@@ -54,7 +54,7 @@ def build_agency(
         return None
     ends = end_token_ids(model, codec.tokenizer)
     templates = TurnTemplates(codec, sorted(ends), args.unstable_chat_template)
-    limits = Limits(model.get_input_embeddings().num_embeddings, codec.max_context)
+    limits = RolloutValidator(model.get_input_embeddings().num_embeddings, codec.max_context)
     play: Any
     if environment_factory is not None:
         parser = partial(_parser, args, templates)

@@ -8,7 +8,7 @@ import pytest
 from covey.core.rollout import FinishReason
 from covey.rollout.environments.endpoint import SESSION_HEADER, ChatEndpoint, ChatSession
 from covey.rollout.tools.parsers import TOOL_PARSERS
-from covey.rollout.user_functions import Limits, RolloutFunction
+from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from tests.support.playing import TOKENIZER, call, play, says
 
 START = [{"role": "user", "content": "go"}]
@@ -34,7 +34,7 @@ def program(steps):
             raise ValueError(session.refused)
         return session.episode.done(FinishReason.LENGTH if session.full else None, result=result)
 
-    return RolloutFunction(rollout, 20, Limits(len(TOKENIZER), None))
+    return RolloutFunction(rollout, 20, RolloutValidator(len(TOKENIZER), None))
 
 
 def said(answer):
