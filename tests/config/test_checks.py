@@ -39,8 +39,12 @@ REFUSED = [
     (training.numbers_are_numbers, GRPOConfig, {"beta": "high"}, "beta='high' must be a number, but is a str.*quotes"),
     (training.numbers_are_numbers, GRPOConfig, {"top_k": 1.5}, "top_k=1.5 must be a whole number, but is a float"),
     (training.numbers_are_numbers, GRPOConfig, {"epsilon": None}, "epsilon=None must be a number"),
+    *(
+        (training.numbers_are_numbers, GRPOConfig, {name: math.nan}, f"{name}=nan is not a number")
+        for name in ("weight_decay", "entropy_coef", "max_grad_norm", "adam_epsilon", "beta", "epsilon")
+    ),
     (training.learning_rate_goes_downhill, GRPOConfig, {"learning_rate": -1e-6}, "learning_rate=-1e-06 is out of"),
-    (training.learning_rate_goes_downhill, GRPOConfig, {"learning_rate": float("nan")}, "learning_rate=nan"),
+    (training.learning_rate_goes_downhill, GRPOConfig, {"learning_rate": math.inf}, "learning_rate=inf"),
     (training.something_is_trained, GRPOConfig, {"num_train_epochs": 0}, "nothing would be trained"),
     (training.something_is_trained, GRPOConfig, {"max_steps": 0}, "nothing would be trained"),
     (batches.batch_size_is_fixed, GRPOConfig, {"auto_find_batch_size": True}, "auto_find_batch_size=True"),
@@ -70,7 +74,7 @@ REFUSED = [
         "sglang_concurrency=0",
     ),
     (agents.rollouts_have_deadlines, GRPOConfig, {"tool_timeout": 0.0}, "tool_timeout=0.0 .* greater than 0"),
-    (agents.rollouts_have_deadlines, GRPOConfig, {"rollout_timeout": math.nan}, "rollout_timeout=nan"),
+    (agents.rollouts_have_deadlines, GRPOConfig, {"rollout_timeout": math.inf}, "rollout_timeout=inf"),
     (agents.tool_rounds_are_counted, GRPOConfig, {"max_tool_calling_iterations": -1}, "=-1 must be a whole number"),
     (agents.tool_parser_is_known, RLOOConfig, {"tool_parser": "lama3"}, "Did you mean 'llama3'"),
     (training.optimizer_waits_for_the_whole_step, GRPOConfig, {"optim": "adalomo"}, "within every backward pass"),
@@ -186,7 +190,6 @@ REFUSED = [
             {"vllm_importance_sampling_clip_min": 4.0},
             {"vllm_importance_sampling_clip_min": -0.1},
             {"vllm_importance_sampling_clip_max": 0.9},
-            {"vllm_importance_sampling_clip_max": float("nan")},
         )
     ),
     (features.words_are_known, GRPOConfig, {"engine_parity": "ignore"}, "choose one of: raise, warn, off"),

@@ -34,7 +34,7 @@ EXAMPLES = (
     ("covey grpo -h", "every setting"),
 )
 
-USER_ERRORS = (ValueError, OSError, ImportError)
+USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 """Shown as one line: the message says what to do. Anything else is our mistake and keeps its traceback."""
 
 

@@ -38,6 +38,9 @@ FIGURES: dict[str, tuple[str, str]] = {
 }
 """Metrics shown, in this order: label and format."""
 
+ALWAYS_SHOWN = ("loss", "grad_norm")
+"""Metrics that are shown as nan or inf, too."""
+
 HISTORY = 60
 """Points of the reward's sparkline."""
 
@@ -92,14 +95,16 @@ class Board:
 def readable(logs: dict[str, float]) -> list[tuple[str, str]]:
     """Labels and formatted values of the metrics in `FIGURES` that are there and finite.
 
+    A loss or gradient that is not finite is shown: it is no missing value but a fault.
+
     Example:
-        >>> readable({"reward": 0.5, "loss": float("nan"), "epoch": 1.0})
-        [('reward', '0.500')]
+        >>> readable({"reward": 0.5, "kl": float("nan"), "loss": float("nan"), "epoch": 1.0})
+        [('reward', '0.500'), ('loss', '+nan')]
     """
     return [
         (label, _without_minus_zero(form.format(logs[name])))
         for name, (label, form) in FIGURES.items()
-        if isinstance(logs.get(name), int | float) and math.isfinite(logs[name])
+        if isinstance(logs.get(name), int | float) and (math.isfinite(logs[name]) or name in ALWAYS_SHOWN)
     ]
 
 

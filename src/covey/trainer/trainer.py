@@ -35,6 +35,7 @@ from covey.trainer.build_rollouts import FailureMonitor
 from covey.trainer.distributed.sharding import shard_on_cpu, sharding_of
 from covey.trainer.engine_check.correction import build_engine_check, corrected
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
+from covey.trainer.finite import check_model
 from covey.trainer.generation_log import GlobalBatch, RankShard, describe, sampling_entropy
 from covey.trainer.integrations.hub import OnTheHub
 from covey.trainer.integrations.search import HyperparameterSearch, made_model
@@ -110,6 +111,8 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         self._check_data(args, train_dataset, eval_dataset)
         set_seed(args.seed)  # before an adapter is initialised
         model = build.build_policy(args, model, quantization_config, peft_config)
+        if args.process_index == 0:  # others may have empty weights still, which FSDP fills from here
+            check_model(model)
         processing_class = build.load_processing_class(
             processing_class, model, trust_remote_code=args.trust_remote_code, init_kwargs=args.model_init_kwargs
         )

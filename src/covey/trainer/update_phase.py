@@ -76,6 +76,7 @@ class PolicyUpdates(SampledEvaluation):
                 if (optimizer := self._recommending_optimizer()) is not None:
                     optimizer.train()  # of an earlier call
                 result = super().train(*args, **kwargs)
+                self.check_weights()
                 if (optimizer := self._recommending_optimizer()) is not None and not self.args.load_best_model_at_end:
                     optimizer.eval()
                 return result
@@ -123,6 +124,8 @@ class PolicyUpdates(SampledEvaluation):
         coef = self.entropy.effective
         result = policy_loss(LossInputs.of(inputs, *scores, coef), self.algorithm.objective)
         scale = self._loss_scale()
+        if self.model.training:
+            self.check_loss(result.without_bonus)
         if isinstance(aux, Tensor):  # the counts make the means ones over optimizer steps
             result.stats["aux_loss"] = Mean(aux.item() * scale, 0.0)
         if self.entropy.enabled and self.model.training:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -27,6 +28,7 @@ from covey import GRPOTrainer
 from covey.cli.explain.flags import take_flags
 from covey.cli.launch import launch_command, launch_if_asked
 from covey.trainer.distributed.sharding import Sharding
+from covey.trainer.finite import NotFiniteError
 from tests.support import hybrids, mixtures, runs, tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake
 
@@ -91,6 +93,28 @@ def with_quantised_experts(bench):
     pytest.importorskip("bitsandbytes")
     folder = bench.save("experts", mixtures.model("Qwen3Moe"))
     bench.build(model=folder, quantization_config=QUANTISED, peft_config=lora())
+
+
+def with_weight(value):
+    """A model one of whose weights is this."""
+    model = tiny.model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = value
+    return model
+
+
+def diverging(bench):
+    """A trainer whose model becomes NaN after the first samples."""
+    trainer = bench.build({"max_steps": 1})
+    gather = trainer.gather_experience
+
+    def gathering(draws):
+        batch = gather(draws)
+        trainer.model.model.norm.weight.data[0] = math.nan
+        return batch
+
+    trainer.gather_experience = gathering
+    return trainer
 
 
 def without_bitsandbytes(bench):
@@ -422,6 +446,18 @@ MODELS = [
         lambda b: b.build({"gradient_checkpointing": True}, model=without_recomputing()),
         ("gradient_checkpointing=True has no effect", "LlamaForCausalLM", "set gradient_checkpointing=False"),
         kind=UserWarning,
+    ),
+    Mistake(
+        "Gave a model whose weights are NaN or infinite",
+        lambda b: b.build(model=with_weight(math.inf)),
+        ("weights that are NaN or infinite: model.norm.weight", "load an earlier checkpoint"),
+    ),
+    Mistake(
+        "Trained into numbers that are NaN or infinite",
+        lambda b: diverging(b).train(),
+        ("step 1: the loss is nan, so the run ends", "Weights that are not finite: model.norm.weight", "Common causes"),
+        TRAINING,
+        NotFiniteError,
     ),
     Mistake(
         "Asked for the load-balancing loss of a model without experts",

@@ -36,6 +36,11 @@ SETTINGS = [
         "Give one of the two",
     ),
     setting(
+        "Set a number to NaN",
+        {"weight_decay": float("nan")},
+        "weight_decay=nan is not a number: give a number",
+    ),
+    setting(
         "Asked for one completion per prompt",
         {"num_generations": 1},
         "num_generations=1",

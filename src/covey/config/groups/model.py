@@ -23,6 +23,9 @@ class TrainingDefaults:
     logging_steps: float = described(
         10, "Log every this many optimizer updates; a number below 1 is a share of all updates."
     )
+    logging_nan_inf_filter: bool = described(
+        False, "Log the average of earlier losses in the place of one that is NaN."
+    )
     remove_unused_columns: bool = described(False, "No effect: reward functions receive every column of the dataset.")
 
 

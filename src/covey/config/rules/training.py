@@ -28,6 +28,8 @@ def numbers_are_numbers(args: Any) -> None:
             quotes = " Write it without quotes, such as 1 or 1e-6." if isinstance(value, str) else ""
             kind = "whole number" if whole else "number"
             raise ValueError(f"{name}={value!r} must be a {kind}, but is a {type(value).__name__}.{quotes}")
+        if value != value:
+            raise ValueError(f"{name}=nan is not a number: give a number, or leave the field out for its default.")
 
 
 def learning_rate_goes_downhill(args: Any) -> None:

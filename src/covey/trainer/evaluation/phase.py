@@ -24,14 +24,14 @@ from covey.observability.completions import CompletionLog
 from covey.observability.metrics import MetricLog, generation_stats
 from covey.rewards import RewardSuite
 from covey.rollout.collector import PromptSample
-from covey.trainer.checkpoint import AtomicCheckpoints
 from covey.trainer.distributed.sharding import ready_to_evaluate
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, Scoreboard, rows_of
+from covey.trainer.finite import FiniteTraining
 from covey.trainer.generation_log import describe, none_for_nan
 from covey.trainer.weight_sync import WeightSync
 
 
-class SampledEvaluation(AtomicCheckpoints):
+class SampledEvaluation(FiniteTraining):
     """The evaluating half of a trainer. Subclasses provide the step's parts declared here."""
 
     args: Any

@@ -1,0 +1,146 @@
+"""Numbers that are not finite end a run before they reach the weights or a checkpoint."""
+
+import doctest
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from covey.trainer import finite
+from covey.trainer.finite import NotFiniteError, check_model, is_finite
+from tests.support import runs, tiny
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_is_found(dtype, value):
+    values = torch.ones(100, 3, dtype=dtype)
+    assert is_finite(values)
+    values[7, 1] = value
+    assert not is_finite(values)
+
+
+def test_large_finite_values_are_finite():
+    assert is_finite(torch.full((4,), 3e38))  # their sum is not
+    assert is_finite(torch.full((100,), 60000.0, dtype=torch.float16))
+
+
+def test_weights_without_values_of_their_own_are_passed_over():
+    assert is_finite(torch.empty(3, device="meta"))
+    assert is_finite(torch.empty(0))
+    assert is_finite(torch.ones(3, dtype=torch.uint8))
+
+
+def test_the_messages_name_a_few_weights():
+    assert doctest.testmod(finite).failed == 0
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    for parameter in model.parameters():
+        parameter.data[0] = math.nan
+    with pytest.raises(ValueError, match=r"NaN or infinite: 0\.weight, 0\.bias, 1\.weight and 3 more\."):
+        check_model(model)
+
+
+def spoil_gradient(trainer, step, value=math.nan):
+    """A hook that puts a value into one weight's gradient, from the given optimizer step on."""
+
+    def spoil(parameter):
+        if trainer.state.global_step + 1 >= step:
+            parameter.grad.view(-1)[0] = value
+
+    trainer.model.model.norm.weight.register_post_accumulate_grad_hook(spoil)
+    return trainer
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tmp_path, max_grad_norm, value):
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 5}
+    trainer = spoil_gradient(runs.trainer(tmp_path, max_grad_norm=max_grad_norm, **settings), 3, value)
+    with pytest.raises(NotFiniteError) as caught:
+        trainer.train()
+    message = str(caught.value)
+    assert f"step 3: the norm of the gradient is {value}, so the run ends" in message
+    assert "Gradients that are not finite: model.norm.weight. All weights are still finite." in message
+    assert "checkpoint-2, is kept: resume from it" in message
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert all(torch.isfinite(weight).all() for weight in runs.weights(trainer))
+    trainer = runs.trainer(tmp_path, max_grad_norm=max_grad_norm, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 5
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    trainer = runs.trainer(tmp_path)
+    spoiled = nn.Parameter(torch.full_like(trainer.model.model.norm.weight, math.nan))
+    gather = trainer.gather_experience
+
+    def gathering(draws):
+        batch = gather(draws)
+        trainer.model.model.norm.weight.data.copy_(spoiled)
+        return batch
+
+    trainer.gather_experience = gathering
+    with pytest.raises(NotFiniteError, match=r"step 1: the loss is nan.* Weights that are not finite: model\.norm"):
+        trainer.train()
+
+
+def enlarge(parameter):
+    parameter.grad.mul_(1e4)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_weights_that_an_optimizer_spoils_are_not_saved(tmp_path, saves):
+    # The gradient is finite, but the first step of so large a learning rate is not.
+    settings = {"save_strategy": "steps", "save_steps": 1} if saves else {}
+    trainer = runs.trainer(tmp_path, max_steps=1, optim="sgd", learning_rate=1e38, max_grad_norm=1e30, **settings)
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(enlarge)
+    with pytest.raises(NotFiniteError, match=r"step 1: weights are NaN or infinite, so they are not saved: model"):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_no_gradient_is_a_finite_one(tmp_path):
+    trainer = runs.trainer(tmp_path, parts={"reward_funcs": lambda completions, **kwargs: [0.0] * len(completions)})
+    trainer.train()
+    assert runs.history(trainer, "grad_norm") == [0.0, 0.0]
+
+
+def test_clipping_is_transformers_own(tmp_path):
+    grown = []
+    for own in (True, False):
+        trainer = runs.trainer(tmp_path / str(own), max_grad_norm=0.01)
+        if not own:
+            trainer._clip_grad_norm = lambda model, t=trainer: t.accelerator.clip_grad_norm_(model.parameters(), 0.01)
+        trainer.train()
+        grown.append((runs.weights(trainer), runs.history(trainer, "grad_norm")))
+    (a, norms_a), (b, norms_b) = grown
+    assert norms_a == norms_b and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class Scaler:
+    """As torch's in float16: on, and it skips steps itself."""
+
+    def is_enabled(self):
+        return True
+
+
+def test_float16_may_skip_some_steps_but_not_all(tmp_path, monkeypatch):
+    trainer = runs.trainer(tmp_path)
+    monkeypatch.setattr(trainer.accelerator, "scaler", Scaler())
+    trainer.check_loss(math.inf)
+    for _ in range(finite.MOST_SKIPPED):
+        trainer._check_norm(torch.tensor(math.inf))
+    trainer._check_norm(torch.tensor(1.0))  # counted in a row
+    for _ in range(finite.MOST_SKIPPED):
+        trainer._check_norm(torch.tensor(math.nan))
+    with pytest.raises(NotFiniteError, match="31 steps in a row"):
+        trainer._check_norm(torch.tensor(math.nan))
+
+
+def test_a_model_that_holds_nan_is_refused(tmp_path):
+    model = tiny.model()
+    model.lm_head.weight.data[3, 2] = math.nan
+    with pytest.raises(ValueError, match=r"NaN or infinite: .*Nothing but NaN can be trained from them"):
+        runs.trainer(tmp_path, parts={"model": model})
