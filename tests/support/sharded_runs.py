@@ -74,6 +74,7 @@ CASES = {
         "steps_per_generation": 1,
         "train_dataset": tiny.rows(6),
         "attn_layout": "padded",
+        "max_tokens_per_micro_batch": 20,
         **EVALUATED,
     },
     "a rank with no signal": {"reward_funcs": signal_of_seven, "beta": 0.0, "tie_word_embeddings": False},
