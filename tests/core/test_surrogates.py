@@ -1,9 +1,11 @@
 """Each token loss and its metrics, one token at a time."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from covey.core.stats import merge_all
 
 from covey.core.surrogates import (
     SurrogateInputs,
@@ -125,14 +127,15 @@ def test_gmpo_ignores_tokens_that_were_not_sampled():
 
 
 def test_clip_fractions_count_only_the_side_that_binds():
-    # low binds for A < 0, high for A > 0: tokens 0 and 3; the last one is not trained
-    x = inputs([0.5, 0.5, 2.0, 2.0, 1.0, 2.0], [-1, 1, -1, 1, 1, 1], sampled=[True, True, True, True, True, False])
+    # low binds for A < 0, high for A > 0: tokens 0 and 3; the last one is not trained. Two completions: 0-2 and 3-5.
+    sampled = [True, True, True, True, True, False]
+    x = inputs([0.5, 0.5, 2.0, 2.0, 1.0, 2.0], [-1, 1, -1, 1, 1, 1], lengths=[3, 3], sampled=sampled)
     assert values(clip_stats(x, low=0.8, high=1.3)) == pytest.approx(
         {
             "clip_ratio/low_mean": 1 / 5,
-            "clip_ratio/low_min": 1 / 5,
+            "clip_ratio/low_min": 0.0,
             "clip_ratio/high_mean": 1 / 5,
-            "clip_ratio/high_max": 1 / 5,
+            "clip_ratio/high_max": 1 / 2,
             "clip_ratio/region_mean": 2 / 5,
         }
     )
@@ -151,12 +154,24 @@ def test_clip_fractions_of_sequences_count_each_once_and_empty_ones_never():
     assert stats["clip_ratio/low_mean"] == 0
 
 
-def test_extremes_over_micro_batches_are_of_their_fractions():
-    first = clip_stats(inputs([2.0, 1.0], [1, 1]), low=0.8, high=1.3)
-    second = clip_stats(inputs([2.0, 2.0], [1, 1]), low=0.8, high=1.3)
-    assert first["clip_ratio/high_max"].merge(second["clip_ratio/high_max"]).value() == 1.0
-    assert first["clip_ratio/high_mean"].merge(second["clip_ratio/high_mean"]).value() == pytest.approx(3 / 4)
-    assert first["clip_ratio/low_min"].merge(second["clip_ratio/low_min"]).value() == 0
+def test_extremes_of_clip_fractions_are_over_completions_however_they_are_cut():
+    # Completions of 2, 2 and 1 tokens, of which 1, 2 and 0 fall below the bound.
+    ratios, credit = [0.5, 1.0, 0.5, 0.5, 1.0], [-1.0] * 5
+    whole = clip_stats(inputs(ratios, credit, lengths=[2, 2, 1]), low=0.8, high=1.3)
+    cut = clip_stats(inputs(ratios[:2], credit[:2], lengths=[2]), low=0.8, high=1.3)
+    merge_all(cut, clip_stats(inputs(ratios[2:], credit[2:], lengths=[2, 1]), low=0.8, high=1.3))
+    assert values(whole) == values(cut)
+    assert values(whole)["clip_ratio/low_mean"] == pytest.approx(3 / 5)
+    assert values(whole)["clip_ratio/low_min"] == 0
+    both = clip_stats(inputs(ratios[:4], credit[:4], lengths=[2, 2]), low=0.8, high=1.3)
+    assert values(both)["clip_ratio/low_min"] == pytest.approx(1 / 2)
+
+
+def test_completions_that_were_skipped_are_unclipped_in_the_extremes():
+    x = inputs([0.5, 0.5], [-1.0, -1.0], lengths=[2])
+    assert values(clip_stats(x, low=0.8, high=1.3))["clip_ratio/low_min"] == 1.0
+    skipped = replace(x, skipped_tokens=3, skipped_rows=1)
+    assert values(clip_stats(skipped, low=0.8, high=1.3))["clip_ratio/low_min"] == 0.0
 
 
 def test_no_trained_token_no_clip_fraction():

@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
 from covey.core.batch import TrainBatch
+from engines import CopyEngine
 from tests.support import runs, tiny
 
 METRICS = {
@@ -148,6 +150,46 @@ def test_several_updates_per_generation_are_off_policy(tmp_path):
     assert len(generations) == 1
     assert runs.history(trained, "clip_ratio/region_mean")[0] == 0.0  # the first update is on-policy
     assert max(runs.history(trained, "clip_ratio/region_mean")[1:]) > 0.0
+
+
+def test_every_update_logs_its_entropy(tmp_path):
+    cycle = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 5}
+    trained = runs.trainer(tmp_path, **cycle)
+    trained.train()
+    entropies = runs.history(trained, "entropy")
+    assert len(entropies) == 5 and all(entropy > 1 for entropy in entropies)
+
+
+@pytest.mark.parametrize(("cut", "all_of_them"), [({}, False), ({"num_iterations": 2}, True)], ids=["on", "off policy"])
+def test_entropies_are_of_all_completions_where_they_are_scored(tmp_path, monkeypatch, cut, all_of_them):
+    def half(completions, prompts, **kwargs):  # constant within every other group
+        return [float(len(c)) if int(p[0]) % 2 else 1.0 for c, p in zip(completions, prompts, strict=True)]
+
+    engine = CopyEngine(tiny.model())
+    settings = {
+        "num_generations": 2,
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": 8,
+        "max_steps": 1,
+    }
+    trained = runs.trainer(tmp_path, parts={"reward_funcs": half, "engine": engine}, **settings, **cut)
+    generate = engine.generate
+
+    async def without_entropies(request):
+        return [replace(one, entropies=None) for one in await generate(request)]
+
+    monkeypatch.setattr(engine, "generate", without_entropies)
+    add, counted, trained_on = trained.metrics.add, [], []
+    gather = trained.gather_experience
+    monkeypatch.setattr(trained, "gather_experience", lambda draws: trained_on.append(gather(draws)) or trained_on[-1])
+    monkeypatch.setattr(
+        trained.metrics,
+        "add",
+        lambda stats, mode: counted.append(stats["entropy"].count if "entropy" in stats else 0) or add(stats, mode),
+    )
+    trained.train()
+    tokens = trained_on[0].sampled.sum().item()
+    assert sum(counted) == tokens if all_of_them else 0 < sum(counted) < tokens
 
 
 def test_the_reference_starts_as_the_policy(tmp_path):

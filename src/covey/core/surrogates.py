@@ -116,25 +116,31 @@ def gmpo(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float) -> Tens
 
 
 def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: bool = False) -> dict[str, Stat]:
-    """How often the clip binds: r < low where A < 0, r > high where A > 0, over trained tokens (or sequences)."""
+    """How often the clip binds: r < low where A < 0, r > high where A > 0, over trained tokens (or sequences).
+
+    The minimum and the maximum are over completions, of the share of each one's trained tokens; so they do not depend
+    on how a step is cut.
+    """
     ratio = x.ratio.detach()
     is_low = ((ratio < low) & (x.advantages < 0) & x.sampled).to(ratio)
     is_high = ((ratio > high) & (x.advantages > 0) & x.sampled).to(ratio)
+    trained = segment_sum(x.sampled.to(ratio), x.lengths) > 0
+    low_of_each = masked_segment_mean(is_low, x.sampled, x.lengths)[trained]
+    high_of_each = masked_segment_mean(is_high, x.sampled, x.lengths)[trained]
     if per_sequence:  # the ratio is constant over a sequence: its mean over the tokens is 0 or 1
-        trained = segment_sum(x.sampled.to(ratio), x.lengths) > 0
-        count = trained.sum().item() + x.skipped_rows
-        is_low = masked_segment_mean(is_low, x.sampled, x.lengths)
-        is_high = masked_segment_mean(is_high, x.sampled, x.lengths)
+        count: float = len(low_of_each) + x.skipped_rows
+        is_low, is_high = low_of_each, high_of_each
     else:
         count = x.sampled.sum().item() + x.skipped_tokens
     if not count:
         return {}
     lows, highs = is_low.sum().item(), is_high.sum().item()
+    unclipped = [0.0] if x.skipped_rows else []
     return {
         "clip_ratio/low_mean": Mean(lows, count),
-        "clip_ratio/low_min": Min(lows / count),
+        "clip_ratio/low_min": Min(min(low_of_each.tolist() + unclipped)),
         "clip_ratio/high_mean": Mean(highs, count),
-        "clip_ratio/high_max": Max(highs / count),
+        "clip_ratio/high_max": Max(max(high_of_each.tolist() + unclipped)),
         "clip_ratio/region_mean": Mean(lows + highs, count),
     }
 

@@ -107,7 +107,9 @@ METRIC_MEANINGS: dict[str, str] = {
     "learning_rate": "Learning rate of the optimizer's latest step.",
     "epoch": "Passes over the training prompts.",
     "entropy": "Mean entropy (nats) of the policy's next-token distribution, at the sampling temperature, over the "
-    "tokens that it wrote. A fall towards 0 means that samples become alike and exploration ends.",
+    "tokens that it wrote. In an update on new completions it covers all of them, with the built-in engine or where "
+    "they are scored off-policy; with servers on-policy, and in later updates on the same completions, those that the "
+    "update runs, which have a signal. A fall towards 0 means that samples become alike and exploration ends.",
     "entropy/threshold": "Entropy that a token needs in order to count, with top_entropy_quantile below 1.",
     "entropy_coef": "Weight of the entropy bonus in force, with entropy_coef above 0 or use_adaptive_entropy.",
     "policy_loss": "The loss without the entropy bonus.",
@@ -118,10 +120,10 @@ METRIC_MEANINGS: dict[str, str] = {
     "kept_token_fraction": "Share of tokens that pass the filters off_policy_mask_threshold and top_entropy_quantile.",
     "clip_ratio/low_mean": "Share of tokens (sequences, with sequence-level ratios) with a negative advantage "
     "whose ratio fell below 1 - epsilon and gives no gradient.",
-    "clip_ratio/low_min": "Smallest clip_ratio/low_mean of a micro-batch.",
+    "clip_ratio/low_min": "Smallest clip_ratio/low_mean of a completion.",
     "clip_ratio/high_mean": "Share of tokens (or sequences) with a positive advantage whose ratio rose above 1 + "
     "epsilon_high and gives no gradient.",
-    "clip_ratio/high_max": "Largest clip_ratio/high_mean of a micro-batch.",
+    "clip_ratio/high_max": "Largest clip_ratio/high_mean of a completion.",
     "clip_ratio/region_mean": "Share clipped on either side. Exactly 0 while every generation is used for one update.",
     "cispo_clip_ratio": "Share of tokens with a positive advantage whose weight is capped, with loss_type cispo.",
     "vespo/phi_seq_mean": "Mean weight that loss_type vespo gives to a sequence.",

@@ -18,7 +18,7 @@ from covey.config.base import OnlineConfig
 from covey.config.legacy_arguments import accepts_old_names
 from covey.core.batch import TrainBatch, collate
 from covey.core.engine import traits_of
-from covey.core.metrics import Max, Mean
+from covey.core.metrics import Max, Mean, Stat
 from covey.core.objective import policy_loss
 from covey.core.ragged import segment_sum
 from covey.data.dynamic_sampling import ScoredRollouts, Selection
@@ -184,6 +184,9 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         sampled = sample(draws, 0) if chosen is None else chosen.kept
         masked = self.args.mask_truncated_completions
         batch = collate(sampled.rollouts, mask_truncated=masked).to(self.accelerator.device)
+        entropy = sampling_entropy(sampled.rollouts, batch)
+        self._entropy_known = bool(entropy)
+        self.metrics.add(entropy, self.mode)
         with self.phases("score"):
             self._settle_layout(batch)
             self._check_engine(batch, sampled)
@@ -193,9 +196,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         credit = self._credit(generation)
         batch.advantages = credit.of_tokens(generation.mine).to(batch.lengths.device)
         self._weigh(batch, generation)
-        entropy = sampling_entropy(sampled.rollouts, batch)
-        self._entropy_known = bool(entropy)
-        self.metrics.add({**entropy, **(chosen.stats if chosen is not None else {})}, self.mode)
+        self.metrics.add(chosen.stats if chosen is not None else {}, self.mode)
         self._record(generation, credit, chosen)
         return batch
 
@@ -205,8 +206,13 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         """Score the batch under the old and the reference policy where needed; returns the KL penalty [B], if any."""
         penalised = self.algorithm.kl_in_reward and self.algorithm.beta != 0
         off_policy = self.model.training and not self.algebra.on_policy
-        old = self._score(self.policy, batch) if off_policy or penalised or self._dropout_hides(batch) else None
-        if old is not None:
+        old = None
+        if off_policy or penalised or self._dropout_hides(batch):
+            entropies: list[Stat] | None = None if self._entropy_known else []
+            old = self._score(self.policy, batch, entropies)
+            for entropy in entropies or ():
+                self.metrics.add({"entropy": entropy}, self.mode)
+            self._entropy_known = True
             self._weigh_mismatch(batch, old)
         if self.reference is not None:
             with self.reference.model(self.policy) as reference:
@@ -358,7 +364,6 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
             "prompts": None if self.chooser is None else self.chooser.state_dict(),
             "num_tokens": self.num_tokens,
             "generations": self._generations,
-            "entropy_known": self._entropy_known,
             "pass_limit": self.passes.limit,
             "speculation": self.speculation.state_dict() if self.speculation else None,
         }
@@ -377,7 +382,6 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         self._ahead_state = state.get("ahead")
         if self._ahead_state is not None and self.args.max_staleness == 0:  # what was sampled ahead is sampled again
             self._generations["train"] -= len(self._ahead_state["flights"])
-        self._entropy_known = state["entropy_known"]
         self.passes.limit = state["pass_limit"]
         if self.speculation is not None and state.get("speculation") is not None:
             self.speculation.load_state_dict(state["speculation"])

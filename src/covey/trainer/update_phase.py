@@ -46,7 +46,7 @@ class PolicyUpdates(SampledEvaluation):
     phases: PhaseTimer
     sharding: Sharding
     _entropy_known: bool
-    """The engine measured entropies while sampling this generation."""
+    """A generation began in this optimizer step, and its entropies were measured over all of its completions."""
     _layouts_agree = False
     """All processes score in the same layout."""
 
@@ -93,6 +93,7 @@ class PolicyUpdates(SampledEvaluation):
         start = time.perf_counter()
         model.train()
         with self.phases("train"):
+            self._entropy_known = self._entropy_known and self._micro_step > 0
             self._sample_ahead(inputs)
             if inputs:
                 self._refill(self.gather_experience(inputs))
@@ -292,11 +293,15 @@ class PolicyUpdates(SampledEvaluation):
             )
         self._layouts_agree = True
 
-    def _score(self, model: Any, batch: TrainBatch) -> Tensor:
-        """Log-probs without gradient, [N]."""
+    def _score(self, model: Any, batch: TrainBatch, entropies: list[Stat] | None = None) -> Tensor:
+        """Log-probs without gradient, [N]; the mean entropy of each pass's trained tokens is added to `entropies`."""
 
         def logprobs(part: TrainBatch) -> Tensor:
-            return self.scorer(model, part).logprobs
+            scores = self.scorer(model, part, entropy=entropies is not None)
+            if entropies is not None:
+                assert scores.entropies is not None, "asked for"
+                entropies.append(Mean(scores.entropies[part.sampled].sum().item(), part.sampled.sum().item()))
+            return scores.logprobs
 
         with self.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)):
             return self.passes.score(batch, self._rows_per_part, logprobs)
@@ -317,7 +322,7 @@ class PolicyUpdates(SampledEvaluation):
         return threshold
 
     def _note_loss(self, stats: dict[str, Stat]) -> None:
-        """Keep a micro-batch's metrics; entropies that the engine has already reported are not counted twice."""
+        """Keep a micro-batch's metrics; entropies that are known of all completions are not counted twice."""
         if self.model.training and isinstance(entropy := stats.get("entropy"), Mean):
             self._step_entropy = self._step_entropy.merge(entropy)
         if self._entropy_known:

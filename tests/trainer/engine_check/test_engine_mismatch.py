@@ -29,9 +29,9 @@ def counted(trainer):
     """How many tokens each scoring pass without gradient has seen."""
     score, seen = trainer._score, []
 
-    def counting(model, batch):
+    def counting(model, batch, *rest):
         seen.append(batch.num_tokens)
-        return score(model, batch)
+        return score(model, batch, *rest)
 
     trainer._score = counting
     return seen
