@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covey.core.stats import merge_all
 
+from covey.core.metrics import merge_all
 from covey.core.surrogates import (
     SurrogateInputs,
     cispo,

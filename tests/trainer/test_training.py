@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from covey.core.batch import TrainBatch
-from engines import CopyEngine
 from tests.support import runs, tiny
+from tests.support.engines import CopyEngine
 
 METRICS = {
     "loss",
