@@ -203,7 +203,8 @@ class Commit:
                 if child.poll() is None:  # an interrupt, too, must not leave processes behind
                     os.killpg(child.pid, signal.SIGKILL)
                     child.wait()
-        return f"{launch}: {ended}\n{log.read_text()[-3000:]}"
+        printed_by_child = log.read_text().partition("torch/distributed/elastic")[0]  # not the launcher's own traceback
+        return f"{launch}: {ended}\n{printed_by_child[-3000:]}"
 
     def _cache_all_but(self, foreign: set[str]) -> None:
         """Cache results without errors, and checkpoints, but those of `foreign` names."""
@@ -303,7 +304,7 @@ def report(runs: dict[str, str], before: Results, after: Results, expected: list
     """Print a line for each configuration; the number of those that failed or differ although nobody expects it."""
     wide = max(map(len, runs))
     print(f"{'configuration':{wide}}  {'s':>11}  {'weights':8} {'logs':8} {'samples':8}")
-    wrong = 0
+    wrong, shown = 0, set()
     for name in runs:
         old, new = before[name], after[name]
         errors = {side: result["error"] for side, result in (("OLD", old), ("NEW", new)) if "error" in result}
@@ -311,7 +312,9 @@ def report(runs: dict[str, str], before: Results, after: Results, expected: list
         if errors:
             wrong += 1
             print(f"{name:{wide}}  {seconds:>11}  FAILED at {' and '.join(errors)}")
-            print(indented(next(iter(errors.values()))))
+            error = next(iter(errors.values()))
+            print(indented("the same error as above" if error in shown else error))
+            shown.add(error)
             continue
         differing = [column for column in COLUMNS if old[column] != new[column]]
         reasons = {column: [e.reason for e in expected if e.covers(name, column)] for column in differing}

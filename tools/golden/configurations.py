@@ -2,7 +2,8 @@
 
 A run is a function of an output folder that trains for six steps and returns the trainer. Only names that users have
 stand here: a configuration must run unchanged on commits before and after a refactoring. To add one, add an entry to
-`RUNS`; parts that are expensive to build are `Lazy`.
+`RUNS`; parts that are expensive to build, or imported from Covey's packages, are `Lazy`, so that one that fails costs
+its own run only.
 """
 
 import os
@@ -15,8 +16,6 @@ from typing import Any
 from datasets import Dataset
 
 from covey import EvalSuite, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from covey.algorithms import register_loss
-from covey.rewards import exact_match_reward, get_repetition_penalty_reward, think_format_reward
 
 from . import parts as p
 
@@ -115,6 +114,8 @@ def squared(x: Any) -> Any:
 
 
 def custom_loss(output: Path) -> Any:
+    from covey.algorithms import register_loss
+
     register_loss("golden_squared", squared)
     trained = trainer(output, loss_type="golden_squared", **OFF_POLICY)
     trained.train()
@@ -162,6 +163,9 @@ def suites() -> dict[str, Any]:
 
 OFF_POLICY = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2}
 REFERENCE = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+# User code runs on a thread of its own, so timing decides which turns of concurrent rollouts are decoded in one batch,
+# and with that the last bit of their log-probs and entropies. Sequences that are decoded alone do not depend on it.
+ALONE = {"max_concurrent_completions": 1}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4}
 DIFFICULT = {"parts": {"reward_funcs": p.for_odd_prompts}, "dynamic_sample": True, "max_resample_times": 2}
 CHOSEN = {**DIFFICULT, "prompt_sampler": "difficulty"}
@@ -173,7 +177,6 @@ MIXED = {
     "reward_funcs": [p.longer, p.sometimes_none, p.waits, p.sometimes_fails],
     "train_dataset": p.rows(),
 }
-BUILT_IN = [exact_match_reward, think_format_reward, get_repetition_penalty_reward(2, -0.5), p.even]
 TOOL_TURNS = (
     [p.call("add", a=2, b=3), p.call("halve", a=3), "none", p.call("ad", a=1), "<tool_call>{broken</tool_call>"],
     [p.call("halve", a=4), "done "],
@@ -233,8 +236,8 @@ RUNS: dict[str, Run] = {
     # -- rewards
     "rewards": run(parts=MIXED, reward_weights=[1.0, 0.5, 2.0, 1.0], log_completions=False),
     "rewards_normalized": run(parts=MIXED, multi_objective_aggregation="normalize_then_sum"),
-    "rewards_built_in": run(parts={"reward_funcs": BUILT_IN, "train_dataset": p.rows(conversational=True)}),
-    "rewards_streamed": run(parts={"reward_funcs": [p.one_at_a_time(), p.waits]}, stream_rewards=True),
+    "rewards_built_in": run(parts={"reward_funcs": Lazy(p.built_in), "train_dataset": p.rows(conversational=True)}),
+    "rewards_streamed": run(parts={"reward_funcs": Lazy(p.streamed)}, stream_rewards=True),
     "reward_model": run(parts={"judge": Lazy(p.reward_model)}),
     "step_credit": run(**STEPS),
     "step_credit_rloo": run("rloo", **{**STEPS, "parts": {"reward_funcs": [p.by_steps, p.by_turns]}}, **OFF_POLICY),
@@ -245,11 +248,13 @@ RUNS: dict[str, Run] = {
         **conversation([p.call("add", by=2), p.call("add", by=5), "no"], ["done "], environment_factory=p.Counter)
     ),
     "environment_text": run(
-        parts={"environment_factory": p.Talk, "train_dataset": p.rows(conversational=True)}, max_completion_length=40
+        parts={"environment_factory": p.Talk, "train_dataset": p.rows(conversational=True)},
+        max_completion_length=40,
+        **ALONE,
     ),
-    "rollout_func": run(parts={"rollout_func": p.twice, "train_dataset": p.rows(conversational=True)}),
-    "rollout_func_group": run(parts={"rollout_func": p.tree}),
-    "rollout_func_batch": run("rloo", parts={"rollout_func": p.second_drafts}),
+    "rollout_func": run(parts={"rollout_func": p.twice, "train_dataset": p.rows(conversational=True)}, **ALONE),
+    "rollout_func_group": run(parts={"rollout_func": p.tree}, **ALONE),
+    "rollout_func_batch": run("rloo", parts={"rollout_func": p.second_drafts}, **ALONE),
     # -- evaluation
     "evaluation": run(parts={"eval_dataset": Lazy(suites)}, **EVALUATED, evaluate=True),
     # -- checkpoints

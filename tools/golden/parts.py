@@ -24,7 +24,7 @@ from covey import FinishReason
 
 HOMES = {
     "Completion": ("covey.core.records", "covey.core.rollout"),
-    "EngineTraits": ("covey.core.engine", "covey.core.engine"),
+    "EngineTraits": ("covey.core.engine", "covey." + "rollout.engine"),  # two parts: a codemod must not rename it
 }
 """Modules that define a type of the engine protocol, from the newest layout to the oldest."""
 
@@ -310,8 +310,8 @@ def by_turns(completion_ids, **kwargs):
     return [[(TurnEnd(0), float(sum(ids) % 4))] for ids in completion_ids]
 
 
-def one_at_a_time() -> Any:
-    """A reward function that is called as soon as rollouts end."""
+def streamed() -> list[Any]:
+    """A reward function that is called as soon as rollouts end, and an asynchronous one."""
     from covey.rewards import per_completion
 
     @per_completion
@@ -319,7 +319,14 @@ def one_at_a_time() -> Any:
     def single(completion_ids, **kwargs):
         return [len(ids) + sum(ids) % 10 / 10 for ids in completion_ids]
 
-    return single
+    return [single, waits]
+
+
+def built_in() -> list[Any]:
+    """Covey's own rewards, and one that notes what they are called with."""
+    from covey.rewards import exact_match_reward, get_repetition_penalty_reward, think_format_reward
+
+    return [exact_match_reward, think_format_reward, get_repetition_penalty_reward(2, -0.5), even]
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
