@@ -139,7 +139,9 @@ def play(
         agency = RolloutSpec(ToolAgent(toolbox, ALWAYS, TURNS - 1), TurnTemplates(codec, [1]), timeout=600.0)
     watch, cpu = watch or _Ends(), time.process_time()
     with torch.no_grad():
-        rollouts = Collector(engine, codec, 0, agency).collect(draws(), SamplingParams(4000), ("train", 0), ended=watch)
+        rollouts = Collector(engine, codec, 0, agency).collect(
+            draws(), SamplingParams(4000), ("train", 0), callbacks=watch
+        )
     if tool is not None:
         assert all(len(rollout.turn_ends) == TURNS for rollout in rollouts), "every rollout takes four turns"
     return Played(rollouts, [watch.ends[place] for place in range(len(rollouts))], time.process_time() - cpu)

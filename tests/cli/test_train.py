@@ -137,8 +137,8 @@ def acting(run_file):
 def test_tools_are_named_like_rewards(acting, capsys):
     flags = ["--tools", "acting.py:add", "acting.py:by_hand", "--max_tool_calling_iterations", "2", "--max_steps", "1"]
     trained = train(read_run(acting[0], [*acting[1:], *flags], "grpo"))
-    assert list(trained.collector.agency.play.toolbox.tools) == ["add", "look"]
-    assert trained.collector.agency.play.max_iterations == 2
+    assert list(trained.collector.spec.play.toolbox.tools) == ["add", "look"]
+    assert trained.collector.spec.play.max_iterations == 2
     assert "rollouts/turns" in trained.state.log_history[0]
     report = (Path(trained.args.output_dir) / "summary.html").read_text()
     assert "acting.py:add, acting.py:by_hand" in report

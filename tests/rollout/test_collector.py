@@ -9,8 +9,7 @@ import pytest
 from covey.core.engine import SamplingParams
 from covey.core.rollout import Completion, FinishReason
 from covey.rollout.collector import Collector, PromptSample, run_async
-from covey.rollout.prompts import PromptCodec
-from covey.rollout.seeds import sample_seed
+from covey.rollout.prompts import PromptCodec, sample_seed
 
 PARAMS = SamplingParams(max_tokens=4)
 

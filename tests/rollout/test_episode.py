@@ -8,8 +8,7 @@ import pytest
 from covey.core.engine import SamplingParams
 from covey.core.rollout import Completion, FinishReason
 from covey.rollout.episode import EpisodeEngine
-from covey.rollout.prompts import PromptCodec
-from covey.rollout.seeds import sample_seed
+from covey.rollout.prompts import PromptCodec, sample_seed
 from covey.rollout.tools.turn_template import TurnTemplates
 from tests.support import tiny
 
@@ -133,7 +132,7 @@ def test_a_row_has_chat_template_arguments_of_its_own_in_every_turn():
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("<bos>assistant: ", "<bos>assistant: {{ mood or '' }}")
     playing = engine(Says("4"), tokenizer=tokenizer, chat_template_kwargs={"mood": ":) "})
-    playing._templates._unstable = "keep"  # a turn of the past is without its mood
+    playing.templates._unstable = "keep"  # a turn of the past is without its mood
     rollout = play(talk(playing.begin(), "Sure?"))
     assert TOKENIZER.decode(rollout.prompt_ids).endswith("<bos>assistant: :) ")
     assert TOKENIZER.decode(rollout.completion_ids) == "4<eos><bos>user: Sure?<eos><bos>assistant: :) 4<eos>"
@@ -206,7 +205,7 @@ def test_what_is_far_too_long_is_not_even_encoded(monkeypatch):
     async def rollout():
         episode = engine(Says("5", "4"), max_tokens=50).begin()
         await episode.sample()
-        monkeypatch.setattr(type(episode), "_rendered", None)
+        monkeypatch.setattr(type(episode), "_encode_messages", None)
         assert not episode.write("x" * (256 * 50)) and episode.finish is FinishReason.LENGTH
         return episode.done()
 
@@ -430,7 +429,7 @@ def test_messages_follow_a_turn_of_the_policy():
         episode.write("No.")
         episode.write("Really.")
 
-    with pytest.raises(ValueError, match=r"it has said nothing yet.*`engine.begin\(prompt\)`"):
+    with pytest.raises(ValueError, match=r"there is none yet.*`engine.begin\(prompt\)`"):
         engine(Says("5")).begin().write("Hello.")
     with pytest.raises(ValueError, match="into one `write`"):
         play(twice())

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from covey.rollout.seeds import sample_seed
+from covey.rollout.prompts import sample_seed
 
 
 class Avoided(Sized, Container[int], Protocol):

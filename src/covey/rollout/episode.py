@@ -1,9 +1,9 @@
-"""One rollout under way: what has been said so far as tokens, and the means to say more.
+"""Episodes: rollouts of several turns as token-exact conversations, and the engine that samples them.
 
-`Episode` is a conversation that only ever grows: `sample` appends a turn of the policy as it was sampled, `write`
-appends what others say, as the chat template renders it. Nothing is decoded and encoded again. `EpisodeEngine` is the
-engine as one rollout sees it: prompts as users write them, seeds and limits taken care of. Not here: who plays
-(`agent`), which rollouts there are (`collector`), how turns are rendered (`tools.template`).
+An `Episode` only ever grows: `sample` appends a turn of the policy as it was sampled, `write` appends other messages as
+the chat template renders them. Nothing is decoded and encoded again. `EpisodeEngine` is the engine of one rollout, with
+seeds and limits taken care of. See also `tool_agent`, which plays episodes with tools, and `tools.turn_template`, which
+renders the text between turns.
 """
 
 import asyncio
@@ -17,17 +17,16 @@ from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
 from covey.core.rollout import Completion, FinishReason, Message, Rollout
 from covey.rollout.images import images_of
-from covey.rollout.prompts import LONGEST_TOKEN, Prompt, begun, characters, is_conversational
-from covey.rollout.seeds import sample_seed
-from covey.rollout.tools.turn_template import TurnTemplate, TurnTemplates
+from covey.rollout.prompts import LONGEST_TOKEN, Prompt, characters, is_conversational, prefill, sample_seed
+from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.vision import Encoded
 
-Ask = Callable[[SampleRequest], Coroutine[Any, Any, list[Completion]]]
+Generate = Callable[[SampleRequest], Coroutine[Any, Any, list[Completion]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the policy said in one turn.
+    """One turn of the policy.
 
     Attributes:
         text: decoded, without special tokens.
@@ -41,25 +40,31 @@ class Reply:
     finish: FinishReason
     logprobs: list[float] | None = None
 
+    @classmethod
+    def of(cls, completion: Completion, tokenizer: Any) -> "Reply":
+        """A completion as a reply."""
+        text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return cls(text, list(completion.token_ids), completion.finish, completion.logprobs)
+
 
 class EpisodeEngine:
-    """The engine as one rollout sees it.
+    """The engine of one rollout.
 
     Args:
-        ask: samples a request.
+        generate: samples a request.
         templates: renders prompts and turns.
-        params: how to sample; `max_tokens` bounds a whole completion.
+        params: sampling parameters; `max_tokens` bounds a whole completion.
         seed_key: names this sample: another key gives other tokens.
         row: the dataset row.
-        sibling: which of the prompt's completions this is, 0 ... G-1.
-        expands_images: the engine looks itself for tokens that stand for images.
+        sibling: index of this rollout among those of its prompt, 0 ... G-1.
+        expands_images: the engine itself searches for tokens that stand for images.
 
     Attributes:
         row, sibling: as above; the row is the rollout's own copy.
         tokenizer: of the policy.
         episodes: every episode begun so far, in order.
-        failure: what the engine raised, if it did: no fault of the rollout's.
-        clock: ends the rollout when its time is over.
+        failure: the exception of the engine, if it failed: no fault of the rollout's.
+        timeout: the deadline of the rollout.
 
     Example:
         A rollout that lets the policy check its first answer:
@@ -74,7 +79,7 @@ class EpisodeEngine:
 
     def __init__(
         self,
-        ask: Ask,
+        generate: Generate,
         templates: TurnTemplates,
         params: SamplingParams,
         seed_key: tuple[int | str, ...],
@@ -84,22 +89,22 @@ class EpisodeEngine:
     ):
         self.row = row
         self.sibling = sibling
+        self.templates = templates
+        self.params = params
+        self.seed_key = seed_key
+        self.expands_images = expands_images
         self.tokenizer = templates.codec.tokenizer
         self.episodes: list[Episode] = []
         self.failure: BaseException | None = None
-        self.clock: asyncio.Timeout | None = None
-        self._ask = ask
-        self._templates = templates
-        self._params = params
-        self._seed_key = seed_key
-        self._expands_images = expands_images
-        self._asides = 0
+        self.timeout: asyncio.Timeout | None = None
+        self._generate = generate
+        self._generate_calls = 0
         self._closed = False
 
     @property
     def shows_images(self) -> bool:
-        """Whether the policy can be shown images."""
-        return self._templates.codec.vision is not None
+        """True where the policy can be shown images."""
+        return self.templates.codec.vision is not None
 
     def begin(self, prompt: Prompt | None = None, tools: Sequence[dict[str, Any]] | None = None) -> "Episode":
         """Start an episode.
@@ -111,20 +116,20 @@ class EpisodeEngine:
         Raises:
             ValueError: the prompt cannot be encoded.
         """
-        given: Any = self.row.get("prompt") if prompt is None else prompt
-        codec = self._templates.codec
+        codec = self.templates.codec
         tools = codec.tools if tools is None else tools
         images = images_of(self.row) if prompt is None else ()
-        encoded = codec.read(given, self.row.get("chat_template_kwargs"), tools, images)
+        own_prompt: Any = self.row.get("prompt") if prompt is None else prompt
+        encoded = codec.read(own_prompt, self.row.get("chat_template_kwargs"), tools, images)
         path: tuple[int | str, ...] = ("episode", len(self.episodes)) if self.episodes else ()
-        episode = Episode(self, given, encoded.ids, list(tools), path, media=encoded.media)
+        episode = Episode(self, own_prompt, encoded.ids, list(tools), path, media=encoded.media)
         self.episodes.append(episode)
         return episode
 
     async def generate(
         self, prompt: Prompt, n: int = 1, max_tokens: int | None = None, temperature: float | None = None
     ) -> list[Reply]:
-        """Completions that nobody trains on: of a judge, a sub-agent, a draft to choose from.
+        """Completions that are not trained on: of a judge, a sub-agent, a draft to choose from.
 
         Args:
             prompt: a string or messages.
@@ -138,74 +143,51 @@ class EpisodeEngine:
         for name, value, least in (("n", n, 1), ("max_tokens", max_tokens, 1), ("temperature", temperature, 0)):
             if value is not None and not value >= least:
                 raise ValueError(f"{name}={value} of `engine.generate` must be at least {least}.")
-        encoded = self._templates.codec.read(prompt, self.row.get("chat_template_kwargs"), ())
-        params = self._params
-        if max_tokens is not None:
-            params = replace(params, max_tokens=max_tokens)
+        encoded = self.templates.codec.read(prompt, self.row.get("chat_template_kwargs"), ())
+        params = self.params if max_tokens is None else replace(self.params, max_tokens=max_tokens)
         if temperature is not None:
             params = replace(params, temperature=temperature)
-        aside, self._asides = self._asides, self._asides + 1
-        seeds = [sample_seed(*self._seed_key, "aside", aside, i) for i in range(n)]
-        request = SampleRequest(encoded.ids, n, params, seeds, media=encoded.media)
-        return [self._reply(one) for one in await self._sampled(request)]
+        seeds = [sample_seed(*self.seed_key, "aside", self._generate_calls, i) for i in range(n)]
+        self._generate_calls += 1
+        completions = await self.submit(SampleRequest(encoded.ids, n, params, seeds, media=encoded.media))
+        return [Reply.of(completion, self.tokenizer) for completion in completions]
 
-    @contextmanager
-    def off_the_clock(self) -> Iterator[None]:
-        """Within this context the rollout waits for others, and its own time stands still."""
-        loop, clock = asyncio.get_running_loop(), self.clock
-        until = None if clock is None else clock.when()
-        if clock is None or until is None:
-            yield
-            return
-        left = until - loop.time()
-        clock.reschedule(None)
-        try:
-            yield
-        finally:
-            clock.reschedule(loop.time() + left)
+    async def submit(self, request: SampleRequest) -> list[Completion]:
+        """Completions of a request; an exception of the engine is noted in `failure`.
 
-    def close(self) -> None:
-        """Sample nothing more: the rollout is done, and so is whatever it has started and not awaited."""
-        self._closed = True
-
-    def ask_through(self, wrap: Callable[[Ask], Ask]) -> None:
-        """Ask the engine in another way, such as from another event loop."""
-        self._ask = wrap(self._ask)
-
-    async def _turn(self, episode: "Episode", limit: int, path: tuple[int | str, ...]) -> Completion:
-        params = self._params if limit >= self._params.max_tokens else replace(self._params, max_tokens=limit)
-        seed = sample_seed(*self._seed_key, *path)
-        said, shared = episode.prompt_ids + episode.completion_ids, len(episode.prompt_ids)
-        vision = self._templates.codec.vision
-        if self._expands_images and vision is not None and vision.misleads(said, episode.media):
-            raise ValueError(
-                "the policy has written a token that stands for an image, and was shown another image after it: the"
-                " engine would look for the image in the wrong place."
-            )
-        request = SampleRequest(said, 1, params, [seed], shared=shared, media=episode.media)
-        (completion,) = await self._sampled(request)
-        return completion
-
-    async def _sampled(self, request: SampleRequest) -> list[Completion]:
+        Raises:
+            ValueError: the rollout has ended.
+        """
         if self._closed:
             raise ValueError("the rollout has ended: nothing is sampled for it any more.")
         try:
-            return await self._ask(request)
+            return await self._generate(request)
         except Exception as error:
             self.failure = error
             raise
 
-    def _reply(self, completion: Completion) -> Reply:
-        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        return Reply(text, list(completion.token_ids), completion.finish, completion.logprobs)
+    @contextmanager
+    def paused_timeout(self) -> Iterator[None]:
+        """Stop the rollout's clock within this context, where it waits for other rollouts."""
+        loop, timeout = asyncio.get_running_loop(), self.timeout
+        until = None if timeout is None else timeout.when()
+        if timeout is None or until is None:
+            yield
+            return
+        left = until - loop.time()
+        timeout.reschedule(None)
+        try:
+            yield
+        finally:
+            timeout.reschedule(loop.time() + left)
 
-    def _room(self, prompt_ids: list[int]) -> int:
-        context = self._templates.codec.max_context
-        free = self._params.max_tokens if context is None else context - len(prompt_ids)
-        return min(self._params.max_tokens, free)
+    def close(self) -> None:
+        """Refuse further requests, as of tasks that the rollout started and did not await."""
+        self._closed = True
 
-    def _template(self, tools: Sequence[dict[str, Any]]) -> TurnTemplate:
-        return self._templates.of(tools, self.row.get("chat_template_kwargs"))
+    def wrap_generate(self, wrap: Callable[[Generate], Generate]) -> None:
+        """Submit requests through a wrapper, such as one that hands them to another event loop."""
+        self._generate = wrap(self._generate)
 
 
 @dataclass(eq=False)
@@ -213,17 +195,17 @@ class Episode:
     """A conversation that grows. Made by `EpisodeEngine.begin`.
 
     Attributes:
-        engine: that samples it.
+        engine: samples it.
         prompt: as it was given.
         prompt_ids: its tokens.
         tools: schemas that the chat template shows.
         completion_ids: all tokens after the prompt.
         sampled: True where the policy chose the token.
-        messages: what the completion is as messages: turns of the policy and what was written between them.
+        messages: the completion as messages: turns of the policy and the messages written between them.
         turn_ends: index of the last token of each turn of the policy.
         finish: why the episode can go no further, or None: LENGTH where no room is left. A turn that the policy ended
             itself leaves it None, since something may be written after it.
-        calls: how many calls of tools had which fate, as in a `Rollout`.
+        calls: number of tool calls by outcome, as in a `Rollout`.
         tool_seconds: spent waiting for tools.
         media: the images that the prompt and the messages show.
     """
@@ -246,34 +228,35 @@ class Episode:
     _versions: list[int] | None = field(default_factory=list)
     _samples: int = 0
     _forks: int = 0
-    _turn_begins: int | None = None
-    """Where the turn begins that the policy has said last; None where it is to say something next."""
+    _turn_start: int | None = None
+    """Index where the last turn of the policy begins; None where the policy goes on next."""
     _open: bool = False
     """That turn was cut off by its own limit, and may go on."""
     _sampling: bool = False
 
     @property
     def logprobs(self) -> list[float] | None:
-        """Of every completion token as the engine saw it, 0.0 where it was not sampled; None if it reports none."""
+        """Log-prob of every completion token, 0.0 where it was not sampled; None if the engine reports none."""
         return self._logprobs
 
     @property
     def room(self) -> int:
-        """How many tokens may still follow."""
-        return self.engine._room(self.prompt_ids) - len(self.completion_ids)
+        """Number of tokens that may still follow."""
+        limit, context = self.engine.params.max_tokens, self.engine.templates.codec.max_context
+        return (limit if context is None else min(limit, context - len(self.prompt_ids))) - len(self.completion_ids)
 
     async def sample(self, max_tokens: int | None = None) -> Reply:
-        """Let the policy say its next turn, or go on with one that `max_tokens` has cut off.
+        """Sample the policy's next turn, or continue one that `max_tokens` has cut off.
 
         Args:
-            max_tokens: of this call, where that is less than there is room for. What it cuts off stays open: the next
-                `sample` goes on with it, and `write` ends it.
+            max_tokens: of this call, where that is less than there is room for. A turn that it cuts off stays open: the
+                next `sample` continues it, and `write` ends it.
 
         Returns:
-            What was said now. Its `finish` is STOP where the policy has ended its turn.
+            The text sampled now. Its `finish` is STOP where the policy has ended its turn.
 
         Raises:
-            ValueError: the episode has ended, which `finish` and the last `write` said; or `max_tokens` is below 1.
+            ValueError: the episode has ended, as `finish` and the last `write` tell; or `max_tokens` is below 1.
         """
         if self.finish is not None:
             raise ValueError(
@@ -282,103 +265,120 @@ class Episode:
             )
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} of a turn must be at least 1.")
-        self._refuse_sampling("sampled")
+        self._refuse_while_sampling("sampled")
         room = self.room
         if room <= 0:
             self.finish = FinishReason.LENGTH
             return Reply("", [], FinishReason.LENGTH)
-        path = (*self.path, "turn", self._samples) if self._samples or self.path else ()
         limit = room if max_tokens is None else min(max_tokens, room)
+        request = self._request(limit)
         self._sampling = True
         try:
-            completion = await self.engine._turn(self, limit, path)
+            (completion,) = await self.engine.submit(request)
         finally:
             self._sampling = False
         self._samples += 1
-        self._say(completion)
+        self._append_turn(completion)
         if completion.finish is not FinishReason.STOP:
             self._open = limit < room and len(completion.token_ids) >= limit
             self.finish = None if self._open else completion.finish
-        return self.engine._reply(completion)
+        return Reply.of(completion, self.engine.tokenizer)
 
-    def _say(self, completion: Completion) -> None:
-        """Append what the policy said, to its open turn if there is one."""
-        goes_on, self._open = self._open, False
-        if not goes_on:
-            self._turn_begins = len(self.completion_ids)
+    def _request(self, limit: int) -> SampleRequest:
+        """The request for the next turn of at most `limit` tokens."""
+        engine, ids = self.engine, self.prompt_ids + self.completion_ids
+        vision = engine.templates.codec.vision
+        if engine.expands_images and vision is not None and vision.has_stray_placeholder(ids, self.media):
+            raise ValueError(
+                "the policy has written a token that stands for an image, and was shown another image after it: the"
+                " engine would look for the image at the wrong position."
+            )
+        path = (*self.path, "turn", self._samples) if self._samples or self.path else ()
+        seed = sample_seed(*engine.seed_key, *path)
+        params = engine.params if limit >= engine.params.max_tokens else replace(engine.params, max_tokens=limit)
+        return SampleRequest(ids, 1, params, [seed], shared=len(self.prompt_ids), media=self.media)
+
+    def _append_turn(self, completion: Completion) -> None:
+        """Append sampled tokens, to the open turn if there is one."""
+        continues, self._open = self._open, False
+        if not continues:
+            self._turn_start = len(self.completion_ids)
             self.messages.append({"role": "assistant", "content": ""})
         self._append(completion.token_ids, True, completion.logprobs, completion.entropies, completion.versions)
         if completion.token_ids:
-            self.turn_ends = [*(self.turn_ends[:-1] if goes_on else self.turn_ends), len(self.completion_ids) - 1]
-        said = self.engine.tokenizer.decode(self.completion_ids[self._turn_begins :], skip_special_tokens=True)
-        first = begun(self.prompt) if len(self.messages) == 1 and is_conversational(self.prompt) else ""
-        self.messages[-1]["content"] = first + said
+            self.turn_ends = [*(self.turn_ends[:-1] if continues else self.turn_ends), len(self.completion_ids) - 1]
+        text = self.engine.tokenizer.decode(self.completion_ids[self._turn_start :], skip_special_tokens=True)
+        first = prefill(self.prompt) if len(self.messages) == 1 and is_conversational(self.prompt) else ""
+        self.messages[-1]["content"] = first + text
 
-    def write(self, said: str | Message | Sequence[Message]) -> bool:
-        """Append what somebody else says after a turn of the policy, up to where the policy goes on.
+    def write(self, content: str | Message | Sequence[Message]) -> bool:
+        """Append messages after a turn of the policy, up to where the policy goes on.
 
         Args:
-            said: results of tools (`{"role": "tool", "content": ...}`) or messages of a user, all that are to be read
-                before the policy goes on; a string is a message of the user, or, after a prompt that is a string, that
-                text as it is.
+            content: results of tools (`{"role": "tool", "content": ...}`) or messages of a user, all that are to be
+                read before the policy goes on; a string is a message of the user, or, after a prompt that is a string,
+                that text as it is.
 
         Returns:
-            Whether the policy can go on. False where the episode has ended, or what is said leaves no room to answer:
-            `finish` is LENGTH then. Nothing is appended.
+            True if the policy can go on. False where the episode has ended, or the messages leave no room to answer:
+            `finish` is LENGTH then, and nothing is appended.
 
         Raises:
             ValueError: the chat template cannot render it, or there is no turn of the policy that it could follow.
         """
-        chat, messages = is_conversational(self.prompt), _as_messages(said)
-        if not chat and not isinstance(said, str):
+        chat = is_conversational(self.prompt)
+        if not chat and not isinstance(content, str):
             raise ValueError("messages need a prompt of messages: after a prompt that is a string, write a string.")
-        self._refuse_sampling("written")
+        if isinstance(content, str):
+            messages: list[Message] = [{"role": "user", "content": content}]
+        else:
+            messages = [dict(message) for message in ([content] if isinstance(content, dict) else content)]
+        self._refuse_while_sampling("written")
         if self.finish is not None:
             return False
-        too_long = characters(messages) > LONGEST_TOKEN * self.room
-        written = Encoded([])
-        if not too_long:
-            written = self._rendered(messages) if chat else Encoded(self._encoded(messages[0]["content"]))
-        ids = written.ids
-        if too_long or len(ids) >= self.room:
+        room = self.room
+        encoded = None
+        if characters(messages) <= LONGEST_TOKEN * room:
+            encoded = self._encode_messages(messages) if chat else self._encode_text(messages[0]["content"])
+        if encoded is None or len(encoded.ids) >= room:
             self.finish = FinishReason.LENGTH
             return False
-        self.media += written.media
-        zeros, last = [0.0] * len(ids), self._versions[-1:] if self._versions else [0]
-        self._append(ids, False, zeros, zeros, last * len(ids))
+        self.media += encoded.media
+        zeros, last_version = [0.0] * len(encoded.ids), self._versions[-1:] if self._versions else [0]
+        self._append(encoded.ids, False, zeros, zeros, last_version * len(encoded.ids))
         self.messages += messages
-        self._turn_begins, self._open = None, False
+        self._turn_start, self._open = None, False
         return True
 
-    def _rendered(self, messages: list[Message]) -> Encoded:
+    def _encode_text(self, text: str) -> Encoded:
+        return Encoded(list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    def _encode_messages(self, messages: list[Message]) -> Encoded:
         if not messages:
             raise ValueError("there is nothing to write: the list of messages is empty.")
-        if self._turn_begins is None:
+        if self._turn_start is None:
             raise ValueError(
-                "messages follow a turn of the policy, and it has said nothing yet. Put what comes before its first"
-                " turn into the prompt, `engine.begin(prompt)`, and what comes before any other into one `write`."
+                "messages follow a turn of the policy, and there is none yet. Put messages before its first turn into"
+                " the prompt, `engine.begin(prompt)`, and all messages before any other turn into one `write`."
             )
-        template = self.engine._template(self.tools)
+        template = self.engine.templates.of(self.tools, self.engine.row.get("chat_template_kwargs"))
         last = self.completion_ids[-1] if self.completion_ids else None
         cut = self._open or not template.ends_with(last)  # by its own limit, or by a text that a server stops at
-        before = template.ending() if cut else []
-        start = len(self.prompt_ids) + len(self.completion_ids) + len(before)
-        follows = template.answer(messages, ended_with=None if cut else last, start=start)
-        return Encoded([*before, *follows.ids], follows.media)
+        ending = template.ending() if cut else []
+        start = len(self.prompt_ids) + len(self.completion_ids) + len(ending)
+        following = template.answer(messages, ended_with=None if cut else last, start=start)
+        return Encoded([*ending, *following.ids], following.media)
 
-    def _encoded(self, text: str) -> list[int]:
-        return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _refuse_sampling(self, what: str) -> None:
+    def _refuse_while_sampling(self, action: str) -> None:
         if self._sampling:
             raise ValueError(
-                f"a turn of this episode is being sampled, so nothing else can be {what} meanwhile: await it first, or"
-                " `fork()` the episode for every branch."
+                f"a turn of this episode is being sampled, so nothing else can be {action} meanwhile: await it first,"
+                " or `fork()` the episode for every branch."
             )
 
     def fork(self) -> "Episode":
-        """An episode that begins with the same tokens and goes on by itself, with samples of its own."""
-        self._refuse_sampling("forked")
+        """A copy that begins with the same tokens and goes on by itself, with samples of its own."""
+        self._refuse_while_sampling("forked")
         other = copy.copy(self)
         for name in ("completion_ids", "sampled", "turn_ends", "_logprobs", "_entropies", "_versions"):
             value = getattr(self, name)
@@ -389,22 +389,21 @@ class Episode:
         return other
 
     def done(self, finish: FinishReason | None = None, error: str | None = None, **extras: Any) -> Rollout:
-        """The finished episode.
+        """The finished rollout.
 
         Args:
-            finish: why it ended; by default what it ended with, or STOP, or LENGTH where the last turn is still open.
-            error: what failed, where that is why.
+            finish: why it ended; by default the episode's `finish`, or STOP, or LENGTH where the last turn is open.
+            error: the message of a failure, where that is why.
             extras: further fields, which reward functions get as keyword arguments.
         """
         text = self.engine.tokenizer.decode(self.completion_ids, skip_special_tokens=True)
-        as_it_is = FinishReason.LENGTH if self._open else FinishReason.STOP
         return Rollout(
             prompt_ids=self.prompt_ids,
-            completion_ids=list(self.completion_ids),  # a copy: what failed may still be at work on the original
+            completion_ids=list(self.completion_ids),  # a copy: code that failed may still be at work on the original
             sampled=list(self.sampled),
             logprobs=self._logprobs,
             completion=list(self.messages) if is_conversational(self.prompt) else text,
-            finish=finish or self.finish or as_it_is,
+            finish=finish or self.finish or (FinishReason.LENGTH if self._open else FinishReason.STOP),
             entropies=self._entropies,
             versions=self._versions,
             extras=extras,
@@ -426,13 +425,7 @@ class Episode:
     ) -> None:
         self.completion_ids += token_ids
         self.sampled += [sampled] * len(token_ids)
-        # What an engine does not report of one turn is unknown of the whole.
+        # A value that an engine does not report for one turn is unknown for the whole.
         self._logprobs = None if self._logprobs is None or logprobs is None else self._logprobs + logprobs
         self._entropies = None if self._entropies is None or entropies is None else self._entropies + entropies
         self._versions = None if self._versions is None or versions is None else self._versions + versions
-
-
-def _as_messages(said: str | Message | Sequence[Message]) -> list[Message]:
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    return [dict(said)] if isinstance(said, dict) else [dict(message) for message in said]

@@ -1,35 +1,41 @@
-"""From what users write to tokens and back: prompts are rendered and encoded, completions decoded.
+"""Prompts to tokens and back: prompts are rendered and encoded, completions decoded.
 
 Standard prompts are strings, conversational ones are lists of messages that the tokenizer's chat template renders.
 Prompts are never truncated: one that does not fit the model's context is an error.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from covey.core.rollout import Message
-from covey.rollout.images import ImageError, images_of, refuse_others, shows_images, with_images
+from covey.rollout.images import ImageError, has_images, images_of, refuse_unsupported_parts, with_images
 from covey.rollout.vision import Encoded, Vision
 
 Prompt = str | list[Message]
 
+LONGEST_TOKEN = 256
+"""Most characters that one token stands for. Text of more than this many characters for each free token is refused
+without encoding it, which takes long where an environment returns gigabytes."""
+
+
+def sample_seed(*key: int | str) -> int:
+    """A 63-bit seed that depends on every part of the key and on nothing else."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
 
 def is_conversational(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages."""
+    """True for a list of messages."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
 
 
-LONGEST_TOKEN = 256
-"""Characters that a token stands for at most: text with more than so many for each token that there is room for need
-not be encoded to see that it does not fit, which takes long where an environment says gigabytes."""
-
-
-def characters(said: Any) -> int:
-    """How many a text or the texts of messages have."""
-    if isinstance(said, str):
-        return len(said)
-    if isinstance(said, list):
-        return sum(characters(one.get("content", one.get("text"))) for one in said if isinstance(one, dict))
+def characters(prompt: Any) -> int:
+    """Number of characters of a text, or of all texts in messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, list):
+        return sum(characters(item.get("content", item.get("text"))) for item in prompt if isinstance(item, dict))
     return 0
 
 
@@ -59,11 +65,7 @@ class PromptCodec:
         self.vision = vision
 
     def read_row(self, row: dict[str, Any]) -> Encoded:
-        """Tokens of a dataset row's prompt, with the images in its columns.
-
-        Raises:
-            ValueError: as `read` does.
-        """
+        """Tokens of a dataset row's prompt, with the images in its columns. Raises ValueError as `read`."""
         return self.read(row.get("prompt"), row.get("chat_template_kwargs"), images=images_of(row))
 
     def encode(self, prompt: Prompt | None, row_kwargs: dict[str, Any] | None = None) -> list[int]:
@@ -84,35 +86,37 @@ class PromptCodec:
         Args:
             prompt: a string or messages.
             row_kwargs: this row's own chat template arguments (a `chat_template_kwargs` column).
-            tools: schemas for the chat template in the place of the codec's; a prompt that is a string shows none.
-            images: that the prompt shows besides those among the parts of its messages.
+            tools: schemas for the chat template instead of the codec's; a prompt that is a string shows none.
+            images: that the prompt shows in addition to those among the parts of its messages.
 
         Raises:
             ValueError: no chat template for messages or one that cannot render them, an empty prompt, or one that
                 fills the context; images that cannot be read, or that the model does not see.
         """
         chat = is_conversational(prompt)
-        tools = self.tools if tools is None else tools
         if self.max_context is not None and characters(prompt) > LONGEST_TOKEN * self.max_context:
             raise ValueError(
                 f"a prompt of {characters(prompt)} characters leaves no room to answer in the model's context of"
                 f" {self.max_context} tokens. Prompts are never truncated; shorten or filter such rows."
             )
-        refuse_others(prompt)
-        if self.vision is None and (images or shows_images(prompt)):
+        if chat:
+            refuse_unsupported_parts(prompt)
+        if self.vision is None and (images or (chat and has_images(prompt))):
             raise ImageError(
                 "there are images in the prompt or in a column 'image' or 'images', and this model would not see them:"
                 " it is trained with a tokenizer alone. Give a vision-language model and its processor"
                 " (`processing_class`), or remove them, as by `dataset.remove_columns('image')`."
             )
-        encoded = self._encode_chat(prompt, row_kwargs, tools, images) if chat else self._encode_text(prompt, images)
-        ids = encoded.ids
-        if not ids:
-            raise ValueError(f"the prompt {_shown(prompt)} is empty: it encodes to no tokens. Remove the row.")
-        if self.max_context is not None and len(ids) >= self.max_context:
+        if chat:
+            encoded = self._encode_chat(prompt, row_kwargs, self.tools if tools is None else tools, images)
+        else:
+            encoded = self._encode_text(prompt, images)
+        if not encoded.ids:
+            raise ValueError(f"the prompt {_shorten(prompt)} is empty: it encodes to no tokens. Remove the row.")
+        if self.max_context is not None and len(encoded.ids) >= self.max_context:
             raise ValueError(
-                f"a prompt of {len(ids)} tokens leaves no room to answer in the model's context of {self.max_context}:"
-                f" {_shown(prompt)}. Prompts are never truncated; shorten or filter such rows."
+                f"a prompt of {len(encoded.ids)} tokens leaves no room to answer in the model's context of"
+                f" {self.max_context}: {_shorten(prompt)}. Prompts are never truncated; shorten or filter such rows."
             )
         return encoded
 
@@ -120,13 +124,12 @@ class PromptCodec:
         if not isinstance(prompt, str):
             raise ValueError(
                 f"a prompt must be a string or a non-empty list of messages with 'role' and 'content', got"
-                f" {type(prompt).__name__}: {_shown(prompt)}"
+                f" {type(prompt).__name__}: {_shorten(prompt)}"
             )
         if images and self.vision is not None:
             return self.vision.encode(prompt, images)
         ids = list(self.tokenizer(prompt)["input_ids"])
-        ends = self.tokenizer.eos_token_id
-        if ids and ids[-1] == ends and not prompt.endswith(self.tokenizer.eos_token):
+        if ids and ids[-1] == self.tokenizer.eos_token_id and not prompt.endswith(self.tokenizer.eos_token):
             ids.pop()  # a tokenizer that closes every text would have the policy go on after the end
         return Encoded(ids)
 
@@ -139,9 +142,9 @@ class PromptCodec:
         if not isinstance(row_kwargs or {}, dict):
             raise ValueError(
                 f"`chat_template_kwargs` of a row must be a dictionary, got {type(row_kwargs).__name__}:"
-                f" {_shown(row_kwargs)}. Write arguments of the chat template by name, or remove the column."
+                f" {_shorten(row_kwargs)}. Write arguments of the chat template by name, or remove the column."
             )
-        # Columns of a table hold None where a row says nothing.
+        # Columns of a table hold None where a row sets nothing.
         return {**self.chat_template_kwargs, **{k: v for k, v in (row_kwargs or {}).items() if v is not None}}
 
     def _encode_chat(
@@ -157,51 +160,51 @@ class PromptCodec:
                 " `tokenizer.chat_template`, use an instruction-tuned model, or give prompts as plain strings."
             )
         kwargs = self.template_kwargs(row_kwargs)
-        continues = ends_with_assistant(messages)
+        prefilled = ends_with_assistant(messages)
         if self.vision is not None:
             messages, images = with_images(messages, images)
         try:
             rendered = self.tokenizer.apply_chat_template(
                 messages,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
+                add_generation_prompt=not prefilled,
+                continue_final_message=prefilled,
                 tokenize=self.vision is None,
                 return_dict=False,
                 **({"tools": list(tools)} if tools else {}),
                 **kwargs,
             )
-        except Exception as error:  # templates are programs of their authors: they raise whatever they like
+        except Exception as error:  # templates are programs of their authors: they raise anything
             raise ValueError(
-                f"the tokenizer's chat template cannot render {_shown(messages)}: {type(error).__name__}: {error}."
+                f"the tokenizer's chat template cannot render {_shorten(messages)}: {type(error).__name__}: {error}."
                 " Change the messages (roles, order, content), `chat_template_kwargs` or `tokenizer.chat_template`."
             ) from error
         if self.vision is None:
             return Encoded(list(rendered))
-        begin = self.tokenizer.bos_token  # processors add it unless the template has, unlike tokenizers
-        begun_by_template = begin is not None and rendered.startswith(begin)
-        return self.vision.encode(rendered, images, **({"add_special_tokens": False} if begun_by_template else {}))
+        bos = self.tokenizer.bos_token  # processors add it unless the template has, unlike tokenizers
+        has_bos = bos is not None and rendered.startswith(bos)
+        return self.vision.encode(rendered, images, **({"add_special_tokens": False} if has_bos else {}))
 
     def decode(self, prompt: Prompt, completion_ids: list[int]) -> str | list[Message]:
         """The completion as reward functions see it: text, or one assistant message (with its prefill, if any)."""
         text = self.tokenizer.decode(completion_ids, skip_special_tokens=True)
         if not is_conversational(prompt):
             return text
-        return [{"role": "assistant", "content": begun(prompt) + text}]
+        return [{"role": "assistant", "content": prefill(prompt) + text}]
 
 
 def ends_with_assistant(messages: Any) -> bool:
-    """Whether the policy is to continue a message that the assistant has begun."""
+    """True where the policy continues a message that the assistant has begun."""
     return messages[-1]["role"] == "assistant"
 
 
-def begun(messages: Any) -> str:
-    """What the assistant had already said when the policy took over."""
+def prefill(messages: Any) -> str:
+    """Text of the assistant's message that the policy continues; empty where it begins its own."""
     content = messages[-1].get("content") if ends_with_assistant(messages) else ""
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return content or ""
 
 
-def _shown(prompt: Any, width: int = 120) -> str:
-    text = repr(prompt)
+def _shorten(value: Any, width: int = 120) -> str:
+    text = repr(value)
     return text if len(text) <= width else text[: width - 1] + "…"

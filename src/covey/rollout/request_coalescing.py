@@ -1,7 +1,7 @@
-"""Puts requests together that ask for continuations of the same tokens at the same moment.
+"""Request coalescing: concurrent requests for continuations of the same tokens become one request.
 
-Siblings are separate coroutines, and yet their common prompt should be computed once: an engine does that for the `n`
-completions of one request.
+The rollouts of a group are separate coroutines, but their common prompt should be computed once, which an engine does
+for the `n` completions of one request.
 """
 
 import asyncio
@@ -15,27 +15,24 @@ from covey.core.rollout import Completion
 
 @dataclass
 class _Batch:
-    """Requests for the same tokens and settings, and who waits for each."""
+    """Requests for the same tokens and parameters, with the future and the callback of each."""
 
     params: SamplingParams
     requests: list[SampleRequest] = field(default_factory=list)
-    answers: list["asyncio.Future[list[Completion]]"] = field(default_factory=list)
+    futures: list["asyncio.Future[list[Completion]]"] = field(default_factory=list)
     sent: list[Callable[[], None]] = field(default_factory=list)
 
-    def shows(self, media: tuple[Media, ...]) -> bool:
-        """Whether its requests show these very images."""
-        shown = self.requests[0].media
-        return len(shown) == len(media) and all(a is b for a, b in zip(shown, media, strict=True))
+    def has_media(self, media: tuple[Media, ...]) -> bool:
+        """True where its requests show these very images."""
+        own = self.requests[0].media
+        return len(own) == len(media) and all(a is b for a, b in zip(own, media, strict=True))
 
 
 class RequestCoalescer:
     """An engine's `generate` for the rollouts of one group.
 
-    What is asked for in one turn of the event loop for the same tokens becomes one request. Seeds stay with their
-    completions, so merging changes no result.
-
-    Args:
-        engine: what samples.
+    Requests for the same tokens in one turn of the event loop become one. Seeds stay with their completions, so merging
+    changes no result.
     """
 
     def __init__(self, engine: RolloutEngine):
@@ -44,60 +41,59 @@ class RequestCoalescer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: SampleRequest, sent: Callable[[], None] | None = None) -> list[Completion]:
-        """As the engine's. Raises what the engine raises, to everybody whose request was merged.
+        """Completions of a request. An exception of the engine reaches all requests that were merged.
 
         Args:
-            request: what is asked for.
-            sent: called once the engine has been given it.
+            request: as the engine's `generate` takes it.
+            sent: called once the engine has it.
         """
         loop = asyncio.get_running_loop()
         key = tuple(request.prompt_ids)
         batches = self._waiting.setdefault(key, [])
-        alike = (batch for batch in batches if batch.params == request.params and batch.shows(request.media))
-        batch = next(alike, None) if request.drafts is None else None
+        equal = (batch for batch in batches if batch.params == request.params and batch.has_media(request.media))
+        batch = next(equal, None) if request.drafts is None else None
         if batch is None:
             batch = _Batch(request.params)
             batches.append(batch)
             loop.call_soon(self._send, key, batch)
-        answer: asyncio.Future[list[Completion]] = loop.create_future()
+        future: asyncio.Future[list[Completion]] = loop.create_future()
         batch.requests.append(request)
-        batch.answers.append(answer)
+        batch.futures.append(future)
         if sent is not None:
             batch.sent.append(sent)
-        return await answer
+        return await future
 
     def _send(self, key: tuple[int, ...], batch: _Batch) -> None:
         batches = self._waiting[key]
         batches.remove(batch)
         if not batches:
             del self._waiting[key]
-        task = asyncio.get_running_loop().create_task(self._answer(batch))
-        self._tasks.add(task)  # the loop itself keeps no strong reference
+        task = asyncio.get_running_loop().create_task(self._generate(batch))
+        self._tasks.add(task)  # the loop itself holds no strong reference
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, batch: _Batch) -> None:
-        asked = [(one, answer) for one, answer in zip(batch.requests, batch.answers, strict=True) if not answer.done()]
-        if not asked:
-            return  # all who asked have been given up
-        seeds = [seed for request, _ in asked for seed in request.seeds]
+    async def _generate(self, batch: _Batch) -> None:
+        pending = [pair for pair in zip(batch.requests, batch.futures, strict=True) if not pair[1].done()]
+        if not pending:
+            return  # all were cancelled
+        seeds = [seed for request, _ in pending for seed in request.seeds]
         for sent in batch.sent:
-            asyncio.get_running_loop().call_soon(sent)  # when the engine has gone as far as it can at once
+            asyncio.get_running_loop().call_soon(sent)  # once the engine has begun with the request
         try:
-            completions = await self._engine.generate(replace(asked[0][0], n=len(seeds), seeds=seeds))
+            completions = iter(await self._engine.generate(replace(pending[0][0], n=len(seeds), seeds=seeds)))
         except BaseException as error:
-            for _, answer in asked:
-                if not answer.done():
-                    answer.cancel() if isinstance(error, asyncio.CancelledError) else answer.set_exception(error)
+            for _, future in pending:
+                if not future.done():
+                    future.cancel() if isinstance(error, asyncio.CancelledError) else future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
             return
-        given = iter(completions)
-        for request, answer in asked:
-            part = [next(given) for _ in request.seeds]
-            if not answer.done():
-                answer.set_result(part)
+        for request, future in pending:
+            own = [next(completions) for _ in request.seeds]
+            if not future.done():
+                future.set_result(own)
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel requests that are under way."""
         for task in self._tasks:
             task.cancel()

@@ -1,7 +1,7 @@
-"""Plays rollouts that are more than one completion: siblings side by side, each to its end, whatever it comes to.
+"""Runner of rollouts that are more than one completion: those of a group run concurrently, each to its end.
 
-A rollout that fails is an outcome like another (`FinishReason.ERROR`); what the engine raises ends the batch. Not here:
-what plays (`agent`, `environments`, `functions`), which rollouts there are (`collector`).
+A rollout that fails becomes `FinishReason.ERROR`; an exception of the engine ends the batch. See also `collector`,
+which runs groups, and `tool_agent`, `environments` and `user_functions`, which play rollouts.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from covey.core.engine import RolloutEngine, SamplingParams, traits_of
 from covey.core.rollout import FinishReason, Rollout
-from covey.rollout.episode import Ask, EpisodeEngine
+from covey.rollout.episode import EpisodeEngine, Generate
 from covey.rollout.prompts import PromptCodec, is_conversational
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.tasks import PromptSample, SampleGroup
@@ -28,28 +28,28 @@ from covey.runtime.error_text import describe
 from covey.runtime.user_code import Raised, TimedOut, run_in_thread
 
 SALVAGE_SECONDS = 5.0
-"""For reading what there is of a rollout that failed."""
+"""Deadline for reading the tokens of a rollout that failed."""
 
 
 class RolloutCallbacks(Protocol):
-    """Hears of rollouts as they end, on the thread that samples. `place` is that of the first among all draws."""
+    """Callbacks on the thread that samples; `start` is the index of the first rollout in the batch."""
 
-    def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Rollouts that ended at once: one that an agent played, else siblings; with the dataset row of each."""
+    def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Rollouts that ended together: one that an agent played, else a group; with the dataset row of each."""
         ...
 
-    def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """All siblings, once the last of them has ended."""
+    def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """All rollouts of a group, once the last of them has ended."""
         ...
 
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """What plays rollouts that are more than one completion.
+    """The agent or function that plays rollouts of more than one completion, and its limits.
 
     Attributes:
         play: an agent, or a function that plays a group or a whole batch.
-        templates: how conversations go on.
+        templates: render what follows a turn.
         timeout: seconds that one rollout may take.
         limits: of tokens, where the user's code may have written them.
     """
@@ -60,41 +60,41 @@ class RolloutSpec:
     limits: RolloutValidator | None = None
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
-        """What these rollouts hold, such as environments, is needed no more: their rewards are scored."""
+        """Give back resources of rollouts whose rewards are scored, such as environments."""
         release = getattr(self.play, "release", None)
         if release is not None:
             release(rollouts)
 
     def close(self) -> None:
-        """No rollout is under way any more, nor about to be."""
+        """Free all resources; no rollout may be under way."""
         close = getattr(self.play, "close", None)
         if close is not None:
             close()
 
 
 class SubmissionBarrier:
-    """Knows when the engine has the first request of every rollout of a batch.
+    """Event: the engine has the first request of every rollout of a batch.
 
-    A rollout that has ended without one counts, and one that takes its time is not waited for: its requests may be
-    sampled with newer weights, as those of later turns are.
+    A rollout that has ended without a request counts, and a slow one is not waited for: its requests may be sampled
+    with newer weights, as those of later turns are.
     """
 
     SECONDS = 1.0
 
     def __init__(self) -> None:
         self._awaited: set[object] = set()
-        self._none_left = asyncio.Event()
+        self._all_sent = asyncio.Event()
 
     @contextmanager
     def awaited(self) -> Iterator[Callable[[], None]]:
-        """A rollout is played within this context; to be called when one of its requests is sent."""
-        one = object()
-        self._awaited.add(one)
+        """Wait for the rollout that runs within this context, until it calls the function that is yielded."""
+        rollout = object()
+        self._awaited.add(rollout)
 
         def sent() -> None:
-            self._awaited.discard(one)
+            self._awaited.discard(rollout)
             if not self._awaited:
-                self._none_left.set()
+                self._all_sent.set()
 
         try:
             yield sent
@@ -102,80 +102,84 @@ class SubmissionBarrier:
             sent()
 
     async def all_sent(self) -> None:
-        """Wait until there is none left that is awaited, for a while."""
-        await asyncio.sleep(0)  # those that begin in this turn of the loop are awaited
+        """Wait for the awaited rollouts, for at most `SECONDS`."""
+        await asyncio.sleep(0)  # rollouts that begin in this turn of the loop are awaited
         if self._awaited:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._none_left.wait(), self.SECONDS)
+                await asyncio.wait_for(self._all_sent.wait(), self.SECONDS)
 
 
 @dataclass(frozen=True)
 class GroupRunner:
-    """How the rollouts of one batch are played.
+    """Plays the groups of one batch.
 
     Attributes:
-        engine: what samples.
+        engine: samples tokens.
         codec: of the prompts.
-        agency: what plays.
-        params: how to sample.
+        spec: plays the rollouts.
+        params: sampling parameters.
         seed_key: names the batch.
-        ended: hears of rollouts as they end.
-        first: hears of their first requests.
+        callbacks: called as rollouts end.
+        barrier: of the first requests.
     """
 
     engine: RolloutEngine
     codec: PromptCodec
-    agency: RolloutSpec
+    spec: RolloutSpec
     params: SamplingParams
     seed_key: tuple[int | str, ...]
-    ended: RolloutCallbacks | None
-    first: SubmissionBarrier = field(default_factory=SubmissionBarrier)
+    callbacks: RolloutCallbacks | None
+    barrier: SubmissionBarrier = field(default_factory=SubmissionBarrier)
 
-    async def group(self, group: SampleGroup) -> list[Rollout]:
-        """The rollouts of one prompt, in the order of their draws, failed ones among them.
+    async def play_group(self, group: SampleGroup) -> list[Rollout]:
+        """The rollouts of one prompt, in the order of their samples, failed ones among them.
 
         Raises:
             Exception: the engine failed, which is no fault of a rollout's.
         """
-        merged = RequestCoalescer(self.engine)
+        coalescer = RequestCoalescer(self.engine)
 
-        async def play(begin: int, draws: list[PromptSample]) -> list[Rollout]:
-            with self.first.awaited() as sent:
-                rollouts = await self._together(group.number, draws, partial(merged.generate, sent=sent))
-            if self.ended is not None:
-                self.ended.on_rollouts(group.place + begin, [draw.row for draw in draws], rollouts)
+        async def play(begin: int, samples: list[PromptSample]) -> list[Rollout]:
+            with self.barrier.awaited() as sent:
+                rollouts = await self._play(group.number, samples, partial(coalescer.generate, sent=sent))
+            if self.callbacks is not None:
+                rows = group.rows[begin : begin + len(samples)]
+                self.callbacks.on_rollouts(group.start + begin, rows, rollouts)
             return rollouts
 
-        size = len(group.draws) if isinstance(self.agency.play, GroupFunction) else 1
-        begins = range(0, len(group.draws), size)
-        playing = [asyncio.ensure_future(play(begin, group.draws[begin : begin + size])) for begin in begins]
+        size = len(group.samples) if isinstance(self.spec.play, GroupFunction) else 1
+        begins = range(0, len(group.samples), size)
+        tasks = [asyncio.ensure_future(play(begin, group.samples[begin : begin + size])) for begin in begins]
         try:
-            return [rollout for rollouts in await asyncio.gather(*playing) for rollout in rollouts]
+            return [rollout for rollouts in await asyncio.gather(*tasks) for rollout in rollouts]
         finally:
-            for one in playing:
-                one.cancel()  # siblings of one that met the engine's failure
-            merged.close()
+            for task in tasks:
+                task.cancel()  # the others of a group in which the engine failed
+            coalescer.close()
 
-    async def _together(self, number: int, draws: list[PromptSample], ask: Ask) -> list[Rollout]:
-        """One rollout, or the siblings that one function plays together, whatever becomes of them."""
-        first, play, timeout = draws[0], self.agency.play, self.agency.timeout
-        assert not isinstance(play, BatchFunction), "played as a whole"
-        row = _own_copy(first.row)
+    async def _play(self, number: int, samples: list[PromptSample], generate: Generate) -> list[Rollout]:
+        """One rollout, or all of a group that one function plays; failed ones are returned as such."""
+        first, play, timeout = samples[0], self.spec.play, self.spec.timeout
+        assert not isinstance(play, BatchFunction), "plays whole batches"
+        row = {name: _copy(value) for name, value in first.row.items()}
         key = (*self.seed_key, first.prompt, first.sample)
         expands = traits_of(self.engine).expands_images
-        engine = EpisodeEngine(ask, self.agency.templates, self.params, key, row, first.sample, expands)
+        engine = EpisodeEngine(generate, self.spec.templates, self.params, key, row, first.sample, expands)
         began = perf_counter()
         try:
-            async with asyncio.timeout(timeout) as engine.clock:
+            async with asyncio.timeout(timeout) as engine.timeout:
                 if isinstance(play, GroupFunction):
-                    rollouts = await play(row, engine, len(draws))
+                    rollouts = await play(row, engine, len(samples))
                 else:
                     rollouts = [await play(row, engine)]
         except Exception as error:
-            what = _describe(error, timeout)
-            rollouts = [await self._failed(draw.row, engine, what) for draw in draws]
+            if isinstance(error, TimedOut | TimeoutError):
+                text = f"the rollout took longer than rollout_timeout={timeout:g} s"
+            else:
+                text = error.told() if isinstance(error, Raised) else describe(error)
+            rollouts = [await self._failed(sample.row, engine, text) for sample in samples]
         finally:
-            engine.close()  # what the rollout has left behind may be at work still
+            engine.close()  # tasks that the rollout started may still be at work
         if engine.failure is not None:
             raise engine.failure
         for rollout in rollouts:
@@ -183,16 +187,16 @@ class GroupRunner:
         return rollouts
 
     async def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str) -> Rollout:
-        """What there was until something failed, if that is a rollout."""
-        limits = self.agency.limits
+        """The failed rollout: its tokens until then, if these can be trained on."""
+        limits = self.spec.limits
 
-        def salvaged() -> Rollout:
+        def salvage() -> Rollout:
             rollout = engine.episodes[0].done(FinishReason.ERROR, error)
             return rollout if limits is None else limits.checked(rollout)
 
         if engine.episodes:
             with suppress(Raised, TimedOut):  # the user's code may have put anything into its episode
-                return await run_in_thread(salvaged, SALVAGE_SECONDS)
+                return await run_in_thread(salvage, SALVAGE_SECONDS)
         try:
             return failed_rollout(self.codec, row, error, self.codec.read_row(row).ids)
         except ValueError as no_prompt:
@@ -200,33 +204,22 @@ class GroupRunner:
 
 
 def failed_rollout(codec: PromptCodec, row: dict[str, Any], error: str, prompt_ids: list[int] | None = None) -> Rollout:
-    """A rollout in which the policy said nothing.
+    """A rollout without a completion.
 
     Args:
         codec: of the prompts.
         row: of the dataset.
-        error: what failed, in words.
-        prompt_ids: of the prompt, if it has any that can be had.
+        error: the message of the failure.
+        prompt_ids: of the prompt, if it can be encoded.
     """
     completion: Any = [] if is_conversational(row.get("prompt")) else ""
     ids = prompt_ids or [codec.tokenizer.eos_token_id or 0]
     return Rollout(ids, [], [], [], completion, FinishReason.ERROR, entropies=[], versions=[], error=error)
 
 
-def _own_copy(row: dict[str, Any]) -> dict[str, Any]:
-    """What a rollout does to its row is no business of its siblings; what cannot be copied they share."""
-
-    def copied(value: Any) -> Any:
-        try:
-            return copy.deepcopy(value)
-        except Exception:  # whatever `__deepcopy__` of a user's class raises
-            return value
-
-    return {name: copied(value) for name, value in row.items()}
-
-
-def _describe(error: BaseException, timeout: float) -> str:
-    """What failed, in words."""
-    if isinstance(error, TimedOut | TimeoutError):
-        return f"the rollout took longer than rollout_timeout={timeout:g} s"
-    return error.told() if isinstance(error, Raised) else describe(error)
+def _copy(value: Any) -> Any:
+    """A deep copy, so that rollouts of a group cannot affect each other; values that cannot be copied are shared."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # `__deepcopy__` of a user's class may raise anything
+        return value

@@ -13,7 +13,7 @@ from typing import Any
 
 from covey.core.rollout import FinishReason, Message, Rollout
 from covey.rollout.episode import Episode, EpisodeEngine, Reply
-from covey.rollout.prompts import begun, is_conversational
+from covey.rollout.prompts import is_conversational, prefill
 from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.parsers import ToolParser, read_turn
 from covey.rollout.tools.toolbox import Toolbox, count_fates
@@ -76,7 +76,7 @@ class ToolAgent:
     def _read(self, episode: Episode, reply: Reply) -> AssistantTurn:
         """Take the turn apart, in the episode's last message too."""
         first = len(episode.messages) == 1 and is_conversational(episode.prompt)
-        before = begun(episode.prompt) if first else ""
+        before = prefill(episode.prompt) if first else ""
         turn = read_turn(episode.engine.tokenizer, reply.token_ids, self.parser, episode.tools, before)
         episode.messages[-1] = as_message(turn, episode.messages[-1]["content"])
         return turn

@@ -17,9 +17,8 @@ from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
 from covey.core.rollout import Completion, FinishReason, Rollout
 from covey.rollout.images import ImageError
-from covey.rollout.prompts import PromptCodec
+from covey.rollout.prompts import PromptCodec, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
-from covey.rollout.seeds import sample_seed
 from covey.rollout.user_functions import RolloutError, RolloutValidator
 from covey.rollout.vision import Encoded, Vision
 from covey.runtime.user_code import Raised, TimedOut, run_in_thread

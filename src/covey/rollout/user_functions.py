@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from covey.core.engine import SampleRequest
 from covey.core.rollout import Completion, Rollout
-from covey.rollout.episode import Ask, EpisodeEngine
+from covey.rollout.episode import EpisodeEngine, Generate
 from covey.rollout.validation import RolloutError as RolloutError
 from covey.rollout.validation import RolloutValidator as RolloutValidator
 from covey.runtime.user_code import CoroutineLoop, Handovers, Raised, is_async
@@ -50,7 +50,7 @@ class _Apart:
             TimedOut, Raised: as `CoroutineLoop.run`.
             RolloutError: what `read` says of it.
         """
-        engine.ask_through(partial(self._across, asyncio.get_running_loop()))
+        engine.wrap_generate(partial(self._across, asyncio.get_running_loop()))
 
         async def play() -> T:
             return read(await self._function(*arguments))
@@ -62,12 +62,12 @@ class _Apart:
                 raise raised.error from None
             raise
 
-    def _across(self, home: asyncio.AbstractEventLoop, ask: Ask) -> Ask:
+    def _across(self, home: asyncio.AbstractEventLoop, generate: Generate) -> Generate:
         """The engine for code on another loop. What is asked there in one turn is asked here in one turn too."""
 
         async def from_there(request: SampleRequest) -> list[Completion]:
             answer: Future[list[Completion]] = Future()
-            self._handovers.to(home).give(lambda: _answer(ask(request), answer))
+            self._handovers.to(home).give(lambda: _answer(generate(request), answer))
             return await asyncio.wrap_future(answer)
 
         return from_there

@@ -120,8 +120,8 @@ class Vision:
             raise ImageError(f"{others} tokens stand for images that are not among the {len(images)} that are given.")
         return tuple(found)
 
-    def misleads(self, ids: Sequence[int], media: Sequence[Media]) -> bool:
-        """Whether, before the last image among tokens, something looks like an image that is none."""
+    def has_stray_placeholder(self, ids: Sequence[int], media: Sequence[Media]) -> bool:
+        """True where a token before the last image stands for an image and belongs to none."""
         shown = {place for one in media for place in range(one.start, one.start + one.length)}
         last = max((one.start for one in media), default=0)
         return any(token in self.placeholders and i not in shown for i, token in enumerate(ids[:last]))

@@ -306,7 +306,7 @@ def build_rewards(trainer: Any, reward_funcs: Any, processing_classes: Any) -> R
     Raises:
         ValueError: none were given.
     """
-    args, agency = trainer.args, trainer.collector.agency
+    args, agency = trainer.args, trainer.collector.spec
     sources = RewardSources.of(reward_funcs, args.reward_weights, processing_classes, agency and agency.play)
     if sources.functions is None:
         raise ValueError(

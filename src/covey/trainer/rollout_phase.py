@@ -73,8 +73,8 @@ class SampledGenerations(PolicyUpdates):
                 with self.phases("generate"), kept_surroundings():
                     rollouts = self.collector.collect(draws, self.sampling, key, reuse, watched)
             self.rollout_watch.judge(rollouts)
-            if self.collector.agency is not None:
-                self.metrics.add(agent_stats(rollouts, self.collector.agency), self.mode)
+            if self.collector.spec is not None:
+                self.metrics.add(agent_stats(rollouts, self.collector.spec), self.mode)
             elif self.collector.codec.vision is not None:  # a picture may be broken, or larger than the context
                 self.metrics.add(failure_stats(rollouts), self.mode)
             try:
@@ -82,8 +82,8 @@ class SampledGenerations(PolicyUpdates):
                     rows = [draw.row for draw in draws]
                     scored = self.rewards(rows, rollouts, notes.context(self.state), watched.stream)
             finally:
-                if self.collector.agency is not None:
-                    self.collector.agency.release(rollouts)
+                if self.collector.spec is not None:
+                    self.collector.spec.release(rollouts)
             watched.tell(self.timeline, self.rewards.names)
         drafts = reuse_stats(rollouts) if reuse is not None else {}
         self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
@@ -102,7 +102,7 @@ class SampledGenerations(PolicyUpdates):
         Raises:
             ValueError: called at another time, or with a setting that does not exist.
         """
-        function = self.collector.agency.play if self.collector.agency is not None else None
+        function = self.collector.spec.play if self.collector.spec is not None else None
         if not isinstance(function, BatchFunction):
             raise ValueError("`generate_completions` is there for a `rollout_func(prompts, trainer)`; there is none.")
         decode = self.collector.codec.tokenizer.decode
@@ -159,8 +159,8 @@ class SampledGenerations(PolicyUpdates):
         return self.ahead.take(generation, self.state.global_step)
 
     def _end_rollouts(self) -> None:
-        if self.collector.agency is not None:
-            self.collector.agency.close()
+        if self.collector.spec is not None:
+            self.collector.spec.close()
 
     def _forget_ahead(self) -> None:
         if self.ahead is not None:

@@ -58,7 +58,7 @@ def _check_attention(policy: Any, device_type: str) -> None:
 
 
 def _check_fit(trainer: Any, dataset: Any, role: str) -> None:
-    agency = trainer.collector.agency
+    agency = trainer.collector.spec
     player = None if agency is None else agency.play
     columns = check_prompts(dataset, role, trainer.collector.codec)
     refuse_plain_prompts(agency, first_rows(dataset), role)

@@ -57,7 +57,7 @@ class EnvironmentAgent(ABC):
         Raises:
             EnvironmentFailed: the environment raised, hung or returned what cannot be used; it is thrown away.
         """
-        with engine.off_the_clock():  # others may have all there may be
+        with engine.paused_timeout():  # other rollouts may hold all environments
             held = await self.pool.acquire()
         try:
             episode = await self._begin(held, row, engine)
