@@ -1,6 +1,6 @@
-"""Batch algebra: how completions, prompts, micro-batches and updates divide one another.
+"""Batch algebra: the division of completions, prompts, micro-batches and updates.
 
-Pure arithmetic, in whole numbers; docs/batch-algebra.md tells the same in prose.
+Arithmetic in whole numbers; docs/batch-algebra.md explains it in prose.
 
     generation_batch_size   = per_device_train_batch_size * world_size * steps_per_generation    [completions]
     prompts_per_generation  = generation_batch_size / num_generations
@@ -21,7 +21,7 @@ _PLANNED_WORLD_SIZE: ContextVar[int | None] = ContextVar("planned_world_size", d
 
 @contextmanager
 def planning_for(world_size: int | None) -> Iterator[None]:
-    """Within this context, configs are resolved for `world_size` processes rather than for those that are running."""
+    """Resolve configs within this context for `world_size` processes rather than for those that are running."""
     token = _PLANNED_WORLD_SIZE.set(world_size)
     try:
         yield
@@ -30,19 +30,19 @@ def planning_for(world_size: int | None) -> Iterator[None]:
 
 
 def planned_world_size() -> int | None:
-    """The number of processes of the enclosing `planning_for`, if any."""
+    """Number of processes of the enclosing `planning_for`, if any."""
     return _PLANNED_WORLD_SIZE.get()
 
 
 @dataclass(frozen=True)
 class BatchAlgebra:
-    """The numbers that a run is made of. Batch sizes count completions, never prompts.
+    """Batch sizes of a run. They count completions, never prompts.
 
     Attributes:
         per_device_train_batch_size: completions of one micro-batch in one process.
         gradient_accumulation_steps: micro-batches of one optimizer update.
-        steps_per_generation: micro-batches that one generation is cut into.
-        num_iterations: passes over each generation.
+        steps_per_generation: micro-batches that one rollout batch is cut into.
+        num_iterations: passes over each rollout batch.
         num_generations: completions per prompt.
         world_size: processes.
         per_device_eval_batch_size: completions of one evaluation batch in one process.
@@ -81,12 +81,12 @@ class BatchAlgebra:
 
     @property
     def micro_batches(self) -> int:
-        """Forward and backward passes that each process spends on one generation."""
+        """Forward and backward passes that each process spends on one rollout batch."""
         return self.steps_per_generation * self.num_iterations
 
     @property
     def updates_per_generation(self) -> Fraction:
-        """Optimizer updates until the next generation; below 1 where one update spans several generations."""
+        """Optimizer updates until the next rollout batch; below 1 where one update spans several."""
         return Fraction(self.micro_batches, self.gradient_accumulation_steps)
 
     @property
@@ -96,10 +96,10 @@ class BatchAlgebra:
 
     @property
     def on_policy(self) -> bool:
-        """Whether every gradient is computed with the weights that its generation's training begins with.
+        """Every gradient is computed with the weights that training on its rollout batch begins with.
 
-        Then all importance ratios are 1. Those are the weights that sampled, too, unless sampling runs ahead
-        (`max_staleness`), which is the mismatch correction's business.
+        Then all importance ratios are 1. Those weights sampled, too, except with async rollouts (`max_staleness`),
+        whose ratios the mismatch correction treats.
         """
         return self.gradient_accumulation_steps % self.micro_batches == 0
 
@@ -119,18 +119,18 @@ class BatchAlgebra:
         return self.eval_batch_size // self.eval_group
 
     def check(self, generation_batch_size_given: bool = False) -> None:
-        """Refuse a generation that is not made of whole groups.
+        """Refuse a rollout batch that does not consist of whole groups.
 
         Args:
             generation_batch_size_given: the user fixed `generation_batch_size` rather than `steps_per_generation`.
 
         Raises:
-            ValueError: with the nearest numbers that would do, for each number that could change.
+            ValueError: the message gives the nearest numbers that divide, for each number that could change.
         """
         if self.generation_batch_size % self.num_generations:
             proposals = self._by_total() if generation_batch_size_given else self._by_steps()
             raise ValueError(
-                f"A generation of {self.generation_batch_size} completions (per_device_train_batch_size="
+                f"A rollout batch of {self.generation_batch_size} completions (per_device_train_batch_size="
                 f"{self.per_device_train_batch_size} * {self.world_size} process(es) * steps_per_generation="
                 f"{self.steps_per_generation}) cannot be cut into groups of num_generations={self.num_generations}. "
                 f"Change one of these to the nearest number that divides: {'; '.join(proposals)}."
@@ -164,10 +164,10 @@ class BatchAlgebra:
         ]
 
     def check_eval(self) -> None:
-        """Refuse an evaluation batch that is not made of whole groups.
+        """Refuse an evaluation batch that does not consist of whole groups.
 
         Raises:
-            ValueError: with the nearest numbers that would do.
+            ValueError: the message gives the nearest numbers that divide.
         """
 
         def fits(**change: int) -> bool:
@@ -189,16 +189,16 @@ class BatchAlgebra:
 
 
 def steps_of(generation_batch_size: int, per_device: int, world_size: int, num_generations: int) -> int:
-    """Micro-batches in a generation of `generation_batch_size` completions.
+    """Micro-batches in a rollout batch of `generation_batch_size` completions.
 
     Args:
         generation_batch_size: completions sampled at a time over all processes.
         per_device: completions of one micro-batch in one process.
         world_size: processes.
-        num_generations: completions per prompt; only the proposals in the error look at it.
+        num_generations: completions per prompt; only for the proposals in the error.
 
     Raises:
-        ValueError: it is not a whole number of micro-batches; the message proposes the nearest numbers.
+        ValueError: it is not a whole number of micro-batches; the message gives the nearest numbers that divide.
     """
     micro_batch = per_device * world_size
     if generation_batch_size % micro_batch == 0:
@@ -217,7 +217,7 @@ def steps_of(generation_batch_size: int, per_device: int, world_size: int, num_g
 
 
 def nearest(value: int, fits: Callable[[int], bool], furthest: int = 1_000_000) -> list[int]:
-    """The nearest number below and the nearest above `value` that fit; fewer where there is none.
+    """The nearest number below and the nearest above `value` that satisfy `fits`; fewer if there is none.
 
     Example:
         >>> nearest(3, lambda n: 8 % n == 0)

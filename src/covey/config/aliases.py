@@ -1,23 +1,25 @@
 """Names that other libraries, and older releases of them, use for Covey's fields.
 
-One table. An old name is accepted wherever a field is (constructor, run file, command line); it is replaced by the new
-one with one warning that says so. To add a name, add a row: renamed ones need no code, changed meanings a conversion.
+An old name is accepted wherever a field is (constructor, run file, command line) and replaced by the new one with one
+warning. To add a name, add a row to `ALIASES`: a renamed field needs no code, a changed meaning a conversion.
 """
 
 import dataclasses
 import difflib
-import warnings
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from covey.config.messages import warn
 
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """What became of an old name.
+    """Replacement of an old name.
 
     Attributes:
-        new: the field that took its place, or None where none did.
-        advice: what to know or do; shown after the new name.
+        new: the field that replaces it; None if none does.
+        advice: advice for the user, shown after the new name.
         convert: (old value, all keywords of the call) -> new value.
     """
 
@@ -75,7 +77,7 @@ ALIASES: dict[str, Alias] = {
     "token_level_kl": _removed("RLOO subtracts the KL of the whole completion from its reward"),
     "dataset_num_proc": _removed("the dataset is not rewritten before training"),
     "local_rollout_forward_batch_size": _removed(
-        "log-probabilities are computed in passes planned by tokens, which max_tokens_per_micro_batch bounds"
+        "log-probabilities are computed in micro-batches by tokens, which max_tokens_per_micro_batch bounds"
     ),
     "num_sample_generations": _removed("set log_completions and logging_steps to see completions while training"),
     "stop_token": _removed("completions stop at the end-of-sequence ids of the model's generation config"),
@@ -93,16 +95,16 @@ ALIASES: dict[str, Alias] = {
         "a run writes into output_dir whatever is there; name another folder to keep both"
     ),
     "save_safetensors": _removed("weights are always saved as safetensors"),
-    "group_by_length": _removed("prompts are drawn as the sampler has them, and nothing is padded to a common length"),
-    "include_tokens_per_second": _removed("timings are logged by themselves"),
-    "use_mps_device": _removed("the device is found by itself"),
+    "group_by_length": _removed("prompts come in the sampler's order, and nothing is padded to a common length"),
+    "include_tokens_per_second": _removed("timings are always logged"),
+    "use_mps_device": _removed("the device is detected"),
     # ms-swift
     "async_generate": Alias("max_staleness", "True means 1, False means 0", _one_if_on),
     "overlong_filter": Alias("mask_truncated_completions"),
     "epsilon_low": Alias("epsilon"),
     "log_entropy": _removed("entropy is always logged"),
     "sleep_level": Alias(
-        "vllm_enable_sleep_mode", "0 means False, 1 and 2 mean True; level 2 is vllm_sleep_level=2 beside it", _is_on
+        "vllm_enable_sleep_mode", "0 means False, 1 and 2 mean True; for level 2 set vllm_sleep_level=2 too", _is_on
     ),
     "soft_max_length": _removed(_OVERLONG),
     "soft_cache_length": _removed(_OVERLONG),
@@ -158,7 +160,7 @@ HINTS: dict[str, str] = {
     "target_modules": _PEFT.format("target_modules", "target_modules"),
     "lora_target_modules": _PEFT.format("target_modules", "target_modules"),
 }
-"""Names that are refused, because dropping them would change what is trained, and what to do instead."""
+"""Names that are refused, because dropping them would change the training, with advice."""
 
 
 class AcceptsAliases(type):
@@ -168,17 +170,15 @@ class AcceptsAliases(type):
     """
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
-        return super().__call__(*args, **renamed(cls, keywords, stacklevel=3))
+        return super().__call__(*args, **renamed(cls, keywords))
 
     @property
     def __signature__(cls) -> Any:
-        import inspect
-
         parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
         return inspect.Signature(parameters)
 
 
-def renamed(cls: type, keywords: Mapping[str, Any], stacklevel: int = 2) -> dict[str, Any]:
+def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Replace old names in the keywords of a config class, with one warning each.
 
     Example:
@@ -190,15 +190,18 @@ def renamed(cls: type, keywords: Mapping[str, Any], stacklevel: int = 2) -> dict
     """
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     result = {name: value for name, value in keywords.items() if name not in ALIASES and name != "advantage_estimator"}
-    _refuse_unknown(cls, result, fields)
+    if unknown := [name for name in result if name not in fields]:
+        known = [*fields, *ALIASES]
+        raise TypeError(" ".join(f"{cls.__name__} has no field `{name}`{hint(name, known)}" for name in unknown))
     _check_advantage_estimator(cls, keywords)
     for old, value in keywords.items():
         if old not in ALIASES or (old in fields and value == fields[old].default):
             continue  # an old name that is still a field, as parsers pass it: at its default, hence not given
         alias = ALIASES[old]
-        _announce(old, alias, stacklevel)
         if alias.new is None:
+            warn(f"`{old}` has no effect here and is dropped: {alias.advice}.", FutureWarning)
             continue
+        warn(f"`{old}` is called `{alias.new}` here{'; ' + alias.advice if alias.advice else ''}.", FutureWarning)
         if alias.new not in fields:
             raise TypeError(f"`{old}` is called `{alias.new}` here, and {cls.__name__} has no such field.")
         new_value = alias.convert(value, keywords)
@@ -213,23 +216,8 @@ def renamed(cls: type, keywords: Mapping[str, Any], stacklevel: int = 2) -> dict
     return result
 
 
-def _announce(old: str, alias: Alias, stacklevel: int) -> None:
-    if alias.new is None:
-        message = f"`{old}` has no effect here and is dropped: {alias.advice}."
-    else:
-        message = f"`{old}` is called `{alias.new}` here{'; ' + alias.advice if alias.advice else ''}."
-    warnings.warn(message, FutureWarning, stacklevel=stacklevel + 1)
-
-
-def _refuse_unknown(cls: type, keywords: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    unknown = [name for name in keywords if name not in fields]
-    if unknown:
-        known = [*fields, *ALIASES]
-        raise TypeError(" ".join(f"{cls.__name__} has no field `{name}`{hint(name, known)}" for name in unknown))
-
-
 def hint(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: what to do instead, or which known name is close.
+    """The end of a sentence about an unknown name: advice, or the known name that is closest.
 
     Example:
         >>> hint("num_generation", ["num_generations"])
@@ -249,9 +237,7 @@ def _check_advantage_estimator(cls: Any, keywords: Mapping[str, Any]) -> None:
     if estimator is None:
         return
     if estimator == cls.method:
-        warnings.warn(
-            f"`advantage_estimator={estimator!r}` is not needed: {cls.__name__} means it.", FutureWarning, stacklevel=4
-        )
+        warn(f"`advantage_estimator={estimator!r}` is not needed: {cls.__name__} means it.", FutureWarning)
         return
     allowed = {"grpo": "GRPOConfig and GRPOTrainer", "rloo": "RLOOConfig and RLOOTrainer"}
     if estimator not in allowed:

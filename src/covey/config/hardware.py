@@ -1,4 +1,4 @@
-"""What the machine's arithmetic units can do, and who has launched this process on it."""
+"""Hardware support for bfloat16, and the launcher of this process."""
 
 import os
 from functools import cache
@@ -11,33 +11,33 @@ _CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
 
 
 def has_accelerator() -> bool:
-    """Whether something other than a CPU is there to compute on."""
+    """Presence of a GPU or another accelerator."""
     return torch.accelerator.is_available()
 
 
 def launched() -> bool:
-    """Whether a launcher (torchrun, `accelerate launch`, DeepSpeed's) has started this process as one of a run's."""
+    """True if torchrun, `accelerate launch` or DeepSpeed has started this process."""
     return int(os.environ.get("LOCAL_RANK", "-1")) >= 0
 
 
 def by_deepspeed() -> bool:
-    """Whether it was launched to be trained by DeepSpeed."""
+    """True if this process was launched for DeepSpeed."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def by_fsdp() -> bool:
-    """Whether it was launched to be sharded by FSDP."""
+    """True if this process was launched for FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def multiplies_bf16(use_cpu: bool = False) -> bool:
-    """Whether matrices of bfloat16 are multiplied by hardware.
+    """Support for products of bfloat16 matrices in hardware.
 
-    True for CUDA GPUs since Ampere, other accelerators that say so, and CPUs with AMX or AVX512-BF16. Elsewhere
+    True for CUDA GPUs since Ampere, other accelerators that report it, and CPUs with AMX or AVX512-BF16. Elsewhere
     bfloat16 is emulated, on a plain CPU several hundred times slower than float32.
 
     Args:
-        use_cpu: look at the CPU although there is an accelerator.
+        use_cpu: ask about the CPU although there is an accelerator.
     """
     if use_cpu or not has_accelerator():
         return cpu_multiplies_bf16()
@@ -50,7 +50,7 @@ def multiplies_bf16(use_cpu: bool = False) -> bool:
 
 @cache
 def cpu_multiplies_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Whether the CPU has AMX or AVX512-BF16; False where the system does not tell."""
+    """True if /proc/cpuinfo lists AMX or AVX512-BF16; False without such a file."""
     path = Path(cpuinfo)
     if not path.exists():
         return False

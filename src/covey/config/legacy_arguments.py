@@ -1,24 +1,25 @@
-"""What a trainer answers to keyword arguments that it does not have: old names, near misses, fields of its config.
+"""Unknown keyword arguments of a trainer: old names, near misses, fields of its config.
 
-Not here: old names of config fields (`covey.config.aliases`). A further name is a row in `RENAMED` (accepted,
-with a warning) or in `ELSEWHERE` (refused, with what to do instead).
+To add a name, add a row to `RENAMED` (accepted, with a warning) or `REFUSED` (with advice). For old names of config
+fields see `covey.config.aliases`.
 """
 
 import dataclasses
 import difflib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
+
+from covey.config.messages import warn
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
 RENAMED = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
-"""Arguments of earlier RLOO trainers that are taken for the new ones."""
+"""Arguments of earlier RLOO trainers, and their names here."""
 
 _REFERENCE = "there is none: the reference is made from `model` where `beta` is not 0"
-ELSEWHERE = {
+REFUSED = {
     "tokenizer": "it is called 'processing_class'",
     "reward_func": "it is called 'reward_funcs'",
     "reward_function": "it is called 'reward_funcs'",
@@ -31,17 +32,17 @@ ELSEWHERE = {
     "value_model": "there is none: the other completions of a prompt are the baseline",
     "formatting_func": "there is none: give the dataset a column 'prompt'",
 }
-"""Arguments of other trainers, and what stands in for them."""
+"""Arguments of other trainers, and what to use instead."""
 
 
 def accepts_old_names(init: Init) -> Init:
-    """Wrap a trainer's `__init__` so that what it does not know is renamed or explained; `made_of` keeps the rest."""
+    """Wrap a trainer's `__init__`: unknown arguments are renamed or explained, and all are stored in `made_of`."""
     signature = inspect.signature(init)
     parameters = signature.parameters
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
-        keywords = settle(type(self), list(parameters)[1:], keywords)
+        keywords = resolve_arguments(type(self), list(parameters)[1:], keywords)
         if not args and "model" not in keywords and keywords.get("model_init") is None:
             raise TypeError(f"{type(self).__name__} needs `model`: a hub id, a folder or a model.")
         self.made_of = dict(list(signature.bind(self, *args, **keywords).arguments.items())[1:])
@@ -50,16 +51,16 @@ def accepts_old_names(init: Init) -> Init:
     return wrapped  # type: ignore[return-value]
 
 
-def settle(trainer: Any, names: Iterable[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments under the names that they have here.
+def resolve_arguments(trainer: Any, names: Iterable[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a call under their names here.
 
     Args:
-        trainer: the class; its name and its config's fields are told in errors.
-        names: arguments that it has.
+        trainer: the class; errors name it and the fields of its config.
+        names: its arguments.
         keywords: arguments of a call.
 
     Raises:
-        TypeError: one that it does not have, or an old and a new name together.
+        TypeError: an unknown argument, or an old and a new name together.
     """
     known = list(names)
     result = {name: value for name, value in keywords.items() if name in known}
@@ -71,14 +72,14 @@ def settle(trainer: Any, names: Iterable[str], keywords: Mapping[str, Any]) -> d
         new = RENAMED[old]
         if new in keywords:
             raise TypeError(f"{old!r} is an old name of {new!r}, and {trainer.__name__} was given both; keep {new!r}.")
-        warnings.warn(f"{old!r} is called {new!r} in {trainer.__name__}.", FutureWarning, stacklevel=3)
+        warn(f"{old!r} is called {new!r} in {trainer.__name__}.", FutureWarning)
         result[new] = value
     return result
 
 
 def _hint(name: str, known: list[str], config_class: Any) -> str:
-    if name in ELSEWHERE:
-        return f"; {ELSEWHERE[name]}."
+    if name in REFUSED:
+        return f"; {REFUSED[name]}."
     if name in {field.name for field in dataclasses.fields(config_class)}:
         return f"; it is a field of the config: args={config_class.__name__}({name}=...)."
     close = difflib.get_close_matches(name, known, n=1)

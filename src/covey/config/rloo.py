@@ -5,13 +5,14 @@ from typing import ClassVar
 
 from covey.config.base import OnlineConfig
 from covey.config.groups.describe import described, redefault
+from covey.config.parsing import as_range
 
 
 @dataclass(repr=False)  # the inherited one hides the servers' keys
 class RLOOConfig(OnlineConfig):
     """Settings of REINFORCE with a leave-one-out baseline and the KL penalty in the reward.
 
-    Everything that GRPO can do is there too; only the defaults below and two fields are RLOO's own.
+    All fields of `GRPOConfig` are there too; only the defaults below and two fields are RLOO's own.
     """
 
     method: ClassVar[str] = "rloo"
@@ -30,26 +31,3 @@ class RLOOConfig(OnlineConfig):
     def _normalise(self) -> None:
         super()._normalise()
         self.reward_clip_range = as_range(self.reward_clip_range)
-
-
-def as_range(value: object) -> tuple[float, float] | None:
-    """`reward_clip_range` as two numbers.
-
-    Accepts a pair, text like "-1,1" or "[-1, 1]", and the tuple of single characters that argparse makes of such text.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if value is None:
-        return None
-    if isinstance(value, tuple) and all(isinstance(part, str) and len(part) == 1 for part in value):
-        value = "".join(value)
-    parts = value.strip("()[] ").split(",") if isinstance(value, str) else value
-    try:
-        low, high = (float(part) for part in parts)  # type: ignore[attr-defined]
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"reward_clip_range={value!r} is not a pair of numbers; give the smallest and the largest reward, as in "
-            "(-1.0, 1.0)."
-        ) from error
-    return low, high

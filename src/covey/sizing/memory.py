@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from covey.config.groups.model import frozen_parts
 from covey.core.packing import derived_budget
 from covey.engines.native.mkl_linear import MOST_ROWS
 from covey.policy.lm_head.linear import TILE_BYTES
@@ -163,7 +162,7 @@ def estimate(
     """
     text, vision = config.get_text_config(), sees_images(config)
     spread, images = spread or ShardCounts(), images or Images()
-    counts = counts or count_parameters(config, peft, quantization, frozen_parts(args))
+    counts = counts or count_parameters(config, peft, quantization, args.frozen_parts())
     parameters, trainable, quantised = counts.parameters, counts.trainable, counts.quantised
     stored = 4 if quantised.numbers else _stored_bytes(config, args)
     computed = 2 if args.bf16 or args.fp16 else stored

@@ -14,8 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.credit import UnreadSettings, signal
 from covey.config.base import OnlineConfig
-from covey.config.groups.model import frozen_parts
-from covey.config.rules.helpers import is_set
+from covey.config.messages import is_set
 from covey.core.engine import SamplingParams, traits_of
 from covey.data.difficulty import PromptHistory
 from covey.data.dynamic_sampling import PromptChooser, SignalFilter
@@ -102,7 +101,7 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
         peft_config=peft_config,
-        frozen=frozen_parts(args),
+        frozen=args.frozen_parts(),
         check_quantisation=partial(
             check_shardable,
             sharding=weights_sharded_by(args),

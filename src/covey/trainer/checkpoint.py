@@ -128,7 +128,7 @@ class AtomicCheckpoints(Trainer):
         if self._staging:
             self._pushes.append(checkpoint_folder)  # uploaded from its final place
         else:
-            with self.args.keys_aside():  # it writes the config
+            with self.args.without_keys():  # it writes the config
                 super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -141,13 +141,13 @@ class AtomicCheckpoints(Trainer):
             save_sharded(self.accelerator.unwrap_model(self.model_wrapped), folder, writes=self.args.should_save)
         if self.args.should_save:
             self.processing_class.save_pretrained(folder)
-            with self.args.keys_aside():
+            with self.args.without_keys():
                 torch.save(self.args, os.path.join(folder, "training_args.bin"))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with self.args.keys_aside():  # it writes the config
+        with self.args.without_keys():  # it writes the config
             super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -112,7 +112,7 @@ AGENTS = [
     Mistake(
         "Set speculative_reuse with tools or a rollout_func",
         lambda b: conversations(b, tools=[add], settings={"speculative_reuse": "exact"}),
-        ("speculative_reuse='exact'", "leave it unset"),
+        ("speculative_reuse='exact'", "Leave it unset"),
     ),
     Mistake(
         "Set max_tool_calling_iterations without tools",
@@ -173,15 +173,15 @@ AGENTS = [
         Mistake(
             "Gave tools or rollouts no time, or endless time",
             lambda b, name=name, value=value: b.config(**{name: value}),
-            (f"{name}={value!r}", "greater than 0 and finite"),
+            (f"{name}={value!r}", "above 0, and finite"),
             when=CONFIG,
         )
         for name, value in {"tool_timeout": 0, "rollout_timeout": float("inf")}.items()
     ),
     Mistake(
-        "Counted rounds of tool calls below 0 or in fractions",
+        "Counted rounds of tool calls below 0",
         lambda b: b.config(max_tool_calling_iterations=-1),
-        ("max_tool_calling_iterations=-1", "0 or more", "leave it unset"),
+        ("max_tool_calling_iterations=-1", "0 or more", "Leave it unset"),
         when=CONFIG,
     ),
 ]

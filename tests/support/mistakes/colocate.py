@@ -67,7 +67,7 @@ COLOCATION = [
     Mistake(
         "Chose a depth of sleep that there is not",
         lambda bench: bench.config(vllm_sleep_level=0),
-        ("vllm_sleep_level=0", "1 keeps", "2 forgets", "vllm_enable_sleep_mode=False"),
+        ("vllm_sleep_level=0", "1 keeps", "2 discards", "vllm_enable_sleep_mode=False"),
         CONFIG,
     ),
     Mistake(

@@ -19,7 +19,7 @@ SETTINGS = [
     setting(
         "Chose batch sizes that do not divide into groups",
         {"num_generations": 3},
-        "generation of 8 completions",
+        "rollout batch of 8 completions",
         "groups of num_generations=3",
         "num_generations: 2 or 4; per_device_train_batch_size: 3 or 6",
     ),
@@ -55,7 +55,7 @@ SETTINGS = [
     ),
     setting("Wrote a number as text", {"beta": "0,1"}, "beta='0,1' must be a number, but is a str", "without quotes"),
     setting("Gave a fraction where a count is meant", {"top_k": 1.5}, "top_k=1.5 must be a whole number"),
-    setting("Gave a fraction where a count is meant", {"num_iterations": 0}, "num_iterations=0 must be a whole number"),
+    setting("Gave a count of 0", {"num_iterations": 0}, "num_iterations=0 is out of range: it must be 1 or more"),
     setting(
         "Asked for no training",
         {"num_train_epochs": 0, "max_steps": -1},

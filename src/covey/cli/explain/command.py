@@ -23,7 +23,7 @@ from covey.cli.explain.sentences import count
 from covey.cli.explain.start import Start, check_start
 from covey.cli.train import take_config
 from covey.config.algebra import BatchAlgebra
-from covey.config.rules.loss import CLIPPED
+from covey.config.rules.objective import CLIPPED
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, estimate, readable
 from covey.sizing.parallelism import Cluster, ShardCounts
 from covey.sizing.step_time import MACHINES

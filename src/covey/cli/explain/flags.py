@@ -6,7 +6,7 @@ import yaml
 
 from covey.cli.explain.images import image_size
 from covey.cli.launch import find_config
-from covey.config.rules.helpers import closest
+from covey.config.messages import closest
 from covey.sizing.parallelism import WAYS, Cluster, ShardCounts
 from covey.sizing.step_time import MACHINES
 from covey.sizing.vllm_memory import GIB

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from covey.config.algebra import BatchAlgebra
-from covey.config.rules.loss import BUILT_IN, CLIPPED
+from covey.config.rules.objective import BUILT_IN, CLIPPED
 from covey.sizing.memory import MemoryEstimate
 
 

@@ -1,9 +1,14 @@
-"""Fields about external sampling engines and about correcting their numerical mismatch with the trainer."""
+"""Fields about vLLM and SGLang, and about the correction of their numerical mismatch with the trainer."""
 # ruff: noqa: RUF009 - `described` makes a dataclass field
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from covey.config.groups.describe import described
+
+SECONDS: dict[str, Any] = {"gt": 0, "lt": math.inf, "advice": "It is in seconds."}
+REQUESTS: dict[str, Any] = {"ge": 1, "advice": "A few hundred keep a GPU busy."}
 
 
 @dataclass
@@ -12,10 +17,14 @@ class VllmFields:
 
     use_vllm: bool = described(False, "Sample with vLLM rather than with the built-in engine.")
     vllm_mode: str = described(
-        "colocate", "`colocate`: vLLM shares the training devices; `server`: it runs as a server of its own."
+        "colocate",
+        "`colocate`: vLLM shares the training devices; `server`: it runs as a server of its own.",
+        choices=("colocate", "server"),
     )
     vllm_model_impl: str = described(
-        "vllm", "Model code that vLLM runs: `vllm` for its own, `transformers` for transformers'."
+        "vllm",
+        "Model code that vLLM runs: `vllm` for its own, `transformers` for transformers'.",
+        choices=("vllm", "transformers"),
     )
     vllm_enable_sleep_mode: bool = described(
         False,
@@ -23,8 +32,8 @@ class VllmFields:
     )
     vllm_sleep_level: int = described(
         1,
-        "What sleeping vLLM does with its weights: 1 keeps them in host memory, 2 forgets them, so that the policy's "
-        "are handed over at every waking.",
+        "Place of vLLM's weights while it sleeps: 1 keeps them in host memory, 2 discards them, so that the policy's "
+        "are sent at every waking.",
     )
     vllm_structured_outputs_regex: str | None = described(None, "Regular expression that every completion must match.")
     vllm_server_base_url: str | None = described(
@@ -33,34 +42,42 @@ class VllmFields:
         "Replaces host and port.",
     )
     vllm_server_host: str = described("0.0.0.0", "Host of the vLLM server; 0.0.0.0 means this machine.")
-    vllm_server_port: int = described(8000, "Port of the vLLM server.")
+    vllm_server_port: int = described(
+        8000, "Port of the vLLM server.", ge=1, le=65535, advice="vLLM listens at 8000 by default."
+    )
     vllm_server_timeout: float = described(
-        240.0, "Seconds to wait for vLLM servers to be up: at the start, and again when all of them have failed."
+        240.0,
+        "Seconds to wait for vLLM servers to be up: at the start, and again when all of them have failed.",
+        **SECONDS,
     )
     vllm_server_request_timeout: float = described(
-        800.0, "Seconds that one prompt's completions may take at a vLLM server before another one is asked."
+        800.0, "Seconds that one prompt's completions may take at a vLLM server before another one is asked.", **SECONDS
     )
-    vllm_server_sync_timeout: float = described(600.0, "Seconds that bringing vLLM servers the new weights may take.")
-    vllm_server_concurrency: int = described(512, "Most completions in flight at once at one vLLM server.")
+    vllm_server_sync_timeout: float = described(
+        600.0, "Seconds that sending the new weights to vLLM servers may take.", **SECONDS
+    )
+    vllm_server_concurrency: int = described(512, "Most completions in flight at once at one vLLM server.", **REQUESTS)
     vllm_server_api_key: str | None = described(
         None, "Key of the vLLM servers. Unset: the environment variable VLLM_API_KEY, where no log shows it."
     )
     vllm_group_port: int = described(51216, "Port over which weights are sent to the vLLM server.")
     vllm_weight_transfer: str = described(
         "auto",
-        "How weights reach vLLM servers: over a `group` of processes (gloo, NCCL), by `ipc` (memory of a GPU that both "
-        "use), as files on `disk`. `auto`: the group if the servers can, else files.",
+        "Transfer of weights to vLLM servers: over a `group` of processes (gloo, NCCL), by `ipc` (memory of a GPU that "
+        "both use), as files on `disk`. `auto`: the group if the servers can, else files.",
+        choices=("auto", "group", "ipc", "disk"),
     )
     vllm_weight_folder: str | None = described(
         None,
         "Folder for weights that travel as files; trainer and servers see it under this name. Unset: a temporary one, "
         "for servers on this machine.",
     )
-    vllm_weight_bucket: int = described(128, "MiB of weights sent at once over a group or by ipc.")
+    vllm_weight_bucket: int = described(128, "MiB of weights sent at once over a group or by ipc.", ge=1)
     vllm_lora_sync: str = described(
         "auto",
-        "What of a LoRA model reaches vLLM: `adapter` alone (small), or `merged` weights. `auto`: the adapter where it "
-        "and vLLM allow that.",
+        "Transfer of a LoRA model to vLLM: the `adapter` alone (small), or `merged` weights. `auto`: the adapter where "
+        "it and vLLM allow that.",
+        choices=("auto", "adapter", "merged"),
     )
     vllm_gpu_memory_utilization: float | str | None = described(
         0.3,
@@ -68,9 +85,9 @@ class VllmFields:
         "from the model, the batch sizes and the GPU, as `covey explain` shows.",
     )
     vllm_max_model_length: int | None = described(
-        None, "Context length of vLLM, in tokens. Unset: the model's own, or what memory allows (colocate mode)."
+        None, "Context length of vLLM, in tokens. Unset: the model's own, or what memory allows (colocate mode).", ge=1
     )
-    vllm_tensor_parallel_size: int = described(1, "GPUs over which vLLM splits the model (colocate mode).")
+    vllm_tensor_parallel_size: int = described(1, "GPUs over which vLLM splits the model (colocate mode).", ge=1)
     vllm_engine_kwargs: dict | str | None = described(
         None, "Further arguments of vLLM's engine, those of `vllm.EngineArgs` (a dict or JSON; colocate mode)."
     )
@@ -84,6 +101,7 @@ class VllmFields:
         None,
         "Batches of layers in which the policy's weights are gathered for vLLM (colocate mode). Fewer are faster and "
         "hold more in memory at once; unset: one tensor at a time.",
+        ge=1,
     )
 
 
@@ -98,8 +116,9 @@ class MismatchFields:
     )
     vllm_importance_sampling_mode: str = described(
         "sequence_mask",
-        "Ratio per `token` or per `sequence`, and what happens beyond the bounds: `_truncate` sets it to the bound, "
+        "Ratio per `token` or per `sequence`, and its treatment beyond the bounds: `_truncate` sets it to the bound, "
         "`_mask` drops the token or sequence.",
+        choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
     vllm_importance_sampling_clip_max: float | None = described(3.0, "Upper bound of that ratio; unset: none.")
     vllm_importance_sampling_clip_min: float | None = described(None, "Lower bound of that ratio; unset: none.")
@@ -114,7 +133,8 @@ class MismatchFields:
     engine_parity: str = described(
         "raise",
         "When the first samples of an engine have other log-probabilities than the trainer gives them, by more than "
-        "rounding explains: `raise` ends the run and names the likely cause, `warn` goes on, `off` does not look.",
+        "rounding explains: `raise` ends the run and names the likely cause, `warn` goes on, `off` does not compare.",
+        choices=("raise", "warn", "off"),
     )
 
 
@@ -123,7 +143,7 @@ class ContinuousBatchingFields:
     """Accepted for scripts that ask for it: the built-in engine batches continuously itself."""
 
     use_transformers_continuous_batching: bool = described(
-        False, "No effect: the built-in engine batches continuously itself, and samples in the place of transformers'."
+        False, "No effect: the built-in engine batches continuously itself, and samples in place of transformers'."
     )
     transformers_continuous_batching_config: dict | str | None = described(
         None, "No effect; `max_concurrent_completions` bounds the batch of the built-in engine."
@@ -152,20 +172,31 @@ class SglangFields:
         None, "Key of the SGLang servers. Unset: the environment variable SGLANG_API_KEY, where no log shows it."
     )
     sglang_server_timeout: float = described(
-        600.0, "Seconds to wait for SGLang servers to be up: at the start, and again when all of them have failed."
+        600.0,
+        "Seconds to wait for SGLang servers to be up: at the start, and again when all of them have failed.",
+        **SECONDS,
     )
     sglang_request_timeout: float = described(
-        800.0, "Seconds that one prompt's completions may take at an SGLang server before another one is asked."
+        800.0,
+        "Seconds that one prompt's completions may take at an SGLang server before another one is asked.",
+        **SECONDS,
     )
-    sglang_sync_timeout: float = described(600.0, "Seconds that bringing SGLang servers the new weights may take.")
-    sglang_concurrency: int = described(512, "Most completions in flight at once at one SGLang server.")
+    sglang_sync_timeout: float = described(
+        600.0, "Seconds that sending the new weights to SGLang servers may take.", **SECONDS
+    )
+    sglang_concurrency: int = described(512, "Most completions in flight at once at one SGLang server.", **REQUESTS)
     sglang_weight_transfer: str = described(
         "auto",
-        "How weights reach SGLang servers: `group` broadcasts them, `tensor` hands them over in shared memory or over "
+        "Transfer of weights to SGLang servers: `group` broadcasts them, `tensor` sends them in shared memory or over "
         "HTTP, `disk` writes them to `checkpoint_path`; `auto` takes the first of these that every server has.",
+        choices=("auto", "group", "tensor", "disk"),
     )
     sglang_group_port: int = described(
-        0, "Port over which weights are broadcast to SGLang servers, and the first of as many as servers. 0: free ones."
+        0,
+        "Port over which weights are broadcast to SGLang servers, and the first of as many as servers. 0: free ones.",
+        ge=0,
+        le=65535,
+        advice="0 takes a free port.",
     )
     checkpoint_path: str | None = described(
         None,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from covey.config.algebra import BatchAlgebra
-from covey.config.rules.helpers import closest
+from covey.config.messages import closest
 from covey.core.engine import SamplingParams
 from covey.core.estimates import interval_of_mean, interval_of_share, maj_at_k, pass_at_k
 from covey.rewards.decorators import extract_of

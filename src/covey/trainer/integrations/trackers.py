@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from covey.config.rules.helpers import closest
+from covey.config.messages import closest
 
 MODULES = {
     "tensorboard": ("tensorboard", "tensorboardX"),

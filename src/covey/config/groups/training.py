@@ -1,6 +1,7 @@
-"""Fields about the policy itself, how it is trained and how batches are cut."""
+"""Fields about the policy, its training, batches and what is shown of completions."""
 # ruff: noqa: RUF009 - `described` makes a dataclass field
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,13 @@ from covey.config.groups.describe import described
 class TrainingDefaults:
     """Fields of `transformers.TrainingArguments` whose defaults suit reinforcement learning."""
 
-    learning_rate: float = described(1e-6, "Initial learning rate of the optimizer.")
+    learning_rate: float = described(
+        1e-6,
+        "Initial learning rate of the optimizer.",
+        ge=0,
+        lt=math.inf,
+        advice="1e-6 to 1e-5 are usual, ten times that for an adapter.",
+    )
     bf16: bool | None = described(
         None,
         "Train in bfloat16 mixed precision. Unset: wherever the hardware multiplies bfloat16 (a CUDA GPU since Ampere, "
@@ -43,6 +50,9 @@ class ModelFields:
         None,
         "Weight of the load-balancing loss of mixtures of experts, taken over all tokens of an optimizer step. Unset: "
         "router_aux_loss_coef of the model's own config (0.001 for Qwen3-MoE); 0 switches the loss off.",
+        ge=0,
+        lt=math.inf,
+        advice="0 switches the loss off; 0.001 to 0.02 are usual.",
     )
     freeze_vit: bool = described(
         False, "Of a vision-language model, train everything but what encodes images (the vision tower)."
@@ -61,44 +71,51 @@ class ModelFields:
     )
     attn_layout: str = described(
         "auto",
-        "How completions are laid out in forward passes: `shared_prefix` (each prompt once, its completions after it), "
+        "Layout of completions in forward passes: `shared_prefix` (each prompt once, its completions after it), "
         "`packed` (end to end, no padding), `padded` (one row each), or `auto` (the first of these with which the "
         "model gives the same results).",
+        choices=("auto", "shared_prefix", "packed", "padded"),
     )
     logprob_chunk_size: int = described(
         1024,
         "Tokens whose logits are held in memory at once. Smaller: less memory, slightly slower; results do not change.",
+        ge=1,
     )
 
 
 @dataclass
 class BatchFields:
-    """How many completions, of how many prompts, at which moments."""
+    """Numbers of completions and prompts in a rollout batch and in an update."""
 
     num_generations: int | None = described(
         8, "Completions sampled for each prompt: the group they are compared within. At least 2."
     )
     num_generations_eval: int | None = described(
-        None, "Completions per prompt during evaluation. Unset: the same as `num_generations`."
+        None, "Completions per prompt during evaluation. Unset: the same as `num_generations`.", ge=1
     )
     generation_batch_size: int | None = described(
         None,
         "Completions sampled at a time over all processes. Unset: per_device_train_batch_size * processes * "
         "steps_per_generation. Give this or `steps_per_generation`.",
+        ge=1,
     )
     steps_per_generation: int | None = described(
         None,
-        "Micro-batches that one generation is cut into. Unset: gradient_accumulation_steps, so that one generation "
-        "feeds one update. Give this or `generation_batch_size`.",
+        "Micro-batches that one rollout batch is cut into. Unset: gradient_accumulation_steps, so that one rollout "
+        "batch feeds one update. Give this or `generation_batch_size`.",
+        ge=1,
     )
     max_tokens_per_micro_batch: int | None = described(
         None,
         "Most tokens of one forward and backward pass: the knob for memory. Unset: at most what "
         "per_device_train_batch_size rollouts take when padded, and no more than keeps the hardware busy. Results do "
         "not depend on it.",
+        ge=1,
     )
     num_iterations: int = described(
-        1, "Passes over each generation (mu in the GRPO paper). More than 1 reuses completions of an older policy."
+        1,
+        "Passes over each rollout batch (mu in the GRPO paper). More than 1 reuses completions of an older policy.",
+        ge=1,
     )
     shuffle_dataset: bool | None = described(True, "Shuffle the training prompts.")
     pad_to_multiple_of: int | str | None = described(
@@ -106,20 +123,26 @@ class BatchFields:
     )
     ds3_gather_for_generation: bool = described(
         True,
-        "Where FSDP2 or DeepSpeed ZeRO-3 share out the weights, gather all of them in each process while the built-in "
-        "engine samples: much faster, where they fit. False gathers layer by layer, with every token anew.",
+        "Where FSDP2 or DeepSpeed ZeRO-3 shard the weights, gather all of them in each process while the built-in "
+        "engine samples: much faster, where they fit. False gathers layer by layer, again for every token.",
     )
 
 
-def frozen_parts(args: Any) -> list[str]:
-    """Parts of the policy that keep their weights.
+@dataclass
+class LoggingFields:
+    """Completions on the console and in trackers; the parquet files are always written."""
 
-    Raises:
-        ValueError: all of them would.
-    """
-    chosen = {"vit": args.freeze_vit, "aligner": args.freeze_aligner, "llm": args.freeze_llm}
-    if all(chosen.values()):
-        raise ValueError(
-            "freeze_vit, freeze_aligner and freeze_llm are all True, so nothing would be trained: leave one at False."
-        )
-    return [part for part, frozen in chosen.items() if frozen]
+    log_completions: bool = described(
+        False, "Show sampled prompts and completions at every log, on the console and in the trackers."
+    )
+    log_multimodal: bool = described(
+        True, "Include small images of what vision-language models are shown in the tables of completions."
+    )
+    num_completions_to_print: int | None = described(
+        None, "With `log_completions`: how many to print; unset prints all.", ge=1
+    )
+    log_unique_prompts: bool = described(False, "With `log_completions`: one completion of each prompt only.")
+    log_completions_hub_repo: str | None = described(
+        None,
+        "Hub data set to which the parquet files of completions are pushed while training, such as me/completions.",
+    )

@@ -1,0 +1,45 @@
+"""Error texts and warnings about settings: the closest known name, and warnings at the user's own line."""
+
+import difflib
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+
+def closest(value: Any, allowed: Iterable[str]) -> str:
+    """A sentence that proposes the allowed word most like `value`; empty if none is alike.
+
+    Example:
+        >>> closest("grup", ["group", "batch"])
+        " Did you mean 'group'?"
+    """
+    close = difflib.get_close_matches(str(value), allowed, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside of this package that made the config, however deep the caller is."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _belongs_to_config(frame.f_globals.get("__name__", ""), frame.f_code):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _belongs_to_config(module: str, code: Any) -> bool:
+    # The `__init__` that dataclasses generate for a class of the user's stands in the user's module.
+    generated = code.co_name == "__init__" and code.co_filename == "<string>"
+    return module.startswith("covey.config.") or generated
+
+
+def is_set(args: Any, name: str) -> bool:
+    """True if field `name` differs from its default."""
+    return getattr(args, name) != type(args).__dataclass_fields__[name].default
+
+
+def ignored(args: Any, names: Iterable[str], because: str) -> None:
+    """Warn about each named field that was set although it does nothing."""
+    for name in names:
+        if is_set(args, name):
+            value = "..." if name.endswith("_api_key") else repr(getattr(args, name))
+            warn(f"`{name}={value}` has no effect: {because}.")

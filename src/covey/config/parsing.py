@@ -1,0 +1,88 @@
+"""Values of fields as users write them (JSON text, booleans, lists), in the form that the code reads."""
+
+import json
+import re
+from typing import Any
+
+
+def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """The value of field `name`, which accepts a dict or JSON text.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}={value!r} is not JSON ({error}); write it like '{{\"key\": 1}}'.") from error
+    if value is None or isinstance(value, dict):
+        return value
+    raise ValueError(f"{name} must be a dict, or JSON text of one, but is a {type(value).__name__}: {value!r}.")
+
+
+def as_urls(name: str, value: str | list[str] | None) -> str | None:
+    """The URLs of field `name` (one, several with commas between them, or a list) with commas between them.
+
+    Raises:
+        ValueError: one is no URL, holds a password, or is listed twice.
+    """
+    if not value:
+        return None
+    urls = value.split(",") if isinstance(value, str) else list(value)
+    urls = [str(url).strip().rstrip("/") for url in urls if str(url).strip()]
+    for url in urls:
+        if "@" in url:  # not shown: there may be a password before it
+            raise ValueError(
+                f"{name} names a server with a user or password in its URL, which would show in every message. Write"
+                " http://HOST:PORT, and give the key as vllm_server_api_key or sglang_api_key."
+            )
+        if not re.fullmatch(r"https?://[^/\s]+", url):
+            raise ValueError(
+                f"{name}={value!r}: {url!r} is not the URL of a server. Write http://HOST:PORT, without a"
+                " path, as in http://127.0.0.1:8000."
+            )
+    if twice := next((url for url in urls if urls.count(url) > 1), None):
+        raise ValueError(f"{name} names {twice} twice: list each server once.")
+    return ",".join(urls)
+
+
+def as_scale(value: str | bool) -> str:
+    """`scale_rewards` as a word: True, "True" and "true" mean "group", their opposites "none"."""
+    return {"true": "group", "false": "none"}.get(str(value).lower(), str(value))
+
+
+def as_memory_share(value: float | str | None) -> float | str:
+    """`vllm_gpu_memory_utilization` as a number or "auto"; other text is left for a rule to refuse."""
+    try:
+        return "auto" if value is None else float(value)
+    except ValueError:
+        return str(value)
+
+
+def as_range(value: object) -> tuple[float, float] | None:
+    """`reward_clip_range` as two numbers.
+
+    Accepts a pair, text like "-1,1" or "[-1, 1]", and the tuple of single characters that argparse makes of such text.
+
+    Raises:
+        ValueError: it is something else, or the first number is not the smaller one.
+    """
+    if value is None:
+        return None
+    if isinstance(value, tuple) and all(isinstance(part, str) and len(part) == 1 for part in value):
+        value = "".join(value)
+    parts = value.strip("()[] ").split(",") if isinstance(value, str) else value
+    try:
+        low, high = (float(part) for part in parts)  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"reward_clip_range={value!r} is not a pair of numbers; give the smallest and the largest reward, as in "
+            "(-1.0, 1.0)."
+        ) from error
+    if not low < high:
+        raise ValueError(
+            f"reward_clip_range=({low:g}, {high:g}): the first number must be smaller than the second, or every "
+            "reward becomes the same."
+        )
+    return low, high
