@@ -48,7 +48,7 @@ class Native:
     """Covey's own engine: one request a group, as the trainer makes them."""
 
     def __init__(self, folder: str):
-        from covey.engines.native import engine as native
+        from covey.engines.native import sequences as native
 
         self.model = _load(folder)
         self._make_row = native.SequenceState
@@ -56,15 +56,14 @@ class Native:
     def sample(self, work: Work) -> list[Tokens]:
         """All groups at once; a row's seed tells its number, and that its length, whatever its request says."""
         from covey.core.engine import SampleRequest, SamplingParams
-        from covey.engines.native import engine as native
+        from covey.engines.native import sequences as native
+        from covey.engines.native.engine import NativeEngine
 
         def row(request: Any, index: int, budget: int, *rest: Any) -> Any:
             return self._make_row(request, index, work.lengths[request.seeds[index] - first], *rest)
 
         native.SequenceState = row  # type: ignore[assignment, misc]
-        engine = native.NativeEngine(
-            lambda: self.model, eos_token_ids=set(), pad_token_id=0, max_rows=len(work.lengths)
-        )
+        engine = NativeEngine(lambda: self.model, eos_token_ids=set(), pad_token_id=0, max_sequences=len(work.lengths))
         first = work.seed * len(work.lengths)
         params = SamplingParams(max_tokens=max(work.lengths))
         requests = [

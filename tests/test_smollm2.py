@@ -18,7 +18,7 @@ def real():
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
-def collected(real, max_rows, prompts=4, group=4):
+def collected(real, max_sequences, prompts=4, group=4):
     from covey.cli.demo import sums
     from covey.core.engine import SamplingParams
     from covey.engines.native.engine import NativeEngine
@@ -26,7 +26,7 @@ def collected(real, max_rows, prompts=4, group=4):
     from covey.rollout.prompts import PromptCodec
 
     model, tokenizer = real
-    engine = NativeEngine(lambda: model, eos_token_ids={2}, pad_token_id=2, max_rows=max_rows)
+    engine = NativeEngine(lambda: model, eos_token_ids={2}, pad_token_id=2, max_sequences=max_sequences)
     rows = sums(seed=0)[0][:prompts]
     draws = [PromptSample(row, i, g) for i, row in enumerate(rows) for g in range(group)]
     collector = Collector(engine, PromptCodec(tokenizer, None, None), seed=0)

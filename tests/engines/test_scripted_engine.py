@@ -28,7 +28,7 @@ def test_it_is_an_engine():
     assert isinstance(ScriptedEngine(echo), RolloutEngine)
 
 
-def test_answers_are_the_scripts_and_end_where_the_request_does():
+def test_completions_follow_the_script_and_the_budget():
     one, two = asyncio.run(ScriptedEngine(echo).generate(request(1, 4, max_tokens=3)))
     assert (one.token_ids, one.finish, one.logprobs) == ([6, 7], FinishReason.STOP, None)
     assert (two.token_ids, two.finish) == ([6, 7, 7], FinishReason.LENGTH)
@@ -40,7 +40,7 @@ def test_log_probs_are_reported_where_the_script_has_them():
     assert one.logprobs == [-3.0, -3.5]
 
 
-def test_requests_take_the_programmed_time_and_lanes_bound_how_many_go_on_at_once():
+def test_concurrency_bounds_how_many_requests_run_at_once():
     async def three(engine):
         await asyncio.gather(*(engine.generate(request(1)) for _ in range(3)))
         return [(served.began, served.ended) for served in engine.served]
@@ -53,7 +53,7 @@ def test_requests_take_the_programmed_time_and_lanes_bound_how_many_go_on_at_onc
     assert ended == sorted(ended) and ended[2] - ended[1] >= 0.045 and ended[1] - ended[0] >= 0.045
 
 
-def test_a_request_keeps_the_weights_it_came_with():
+def test_request_keeps_the_weights_of_its_start():
     engine = ScriptedEngine(echo, seconds=0.05)
 
     async def overtaken():
@@ -67,7 +67,7 @@ def test_a_request_keeps_the_weights_it_came_with():
     assert asyncio.run(overtaken()) == ([3, 3], [4, 4])
 
 
-def test_lanes_serve_one_event_loop_after_the_other():
+def test_lanes_work_in_successive_event_loops():
     engine = ScriptedEngine(echo, seconds=0.01, lanes=1)
 
     async def two():
@@ -76,6 +76,6 @@ def test_lanes_serve_one_event_loop_after_the_other():
     assert asyncio.run(two()) == asyncio.run(two())
 
 
-def test_weights_that_are_not_what_was_announced_are_refused():
+def test_weights_that_differ_from_the_announcement_are_refused():
     with pytest.raises(RuntimeError, match="announced 'w'"):
         ScriptedEngine(echo).load_weights(update(1, announced=3))

@@ -18,7 +18,7 @@ def absent(name):
     raise importlib.metadata.PackageNotFoundError(name)
 
 
-def test_a_missing_vllm_is_named_with_how_to_install_it(monkeypatch):
+def test_missing_vllm_names_the_install_command(monkeypatch):
     monkeypatch.setattr(process.importlib.metadata, "version", absent)
     with pytest.raises(ImportError, match=r"use_vllm=True needs vLLM.*pip install 'covey\[vllm\]'"):
         start_vllm({"model": "any"})
@@ -32,7 +32,7 @@ def test_an_old_vllm_is_refused(monkeypatch, old):
 
 
 @pytest.mark.parametrize("new", ["0.28.0", "0.32.0+cpu", "1.0.0rc1", "a-build-of-mine"])
-def test_newer_versions_and_own_builds_are_taken(monkeypatch, new):
+def test_newer_versions_and_own_builds_are_accepted(monkeypatch, new):
     monkeypatch.setattr(process.importlib.metadata, "version", lambda name: new)
     assert require_vllm() == new
 
@@ -51,7 +51,7 @@ def meddle():
     os.environ.update(LOCAL_WORLD_SIZE="1", VLLM_OF_ITS_OWN="1", COVEY_TEST="changed")
 
 
-def test_random_streams_threads_signals_and_the_environment_are_kept(monkeypatch):
+def test_process_state_is_restored_after_starting_vllm(monkeypatch):
     monkeypatch.setenv("COVEY_TEST", "mine")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("VLLM_OF_ITS_OWN", "0")

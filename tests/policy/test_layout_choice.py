@@ -25,26 +25,26 @@ def failing_unless_padded(error):
     "error", [torch.OutOfMemoryError("injected"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), MemoryError()]
 )
 @pytest.mark.parametrize("wanted", ["auto", "packed"])
-def test_a_lack_of_memory_says_nothing_about_a_layout(wanted, error):
+def test_out_of_memory_does_not_exclude_a_layout(wanted, error):
     with pytest.raises(type(error)) as raised:
         choose_layout(wanted, tiny.model(), failing_unless_padded(error), CPU)
     assert raised.value is error
 
 
-def test_other_failures_rule_a_layout_out():
+def test_other_failures_exclude_a_layout():
     broken = failing_unless_padded(RuntimeError("no such kernel"))
     with pytest.warns(UserWarning, match="RuntimeError: no such kernel"):
         assert choose_layout("auto", tiny.model(), broken, CPU) == "padded"
 
 
-def test_what_suits_all_is_the_slowest_that_any_has_found():
+def test_common_layout_is_the_slowest_of_all_processes():
     assert slowest(["shared_prefix", "shared_prefix"]) == "shared_prefix"
     assert slowest(["shared_prefix", "packed"]) == "packed"
     assert slowest(["padded", "shared_prefix", "packed"]) == "padded"
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_a_slower_layout_may_be_taken_over(layout):
+def test_slower_layout_can_be_adopted(layout):
     model, scorer = tiny.model(), TokenScorer(lambda m: m, temperature=1.0)
     rollouts = [Rollout([5, 6], ids, [True] * len(ids), None, "", FinishReason.STOP) for ids in ([7, 8], [9])]
     batch = collate(rollouts)

@@ -51,7 +51,7 @@ def test_shared_rows_hold_a_prompt_once():
 COMMON = list(range(20, 20 + WORTH_SHARING))
 
 
-def test_a_beginning_in_common_is_held_once():
+def test_common_beginning_is_stored_once():
     batch = batch_of(([11], [[*COMMON, 1], [2], [*COMMON, 3, 4], COMMON]))
     ids, positions, predictors = row("shared_prefix", batch)
     k = WORTH_SHARING

@@ -142,7 +142,7 @@ def test_layouts_agree_with_lora(name):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss", "Mistral"])
-def test_automatic_is_shared_prefix_without_a_word(name):
+def test_auto_layout_is_shared_prefix_without_warnings(name):
     automatic = TokenScorer(lambda m: m, temperature=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -151,7 +151,7 @@ def test_automatic_is_shared_prefix_without_a_word(name):
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
-def test_ordinary_calls_still_work_once_the_attention_is_ours(name):
+def test_ordinary_calls_work_under_the_packed_attention(name):
     model = tiny_of(name)
     ids = torch.arange(3, 15)[None]
     expected = model(ids).logits
@@ -173,7 +173,7 @@ def tiny_unpackable(name):
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)
-def test_models_whose_sequences_would_mix_are_padded_with_one_warning(name):
+def test_models_that_mix_sequences_are_padded_with_one_warning(name):
     model, batch = tiny_unpackable(name), ragged_batch()
     before = model.config._attn_implementation
     automatic = TokenScorer(lambda m: m, temperature=1.0)
@@ -205,7 +205,7 @@ def test_every_model_has_its_own_layout():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss", "Qwen3"])
-def test_rounding_is_not_taken_for_a_difference(name, dtype):
+def test_rounding_is_no_difference(name, dtype):
     assert TokenScorer(lambda m: m, temperature=1.0).settle(tiny_of(name).to(dtype), ragged_batch()) == "shared_prefix"
 
 

@@ -77,7 +77,7 @@ def test_a_frozen_head_gives_the_same_gradient(settings, tiles):
 
 
 @pytest.mark.parametrize("settings", [{}, {"scale": 0.25}, {"soft_cap": 0.7}], ids=str)
-def test_a_bias_trains_beside_a_frozen_weight(settings, tiles):
+def test_bias_trains_with_a_frozen_weight(settings, tiles):
     hidden, targets, module = case()
     module.weight.requires_grad_(False)
     for entropy in (False, True):
@@ -85,13 +85,13 @@ def test_a_bias_trains_beside_a_frozen_weight(settings, tiles):
         check(Head(module, **settings), hidden.detach(), targets, 0.7, entropy)
 
 
-def test_hidden_states_without_gradient_leave_the_weight_its_own(tiles):
+def test_weight_gets_a_gradient_without_hidden_gradients(tiles):
     hidden, targets, module = case()
     check(Head(module), hidden.detach(), targets, entropy=True)
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, Doubled])
-def test_ruled_out_tokens_spoil_neither_entropies_nor_gradients(kind, tiles):
+def test_masked_tokens_leave_entropies_and_gradients_finite(kind, tiles):
     hidden, targets, module = case(kind)
     module.bias.data[[0, 1, 2, 3, 9]] = -torch.inf  # a whole first tile, and one word elsewhere
     targets = torch.tensor([4, 5, 6, 7, 8, 10, 11, 12, 13, 14])
@@ -112,7 +112,7 @@ def test_gradients_are_those_of_finite_differences(entropy, tiles):
     assert gradcheck(lambda x: LogprobAndEntropy.apply(x, torch.tensor([0, 3, 6]), True, 0.5, []), (logits,))
 
 
-def test_values_by_eye():
+def test_scores_by_eye():
     # logits log [1/2, 1/4, 1/4]: log p_0 = -log 2, H = log 2 / 2 + log 4 / 2 = 1.5 log 2
     module = torch.nn.Linear(1, 3, bias=False)
     module.weight.data = torch.tensor([[0.5], [0.25], [0.25]]).log()
@@ -123,7 +123,7 @@ def test_values_by_eye():
     torch.testing.assert_close(scores.entropies, 1.5 * torch.tensor([2.0]).log())
 
 
-def test_nothing_to_score():
+def test_empty_batch_scores():
     hidden, targets, module = case()
     scores = score_hidden(hidden[:0], targets[:0], Head(module), temperature=1.0, entropy=True, chunk_size=4)
     scores.logprobs.sum().backward()
@@ -143,7 +143,7 @@ def test_a_tied_embedding_gets_both_of_its_gradients(tiles):
     torch.testing.assert_close(embedding.weight.grad, expected[0], rtol=0, atol=1e-10)
 
 
-def test_the_same_bits_twice(tiles):
+def test_scores_are_deterministic(tiles):
     def once():
         hidden, targets, module = case()
         module.float()
@@ -199,7 +199,7 @@ def test_a_confident_token_keeps_its_small_gradient(frozen):
     assert abs(scores.logprobs.item() / p[0].log().item() - 1) < 0.01
 
 
-def test_only_a_plain_linear_layer_is_multiplied_out_by_tiles():
+def test_only_plain_linear_heads_are_tiled():
     plain = torch.nn.Linear(2, 3)
     assert plain_linear(plain) is plain
     assert plain_linear(Doubled(2, 3)) is None
@@ -211,7 +211,7 @@ def test_only_a_plain_linear_layer_is_multiplied_out_by_tiles():
     assert plain_linear(replaced) is None
 
 
-def test_a_sharded_head_says_what_to_do():
+def test_sharded_head_error_names_the_remedy():
     class Sharded:
         weight = type("Weight", (), {"full_tensor": None})()
 

@@ -44,7 +44,7 @@ def test_the_largest_tensor_is_a_tile(tokens, words, entropy, frozen, monkeypatc
     assert max(x.numel() for x in saved) <= HIDDEN * max(tokens, words)
 
 
-def test_a_called_head_is_run_in_chunks_and_again_in_backward():
+def test_called_head_runs_in_chunks_and_again_in_backward():
     shapes = []
 
     class Noted(torch.nn.Linear):

@@ -14,12 +14,12 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-anywhere = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter, in a process of its own")
+anywhere = pytest.mark.skipif(not INTERPRETED, reason="run by test_kernels_in_the_interpreter, in a process of its own")
 CURVES = [Curve(), Curve(0.5, 2.0)]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs the others")
-def test_in_the_interpreter():
+def test_kernels_in_the_interpreter():
     # Triton must see the variable when it is first imported, which other tests' libraries may have done.
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
@@ -48,7 +48,7 @@ def test_sums_and_gradients_are_those_of_torch(shape, compute, entropy, curve):
 @pytest.mark.parametrize("settings", [{}, {"soft_cap": 2.0}], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_a_head_by_kernels_is_a_head_by_torch(entropy, frozen, settings, compute, monkeypatch):
+def test_triton_head_equals_the_torch_head(entropy, frozen, settings, compute, monkeypatch):
     from covey.policy.lm_head import linear
     from covey.policy.lm_head.scores import Head, score_hidden
     from covey.policy.lm_head.torch_tiles import TorchTiles
@@ -103,7 +103,7 @@ def test_kernels_that_fail_are_not_used(monkeypatch):
 @pytest.mark.parametrize("curve", CURVES, ids=str)
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
-def test_on_a_gpu(compute, entropy, curve):
+def test_kernels_on_a_gpu(compute, entropy, curve):
     from covey.policy.lm_head import triton_tiles
 
     shape, device = (1024, 32768), torch.device("cuda")

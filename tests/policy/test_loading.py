@@ -48,7 +48,7 @@ def test_a_float32_head_with_an_adapter_is_refused(tmp_path):
         TokenScorer(lambda m: m, temperature=1.0, float32_head=True)(model, batch)
 
 
-def test_soft_capped_attention_is_capped_where_transformers_offers_sdpa(monkeypatch):
+def test_soft_capping_models_do_not_load_with_sdpa(monkeypatch):
     """As transformers 5.17 does, whose SDPA drops the cap of Gemma 2."""
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
     size = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}

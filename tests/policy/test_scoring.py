@@ -141,7 +141,7 @@ def test_an_unknown_head_is_refused():
         scorer()(model, collate(rollouts()))
 
 
-def test_one_rollout_scores_alike_alone_and_in_company(tiny_model):
+def test_scores_do_not_depend_on_other_rollouts(tiny_model):
     episodes = rollouts()
     together = scorer()(tiny_model, collate(episodes)).logprobs
     alone = torch.cat([scorer()(tiny_model, collate([e])).logprobs for e in episodes if e.completion_ids])
@@ -157,7 +157,7 @@ def test_a_batch_without_completions_still_has_a_graph(tiny_model):
 
 @pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
 @pytest.mark.parametrize("share", [0.5, 0.0])
-def test_tokens_that_are_not_learned_from_are_read_and_not_scored(tiny_model, layout, share):
+def test_unlearned_tokens_are_context_without_scores(tiny_model, layout, share):
     batch = collate(rollouts())
     every = scorer(layout)(tiny_model, batch, entropy=True)
     batch.sampled = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(3)) < share
@@ -199,7 +199,7 @@ def test_a_shared_prompt_is_computed_once(tiny_model):
     assert widths == {"shared_prefix": 50 + 9, "packed": 3 * 50 + 9, "padded": 3 * (50 + 4)}
 
 
-def test_rollouts_of_a_group_need_not_stand_together(tiny_model):
+def test_rollouts_of_a_group_need_not_be_adjacent(tiny_model):
     batch = collate(rollouts())
     order = torch.tensor([5, 0, 3, 1, 4, 2])
     mixed = batch.select(order)

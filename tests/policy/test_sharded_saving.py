@@ -17,7 +17,7 @@ def spec(name, numbers):
     return TensorSpec(name, (numbers,), torch.uint8)
 
 
-def test_files_are_as_full_as_they_may_be_and_no_fuller_unless_one_tensor_is():
+def test_files_respect_the_size_limit_but_for_single_tensors():
     planned = plan_files((spec("a", 4), spec("b", 3), spec("c", 5), spec("d", 20), spec("e", 1)), 8)
     assert {file: [one.name for one in specs] for file, specs in planned.items()} == {
         "model-00001-of-00004.safetensors": ["a", "b"],
@@ -41,7 +41,7 @@ def test_a_model_loads_as_it_was(tmp_path, file_bytes, tied):
     assert (tmp_path / "model.safetensors").exists() == (file_bytes == 10**9)
 
 
-def test_a_process_that_does_not_write_writes_nothing(tmp_path):
+def test_only_the_writing_process_writes(tmp_path):
     save_sharded(tiny.model(), tmp_path / "none", writes=False)
     assert not (tmp_path / "none").exists()
 

@@ -66,7 +66,7 @@ def tiny_layers(model):
 
 
 @pytest.mark.parametrize("kind", [PLAIN, LORA])
-def test_every_process_sees_the_whole_tensors_and_shards_stay_shards(kind):
+def test_every_process_gets_whole_tensors_and_keeps_shards(kind):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -87,7 +87,7 @@ def test_every_process_sees_the_whole_tensors_and_shards_stay_shards(kind):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])
-def test_a_model_that_was_made_from_a_config_has_the_names_of_its_checkpoints(tmp_path, family):
+def test_model_from_a_config_uses_checkpoint_names(tmp_path, family):
     """transformers looks for them under the class of the model, which FSDP2 changes."""
     from torch.distributed.fsdp import fully_shard
 
@@ -102,7 +102,7 @@ def test_a_model_that_was_made_from_a_config_has_the_names_of_its_checkpoints(tm
     assert {spec.name: spec.shape for spec in update.specs} == saved
 
 
-def test_an_adapter_on_embeddings_that_fsdp2_shares_out_by_themselves_is_merged():
+def test_adapter_on_separately_sharded_embeddings_is_merged():
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(3)

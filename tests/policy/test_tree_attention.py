@@ -83,14 +83,14 @@ def assert_same(attend, row, tolerance=1e-12, features=(8, 8), sinks=False, **se
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
 
 
-def test_who_sees_whom():
+def test_visibility_by_eye():
     # positions: the second completion goes on from the prompt's third token, not from the first completion.
     assert GROUP.positions().tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6]
     # reach: the prompt is seen to the end of the row, the first completion to its own end.
     assert GROUP.reach().tolist() == [9, 9, 9, 5, 5, 9, 9, 9, 9]
 
 
-def test_the_prompt_is_one_rectangle_for_all_completions():
+def test_prompt_is_one_rectangle_for_all_completions():
     own, ancestors = GROUP.parts(None)
     assert [(part.queries, part.causal) for part in own] == [
         (slice(0, 3), True),
@@ -166,7 +166,7 @@ def test_the_block_mask_is_built_once_a_forward():
     assert flex.compiled_flex() is flex.compiled_flex()
 
 
-def test_dropped_weights_are_the_same_in_the_backward_pass():
+def test_dropout_is_the_same_in_the_backward_pass():
     """With the draws fixed, attention is a smooth function whose gradient can be checked numerically."""
     row = TokenTree([2, 2, 1], [-1, 0, 0])
     query, key, value, _ = inputs(row, features=(4, 4))
@@ -198,7 +198,7 @@ def test_half_precision_is_as_near_as_it_can_be():
         assert (half - exact).abs().mean() < 0.01
 
 
-def test_autocast_decides_the_type_as_it_does_for_torchs_attention():
+def test_autocast_casts_as_for_torchs_attention():
     query, key, value, _ = inputs(GROUP, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         out, _ = packed_attention(nn.Module(), query, key, value.bfloat16(), None, token_tree=GROUP)
@@ -211,13 +211,13 @@ def test_autocast_decides_the_type_as_it_does_for_torchs_attention():
     ("kwargs", "message"),
     [({"position_bias": torch.zeros(1)}, "with position_bias"), ({"is_causal": False}, "does not attend causally")],
 )
-def test_what_rows_do_not_know_is_refused(kwargs, message):
+def test_unsupported_attention_arguments_are_refused(kwargs, message):
     query, key, value, _ = inputs(GROUP)
     with pytest.raises(ValueError, match=message):
         packed_attention(nn.Module(), query, key, value, None, token_tree=GROUP, **kwargs)
 
 
-def test_a_tree_lost_on_the_way_to_the_layers_is_noticed():
+def test_tree_that_does_not_reach_the_layers_is_an_error():
     query, key, value, _ = inputs(GROUP)
     with pytest.raises(ValueError, match="was not given the keyword arguments"):
         packed_attention(nn.Module(), query, key, value, torch.zeros(1, 1, 1, 1))

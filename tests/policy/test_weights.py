@@ -45,7 +45,7 @@ def assert_same(got, expected, **tolerance):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_models_tensors_are_those_of_its_checkpoint(tmp_path, tied):
+def test_sent_tensors_equal_the_checkpoints(tmp_path, tied):
     model = tiny.model(tie_word_embeddings=tied)
     assert ("lm_head.weight" in sent(weight_update(model, 0))) is not tied
     assert_same(sent(weight_update(model, 0)), saved(model, tmp_path), rtol=0, atol=0)
@@ -65,7 +65,7 @@ def test_fused_experts_are_sent_as_their_checkpoint_has_them(tmp_path):
     assert_same(sent(weight_update(model, 0)), saved(model, tmp_path), rtol=0, atol=0)
 
 
-def test_wrappers_leave_no_trace_in_names():
+def test_wrappers_do_not_change_names():
     model = tiny.model()
     plain = sent(weight_update(model, 0))
     compiled = torch.compile(model)
@@ -86,7 +86,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_merged_weights_are_pefts_merged_weights_and_the_policy_stays_as_it_is(tmp_path, changes):
+def test_merged_weights_equal_pefts_and_leave_the_policy_alone(tmp_path, changes):
     model = adapted(**changes)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     got = sent(weight_update(model, 0))
@@ -112,7 +112,7 @@ def test_only_the_active_adapter_is_merged(tmp_path):
     assert_same(got, saved(model.merge_and_unload(), tmp_path), rtol=1e-6, atol=1e-6)
 
 
-def test_an_adapter_comes_with_the_base_it_lies_on(tmp_path):
+def test_adapter_update_names_its_base(tmp_path):
     base = weight_update(adapted(), 0, adapter_only=True).base
     assert_same(sent(base), saved(tiny.model(), tmp_path), rtol=0, atol=0)
 
@@ -133,14 +133,14 @@ def test_an_adapter_alone_is_its_saved_folder(tmp_path, name):
     assert config == expected
 
 
-def test_matrices_travel_in_the_narrower_number_format_and_vectors_as_they_are():
+def test_matrices_are_sent_in_the_narrower_dtype():
     update = weight_update(adapted(), 0, dtype=torch.bfloat16)
     assert all(t.dtype == (torch.bfloat16 if t.dim() > 1 else torch.float32) for t in sent(update).values())
     half = weight_update(tiny.model().bfloat16(), 0, dtype=torch.float32)
     assert {tensor.dtype for tensor in sent(half).values()} == {torch.bfloat16}  # a wider one adds nothing
 
 
-def test_a_pass_can_be_repeated_and_sees_the_weights_of_its_time():
+def test_update_can_be_read_again_with_current_weights():
     model = adapted()
     update = weight_update(model, 0)
     first = sent(update)
@@ -160,13 +160,13 @@ def test_a_quantised_base_is_not_sent_but_its_adapter_is():
     assert alone.nbytes > 0 and alone.base is None
 
 
-def test_what_has_no_adapter_cannot_send_one():
+def test_model_without_adapter_cannot_send_one():
     with pytest.raises(ValueError, match="LlamaForCausalLM has none"):
         weight_update(tiny.model(), 0, adapter_only=True)
 
 
 @pytest.mark.parametrize(("case", "alone"), [("lora", True), ("rslora", True), ("dora", False), ("tokens", False)])
-def test_adapters_that_servers_cannot_load_are_known(case, alone):
+def test_adapters_that_servers_cannot_load_are_detected(case, alone):
     assert (why_not_alone(adapted(**CASES[case])) is None) is alone
 
 
@@ -178,7 +178,7 @@ def test_an_adapter_of_the_encoder_of_images_is_merged(modules, alone):
 
 
 @pytest.mark.parametrize("family", sorted(tiny_vision.MAKERS))
-def test_vision_language_models_are_sent_under_the_names_of_their_checkpoints(family, tmp_path):
+def test_vision_language_models_use_checkpoint_names(family, tmp_path):
     if family in tiny_vision.NEEDS_TORCHVISION and not tiny_vision.HAS_TORCHVISION:
         pytest.skip("this family's processor needs torchvision: tools/install_torchvision.py")
     model, _ = tiny_vision.make(family)
@@ -200,7 +200,7 @@ ONE_OF_TWO = {
     "ignore:Model with `tie_word_embeddings=True`", "ignore:Model has `tie_word_embeddings=True`"
 )
 @pytest.mark.parametrize("changes", ONE_OF_TWO.values(), ids=ONE_OF_TWO)
-def test_an_adapter_that_unties_embeddings_and_head_is_not_merged_into_one_tensor(changes):
+def test_adapter_that_unties_embeddings_is_not_merged(changes):
     model = adapted(**changes)
     with pytest.raises(ValueError, match=r"ties lm_head and model.embed_tokens.*ensure_weight_tying"):
         weight_update(model, 0)
@@ -214,7 +214,7 @@ ALIKE = {
 
 
 @pytest.mark.parametrize("changes", ALIKE.values(), ids=ALIKE)
-def test_an_adapter_that_changes_embeddings_and_head_alike_is_merged(changes):
+def test_adapter_that_changes_tied_weights_equally_is_merged(changes):
     model = adapted(**changes)
     engine = tiny.model(seed=1)
     engine.load_state_dict(sent(weight_update(model, 0)), strict=False)

@@ -80,6 +80,11 @@ class SampleRequest:
     draft_lenience: float | None = None
     shared: int = 0
 
+    def token_budget(self, max_context: int | None) -> int:
+        """Most tokens of each completion, when prompt and completion together may have `max_context`."""
+        wanted = self.params.max_tokens
+        return wanted if max_context is None else max(1, min(wanted, max_context - len(self.prompt_ids)))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:

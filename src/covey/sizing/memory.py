@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.core.packing import derived_budget
-from covey.engines.native.mkl_linear import MOST_ROWS
+from covey.engines.native.inference_contexts import MOST_ROWS
 from covey.policy.lm_head.linear import TILE_BYTES
 from covey.policy.loading import sees_images
 from covey.sizing.model_spec import ModelSpec, SavedActivations, VisionEncoderSpec, count_parameters, unit_parameters

@@ -25,7 +25,7 @@ def policy(change=0.0):
 
 
 def sample(model, seeds, drafts=None):
-    engine = NativeEngine(lambda: model, eos_token_ids=set(), pad_token_id=0, max_rows=1000)
+    engine = NativeEngine(lambda: model, eos_token_ids=set(), pad_token_id=0, max_sequences=1000)
     with engine.awake():
         return asyncio.run(engine.generate(SampleRequest(PROMPT, len(seeds), PARAMS, list(seeds), drafts=drafts)))
 
@@ -72,7 +72,7 @@ def drafts():
 
 
 @pytest.mark.parametrize("kind", ["an earlier policy's", "a stranger's", "one and the same"])
-def test_tokens_follow_the_policy_that_checks_the_draft(now, drafts, kind):
+def test_tokens_follow_the_verifying_policy(now, drafts, kind):
     completions = sample(now, range(ROWS), drafts[kind])
     assert tokens(completions) == tokens(sample(now, range(ROWS)))
     assert surprise(tokens(completions), token_probabilities(now)) < 4
@@ -80,5 +80,5 @@ def test_tokens_follow_the_policy_that_checks_the_draft(now, drafts, kind):
     assert (0.2 if kind == "an earlier policy's" else 0.0) <= reused < 1
 
 
-def test_the_measure_tells_the_two_policies_apart(now, drafts):
+def test_statistic_distinguishes_the_two_policies(now, drafts):
     assert surprise(drafts["an earlier policy's"], token_probabilities(now)) > 10

@@ -18,16 +18,16 @@ from transformers import (
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.core.rollout import FinishReason
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.shared_prefix_cache import ForkedCache
+from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 from covey.policy.attention import PACKED_ATTENTION
 from tests.support import mixtures, tiny
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [20, 21], [30, 31, 32, 33]]
 
 
-def engine_of(model, max_rows=16, eos=frozenset({1}), max_context=256):
+def engine_of(model, max_sequences=16, eos=frozenset({1}), max_context=256):
     return NativeEngine(
-        lambda: model, eos_token_ids=set(eos), pad_token_id=0, max_rows=max_rows, max_context=max_context
+        lambda: model, eos_token_ids=set(eos), pad_token_id=0, max_sequences=max_sequences, max_context=max_context
     )
 
 
@@ -53,9 +53,9 @@ def test_it_is_a_rollout_engine(tiny_model):
 
 
 def test_samples_do_not_depend_on_the_batch_size(tiny_model):
-    reference = tokens(sample(engine_of(tiny_model, max_rows=16)))
-    assert tokens(sample(engine_of(tiny_model, max_rows=3))) == reference
-    assert tokens(sample(engine_of(tiny_model, max_rows=1))) == reference
+    reference = tokens(sample(engine_of(tiny_model, max_sequences=16)))
+    assert tokens(sample(engine_of(tiny_model, max_sequences=3))) == reference
+    assert tokens(sample(engine_of(tiny_model, max_sequences=1))) == reference
 
 
 def test_samples_do_not_depend_on_their_neighbours(tiny_model):
@@ -64,9 +64,9 @@ def test_samples_do_not_depend_on_their_neighbours(tiny_model):
     assert tokens(alone)[0] == reference[0]
 
 
-def test_what_nobody_waits_for_any_more_is_not_decoded_on(tiny_model):
+def test_cancelled_requests_are_not_decoded(tiny_model):
     """As where a rollout ran out of time: its row and its request that waits must not hold up the others."""
-    engine, params = engine_of(tiny_model, max_rows=2, eos=frozenset()), SamplingParams(max_tokens=200)
+    engine, params = engine_of(tiny_model, max_sequences=2, eos=frozenset()), SamplingParams(max_tokens=200)
 
     async def run():
         asked = [SampleRequest(prompt, 1, params, [i]) for i, prompt in enumerate(PROMPTS[:3])]
@@ -78,7 +78,7 @@ def test_what_nobody_waits_for_any_more_is_not_decoded_on(tiny_model):
         for one in late:
             one.cancel()
         (answer,) = await engine.generate(short)
-        return answer, [len(row.token_ids) for row in engine._rows], len(engine._waiting)
+        return answer, [len(row.token_ids) for row in engine._running], len(engine._waiting)
 
     with engine.awake():
         answer, decoded, waiting = asyncio.run(run())
@@ -142,7 +142,7 @@ def test_mixtures_of_experts_sample_what_transformers_would(name):
     """Their own log-probs, and the most probable tokens that `generate` takes one prompt at a time."""
     model = mixtures.model(name)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*cannot be told of a shared one")  # DeepSeek caches latents
+        warnings.filterwarnings("ignore", ".*does not accept a shared prompt")  # DeepSeek caches latents
         for prompt, group in zip(PROMPTS, sample(engine_of(model)), strict=True):
             for completion in group:
                 ids = torch.tensor(completion.token_ids)
@@ -155,7 +155,7 @@ def test_mixtures_of_experts_sample_what_transformers_would(name):
         assert alone[0, len(prompt) :].tolist() == greedy.token_ids
 
 
-def test_attention_left_by_training_does_not_change_samples():
+def test_training_attention_does_not_change_samples():
     """Soft-capping and sinks are what SDPA, under which most models sample, does not know."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention"] * 2}
     for config in (configs()[-1], GptOssConfig(**SMALL, **experts, sliding_window=4)):
@@ -198,7 +198,7 @@ def test_greedy_equals_generate(tiny_model):
 
 def test_the_first_token_follows_the_exact_distribution(tiny_model):
     n = 3000
-    (group,) = sample(engine_of(tiny_model, max_rows=256), prompts=[[5, 6, 7]], n=n, max_tokens=1)
+    (group,) = sample(engine_of(tiny_model, max_sequences=256), prompts=[[5, 6, 7]], n=n, max_tokens=1)
     probs = tiny_model(torch.tensor([[5, 6, 7]])).logits[0, -1].double().softmax(-1)
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in group]), minlength=len(probs)).double()
     common = probs * n >= 5
@@ -207,7 +207,7 @@ def test_the_first_token_follows_the_exact_distribution(tiny_model):
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # four standard deviations of a chi-square
 
 
-def test_the_models_mode_and_attention_are_put_back(tiny_model):
+def test_model_mode_is_restored(tiny_model):
     tiny_model.train()
     tiny_model.model.layers[0].eval()
     sample(engine_of(tiny_model), prompts=PROMPTS[:1], n=1)
@@ -219,7 +219,7 @@ def test_unknown_settings_are_refused(tiny_model):
         sample(engine_of(tiny_model), extra={"typical_p": 0.3})
 
 
-def test_a_failure_reaches_every_caller_and_leaves_the_engine_usable():
+def test_failure_reaches_every_caller_and_the_engine_recovers():
     class Broken(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -247,8 +247,8 @@ def test_a_failure_reaches_every_caller_and_leaves_the_engine_usable():
     assert len(sample(engine, prompts=PROMPTS[:2])) == 2
 
 
-def test_a_failure_while_prefilling_reaches_every_caller(tiny_model):
-    engine = engine_of(tiny_model, max_rows=2)
+def test_prefill_failure_reaches_every_caller(tiny_model):
+    engine = engine_of(tiny_model, max_sequences=2)
     handle = tiny_model.get_decoder().register_forward_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sample(engine, prompts=PROMPTS)
@@ -256,13 +256,13 @@ def test_a_failure_while_prefilling_reaches_every_caller(tiny_model):
     assert len(sample(engine, prompts=PROMPTS)) == len(PROMPTS)
 
 
-def test_the_cache_holds_what_is_in_flight_and_no_more(tiny_model):
-    engine = engine_of(tiny_model, max_rows=64)
+def test_cache_grows_with_running_sequences_not_budgets(tiny_model):
+    engine = engine_of(tiny_model, max_sequences=64)
     seen = []
 
     def look(*args):
         if engine._cache is not None:  # it is not while the engine tries the model's attention
-            seen.append((engine._cache.row_capacity, engine._cache.capacity))
+            seen.append((engine._cache.sequence_capacity, engine._cache.capacity))
 
     tiny_model.register_forward_hook(look)
     sample(engine, prompts=PROMPTS[:2], n=3, max_tokens=200)
@@ -271,12 +271,12 @@ def test_the_cache_holds_what_is_in_flight_and_no_more(tiny_model):
 
 
 @pytest.mark.parametrize("forks", [True, False])
-def test_rows_may_be_looked_at_every_few_steps(tiny_model, forks):
+def test_check_interval_changes_no_sample(tiny_model, forks):
     eos = frozenset({1, 40, 41, 42, 43, 44})
     reference = sample(engine_of(tiny_model, eos=eos))
     assert len({len(c.token_ids) for group in reference for c in group}) > 2
-    seldom = engine_of(tiny_model, eos=eos, max_rows=7)
-    seldom._steps_per_look, seldom._forks = 5, forks
+    seldom = engine_of(tiny_model, eos=eos, max_sequences=7)
+    seldom._check_interval, seldom._shares_prefixes = 5, forks
     got = sample(seldom)
     assert tokens(got) == tokens(reference)
     assert [[c.finish for c in group] for group in got] == [[c.finish for c in group] for group in reference]
@@ -299,7 +299,7 @@ def test_budgets_settings_and_prompts_mix_in_one_batch(tiny_model):
         assert tokens(asyncio.run(run())) == tokens(alone)
 
 
-def test_a_model_whose_attention_cannot_fork_samples_alike(tiny_model):
+def test_models_without_shared_prefixes_sample_correctly(tiny_model):
     from transformers import GPTNeoConfig
 
     config = GPTNeoConfig(
@@ -313,7 +313,7 @@ def test_a_model_whose_attention_cannot_fork_samples_alike(tiny_model):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     engine = engine_of(model)
-    with pytest.warns(UserWarning, match="GPTNeoForCausalLM decodes with a copy .* its own make") as said:
+    with pytest.warns(UserWarning, match="GPTNeoForCausalLM decodes with a copy") as said:
         answers = sample(engine)
         sample(engine)
     assert len([w for w in said if "copy of the prompt" in str(w.message)]) == 1
@@ -322,17 +322,17 @@ def test_a_model_whose_attention_cannot_fork_samples_alike(tiny_model):
             predicted = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
             expected = predicted[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
-    assert engine._forks is False
+    assert engine._shares_prefixes is False
 
 
-def test_ordinary_models_fork(tiny_model):
+def test_ordinary_models_share_prefixes(tiny_model):
     engine = engine_of(tiny_model)
     sample(engine)
-    assert engine._forks is True
+    assert engine._shares_prefixes is True
 
 
 def test_the_cache_grows_and_moves_with_long_completions(tiny_model):
-    engine = engine_of(tiny_model, eos=set(), max_rows=3)
+    engine = engine_of(tiny_model, eos=set(), max_sequences=3)
     longer = sample(engine, n=2, max_tokens=150)
     assert tokens(longer) == tokens(sample(engine_of(tiny_model, eos=set()), n=2, max_tokens=150))
 
@@ -347,10 +347,10 @@ def test_prompts_are_shared_in_mixed_precision_too(tiny_model):
     with torch.no_grad():  # so that bfloat16 moves logits by more than an exact check would pass
         tiny_model.get_output_embeddings().weight.mul_(4)
     with engine.awake():
-        assert isinstance(engine._new_cache(), ForkedCache)
+        assert isinstance(engine._new_cache(), SharedPrefixCache)
 
 
-def test_matrices_in_bfloat16_beside_norms_in_float32_are_sampled_from_in_mixed_precision(tiny_model):
+def test_mixed_weight_dtypes_are_sampled_under_autocast(tiny_model):
     """So are weights that are gathered from shares."""
     for parameter in tiny_model.parameters():
         if parameter.dim() > 1:

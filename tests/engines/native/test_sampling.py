@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from covey.core.engine import SamplingParams
-from covey.engines.native.sampling import BLOCK, block_sums, describe, draw, filter_logits, race
+from covey.engines.native.sampling import (
+    BLOCK,
+    block_sums,
+    exponential_race,
+    filter_logits,
+    sample_tokens,
+    score_tokens,
+)
 
 
 def rows(count: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +31,7 @@ def test_frequencies_match_the_probabilities(by):
     n = 20_000
     varied, fixed = torch.arange(n), torch.full((n,), 7)
     weights = probs.expand(n, -1)
-    tokens = race(weights, block_sums(weights), *((varied, fixed) if by == "seed" else (fixed, varied)))
+    tokens = exponential_race(weights, block_sums(weights), *((varied, fixed) if by == "seed" else (fixed, varied)))
     counts = torch.bincount(tokens, minlength=6).double()
     assert counts[5] == 0
     # 4 degrees of freedom: 18.5 is exceeded once in a thousand runs; the seeds are fixed, so this either holds or not.
@@ -37,7 +44,7 @@ def test_frequencies_match_across_blocks(vocabulary):
     weights[vocabulary // 2 :] *= 5  # blocks of unequal weight
     weights[-1] = weights.sum()  # and half of everything on the last token
     n = 30_000
-    tokens = race(weights.expand(n, -1), block_sums(weights.expand(n, -1)), *rows(n))
+    tokens = exponential_race(weights.expand(n, -1), block_sums(weights.expand(n, -1)), *rows(n))
     expected = weights.double() / weights.double().sum() * n
     counts = torch.bincount(tokens, minlength=vocabulary).double()
     common = expected >= 5
@@ -46,35 +53,35 @@ def test_frequencies_match_across_blocks(vocabulary):
     assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5 + 3
 
 
-def test_a_token_of_no_weight_is_never_drawn():
+def test_zero_weight_token_is_never_sampled():
     weights = torch.zeros(500, 3 * BLOCK + 1)
     weights[:, 700] = 1e-30
-    assert set(race(weights, block_sums(weights), *rows(500)).tolist()) == {700}
+    assert set(exponential_race(weights, block_sums(weights), *rows(500)).tolist()) == {700}
 
 
-def test_a_small_change_of_the_probabilities_changes_few_samples():
+def test_small_change_of_probabilities_changes_few_samples():
     logits = torch.randn(2000, 1000, generator=torch.Generator().manual_seed(0))
     moved = logits + 0.02 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(max_tokens=1)
-    same = draw(logits, *rows(2000), params).tokens == draw(moved, *rows(2000), params).tokens
+    same = sample_tokens(logits, *rows(2000), params).tokens == sample_tokens(moved, *rows(2000), params).tokens
     # Total variation of the two is about 0.01 a row; exponential races agree but for at most twice as much.
     assert same.double().mean() > 0.97
 
 
-def test_rows_drawn_a_few_at_a_time_are_drawn_alike(monkeypatch):
+def test_chunked_sampling_changes_no_sample(monkeypatch):
     logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(max_tokens=1)
-    together = draw(logits, *rows(7), params)
-    monkeypatch.setattr("covey.engines.native.sampling.CACHED", 600)  # two rows
-    for a, b in zip(together, draw(logits, *rows(7), params), strict=True):
+    together = sample_tokens(logits, *rows(7), params)
+    monkeypatch.setattr("covey.engines.native.sampling.CPU_CHUNK", 600)  # two rows
+    for a, b in zip(together, sample_tokens(logits, *rows(7), params), strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_given_tokens_are_described_as_drawn_ones_are():
+def test_scores_of_given_tokens_equal_those_of_sampled_ones():
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
     logits[:, 5] = -torch.inf
-    drawn = draw(logits, *rows(6), SamplingParams(max_tokens=1, temperature=0.7))
-    for a, b in zip(drawn, describe(logits, drawn.tokens, 0.7), strict=True):
+    drawn = sample_tokens(logits, *rows(6), SamplingParams(max_tokens=1, temperature=0.7))
+    for a, b in zip(drawn, score_tokens(logits, drawn.tokens, 0.7), strict=True):
         torch.testing.assert_close(a, b)
     expected = (logits / 0.7).log_softmax(-1)
     torch.testing.assert_close(drawn.logprobs, expected.gather(-1, drawn.tokens[:, None])[:, 0])
@@ -82,28 +89,28 @@ def test_given_tokens_are_described_as_drawn_ones_are():
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax_at_the_temperature(temperature):
+def test_samples_follow_the_softmax_at_the_temperature(temperature):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     params = SamplingParams(max_tokens=1, temperature=temperature)
     n = 8000
-    drawn = draw(logits.expand(n, -1), *rows(n), params)
+    drawn = sample_tokens(logits.expand(n, -1), *rows(n), params)
     counts = torch.bincount(drawn.tokens, minlength=4).double()
     probs = (logits[0].double() / temperature).softmax(-1)
     assert chi_square(counts, probs) < 16.3  # 3 degrees of freedom, one in a thousand
     torch.testing.assert_close(drawn.logprobs.double(), probs.log()[drawn.tokens], rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_is_drawn_alike_alone_and_in_company():
+def test_samples_do_not_depend_on_other_rows():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(max_tokens=1)
-    together = draw(logits, *rows(5), params).tokens
-    alone = [draw(logits[i : i + 1], *rows(1, i), params).tokens.item() for i in range(5)]
+    together = sample_tokens(logits, *rows(5), params).tokens
+    alone = [sample_tokens(logits[i : i + 1], *rows(1, i), params).tokens.item() for i in range(5)]
     assert together.tolist() == alone
 
 
 def test_zero_temperature_is_greedy():
     logits = torch.tensor([[0.0, 3.0, 1.0]])
-    assert draw(logits, *rows(1), SamplingParams(max_tokens=1, temperature=0.0)).tokens.tolist() == [1]
+    assert sample_tokens(logits, *rows(1), SamplingParams(max_tokens=1, temperature=0.0)).tokens.tolist() == [1]
 
 
 LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
@@ -121,12 +128,12 @@ LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
         ({"top_k": 3, "top_p": 0.8}, [0, 1, 2]),  # of [0.44, 0.33, 0.22]: 0.77 is short of 0.8
     ],
 )
-def test_filters_keep_the_tokens_they_should(settings, kept):
+def test_filters_keep_the_expected_tokens(settings, kept):
     left = filter_logits(LOGITS, SamplingParams(max_tokens=1, **settings))
     assert (left[0] > -torch.inf).nonzero()[:, 0].tolist() == kept
 
 
-def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
+def test_repetition_penalty_by_eye():
     logits = torch.tensor([[2.0, -2.0, 2.0]])
     seen = torch.tensor([[True, True, False]])
     out = filter_logits(logits, SamplingParams(max_tokens=1, repetition_penalty=2.0), seen)
@@ -134,11 +141,11 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
 
 
 def test_reported_logprobs_ignore_the_filters():
-    drawn = draw(LOGITS, *rows(1), SamplingParams(max_tokens=1, top_k=1))
+    drawn = sample_tokens(LOGITS, *rows(1), SamplingParams(max_tokens=1, top_k=1))
     assert drawn.logprobs.exp().item() == pytest.approx(0.4)
 
 
 def test_reported_entropies_are_those_of_the_whole_distribution():
-    drawn = draw(LOGITS, *rows(1), SamplingParams(max_tokens=1, top_k=1))
+    drawn = sample_tokens(LOGITS, *rows(1), SamplingParams(max_tokens=1, top_k=1))
     probs = LOGITS[0].exp()
     assert drawn.entropies.item() == pytest.approx(-(probs * probs.log()).sum().item(), rel=1e-5)

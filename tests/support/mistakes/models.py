@@ -438,7 +438,7 @@ MODELS = [
     Mistake(
         "Sampled with the built-in engine from a model whose state cannot be copied",
         lambda b: b.train(model=RwkvForCausalLM(RwkvConfig(vocab_size=104, hidden_size=32, num_hidden_layers=2))),
-        ("RwkvForCausalLM keeps what it has read in a way of its own", "cannot be copied", "Sample from a server"),
+        ("RwkvForCausalLM returns a cache without `reorder_cache`", "cannot be copied", "Sample from a server"),
         TRAINING,
     ),
     Mistake(

@@ -70,7 +70,7 @@ def without_cuda_graphs(bench):
 
     trainer = bench.build()
     engine = trainer.collector.engine
-    engine._records, engine._recorder = True, fail
+    engine._use_graphs, engine._capture = True, fail
     return trainer.train()
 
 
@@ -124,7 +124,7 @@ RUNTIME = [
     Mistake(
         "Trained a model whose attention cannot share a prompt",
         lambda b: b.train(model=stable_lm()),
-        ("StableLmForCausalLM decodes with a copy of the prompt", "of its own make", "Samples are the same"),
+        ("StableLmForCausalLM decodes with a copy of the prompt", "own implementation", "Samples are the same"),
         TRAINING,
         UserWarning,
     ),
@@ -207,7 +207,7 @@ RUNTIME = [
     Mistake(
         "Trained on a GPU whose decoding steps cannot be recorded",
         without_cuda_graphs,
-        ("llama could not be recorded as a CUDA graph", "operation not permitted", "Samples are the same, more slowly"),
+        ("capturing a step of llama failed", "operation not permitted", "Samples are the same"),
         TRAINING,
         UserWarning,
     ),

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from covey.engines.native.recurrent_engine import StatefulEngine
+from covey.engines.native.recurrent_engine import RecurrentEngine
 from tests.support import hybrids, runs
 
 
@@ -15,7 +15,7 @@ def test_a_hybrid_trains_on_what_it_samples(tmp_path, name):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.warns(UserWarning, match=f"{name}ForCausalLM cannot use the packed layouts"):
         trained = runs.trainer(tmp_path, parts={"model": model}, max_steps=2)
-        assert isinstance(trained.collector.engine, StatefulEngine)
+        assert isinstance(trained.collector.engine, RecurrentEngine)
         trained.train()  # compares the engine's log-probs with the scorer's
     assert trained.scorer.layout == "padded" and trained.state.global_step == 2
     moved = [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])]

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from covey.core.batch import collate
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.rollout import FinishReason, Rollout
-from covey.engines.native.recurrent_engine import StatefulEngine
+from covey.engines.native.recurrent_engine import RecurrentEngine
 from covey.rollout.tools.turn_template import TurnTemplate
 from tests.support import runs, tiny_vision
 from tests.trainer.vision.test_vision_training import FAMILIES, ROWS, codec_of, length_reward, scores
@@ -32,7 +32,7 @@ def test_samples_are_scored_as_they_were_sampled(family):
     """
     model, processor = tiny_vision.make(family)
     codec = codec_of(model, processor)
-    engine = StatefulEngine(lambda: model, eos_token_ids={1})
+    engine = RecurrentEngine(lambda: model, eos_token_ids={1})
     encoded = [codec.read_row(row) for row in ROWS]
 
     async def sample(one, n, temperature):

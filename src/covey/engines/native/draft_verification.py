@@ -1,13 +1,13 @@
-"""Verification of drafts: how much of a text that is already there the policy would have written.
+"""Draft verification: accept the first tokens of a draft that the policy would have sampled.
 
-Exact acceptance runs, at every position of a draft, the very race that sampling would have run there: its noise is a
-function of seed and step (see `covey.engines.native.counter_rng`). While the winner is the draft's token the draft is
-right; the first other winner is what sampling would have drawn in its stead. The completion is therefore the one its
-seed would have given without a draft, whatever wrote the draft: drafter-invariant speculative decoding (Daliri, Musco
-and Suresh, arXiv 2408.07978). Exponential races make it useful as well: two policies that are close crown the same
-winner mostly.
+Exact acceptance runs, at every position of a draft, the race that sampling would have run there: its random numbers
+are a function of seed and step (`covey.engines.native.sampling.uniforms`). While the winner is the draft's token the
+draft is accepted; the first other winner is the token that sampling would have given. The completion is therefore the
+one its seed gives without a draft, whatever the draft's origin: drafter-invariant speculative decoding (Daliri, Musco
+and Suresh, arXiv 2408.07978). Exponential races of two similar policies mostly have the same winner, so most of an
+earlier policy's completion is accepted.
 
-Lenient acceptance keeps token i with probability min(1, l p_now / p_then) (SPEC-RL, arXiv 2509.23232).
+Lenient acceptance accepts token i with probability min(1, l p_now / p_then) (SPEC-RL, arXiv 2509.23232).
 """
 
 from typing import Any
@@ -15,68 +15,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.engines.native.chunked_prefill import Extension, extend, logit_tiles
-from covey.engines.native.counter_rng import uniforms
-from covey.engines.native.sampling import SampledTokens, describe, draw
+from covey.engines.native.prefill import ContinuationCache, continue_prompts, logit_tiles
+from covey.engines.native.sampling import SampledTokens, concatenate, sample_tokens, score_tokens, uniforms
 from covey.engines.native.sequences import SequenceState
 
 
-def verify(
-    model: Any, prefilled: Any, prompts: list[list[int]], owners: list[int], rows: list[SequenceState]
-) -> tuple[Extension, list[int]]:
-    """Let rows take from their drafts what they can, and the token after it.
+def verify_drafts(
+    model: Any, prefilled: Any, prompts: list[list[int]], owners: list[int], sequences: list[SequenceState]
+) -> tuple[ContinuationCache, list[int]]:
+    """Append to each sequence the accepted tokens of its draft, and the token after them.
 
     Args:
         model: a transformers causal language model in inference mode.
         prefilled: the prompts without their last tokens, right-padded, computed.
-        prompts: the prompts in full.
-        owners: which prompt each row continues.
-        rows: rows with a draft and nothing sampled yet, all with the same sampling settings.
+        prompts: the whole prompts.
+        owners: per sequence the index of its prompt.
+        sequences: with a draft and nothing sampled yet, all with the same sampling settings.
 
     Returns:
-        What the pass computed, and how many of its tokens each row holds now: one per token the row has taken.
+        The cache of the forward pass, and how many of its tokens belong to each sequence: one per appended token.
     """
-    drafts = [row.draft for row in rows]
-    hidden, computed = extend(model, prefilled, prompts, owners, drafts)
+    drafts = [sequence.draft for sequence in sequences]
+    hidden, computed = continue_prompts(model, prefilled, prompts, owners, drafts)
     lengths = [len(draft) for draft in drafts]
     device = hidden.device
-    seeds = torch.tensor([row.seed for row in rows], device=device).repeat_interleave(
+    seeds = torch.tensor([sequence.seed for sequence in sequences], device=device).repeat_interleave(
         torch.tensor(lengths, device=device)
     )
     steps = torch.cat([torch.arange(length, device=device) for length in lengths])
     tokens = torch.tensor([token for draft in drafts for token in draft], device=device)
-    params = rows[0].request.params
-    lenient = rows[0].request.draft_lenience is not None and params.temperature > 0
-    drawn, given = [], []
-    for part, logits in logit_tiles(model, hidden):
-        drawn.append(draw(logits, seeds[part], steps[part], params))
+    params = sequences[0].request.params
+    lenient = sequences[0].request.draft_lenience is not None and params.temperature > 0
+    sampled_tiles, draft_tiles = [], []
+    for tile, logits in logit_tiles(model, hidden):
+        sampled_tiles.append(sample_tokens(logits, seeds[tile], steps[tile], params))
         if lenient:
-            given.append(describe(logits, tokens[part], params.temperature))
-    chosen = _join(drawn)
-    kept = chosen.tokens == tokens
+            draft_tiles.append(score_tokens(logits, tokens[tile], params.temperature))
+    chosen = concatenate(sampled_tiles)
+    accepted = chosen.tokens == tokens
     if lenient:
-        described = _join(given)
-        kept = _lenient(described.logprobs, _then(rows, lengths, device), seeds, steps, rows)
-        chosen = SampledTokens(*(torch.where(kept, a, b) for a, b in zip(described, chosen, strict=True)))
-    for row, keeps, *columns in zip(rows, kept.split(lengths), *(x.split(lengths) for x in chosen), strict=True):
-        row.reused = int(keeps.long().cumprod(0).sum())
-        row.take(*(column[: row.reused + 1].tolist() for column in columns))
-    return computed, [len(row.token_ids) for row in rows]
+        scored = concatenate(draft_tiles)
+        accepted = _accept_leniently(scored.logprobs, seeds, steps, sequences, lengths)
+        chosen = SampledTokens(*(torch.where(accepted, a, b) for a, b in zip(scored, chosen, strict=True)))
+    columns = [column.split(lengths) for column in chosen]
+    for sequence, mask, *results in zip(sequences, accepted.split(lengths), *columns, strict=True):
+        sequence.reused = int(mask.long().cumprod(0).sum())
+        sequence.append(*(result[: sequence.reused + 1].tolist() for result in results))
+    return computed, [len(sequence.token_ids) for sequence in sequences]
 
 
-def _lenient(now: Tensor, then: Tensor, seeds: Tensor, steps: Tensor, rows: list[SequenceState]) -> Tensor:
-    """[N] bool: which draft tokens a coin with P(heads) = min(1, l p_now / p_then) keeps."""
-    lenience = torch.cat([then.new_full((len(row.draft),), row.request.draft_lenience or 0.0) for row in rows])
-    coin = uniforms(seeds, -1 - steps, 1)[:, 0]  # negative steps: noise that no race uses
-    return coin < lenience * (now.double() - then).exp()
-
-
-def _then(rows: list[SequenceState], lengths: list[int], device: torch.device) -> Tensor:
-    """Log-probs of the draft tokens under the policy that wrote them, [N] float64."""
-    recorded = [(row.request.draft_logprobs or [])[row.index] or [] for row in rows]
-    flat = [logprob for record, length in zip(recorded, lengths, strict=True) for logprob in record[:length]]
-    return torch.tensor(flat, dtype=torch.float64, device=device)
-
-
-def _join(parts: list[SampledTokens]) -> SampledTokens:
-    return SampledTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
+def _accept_leniently(
+    logprobs: Tensor, seeds: Tensor, steps: Tensor, sequences: list[SequenceState], lengths: list[int]
+) -> Tensor:
+    """[N] bool: True with probability min(1, l p_now / p_then) for each draft token."""
+    then, lenience = [], []
+    for sequence, length in zip(sequences, lengths, strict=True):
+        request = sequence.request
+        then += ((request.draft_logprobs or [])[sequence.index] or [])[:length]
+        lenience += [request.draft_lenience or 0.0] * length
+    ratio = (logprobs.double() - torch.tensor(then, dtype=torch.float64, device=logprobs.device)).exp()
+    coin = uniforms(seeds, -1 - steps, 1)[:, 0]  # negative steps: random numbers that no race uses
+    return coin < torch.tensor(lenience, dtype=torch.float64, device=logprobs.device) * ratio

@@ -1,8 +1,8 @@
-"""The built-in engine: samples from the policy itself, in the trainer's process, on any hardware.
+"""Built-in engine: samples from the policy itself, in the trainer's process, on any hardware.
 
-A prompt is computed once and its cache shared by its siblings; rows that finish leave at once and waiting ones take
-their place; drafts are verified in one pass. It shares the policy's memory, so there are no weights to load. Not here:
-tools, rewards, training; how rows are kept (`rows`), caches (`forked_cache`, `row_cache`), drafts (`drafts`).
+A prompt is computed once and its cache shared by its completions; finished sequences leave the batch at once and
+waiting ones are admitted; drafts are verified in one forward pass. The engine shares the policy's memory, so there are
+no weights to load. See also `recurrent_engine`, for models with a running state and for images.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,21 +22,20 @@ from covey.core.model_architecture import decoder_of, name_of
 from covey.core.model_mode import inference_mode_of
 from covey.core.rollout import Completion
 from covey.core.weights import WeightUpdate
-from covey.engines.native.attention import attention_of, own_attention
-from covey.engines.native.chunked_prefill import compute_dtype, extend, logit_tiles
-from covey.engines.native.cuda_graph import NotRecorded, RecordedStep, Recorder, record_cuda_graph
-from covey.engines.native.draft_verification import verify
-from covey.engines.native.mkl_linear import packed_linears
-from covey.engines.native.prefix_store import PrefixStore
-from covey.engines.native.requests import budget_of, check_request
-from covey.engines.native.row_cache import RowCache
-from covey.engines.native.sampling import describe
-from covey.engines.native.sequences import Batch, SequenceState, apply_moves, closing_moves, steps_per_look
-from covey.engines.native.shared_prefix_cache import FORKED_ATTENTION, ForkedCache
+from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
+from covey.engines.native.draft_verification import verify_drafts
+from covey.engines.native.inference_contexts import attention_implementation, packed_linears, sampling_attention
+from covey.engines.native.per_sequence_cache import PerSequenceCache
+from covey.engines.native.prefill import PrefixStore, compute_dtype, continue_prompts, logit_tiles
+from covey.engines.native.sampling import concatenate, score_tokens
+from covey.engines.native.sequences import Batch, SequenceState, compaction_moves, sequences_of
+from covey.engines.native.shared_prefix_cache import SHARED_PREFIX_ATTENTION, SharedPrefixCache
 from covey.runtime.out_of_memory import is_out_of_memory
 
 PREFILL_TOKENS = 4096
-"""Most (padded) tokens in one prefill or verification pass."""
+"""Most (padded) tokens in one forward pass over prompts or drafts."""
+
+Item = TypeVar("Item")
 
 
 class NativeEngine:
@@ -46,12 +45,12 @@ class NativeEngine:
         model: returns the unwrapped model to sample from.
         eos_token_ids: tokens that end a completion.
         pad_token_id: fills the gaps of a prefill batch; any id of the vocabulary will do.
-        max_rows: most completions decoded at once.
-        max_context: prompt and completion together stay within this; None when unlimited.
+        max_sequences: most completions decoded at once.
+        max_context: most tokens of prompt and completion together; None when unlimited.
         forward_context: entered around sampling (mixed precision, gathered parameters).
-        steps_per_look: decoding steps between two looks at which rows have ended; None: 1 on a CPU, 8 elsewhere.
-        device: where the model's inputs belong; None: where its weights are.
-        whole_calls: only ever call the model as a whole, as some wrappers need; drafts cannot be verified then.
+        check_interval: decoding steps between checks for ended sequences; None: 1 on a CPU, 8 elsewhere.
+        device: of the model's inputs; None: that of its weights.
+        whole_calls: only call the model as a whole, as some wrappers need; drafts cannot be verified then.
     """
 
     traits = EngineTraits(shares_policy=True)
@@ -62,63 +61,57 @@ class NativeEngine:
         *,
         eos_token_ids: set[int],
         pad_token_id: int,
-        max_rows: int = 64,
+        max_sequences: int = 64,
         max_context: int | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        steps_per_look: int | None = None,
+        check_interval: int | None = None,
         device: torch.device | None = None,
         whole_calls: bool = False,
     ):
         self._model = model
         self.eos_token_ids = eos_token_ids
         self.pad_token_id = pad_token_id
-        self.max_rows = max_rows
+        self.max_sequences = max_sequences
         self.max_context = max_context
         self._forward_context = forward_context
-        self._steps_per_look = steps_per_look
+        self._check_interval = check_interval
         self._waiting: deque[SequenceState] = deque()
         self._admitted: list[SequenceState] = []
-        self._rows: list[SequenceState] = []
+        self._running: list[SequenceState] = []
         self._batch: Batch | None = None
-        self._cache: ForkedCache | RowCache | None = None
-        self._kept = PrefixStore()
-        self._forks: bool | None = None
-        self._device_of_inputs = device
+        self._cache: SharedPrefixCache | PerSequenceCache | None = None
+        self._prefixes = PrefixStore()
+        self._shares_prefixes: bool | None = None  # None: not tried yet
+        self._input_device = device
         self._whole_calls = whole_calls
-        self._records: bool | None = False if whole_calls else None  # None: on CUDA
-        self._recorder: Recorder = record_cuda_graph
-        self._recorded: RecordedStep | None = None
+        self._use_graphs: bool | None = False if whole_calls else None  # None: on CUDA
+        self._capture: Capture = capture_cuda_graph
+        self._graph_step: GraphStep | None = None
         self._driver: asyncio.Task[None] | None = None
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt.
 
         Raises:
-            ValueError: settings this engine does not know, images, or drafts that do not fit the seeds.
+            ValueError: unknown settings, images, or drafts that do not match the seeds.
         """
-        check_request(request)
-        loop = asyncio.get_running_loop()
-        budget = budget_of(request, self.max_context)
-        rows = [
-            SequenceState(request, i, budget, self.eos_token_ids, loop.create_future())
-            for i in range(len(request.seeds))
-        ]
-        self._waiting.extend(rows)
+        sequences = sequences_of(request, self.eos_token_ids, self.max_context)
+        self._waiting.extend(sequences)
         if self._driver is None or self._driver.done():
-            self._driver = loop.create_task(self._drive())
-        return list(await asyncio.gather(*(row.done for row in rows)))
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+        return list(await asyncio.gather(*[sequence.done for sequence in sequences]))
 
     def score(
         self, prompt_ids: list[int], completions: list[list[int]], temperature: float = 1.0
     ) -> list[tuple[list[float], list[float]]]:
         """Log-probs and entropies of given tokens, as sampling them would have reported; within `awake()`.
 
-        The prompt is computed once for all completions, their positions in parallel. For whoever holds tokens that the
-        engine did not sample and judges them before it does (rules of reuse, another model's answers). A training step
-        has no need of it: drafts are verified as part of sampling, and `TokenScorer` scores what is trained on.
+        The prompt is computed once for all completions, their positions in parallel. Useful for tokens that the engine
+        did not sample (reuse rules, another model's answers). Training does not need it: drafts are verified as part
+        of sampling, and `TokenScorer` scores the training batch.
 
         Args:
-            prompt_ids: what they continue.
+            prompt_ids: tokens that the completions continue.
             completions: given tokens, each list maybe empty.
             temperature: divides the logits.
 
@@ -128,23 +121,26 @@ class NativeEngine:
         scores: list[tuple[list[float], list[float]]] = [([], []) for _ in completions]
         model = self._model()
         prefilled = self._compute_prompts([prompt_ids])
-        for places in _within(PREFILL_TOKENS, {i: len(tokens) for i, tokens in enumerate(completions) if tokens}):
-            mine = [completions[place] for place in places]
-            hidden, _ = extend(model, prefilled, [prompt_ids], [0] * len(mine), mine)
-            given = torch.tensor([token for tokens in mine for token in tokens], device=hidden.device)
-            parts = [describe(logits, given[part], temperature) for part, logits in logit_tiles(model, hidden)]
-            _, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-            lengths = [len(tokens) for tokens in mine]
-            for place, a, b in zip(places, logprobs.split(lengths), entropies.split(lengths), strict=True):
-                scores[place] = (a.tolist(), b.tolist())
+        indices = [i for i, tokens in enumerate(completions) if tokens]
+        for batch in _batches(indices, [len(completions[i]) for i in indices]):
+            tokens = [completions[i] for i in batch]
+            hidden, _ = continue_prompts(model, prefilled, [prompt_ids], [0] * len(tokens), tokens)
+            given = torch.tensor([token for some in tokens for token in some], device=hidden.device)
+            scored = concatenate(
+                [score_tokens(logits, given[tile], temperature) for tile, logits in logit_tiles(model, hidden)]
+            )
+            lengths = [len(some) for some in tokens]
+            split = zip(batch, scored.logprobs.split(lengths), scored.entropies.split(lengths), strict=True)
+            for i, logprobs, entropies in split:
+                scores[i] = (logprobs.tolist(), entropies.tolist())
         return scores
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Nothing to do: the engine samples from the policy's own parameters."""
+        """Do nothing: the engine samples from the policy's own parameters."""
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Put the model into inference mode for the duration, and back as it was."""
+        """Put the model into inference mode within the context, and restore its mode afterwards."""
         model = self._model()
         try:
             with (
@@ -152,142 +148,155 @@ class NativeEngine:
                 torch.no_grad(),
                 self._forward_context(),
                 packed_linears(model),
-                attention_of(model, own_attention(model)),  # not a packed layout's: rows are masked one by one
+                attention_implementation(model, sampling_attention(model)),  # a packed layout's has no masks
             ):
                 yield
         finally:
-            self._kept.clear()
-            self._cache = self._recorded = None  # the policy is about to change, and training needs the memory
+            self._prefixes.layers.clear()
+            self._cache = self._graph_step = None  # the policy is about to change, and training needs the memory
 
     @property
     def _device(self) -> torch.device:
-        return self._device_of_inputs or next(self._model().parameters()).device
+        return self._input_device or next(self._model().parameters()).device
 
     async def _drive(self) -> None:
         """Decode until nothing is left; between steps other coroutines run."""
         try:
-            await asyncio.sleep(0)  # let every caller of this moment queue its request
-            while self._waiting or self._rows:
+            await asyncio.sleep(0)  # callers that are ready now queue their requests first
+            while self._waiting or self._running:
                 self._admit()
                 self._decode()
                 await asyncio.sleep(0)
         except BaseException as error:
-            for row in [*self._rows, *self._admitted, *self._waiting]:
-                if not row.done.done():
-                    row.done.set_exception(error)
-            for rows in (self._rows, self._admitted, self._waiting):
-                rows.clear()
-            self._cache = self._batch = self._recorded = None
+            for sequence in [*self._running, *self._admitted, *self._waiting]:
+                if not sequence.done.done():
+                    sequence.done.set_exception(error)
+            for sequences in (self._running, self._admitted, self._waiting):
+                sequences.clear()
+            self._cache = self._batch = self._graph_step = None
             if not isinstance(error, Exception):
                 raise
 
     # ---- admission -------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Prefill waiting rows into free places; wait for several places at once, since each prefill is a full pass."""
-        free = self.max_rows - len(self._rows)
-        if not self._waiting or (self._rows and free < min(len(self._waiting), max(1, self.max_rows // 4))):
+        """Prefill waiting sequences once several can be admitted together: each prefill is a full forward pass."""
+        free = self.max_sequences - len(self._running)
+        if not self._waiting or (self._running and free < min(len(self._waiting), max(1, self.max_sequences // 4))):
             return
         self._settle()
         if self._cache is None:
             self._cache = self._new_cache()
         groups: dict[tuple[int, ...], list[SequenceState]] = {}
         for _ in range(min(free, len(self._waiting))):
-            self._admitted.append(row := self._waiting.popleft())
-            if not row.leaves:
-                groups.setdefault(tuple(row.request.prompt_ids), []).append(row)
-        going_on = [rows[0] for rows in groups.values() if len(rows) == 1 and self._goes_on(rows[0])]
-        if going_on:
-            self._continue(going_on)
-        admitted = [rows for rows in groups.values() if rows[0] not in going_on]
-        widths = {i: len(rows[0].request.prompt_ids) for i, rows in enumerate(admitted)}
-        for places in _within(PREFILL_TOKENS, widths):
-            self._prefill([admitted[place] for place in places])
-        self._cache.move([], len(self._rows))  # prompts whose rows are all answered already are forgotten
+            self._admitted.append(sequence := self._waiting.popleft())
+            if not sequence.needs_no_tokens:
+                groups.setdefault(tuple(sequence.request.prompt_ids), []).append(sequence)
+        continued: list[SequenceState] = []
+        new: list[list[SequenceState]] = []
+        lengths: list[int] = []
+        for prompt, group in groups.items():
+            if len(group) == 1 and self._continues_prefix(group[0]):
+                continued.append(group[0])
+            else:
+                new.append(group)
+                lengths.append(len(prompt))
+        if continued:
+            self._continue_prefixes(continued)
+        for batch in _batches(new, lengths):
+            self._prefill(batch)
+        self._cache.move([], len(self._running))  # drops prompts whose sequences have all finished
         self._admitted.clear()
 
     def _prefill(self, groups: list[list[SequenceState]]) -> None:
-        """Compute each group's prompt once and start its rows, those with a draft behind what they take of it."""
+        """Compute each group's prompt once and start its sequences, those with drafts after the accepted tokens."""
         assert self._cache is not None, "made on admission"
         prompts = [group[0].request.prompt_ids for group in groups]
         prefilled = self._compute_prompts(prompts)
-        for place, group in enumerate(groups):
-            self._kept.keep(tuple(prompts[place][: group[0].request.shared]), prefilled, place)
         handles = self._cache.add_groups(prefilled, [len(prompt) - 1 for prompt in prompts])
-        owned = [(owner, row) for owner, group in enumerate(groups) for row in group]
-        plain = [(owner, row) for owner, row in owned if not row.draft]
-        if plain:
-            self._cache.add_rows([handles[owner] for owner, _ in plain])
-            self._rows += [row for _, row in plain]
+        handles_without_draft: list[int] = []
         drafted: dict[tuple[int, bool], list[tuple[int, SequenceState]]] = {}
-        for owner, row in owned:
-            if row.draft:
-                kind = (id(row.request.params), row.request.draft_lenience is None)
-                drafted.setdefault(kind, []).append((owner, row))
+        for index, group in enumerate(groups):
+            if shared := group[0].request.shared:
+                self._prefixes.add(tuple(prompts[index][:shared]), prefilled, index)
+            for sequence in group:
+                if sequence.draft:
+                    settings = (id(sequence.request.params), sequence.request.draft_lenience is None)
+                    drafted.setdefault(settings, []).append((index, sequence))
+                else:
+                    handles_without_draft.append(handles[index])
+                    self._running.append(sequence)
+        if handles_without_draft:
+            self._cache.add_sequences(handles_without_draft)
         for alike in drafted.values():
-            for places in _within(PREFILL_TOKENS, {i: len(row.draft) for i, (_, row) in enumerate(alike)}):
-                self._verify(prefilled, prompts, handles, [alike[place] for place in places])
+            for batch in _batches(alike, [len(sequence.draft) for _, sequence in alike]):
+                self._verify_drafts(prefilled, prompts, handles, batch)
 
-    def _goes_on(self, row: SequenceState) -> bool:
-        """Whether only the end of a row's prompt is left to compute."""
-        shared, prompt = row.request.shared, row.request.prompt_ids
-        return shared < len(prompt) and not row.draft and tuple(prompt[:shared]) in self._kept
+    def _continues_prefix(self, sequence: SequenceState) -> bool:
+        """True when all but the end of the prompt is computed already."""
+        shared, prompt = sequence.request.shared, sequence.request.prompt_ids
+        return shared < len(prompt) and not sequence.draft and tuple(prompt[:shared]) in self._prefixes.layers
 
-    def _continue(self, rows: list[SequenceState]) -> None:
-        """Start rows whose prompts begin with kept ones: only what follows these is computed."""
+    def _continue_prefixes(self, sequences: list[SequenceState]) -> None:
+        """Start sequences whose prompts begin with stored ones: only the tokens after these are computed."""
         assert self._cache is not None, "made on admission"
-        begins = [tuple(row.request.prompt_ids[: row.request.shared]) for row in rows]
-        rests = [row.request.prompt_ids[row.request.shared :] for row in rows]
-        kept = list(dict.fromkeys(begins))
-        prefilled = self._kept.prefilled(kept)
-        handles = dict(zip(kept, self._cache.add_groups(prefilled, [len(one) - 1 for one in kept]), strict=True))
-        for places in _within(PREFILL_TOKENS, {i: len(rest) for i, rest in enumerate(rests)}):
-            some = [rests[place] for place in places]
-            owners = [kept.index(begins[place]) for place in places]
-            _, computed = extend(self._model(), prefilled, [list(one) for one in kept], owners, some)
-            self._cache.add_rows([handles[begins[place]] for place in places], computed.own, [len(one) for one in some])
-            self._rows += [rows[place] for place in places]
+        prefixes, rests = [], []
+        for sequence in sequences:
+            prompt, shared = sequence.request.prompt_ids, sequence.request.shared
+            prefixes.append(tuple(prompt[:shared]))
+            rests.append(prompt[shared:])
+        stored = list(dict.fromkeys(prefixes))
+        prefilled = self._prefixes.prefilled(stored)
+        handles = self._cache.add_groups(prefilled, [len(prefix) - 1 for prefix in stored])
+        for batch in _batches(list(range(len(rests))), [*map(len, rests)]):
+            tokens = [rests[i] for i in batch]
+            owners = [stored.index(prefixes[i]) for i in batch]
+            _, computed = continue_prompts(
+                self._model(), prefilled, [list(prefix) for prefix in stored], owners, tokens
+            )
+            self._cache.add_sequences([handles[owner] for owner in owners], computed.own, [*map(len, tokens)])
+            self._running += [sequences[i] for i in batch]
 
-    def _verify(
+    def _verify_drafts(
         self,
         prefilled: Cache | None,
         prompts: list[list[int]],
         handles: list[int],
         owned: list[tuple[int, SequenceState]],
     ) -> None:
-        """Let rows take from their drafts; the unfinished are decoded on from there."""
+        """Append the accepted tokens of drafts; unfinished sequences are decoded from there."""
         assert self._cache is not None, "made on admission"
-        owners, rows = [owner for owner, _ in owned], [row for _, row in owned]
-        computed, lengths = verify(self._model(), prefilled, prompts, owners, rows)
-        going = [place for place, row in enumerate(rows) if row.finish is None]
-        for row in rows:
-            if row.finish is not None:
-                row.resolve()
-        if going:
-            self._cache.add_rows(
-                [handles[owners[place]] for place in going],
-                [(keys[going], values[going]) for keys, values in computed.own],
-                [lengths[place] for place in going],
+        owners, sequences = [owner for owner, _ in owned], [sequence for _, sequence in owned]
+        computed, lengths = verify_drafts(self._model(), prefilled, prompts, owners, sequences)
+        unfinished = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
+        for sequence in sequences:
+            if sequence.finish is not None:
+                sequence.resolve()
+        if unfinished:
+            self._cache.add_sequences(
+                [handles[owners[i]] for i in unfinished],
+                [(keys[unfinished], values[unfinished]) for keys, values in computed.own],
+                [lengths[i] for i in unfinished],
             )
-            self._rows += [rows[place] for place in going]
+            self._running += [sequences[i] for i in unfinished]
 
     def _compute_prompts(self, prompts: list[list[int]]) -> Cache | None:
-        """All of each prompt but its last token, right-padded; None if nothing is left.
+        """Compute all of each prompt but its last token, right-padded; None if nothing is left.
 
-        The last prompt token is each row's first decoding step, so that sampling happens in one place. Padding stands
-        on the right, where causal attention never looks back at it.
+        The last prompt token is each sequence's first decoding step, so that sampling happens in one place. Padding is
+        on the right, where causal attention never sees it.
         """
         model = self._model()
         device = self._device
-        kept = [prompt[:-1] for prompt in prompts]
-        width = max(len(p) for p in kept)
+        width = max(map(len, prompts)) - 1
         if not width:
             return None
         cache = DynamicCache()
-        lengths = torch.tensor([len(p) for p in kept], device=device)
-        ids = torch.tensor([p + [self.pad_token_id] * (width - len(p)) for p in kept], device=device)
-        positions = torch.arange(width, device=device).expand(len(kept), -1)
-        visible = (positions < lengths[:, None]) | (positions == 0)  # an empty row attends to something
+        lengths = torch.tensor([*map(len, prompts)], device=device) - 1
+        pad = [self.pad_token_id]
+        ids = torch.tensor([prompt[:-1] + pad * (width + 1 - len(prompt)) for prompt in prompts], device=device)
+        positions = torch.arange(width, device=device).expand(len(prompts), -1)
+        visible = (positions < lengths[:, None]) | (positions == 0)  # an empty prompt attends to something
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": visible, "past_key_values": cache}
         if self._whole_calls:
             model(**inputs, use_cache=True, logits_to_keep=1)
@@ -295,129 +304,132 @@ class NativeEngine:
             decoder_of(model)(**inputs, use_cache=True)
         return cache
 
-    def _new_cache(self) -> ForkedCache | RowCache:
-        """A cache whose rows share their prompts, if this model's attention can read it; tried once."""
+    def _new_cache(self) -> SharedPrefixCache | PerSequenceCache:
+        """Cache whose sequences share their prompts if this model's attention can read it, which is tried once."""
         model = self._model()
         dtype = compute_dtype(model)
         softcap = model.config._attn_implementation == "eager"  # transformers' SDPA ignores it
-        if self._forks is None:
-            # Rounding is no objection; but weights of two types, as those gathered from shares, need autocast.
-            uniform = len({one.dtype for one in model.parameters() if one.is_floating_point()}) == 1
-            with torch.autocast(self._device.type, enabled=False) if uniform else nullcontext():
-                objection = self._objection_to_forking(ForkedCache(model.dtype if uniform else dtype, softcap), dtype)
-            self._forks = objection is None
+        if self._shares_prefixes is None:
+            objection = self._objection_to_sharing(dtype, softcap)
+            self._shares_prefixes = objection is None
             if objection is not None:
                 warnings.warn(
                     f"{name_of(model)} decodes with a copy of the prompt for every completion, because"
-                    f" {objection}. Samples are the same, for more memory and time the longer prompts are.",
+                    f" {objection}. Samples are the same; long prompts take more memory and time.",
                     stacklevel=2,
                 )
-        if not self._forks:
-            return RowCache(dtype)
-        cache = ForkedCache(dtype, softcap)
-        if self._records if self._records is not None else self._device.type == "cuda":
-            self._recorded = RecordedStep(
-                cache, partial(self._run, cache), model.config.get_text_config(), self._recorder
-            )
+        if not self._shares_prefixes:
+            return PerSequenceCache(dtype)
+        cache = SharedPrefixCache(dtype, softcap)
+        if self._use_graphs if self._use_graphs is not None else self._device.type == "cuda":
+            config = model.config.get_text_config()
+            self._graph_step = GraphStep(cache, partial(self._run, cache), config, self._capture)
         return cache
 
-    def _objection_to_forking(self, cache: ForkedCache, dtype: torch.dtype) -> str | None:
-        """Why two rows would not see a shared prompt as an ordinary pass, in `dtype`, sees it; None: they do."""
-        model = self._model()
+    def _objection_to_sharing(self, dtype: torch.dtype, softcap: bool) -> str | None:
+        """Reason why two sequences do not read a shared prompt as an ordinary forward pass does; None: they do."""
+        model, device = self._model(), self._device
         if not getattr(model, "_supports_attention_backend", False):
-            return "its attention is of its own make"
+            return "its attention is its own implementation"
+        # Rounding is no objection, so no autocast; but weights of two dtypes, as gathered ones have, need it.
+        uniform = len({weight.dtype for weight in model.parameters() if weight.is_floating_point()}) == 1
         tokens = [token % model.config.get_text_config().vocab_size for token in (2, 3, 5, 7)]
-        cache.add_rows(cache.add_groups(self._compute_prompts([tokens[:3]]), [2]) * 2)
-        device = self._device
-        expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[:, 2:].float()
-        try:
-            got = [
-                self._forward(cache, torch.full((2,), tokens[at], device=device), torch.full((2,), at, device=device))
-                for at in (2, 3)
-            ]
-        except (TypeError, AttributeError, RuntimeError) as error:  # no such keyword, no number of its layer, latents
-            if is_out_of_memory(error):
-                raise
-            return f"its attention cannot be told of a shared one ({type(error).__name__}: {error})"
-        difference = (torch.stack(got, dim=1).float() - expected).abs().max()
+        with torch.autocast(device.type, enabled=False) if uniform else nullcontext():
+            cache = SharedPrefixCache(model.dtype if uniform else dtype, softcap)
+            cache.add_sequences(cache.add_groups(self._compute_prompts([tokens[:3]]), [2]) * 2)
+            expected = model(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[:, 2:].float()
+            steps = []
+            try:
+                for at in (2, 3):
+                    token, position = (torch.full((2,), value, device=device) for value in (tokens[at], at))
+                    steps.append(self._forward(cache, token, position))
+            except (TypeError, AttributeError, RuntimeError) as error:  # no such keyword, no layer index, latents
+                if is_out_of_memory(error):
+                    raise
+                return f"its attention does not accept a shared prompt ({type(error).__name__}: {error})"
+            difference = (torch.stack(steps, dim=1).float() - expected).abs().max()
         allowed = 0.05 if dtype.itemsize >= 4 else 0.2  # bfloat16 alone moves logits by a tenth of the largest
         if not cache.attended or not difference <= allowed * expected.abs().max():
-            return f"its attention does not read a shared one as it should (logits differ by {difference.item():.2g})"
+            return f"its attention reads a shared prompt wrongly (logits differ by {difference.item():.2g})"
         return None
 
     # ---- decoding --------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
-        """One token for every row in progress; rows that are finished leave."""
-        if not self._rows:
+        """Sample one token for every running sequence; finished ones leave."""
+        if not self._running:
             return
         assert self._cache is not None, "admission comes first"
         if self._batch is None:
-            period = self._steps_per_look or steps_per_look(self._device)
-            self._batch = Batch(self._rows, self.eos_token_ids, self._device, period)
-        self._batch.draw(self._forward(self._cache, self._batch.last, self._batch.positions))
+            self._batch = Batch(self._running, self.eos_token_ids, self._device, self._check_interval)
+        self._batch.sample(self._forward(self._cache, self._batch.last, self._batch.positions))
         if self._batch.has_ended():
             self._settle()
 
-    def _forward(self, cache: ForkedCache | RowCache, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Feed every row of the cache its newest token; logits [rows, V]."""
-        if self._recorded is not None and self._recorded.cache is cache:
+    def _forward(self, cache: SharedPrefixCache | PerSequenceCache, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Feed every sequence of the cache its newest token; logits [S, V]."""
+        if self._graph_step is not None and self._graph_step.cache is cache:
             try:
-                return self._recorded(tokens, positions)
-            except NotRecorded as error:
-                self._stop_recording(error)
+                return self._graph_step(tokens, positions)
+            except CaptureError as error:
+                self._stop_capturing(error)
         masks = cache.begin_step(positions, self._model().config.get_text_config())
         return self._run(cache, tokens[:, None], positions[:, None], masks)
 
-    def _stop_recording(self, error: NotRecorded) -> None:
-        """Decode step by step: until the engine sleeps where memory ran out, else for good."""
-        self._recorded = None
-        if not error.for_want_of_memory:
-            self._records = False
+    def _stop_capturing(self, error: CaptureError) -> None:
+        """Decode without graphs: until the engine sleeps if memory was short, else for the rest of the run."""
+        self._graph_step = None
+        if not error.out_of_memory:
+            self._use_graphs = False
         warnings.warn(
-            f"decoding runs step by step{' in this generation' if error.for_want_of_memory else ''}:"
-            f" {self._model().config.model_type} could not be recorded as a CUDA graph ({error}). Samples are the same,"
-            " more slowly.",
+            f"decoding runs without a CUDA graph{' in this rollout batch' if error.out_of_memory else ''}: capturing a"
+            f" step of {self._model().config.model_type} failed ({error}). Samples are the same; decoding is slower.",
             stacklevel=2,
         )
 
-    def _run(self, cache: ForkedCache | RowCache, tokens: Tensor, positions: Tensor, masks: Any) -> Tensor:
-        """The model's forward pass over one token per row: [rows, 1] -> [rows, V]."""
+    def _run(
+        self, cache: SharedPrefixCache | PerSequenceCache, tokens: Tensor, positions: Tensor, masks: Any
+    ) -> Tensor:
+        """Forward pass over one token per sequence: [S, 1] -> [S, V]."""
         model = self._model()
-        forked = isinstance(cache, ForkedCache)
-        with attention_of(model, FORKED_ATTENTION) if forked else nullcontext():
+        shared = isinstance(cache, SharedPrefixCache)
+        with attention_implementation(model, SHARED_PREFIX_ATTENTION) if shared else nullcontext():
             output = model(
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=masks,
                 past_key_values=cache,
                 use_cache=True,
-                **({"forked": cache} if forked else {}),
+                **({"prefix_cache": cache} if shared else {}),
             )
         return output.logits[:, -1]
 
     def _settle(self) -> None:
-        """Hand the rows what was drawn for them, answer the finished and close the gaps they leave."""
+        """Append the sampled tokens to their sequences, resolve the finished ones and close the gaps in the cache."""
         if self._batch is None:
             return
         assert self._cache is not None, "a batch has a cache"
-        self._batch.settle()
+        self._batch.flush()
         self._batch = None
-        finished = [row.leaves for row in self._rows]
-        for row in [row for row in self._rows if row.finish is not None]:
-            row.resolve()
-        moves = closing_moves(finished)
-        self._cache.move(moves, finished.count(False))
-        self._rows = apply_moves(self._rows, moves, finished.count(False))
+        finished = []
+        for sequence in self._running:
+            if sequence.finish is not None:
+                sequence.resolve()
+            finished.append(sequence.needs_no_tokens)
+        moves, remaining = compaction_moves(finished), finished.count(False)
+        self._cache.move(moves, remaining)
+        for source, target in moves:
+            self._running[target] = self._running[source]
+        del self._running[remaining:]
 
 
-def _within(most: int, sizes: dict[int, int]) -> Iterator[list[int]]:
-    """Keys in batches of like sizes, the padded total of each at most `most` (or one key)."""
-    batch: list[int] = []
-    for key in sorted(sizes, key=lambda key: sizes[key]):
-        if batch and (len(batch) + 1) * sizes[key] > most:
+def _batches(items: list[Item], sizes: list[int]) -> Iterator[list[Item]]:
+    """Items in batches of similar sizes, the padded total of each at most `PREFILL_TOKENS` (or one item)."""
+    batch: list[Item] = []
+    for index in sorted(range(len(items)), key=sizes.__getitem__):
+        if batch and (len(batch) + 1) * sizes[index] > PREFILL_TOKENS:
             yield batch
             batch = []
-        batch.append(key)
+        batch.append(items[index])
     if batch:
         yield batch

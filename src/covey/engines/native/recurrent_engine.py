@@ -1,10 +1,10 @@
-"""An engine for models that are sampled prompt by prompt: linear attention, state spaces, hybrids, ALiBi, images.
+"""Engine that samples prompt by prompt: linear attention, state spaces, hybrids, ALiBi, images.
 
-A state cannot be masked, padded or shared in part, ALiBi's biases (BLOOM) are made of a mask of whole rows, and images
-have positions that only the model knows, so prompts of different lengths do not mix: each prompt is computed once, with
-its images, its state copied for every completion, and its completions are decoded side by side; those that are finished
-leave. It shares the policy's memory. Not here: drafts, which a state cannot be taken back from; the usual engine is
-`native`.
+A recurrent state cannot be masked, padded or shared in part, ALiBi's biases (BLOOM) are computed from the mask of a
+whole sequence, and only the model knows the positions of images, so prompts of different lengths do not mix: each
+prompt is computed once, with its images, its state copied for every completion, and its completions are decoded
+together; finished ones leave. Drafts are ignored, because a state cannot be rolled back. The engine shares the
+policy's memory. See also `engine`, the default.
 """
 
 import asyncio
@@ -21,34 +21,32 @@ from covey.core.media import media_inputs, placeholder_ids, reading, stray_place
 from covey.core.model_mode import inference_mode_of
 from covey.core.rollout import Completion
 from covey.core.weights import WeightUpdate
-from covey.engines.native.attention import attention_of, own_attention
-from covey.engines.native.mkl_linear import packed_linears
-from covey.engines.native.requests import budget_of, check_request
-from covey.engines.native.sequences import Batch, SequenceState, steps_per_look
+from covey.engines.native.inference_contexts import attention_implementation, packed_linears, sampling_attention
+from covey.engines.native.sequences import Batch, SequenceState, sequences_of
 
-KEYS_AND_VALUES = {"full_attention", "sliding_attention"}
-"""Kinds of layer that remember nothing else and see what a mask of distances shows (chunks are not of that kind)."""
+MASKABLE_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types without a state, for which a mask of distances suffices (not so for chunked attention)."""
 
 
-def goes_prompt_by_prompt(model: Any) -> bool:
-    """Whether rows of a model cannot be masked one by one: it has a state, or reads the mask of whole rows itself."""
+def needs_recurrent_engine(model: Any) -> bool:
+    """True when sequences cannot be masked one by one: the model has a state, or reads the mask of whole sequences."""
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()
+    layer_types = getattr(config, "layer_types", None) or ()
     biased = getattr(config, "alibi", False) or config.model_type == "bloom"
-    return bool(biased or getattr(model, "_is_stateful", False)) or not KEYS_AND_VALUES.issuperset(kinds)
+    return bool(biased or getattr(model, "_is_stateful", False)) or not MASKABLE_LAYERS.issuperset(layer_types)
 
 
-class StatefulEngine:
+class RecurrentEngine:
     """Samples from a transformers causal language model with the model's own cache, prompt by prompt.
 
     Args:
         model: returns the unwrapped model to sample from.
         eos_token_ids: tokens that end a completion.
-        max_rows: most completions decoded at once.
-        max_context: prompt and completion together stay within this; None when unlimited.
+        max_sequences: most completions decoded at once.
+        max_context: most tokens of prompt and completion together; None when unlimited.
         forward_context: entered around sampling (mixed precision).
-        filler_id: any token that stands for no image.
-        device: where the model's inputs belong; None: where its weights are.
+        filler_id: any token that is no image placeholder.
+        device: of the model's inputs; None: that of its weights.
     """
 
     traits = EngineTraits(shares_policy=True)
@@ -58,7 +56,7 @@ class StatefulEngine:
         model: Callable[[], Any],
         *,
         eos_token_ids: set[int],
-        max_rows: int = 64,
+        max_sequences: int = 64,
         max_context: int | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         filler_id: int = 0,
@@ -66,102 +64,91 @@ class StatefulEngine:
     ):
         self._model = model
         self.eos_token_ids = eos_token_ids
-        self.max_rows = max_rows
+        self.max_sequences = max_sequences
         self.max_context = max_context
         self._forward_context = forward_context
         self._filler_id = filler_id
-        self._device_of_inputs = device
+        self._input_device = device
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        """Sample `request.n` completions of one prompt; drafts are left unused, which changes no sample.
+        """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample.
 
         Raises:
-            ValueError: settings this engine does not know.
+            ValueError: unknown settings.
         """
-        check_request(request, images=True)
-        loop = asyncio.get_running_loop()
-        budget = budget_of(request, self.max_context)
-        rows = [
-            SequenceState(request, i, budget, self.eos_token_ids, loop.create_future())
-            for i in range(len(request.seeds))
-        ]
-        for start in range(0, len(rows), self.max_rows):
-            self._sample(rows[start : start + self.max_rows])
-            await asyncio.sleep(0)  # what waits for finished completions goes on
-        return [row.done.result() for row in rows]
+        sequences = sequences_of(request, self.eos_token_ids, self.max_context, images=True)
+        for start in range(0, len(sequences), self.max_sequences):
+            self._sample(sequences[start : start + self.max_sequences])
+            await asyncio.sleep(0)  # waiters for finished completions run
+        return [sequence.done.result() for sequence in sequences]
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Nothing to do: the engine samples from the policy's own parameters."""
+        """Do nothing: the engine samples from the policy's own parameters."""
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Put the model into inference mode for the duration, and back as it was."""
+        """Put the model into inference mode within the context, and restore its mode afterwards."""
         model = self._model()
         with (
             inference_mode_of(model),
             torch.no_grad(),
             self._forward_context(),
             packed_linears(model),
-            attention_of(model, own_attention(model)),
+            attention_implementation(model, sampling_attention(model)),
         ):
             yield
 
-    def _sample(self, rows: list[SequenceState]) -> None:
+    def _sample(self, sequences: list[SequenceState]) -> None:
         """Decode completions of one prompt until all are finished."""
-        model = self._model()
-        device = self._device_of_inputs or next(model.parameters()).device
-        period = steps_per_look(device)
-        logits, cache = self._prefill(rows[0].request, device)
-        _keep(cache, [0] * len(rows), device)
-        batch = Batch(rows, self.eos_token_ids, device, period)
-        batch.draw(logits.expand(len(rows), -1))
+        device = self._input_device or next(self._model().parameters()).device
+        logits, cache = self._prefill(sequences[0].request, device)
+        cache.reorder_cache(torch.zeros(len(sequences), dtype=torch.int64, device=device))
+        batch = Batch(sequences, self.eos_token_ids, device)
+        batch.sample(logits.expand(len(sequences), -1))
         while True:
             if batch.has_ended():
-                batch.settle()
-                going = [place for place, row in enumerate(rows) if row.finish is None]
-                for row in rows:
-                    if row.finish is not None:
-                        row.resolve()
-                if not going:
+                batch.flush()
+                unfinished = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
+                for sequence in sequences:
+                    if sequence.finish is not None:
+                        sequence.resolve()
+                if not unfinished:
                     return
-                _keep(cache, going, device)
-                rows = [rows[place] for place in going]
-                batch = Batch(rows, self.eos_token_ids, device, period)
+                cache.reorder_cache(torch.tensor(unfinished, device=device))
+                sequences = [sequences[i] for i in unfinished]
+                batch = Batch(sequences, self.eos_token_ids, device)
             logits, cache = self._forward(batch.last[:, None], cache)
-            batch.draw(logits)
+            batch.sample(logits)
 
     def _prefill(self, request: SampleRequest, device: torch.device) -> tuple[Tensor, Any]:
-        """The model over a prompt and its images: logits of its last position [1, V], and the cache."""
-        for module in self._model().modules():
+        """Forward pass over a prompt and its images: logits of its last position [1, V], and the cache."""
+        model = self._model()
+        for module in model.modules():
             if hasattr(module, "rope_deltas"):
-                module.rope_deltas = None  # how far images have moved positions, in whatever ran last
+                module.rope_deltas = None  # position offsets of the images of an earlier forward pass
         tokens = torch.tensor([request.prompt_ids], device=device)
         if not request.media:
             return self._forward(tokens, None)
-        model, shown = self._model(), [request.media]
-        strays = stray_placeholders(tokens, shown, torch.tensor(placeholder_ids(model.config), device=device))
+        media = [request.media]
+        strays = stray_placeholders(tokens, media, torch.tensor(placeholder_ids(model.config), device=device))
         with reading(model.get_input_embeddings(), tokens, strays, self._filler_id) as read:
-            return self._forward(read, None, **media_inputs(shown, tokens.shape[1], device))
+            return self._forward(read, None, **media_inputs(media, tokens.shape[1], device))
 
     def _forward(self, tokens: Tensor, cache: Any, **images: Tensor) -> tuple[Tensor, Any]:
-        """The model over tokens [rows, T] behind a cache: logits of the last position [rows, V], and the cache."""
+        """Forward pass over tokens [S, T] behind a cache: logits of the last position [S, V], and the cache."""
         model = self._model()
-        known = inspect.signature(model.get_base_model().forward if hasattr(model, "peft_config") else model.forward)
-        name = "past_key_values" if "past_key_values" in known.parameters else "cache_params"
-        last = {"logits_to_keep": 1} if "logits_to_keep" in known.parameters else {}
-        output = model(
-            input_ids=tokens, use_cache=True, **({name: cache} if name in known.parameters else {}), **last, **images
+        signature = inspect.signature(
+            model.get_base_model().forward if hasattr(model, "peft_config") else model.forward
         )
+        name = "past_key_values" if "past_key_values" in signature.parameters else "cache_params"
+        last = {"logits_to_keep": 1} if "logits_to_keep" in signature.parameters else {}
+        given = {name: cache} if name in signature.parameters else {}
+        output = model(input_ids=tokens, use_cache=True, **given, **last, **images)
         after = output.get(name)
         if not hasattr(after, "reorder_cache"):
             raise ValueError(
-                f"{type(model).__name__} keeps what it has read in a way of its own ({type(after).__name__} as"
-                f" `{name}`), which cannot be copied for a prompt's completions. Sample from a server of vLLM or"
-                " SGLang, or train another model."
+                f"{type(model).__name__} returns a cache without `reorder_cache` ({type(after).__name__} as `{name}`),"
+                " which cannot be copied for a prompt's completions. Sample from a server of vLLM or SGLang, or train"
+                " another model."
             )
         return output.logits[:, -1], after
-
-
-def _keep(cache: Any, rows: list[int], device: torch.device) -> None:
-    """Rows of a cache, maybe several times each, in the order given."""
-    cache.reorder_cache(torch.tensor(rows, device=device))

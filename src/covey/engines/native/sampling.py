@@ -1,6 +1,6 @@
-"""Drawing tokens from logits: filters, and a race between tokens that every row runs on noise of its own.
+"""Token sampling: filters, and an exponential race over random numbers that are a function of seed and step.
 
-A sample depends on its row's logits, seed and step alone, never on its neighbours in the batch.
+A sample depends on its row's logits, seed and step alone, never on the other rows of the batch.
 """
 
 from typing import NamedTuple
@@ -9,21 +9,25 @@ import torch
 from torch import Tensor
 
 from covey.core.engine import SamplingParams
-from covey.engines.native.counter_rng import uniforms
 
 BLOCK = 256
 """Tokens in one block of the race."""
 
-CACHED = 1 << 19
-"""On a CPU, logits are drawn from this many at a time: the passes over them then run in the processor's cache."""
+CPU_CHUNK = 1 << 19
+"""Logits sampled from at a time on a CPU, so that they stay in the processor's cache."""
 
-_NOTHING = -200.0  # exp of it is 0 in float32, and 0 times it is 0, unlike 0 times -inf
+_NEGLIGIBLE = -200.0  # its exp is 0 in float32, and 0 times it is 0, unlike 0 times -inf
+
+_GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, odd, as a signed number: splitmix64's stride
+_STEP = -0x2E0A2D0F7C9D4A35  # an odd stride for steps, far from multiples of the other
+_FIRST = -0x40A7B892E31B1A47
+_SECOND = -0x6B2FB644ECCEEE15
 
 
 class SampledTokens(NamedTuple):
-    """Tokens [R], their log-probabilities [R] and the entropies [R] of what they were drawn from.
+    """Tokens [R] with the log-probabilities [R] of them and the entropies [R] of their distributions.
 
-    Both at the sampling temperature, before any token was filtered out.
+    Both at the sampling temperature, before any filter.
     """
 
     tokens: Tensor
@@ -31,32 +35,31 @@ class SampledTokens(NamedTuple):
     entropies: Tensor
 
 
-def draw(
+def sample_tokens(
     logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None = None
 ) -> SampledTokens:
     """Sample one token per row.
 
     Args:
         logits: [R, V], any float type.
-        seeds: [R] int64, each row's own.
-        steps: [R] int64, how many tokens the row has sampled before: the same seed and step meet the same noise.
+        seeds: [R] int64.
+        steps: [R] int64, tokens sampled before: the same seed and step meet the same random numbers.
         params: temperature and filters.
-        seen: [R, V] bool, tokens already in the row, for the repetition penalty.
-
-    Returns:
-        Tokens, log-probs and entropies, [R] each.
+        seen: [R, V] bool, tokens already in the sequence, for the repetition penalty.
     """
-    rows = len(logits) if logits.is_cuda else max(1, CACHED // logits.shape[-1])
+    rows = len(logits) if logits.is_cuda else max(1, CPU_CHUNK // logits.shape[-1])
     if len(logits) <= rows:
-        return _draw(logits, seeds, steps, params, seen)
-    parts = [
-        _draw(logits[some], seeds[some], steps[some], params, None if seen is None else seen[some])
-        for some in (slice(start, start + rows) for start in range(0, len(logits), rows))
+        return _sample_chunk(logits, seeds, steps, params, seen)
+    chunks = [
+        _sample_chunk(logits[chunk], seeds[chunk], steps[chunk], params, None if seen is None else seen[chunk])
+        for chunk in (slice(start, start + rows) for start in range(0, len(logits), rows))
     ]
-    return SampledTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return concatenate(chunks)
 
 
-def _draw(logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None) -> SampledTokens:
+def _sample_chunk(
+    logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, seen: Tensor | None
+) -> SampledTokens:
     logits = logits.float()
     reported = logits if params.temperature in (0.0, 1.0) else logits / params.temperature
     top, weights, below = _weights(reported)
@@ -67,18 +70,18 @@ def _draw(logits: Tensor, seeds: Tensor, steps: Tensor, params: SamplingParams, 
     if params.temperature == 0:
         tokens = logits.argmax(-1)
     elif params.truncates:
-        _, kept, _ = _weights(logits)
-        tokens = race(kept, block_sums(kept), seeds, steps)
+        _, filtered, _ = _weights(logits)
+        tokens = exponential_race(filtered, block_sums(filtered), seeds, steps)
     else:
-        tokens = race(weights, blocks, seeds, steps)
+        tokens = exponential_race(weights, blocks, seeds, steps)
     log_total = total.log()
     logprobs = (reported.gather(-1, tokens[:, None]) - top)[:, 0] - log_total
     entropies = log_total - torch.linalg.vecdot(weights, below) / total
     return SampledTokens(tokens, logprobs, entropies)
 
 
-def describe(logits: Tensor, tokens: Tensor, temperature: float) -> SampledTokens:
-    """Log-probs and entropies as `draw` reports them, of tokens [R] that are given: logits [R, V] -> [R] each."""
+def score_tokens(logits: Tensor, tokens: Tensor, temperature: float) -> SampledTokens:
+    """Score given tokens [R] under logits [R, V] as `sample_tokens` reports sampled ones."""
     logits = logits.float()
     reported = logits if temperature in (0.0, 1.0) else logits / temperature
     top, weights, below = _weights(reported)
@@ -87,15 +90,20 @@ def describe(logits: Tensor, tokens: Tensor, temperature: float) -> SampledToken
     return SampledTokens(tokens, logprobs, total.log() - torch.linalg.vecdot(weights, below) / total)
 
 
+def concatenate(chunks: list[SampledTokens]) -> SampledTokens:
+    """Chunks of rows as one."""
+    return SampledTokens(*(torch.cat(column) for column in zip(*chunks, strict=True)))
+
+
 def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, V] -> the largest logit [R, 1], probabilities up to a factor per row, and how far below it each logit is."""
+    """Largest logit [R, 1], probabilities up to a factor per row [R, V], and logits minus the largest [R, V]."""
     top = logits.amax(-1, keepdim=True)
-    below = (logits - top).clamp_(min=_NOTHING)
+    below = (logits - top).clamp_(min=_NEGLIGIBLE)
     return top, below.exp(), below
 
 
 def filter_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """Logits [R, V] after repetition penalty, temperature, top-k, top-p and min-p; -inf where a token is ruled out."""
+    """Logits [R, V] after repetition penalty, temperature, top-k, top-p and min-p; -inf where a token is excluded."""
     if params.repetition_penalty != 1.0 and seen is not None:
         penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
@@ -117,7 +125,7 @@ def filter_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
 
 
 def block_sums(weights: Tensor) -> Tensor:
-    """[R, V] -> [R, ceil(V / BLOCK)], the weight of every block of neighbouring tokens."""
+    """Weight of each block of `BLOCK` neighbouring tokens: [R, V] -> [R, ceil(V / BLOCK)]."""
     whole = weights.shape[-1] // BLOCK * BLOCK
     sums = weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1) if whole else weights[:, :0]
     if whole == weights.shape[-1]:
@@ -125,14 +133,14 @@ def block_sums(weights: Tensor) -> Tensor:
     return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=-1)
 
 
-def race(weights: Tensor, blocks: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
-    """A block, then a token within it, each the winner of an exponential race: [R, V] -> [R].
+def exponential_race(weights: Tensor, blocks: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
+    """Sample a block, then a token within it, each as the winner of an exponential race: [R, V] -> [R].
 
     In a race contestant i arrives at time E_i / w_i, E_i ~ Exp(1), and is the first with probability w_i / sum(w)
     (the Gumbel-max trick on another scale). Blocks race with their sums and the tokens of the winning block with
     their own weights: token i wins with probability (P_b / P) (w_i / P_b) = w_i / P, exactly, for V / BLOCK + BLOCK
-    random numbers instead of V. Every contestant has noise of its own, so a small change of the weights changes a
-    sample only where two contestants all but tie; walking along the cumulative distribution would carry the change of
+    random numbers instead of V. Every contestant has its own random number, so a small change of the weights changes a
+    sample only where two contestants nearly tie; inverting the cumulative distribution would carry the change of
     every earlier token to the later ones. float64, so that the tail of a large vocabulary keeps its share.
 
     Args:
@@ -148,3 +156,43 @@ def race(weights: Tensor, blocks: Tensor, seeds: Tensor, steps: Tensor) -> Tenso
     last = weights.shape[-1] - 1
     inside = weights.gather(-1, members.clamp(max=last)).masked_fill_(members > last, 0.0)
     return block[:, 0] * BLOCK + (arrival[:, count:] / inside).argmax(-1)
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def uniforms(seeds: Tensor, steps: Tensor, count: int) -> Tensor:
+    """Uniform random numbers that are a hash of seed, step and index, without any state.
+
+    They are the same in any batch, order and device, and can be computed again later to verify a draft. Every
+    (seed, step) pair starts a splitmix64 stream (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", OOPSLA 2014) at a hashed state.
+
+    Args:
+        seeds: [R] int64.
+        steps: [R] int64, index of the token within its completion.
+        count: numbers per pair.
+
+    Returns:
+        [R, count] float64, strictly between 0 and 1.
+    """
+    start = _mix(_mix(seeds) + steps * _STEP)
+    offsets = torch.arange(1, count + 1, device=seeds.device) * _GOLDEN
+    return _between_0_and_1(_shift(_mix(start[:, None] + offsets), 12))
+
+
+def _between_0_and_1(bits: Tensor) -> Tensor:
+    """Integers of 52 bits to the middles of 2**52 equal intervals; with 53 bits the last would round to 1."""
+    return bits.double().add_(0.5).mul_(2.0**-52)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser: a bijection of 64-bit integers in which every input bit affects every output bit."""
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: int64's own repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,12 +1,13 @@
-"""A key/value cache in which the completions of a group share their prompt, and the attention that reads it.
+"""Key/value cache in which the completions of a group share their prompt, and the attention that reads it.
 
-Prompts are stored once per group, right-padded; what a row has sampled is stored per row, aligned on the right: every
-step writes one column for all rows, whenever they were admitted, and a mask hides the columns before a row's first.
-The keys and values of a group's rows are never brought together, so each prompt is read once per step, for all its
-rows at once. No model is patched: the attention function is registered with transformers and finds the cache in a
-keyword argument (`forked`) of the model's forward pass.
+Prompts are stored once per group, right-padded; sampled tokens are stored per sequence, aligned on the right: every
+step writes one column for all sequences, whenever they were admitted, and a mask hides the columns before a sequence's
+first. Keys and values of a group are never concatenated, so each prompt is read once per step for all its sequences.
+No model is patched: the attention function is registered with transformers and receives the cache in the keyword
+argument `prefix_cache` of the model's forward pass.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,95 +16,161 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from covey.engines.native.cache_common import additive_masks, keys_and_values
-from covey.engines.native.slots import SlotMap
+from covey.engines.native.prefill import KeysAndValues, additive_masks, keys_and_values
 
-FORKED_ATTENTION = "covey_forked"
-"""The attention implementation a decoding step runs under."""
+SHARED_PREFIX_ATTENTION = "covey_shared_prefix"
+"""Attention implementation of a decoding step."""
 
 GRANULE = 64
 """Capacities in tokens are multiples of this."""
 
 
-class ForkedCache(Cache):
-    """Keys and values of groups of rows being decoded.
+@dataclass(slots=True)
+class SlotMap:
+    """Assignment of sequences to slots, as many in each group as its largest has; valid until sequences come or go.
 
-    Per layer the prompts are `[kv_heads, groups, prompt, head_dim]`, read once for all rows of a group, and the rest
-    `[rows, kv_heads, columns, head_dim]`, so that the rows in use are one block: products read both in place.
+    Attributes:
+        table: [groups * slots] index of the sequence in each slot; 0 in an empty slot, computed and never read.
+        order: [S] slot of each sequence.
+        lengths: [S] tokens of the sequence's prompt.
+        starts: [S] the sequence's first column.
+        slots: per group.
+        width: tokens of the longest stored prompt.
+        aligned: slot i holds sequence i.
+        uniform: no mask is needed: prompts fill their storage and all sequences start in one column.
+    """
+
+    table: Tensor
+    order: Tensor
+    lengths: Tensor
+    starts: Tensor
+    slots: int
+    width: int
+    aligned: bool
+    uniform: bool
+
+    @classmethod
+    def of(
+        cls,
+        owners: list[int],
+        prompt_lengths: list[int],
+        starts: list[int],
+        width: int,
+        size: int,
+        least_slots: int,
+        device: torch.device,
+    ) -> "SlotMap":
+        """Slots of sequences in the groups `owners`, as tensors for `size` sequences.
+
+        Example:
+            owners [0, 1, 0] have two slots per group: table [0, 2 | 1, 0], order [0, 2, 1].
+        """
+        members: list[list[int]] = [[] for _ in prompt_lengths]
+        for sequence, group in enumerate(owners):
+            members[group].append(sequence)
+        slots = max(least_slots, *map(len, members))
+        table = [0] * (slots * len(members))
+        order, lengths = [0] * size, [0] * size
+        for group, group_members in enumerate(members):
+            for slot, sequence in enumerate(group_members, start=group * slots):
+                table[slot] = sequence
+                order[sequence] = slot
+                lengths[sequence] = prompt_lengths[group]
+        return cls(
+            table=torch.tensor(table, device=device),
+            order=torch.tensor(order, device=device),
+            lengths=torch.tensor(lengths, device=device),
+            starts=torch.tensor(starts + [0] * (size - len(owners)), device=device),
+            slots=slots,
+            width=width,
+            aligned=order == list(range(len(table))),
+            uniform=set(prompt_lengths) == {width} and len(set(starts)) == 1,
+        )
+
+    def accepts(self, other: "SlotMap") -> bool:
+        """True when a recording made with this map stays valid for the contents of the other."""
+        own, others = ((x.slots, x.width, x.aligned, x.table.shape, x.order.shape) for x in (self, other))
+        return own == others
+
+    def copy_(self, other: "SlotMap") -> None:
+        """Copy the contents of the other map's tensors."""
+        for name in ("table", "order", "lengths", "starts"):
+            getattr(self, name).copy_(getattr(other, name))
+
+
+class SharedPrefixCache(Cache):
+    """Keys and values of groups of sequences being decoded.
+
+    Per layer the prompts are `[kv_heads, groups, prompt, head_dim]`, read once for all sequences of a group, and
+    sampled tokens `[sequences, kv_heads, columns, head_dim]`, so that products read both without copies.
 
     Args:
-        dtype: what keys and values are stored as: the type attention multiplies in.
-        softcap: whether the model's own attention honours soft-capping (transformers' SDPA does not).
+        dtype: of the stored keys and values: that of attention.
+        softcap: False if the model's own attention ignores soft-capping, as transformers' SDPA does.
     """
 
     def __init__(self, dtype: torch.dtype, softcap: bool = True):
         super().__init__(layers=[])
         self._dtype = dtype
         self._softcap = softcap
-        self._prompts: list[tuple[Tensor, Tensor]] = []
+        self._prompts: KeysAndValues = []
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         self._prompt_lengths: list[int] = []
         self._owners: list[int] = []
         self._starts: list[int] = []
-        self._column = 0  # where the next token of every row goes
+        self._column = 0  # of the next token of every sequence
         self.capacity = 0
-        self.row_capacity = 0
+        self.sequence_capacity = 0
         self.attended = 0
         """Layers that have read the cache in the current step."""
-        self._seating: SlotMap | None = None  # None: rows have come or gone since
-        self._fixed_seating: SlotMap | None = None
+        self._slot_map: SlotMap | None = None  # None: sequences have come or gone since
+        self._fixed_slot_map: SlotMap | None = None
         self._fixed_column: Tensor | None = None
 
-    @property
-    def rows(self) -> int:
-        """Rows being decoded."""
-        return len(self._owners)
-
-    # ---- rows and groups come and go -------------------------------------------------------------------------------
+    # ---- membership ------------------------------------------------------------------------------------------------
 
     def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
-        """Take in prompts.
+        """Take prompts.
 
         Args:
             prefilled: a cache of right-padded prompts, or None when they are all empty.
             lengths: tokens of each.
 
         Returns:
-            A handle for each, for `add_rows`; valid until rows leave.
+            A handle for each, for `add_sequences`; valid until sequences leave.
         """
         first = len(self._prompt_lengths)
         self._prompt_lengths += lengths
-        if prefilled is None:
-            added = [(_nothing_like(k, len(lengths)), _nothing_like(v, len(lengths))) for k, v in self._prompts]
-        else:
-            added = [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in keys_and_values(prefilled)]
-        if added:
-            self._prompts = self._prompts or [(_nothing_like(k, first), _nothing_like(v, first)) for k, v in added]
-            self._prompts = [
-                (_stack(old[0], new[0], first, self._dtype), _stack(old[1], new[1], first, self._dtype))
-                for old, new in zip(self._prompts, added, strict=True)
-            ]
-        self._seating = None
+        added = [] if prefilled is None else keys_and_values(prefilled)
+        for layer in range(max(len(added), len(self._prompts))):
+            new = added[layer] if added else None
+            old = self._prompts[layer] if layer < len(self._prompts) else None
+            keys = _stacked(old and old[0], new and new[0], first, len(lengths), self._dtype)
+            values = _stacked(old and old[1], new and new[1], first, len(lengths), self._dtype)
+            self._prompts[layer : layer + 1] = [(keys, values)]
+        self._slot_map = None
         return list(range(first, len(self._prompt_lengths)))
 
-    def add_rows(
-        self, groups: list[int], own: list[tuple[Tensor, Tensor]] | None = None, lengths: list[int] | None = None
+    def add_sequences(
+        self, groups: list[int], own: KeysAndValues | None = None, lengths: list[int] | None = None
     ) -> None:
-        """Start rows after the prompts of `groups`.
+        """Start sequences after the prompts of `groups`.
 
         Args:
-            groups: the handle of each row's group.
-            own: what the rows hold after their prompts, left-aligned: keys and values `[rows, kv_heads, T, head_dim]`
-                per layer. None: nothing yet.
-            lengths: tokens of `own` that count, per row.
+            groups: the handle of each sequence's prompt.
+            own: keys and values of tokens after the prompts, left-aligned: `[S, kv_heads, T, head_dim]` per layer;
+                None: none yet.
+            lengths: tokens of `own` that count, per sequence.
         """
         lengths = lengths or [0] * len(groups)
-        longest = max(lengths)
-        self._make_room(longest, len(groups))
-        places = slice(self.rows, self.rows + len(groups))
+        longest, size = max(lengths), len(self._owners)
+        shift = max(0, longest - self._column)
+        needed = self._column + shift + 1
+        tokens = self.capacity if needed <= self.capacity else max(needed, 2 * self.capacity)
+        self._rebuild(tokens, max(self.sequence_capacity, size + len(groups)), shift)
         self._owners += groups
         self._starts += [self._column - length for length in lengths]
-        self._seating = None
+        self._slot_map = None
         if own is None or not longest:
             return
         ends = torch.tensor(lengths, device=own[0][0].device)
@@ -112,140 +179,133 @@ class ForkedCache(Cache):
         for layer, new in enumerate(own):
             for stored, x in zip(self._storage(layer, new), new, strict=True):
                 aligned = x.gather(2, source.expand(-1, x.shape[1], -1, x.shape[3]))
-                stored[places, :, self._column - longest : self._column] = aligned.to(self._dtype)
+                stored[size : size + len(groups), :, self._column - longest : self._column] = aligned.to(self._dtype)
 
-    def move(self, moves: list[tuple[int, int]], rows: int) -> None:
-        """Copy rows (source, target), keep the first `rows`, and forget prompts that no row needs any more."""
-        _copy(self._own.values(), moves, slice(self._first, self._column))
+    def move(self, moves: list[tuple[int, int]], size: int) -> None:
+        """Copy sequences (source, target), then drop all but the first `size` and prompts without sequences."""
+        if moves:
+            columns = slice(self._first_column, self._column)
+            sources, targets = (list(indices) for indices in zip(*moves, strict=True))
+            for pair in self._own.values():
+                for stored in pair:
+                    stored[targets, :, columns] = stored[sources, :, columns]
         for source, target in moves:
             self._owners[target] = self._owners[source]
             self._starts[target] = self._starts[source]
-        del self._owners[rows:], self._starts[rows:]
-        if not rows:
+        del self._owners[size:], self._starts[size:]
+        if not size:
             self._column = 0
         used = sorted(set(self._owners))
         if len(used) < len(self._prompt_lengths):
             self._prompt_lengths = [self._prompt_lengths[group] for group in used]
             width = max(self._prompt_lengths, default=0)
             self._prompts = [(k[:, used, :width], v[:, used, :width]) for k, v in self._prompts]
-            renamed = {group: place for place, group in enumerate(used)}
-            self._owners = [renamed[group] for group in self._owners]
-        self._seating = None
+            self._owners = [used.index(group) for group in self._owners]
+        self._slot_map = None
 
     @property
-    def _first(self) -> int:
-        """The first column that any row uses."""
+    def _first_column(self) -> int:
         return min(self._starts, default=self._column)
 
-    def _make_room(self, before: int, rows: int) -> None:
-        """Room for `rows` more rows that hold `before` tokens each, and for one more column."""
-        shift = max(0, before - self._column)
-        needed = self._column + shift + 1
-        tokens = self.capacity if needed <= self.capacity else max(needed, 2 * self.capacity)
-        self._rebuild(tokens, max(self.row_capacity, self.rows + rows), shift)
-
-    def _next_column(self) -> None:
-        """Make the current column writable: move everything left where half of the columns are unused, else grow.
-
-        What grows has room only for the rows that are still there: the longest completions are few.
-        """
-        if self._column < self.capacity:
-            return
-        first = self._first
-        if 2 * first >= self.capacity:
-            self._rebuild(self.capacity, self.row_capacity, -first)
-        else:
-            self._rebuild(2 * self.capacity, self.rows, 0)
-
-    def _rebuild(self, tokens: int, rows: int, shift: int) -> None:
-        """Capacities of at least these, with what is stored `shift` columns further right."""
+    def _rebuild(self, tokens: int, size: int, shift: int) -> None:
+        """Set capacities of at least these, with the contents `shift` columns further right."""
         tokens = -(-tokens // GRANULE) * GRANULE
-        if (tokens, rows, shift) == (self.capacity, self.row_capacity, 0):
+        if (tokens, size, shift) == (self.capacity, self.sequence_capacity, 0):
             return
-        first, column, used = self._first, self._column, self.rows
+        first, column, used = self._first_column, self._column, len(self._owners)
         for layer, pair in self._own.items():
             moved = []
             for old in pair:
-                new = old.new_zeros(rows, old.shape[1], tokens, old.shape[3])
+                new = old.new_zeros(size, old.shape[1], tokens, old.shape[3])
                 new[:used, :, first + shift : column + shift] = old[:used, :, first:column]
                 moved.append(new)
             self._own[layer] = (moved[0], moved[1])
-        self.capacity, self.row_capacity = tokens, rows
+        self.capacity, self.sequence_capacity = tokens, size
         self._starts = [start + shift for start in self._starts]
         self._column += shift
-        self._seating = None
+        self._slot_map = None
 
     def _storage(self, layer: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """A layer's tensors, made on first use. Zeros, because masked garbage could be NaN."""
+        """Tensors of a layer, allocated on first use with zeros, because masked garbage could be NaN."""
         if layer not in self._own:
-            room = (self.row_capacity, self.capacity)
-            keys, values = (x.new_zeros(room[0], x.shape[1], room[1], x.shape[3], dtype=self._dtype) for x in like)
+            size, tokens = self.sequence_capacity, self.capacity
+            keys, values = (x.new_zeros(size, x.shape[1], tokens, x.shape[3], dtype=self._dtype) for x in like)
             self._own[layer] = (keys, values)
         return self._own[layer]
 
     # ---- a decoding step -------------------------------------------------------------------------------------------
 
     def begin_step(self, positions: Tensor, config: Any) -> Any:
-        """Open a column for the next token of every row; returns the additive mask(s) the model's layers need.
+        """Open a column for the next token of every sequence; returns the additive mask(s) of the model's layers.
 
         Args:
-            positions: [rows] int64, of the tokens about to be computed.
-            config: the model's text config: it names the sliding window and the kinds of layer.
+            positions: [S] int64, of the tokens about to be computed.
+            config: the model's text config, with its sliding window and types of layers.
 
         Returns:
-            [rows, 1, 1, prompt + columns], or a dict of such by layer type for models that mix them.
+            [S, 1, 1, prompt + columns], or a dict of them by layer type for models that mix types.
         """
         self.open_column()
-        if self._seating is None:
-            self._seating = self._new_seating(positions.device, self.rows, 1)
+        if self._slot_map is None:
+            self._slot_map = self._new_slot_map(positions.device, len(self._owners), 1)
         return self.masks(positions, config)
 
     def open_column(self) -> None:
-        """Make a column writable for the next token of every row."""
-        self._next_column()
-        self._seen_from, self._column = self._first, self._column + 1
+        """Make a column writable for the next token of every sequence.
+
+        At the capacity, the contents move left if half of the columns are unused; else the capacity in tokens doubles
+        and that in sequences shrinks to those still there, because the longest completions are few.
+        """
+        if self._column >= self.capacity:
+            first = self._first_column
+            if 2 * first >= self.capacity:
+                self._rebuild(self.capacity, self.sequence_capacity, -first)
+            else:
+                self._rebuild(2 * self.capacity, len(self._owners), 0)
+        self._visible_from, self._column = self._first_column, self._column + 1
         self.attended = 0
 
-    def begin_fixed_step(self, rows: int, device: torch.device) -> tuple[Any, ...]:
-        """The same for a step whose tensors have fixed shapes and places, so that it can be recorded and replayed.
+    def begin_fixed_step(self, size: int, device: torch.device) -> tuple[Any, ...]:
+        """Open a column for a step with tensors of fixed shapes and addresses, which can be recorded and replayed.
 
-        `rows`, or all that there is room for, are computed, those in use first, over the whole capacity; `masks` then
-        belongs into the recording.
+        `size` sequences, or as many as there is capacity for, are computed, those in use first, over the whole
+        capacity; `masks` then belongs into the recording.
 
         Returns:
-            What the recording depends on, the number of rows first: while it is equal, a recorded step may be replayed.
+            Key of the recording, beginning with the number of sequences: while it is equal, a recorded step may be
+            replayed.
         """
         self.open_column()
-        rows = min(rows, self.row_capacity)
-        if self._seating is None or self._fixed_column is None:
-            seats = 1 << (max(map(self._owners.count, set(self._owners))) - 1).bit_length()
-            seating = self._new_seating(device, rows, seats)
-            if self._fixed_seating is not None and self._fixed_seating.accepts(seating):
-                self._fixed_seating.copy_(seating)
+        size = min(size, self.sequence_capacity)
+        if self._slot_map is None or self._fixed_column is None:
+            slots = 1 << (max(map(self._owners.count, set(self._owners))) - 1).bit_length()
+            slot_map = self._new_slot_map(device, size, slots)
+            if self._fixed_slot_map is not None and self._fixed_slot_map.accepts(slot_map):
+                self._fixed_slot_map.copy_(slot_map)
             else:
-                self._fixed_seating = seating
-            self._seating = self._fixed_seating
+                self._fixed_slot_map = slot_map
+            self._slot_map = self._fixed_slot_map
             if self._fixed_column is None:
                 self._fixed_column = torch.zeros(1, dtype=torch.int64, device=device)
         self._fixed_column.fill_(self._column - 1)
         stored = [x.data_ptr() for pair in (*self._prompts, *self._own.values()) for x in pair]
-        return rows, self.capacity, id(self._seating), tuple(stored)
+        return size, self.capacity, id(self._slot_map), tuple(stored)
 
     def end_fixed_steps(self) -> None:
-        """Back to shapes that follow the rows; the column just opened is closed again."""
-        self._seating = self._fixed_seating = self._fixed_column = None
+        """Return to shapes that follow the sequences, and close the column just opened."""
+        self._slot_map = self._fixed_slot_map = self._fixed_column = None
         self._column -= 1
 
     def masks(self, positions: Tensor, config: Any) -> Any:
-        """The mask(s) of `begin_step`, from tensors alone."""
-        assert self._seating is not None, "a step has begun"
-        seating = self._seating
+        """The mask(s) of `begin_step`, computed from tensors alone."""
+        assert self._slot_map is not None, "a step has begun"
+        slot_map = self._slot_map
         fixed = self._fixed_column is not None
-        self._everything_seen = seating.uniform and not fixed and not getattr(config, "sliding_window", None)
-        columns = (0, self.capacity) if fixed else (self._seen_from, self._column)
+        self._everything_visible = slot_map.uniform and not fixed and not getattr(config, "sliding_window", None)
+        columns = (0, self.capacity) if fixed else (self._visible_from, self._column)
         own = torch.arange(*columns, device=positions.device)
-        starts, lengths = seating.starts[:, None], seating.lengths[:, None]
-        of_prompt = torch.arange(seating.width, device=positions.device)
+        starts, lengths = slot_map.starts[:, None], slot_map.lengths[:, None]
+        of_prompt = torch.arange(slot_map.width, device=positions.device)
         token_positions = torch.cat([of_prompt.expand(len(starts), -1), own - starts + lengths], dim=1)
         written = own >= starts
         if self._fixed_column is not None:
@@ -253,30 +313,32 @@ class ForkedCache(Cache):
         exists = torch.cat([of_prompt < lengths, written], dim=1)
         return additive_masks(token_positions, exists, positions, config, self._dtype)
 
-    def _new_seating(self, device: torch.device, rows: int, least_seats: int) -> SlotMap:
+    def _new_slot_map(self, device: torch.device, size: int, least_slots: int) -> SlotMap:
         width = self._prompts[0][0].shape[2] if self._prompts else 0
-        return SlotMap.of(self._owners, self._prompt_lengths, self._starts, width, rows, least_seats, device)
+        return SlotMap.of(self._owners, self._prompt_lengths, self._starts, width, size, least_slots, device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one token per row (`[rows, kv_heads, 1, head_dim]`); returns the rows' own keys and values so far.
+        """Store one token per sequence (`[S, kv_heads, 1, head_dim]`); returns the sequences' own keys and values.
 
-        They are `[rows, kv_heads, columns, head_dim]`, without the prompts: only `forked_attention` reads them.
+        They are `[S, kv_heads, columns, head_dim]`, without the prompts: only `shared_prefix_attention` reads them.
         """
-        rows = key_states.shape[0]
+        size = key_states.shape[0]
         stored = self._storage(layer_idx, (key_states, value_states))
         for tensor, new in zip(stored, (key_states, value_states), strict=True):
             if self._fixed_column is not None:
-                tensor[:rows].index_copy_(2, self._fixed_column, new.to(self._dtype))
+                tensor[:size].index_copy_(2, self._fixed_column, new.to(self._dtype))
             else:
-                tensor[:rows, :, self._column - 1] = new[:, :, 0]
-        columns = slice(None) if self._fixed_column is not None else slice(self._seen_from, self._column)
-        return stored[0][:rows, :, columns], stored[1][:rows, :, columns]
+                tensor[:size, :, self._column - 1] = new[:, :, 0]
+        columns = slice(None) if self._fixed_column is not None else slice(self._visible_from, self._column)
+        return stored[0][:size, :, columns], stored[1][:size, :, columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen by the longest row before this step."""
+        """Tokens of the longest sequence before this step."""
         return self._column
+
+    # ---- attention -------------------------------------------------------------------------------------------------
 
     def attend(
         self,
@@ -288,85 +350,75 @@ class ForkedCache(Cache):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """One query per row over its group's prompt and its own tokens, in one softmax.
+        """Attend with one query per sequence to its prompt and its own tokens, in one softmax (float32 or wider).
 
         Args:
-            layer: whose prompts.
-            query: [rows, heads, 1, D], scaled.
-            keys, values: [rows, kv_heads, columns, D], D of the values maybe another, as `update` gave them.
-            mask: [rows, 1, 1, prompt + columns] additive.
+            layer: index of the layer.
+            query: [S, heads, 1, D], scaled.
+            keys, values: [S, kv_heads, columns, D] from `update`; D of the values may differ.
+            mask: [S, 1, 1, prompt + columns] additive.
             softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
-            sinks: [heads] one more score per head that takes probability and gives nothing (gpt-oss).
+            sinks: [heads] one more score per head that takes probability and contributes no value (gpt-oss).
 
         Returns:
-            [rows, 1, heads, D], D of the values.
+            [S, 1, heads, D], D of the values.
         """
         self.attended += 1
-        rows, heads, _, dim = query.shape
+        size, heads, _, dim = query.shape
         kv_heads = keys.shape[1]
-        query = query.reshape(rows, kv_heads, heads // kv_heads, dim)
-        assert self._seating is not None, "a step has begun"
-        width = self._seating.width
+        query = query.reshape(size, kv_heads, heads // kv_heads, dim)
+        assert self._slot_map is not None, "a step has begun"
+        width = self._slot_map.width
         scores = query @ keys.transpose(2, 3)
         if width:
-            prompt_keys, prompt_values = (x[:, :, :width] for x in self._prompts[layer])
-            scores = torch.cat([self._of_rows(self._of_groups(query) @ prompt_keys.transpose(2, 3)), scores], dim=-1)
+            prompt_keys, prompt_values = self._prompts[layer]
+            of_prompt = self._to_slots(query) @ prompt_keys[:, :, :width].transpose(2, 3)
+            scores = torch.cat([self._from_slots(of_prompt), scores], dim=-1)
         if softcap and self._softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        weights = self._softmax(scores, mask, sinks).to(values.dtype)
-        out = weights[..., width:] @ values
-        if width:
-            out += self._of_rows(self._of_groups(weights[..., :width]) @ prompt_values)
-        return out.reshape(rows, 1, heads, -1)
-
-    def _softmax(self, scores: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-        """[rows, kv, per kv, width] scores -> weights, in float32 at least."""
-        if not self._everything_seen:
+        if not self._everything_visible:
             scores = scores + mask
         dtype = torch.promote_types(scores.dtype, torch.float32)
         if sinks is None:
-            return scores.softmax(-1, dtype=dtype)
-        sink = sinks.to(scores.dtype).view(*scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
-        return torch.cat([scores, sink], dim=-1).softmax(-1, dtype=dtype)[..., :-1]
+            weights = scores.softmax(-1, dtype=dtype)
+        else:
+            sink = sinks.to(scores.dtype).view(*scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
+            weights = torch.cat([scores, sink], dim=-1).softmax(-1, dtype=dtype)[..., :-1]
+        weights = weights.to(values.dtype)
+        out = weights[..., width:] @ values
+        if width:
+            out += self._from_slots(self._to_slots(weights[..., :width]) @ prompt_values[:, :, :width])
+        return out.reshape(size, 1, heads, -1)
 
-    def _of_groups(self, x: Tensor) -> Tensor:
-        """[rows, kv, per kv, n] -> [kv, groups, seats * per kv, n]."""
-        assert self._seating is not None, "a step has begun"
-        if not self._seating.aligned:
-            x = x.index_select(0, self._seating.table)
+    def _to_slots(self, x: Tensor) -> Tensor:
+        """[S, kv_heads, q, n] -> [kv_heads, groups, slots * q, n], q query heads per key/value head."""
+        assert self._slot_map is not None, "a step has begun"
+        if not self._slot_map.aligned:
+            x = x.index_select(0, self._slot_map.table)
         x = x.transpose(0, 1)
-        return x.reshape(x.shape[0], -1, self._seating.seats * x.shape[2], x.shape[3])
+        return x.reshape(x.shape[0], -1, self._slot_map.slots * x.shape[2], x.shape[3])
 
-    def _of_rows(self, x: Tensor) -> Tensor:
-        """The way back."""
-        assert self._seating is not None, "a step has begun"
-        x = x.view(x.shape[0], x.shape[1] * self._seating.seats, -1, x.shape[3]).transpose(0, 1)
-        return x if self._seating.aligned else x.index_select(0, self._seating.order)
-
-
-def _nothing_like(x: Tensor, groups: int) -> Tensor:
-    """Prompts without tokens."""
-    return x.new_zeros(x.shape[0], groups, 0, x.shape[3])
+    def _from_slots(self, x: Tensor) -> Tensor:
+        """Inverse of `_to_slots`: [kv_heads, groups, slots * q, n] -> [S, kv_heads, q, n]."""
+        assert self._slot_map is not None, "a step has begun"
+        x = x.view(x.shape[0], x.shape[1] * self._slot_map.slots, -1, x.shape[3]).transpose(0, 1)
+        return x if self._slot_map.aligned else x.index_select(0, self._slot_map.order)
 
 
-def _stack(old: Tensor, new: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """`groups` prompts [kv, groups, width, D] with new ones behind them, as wide as the widest."""
+def _stacked(old: Tensor | None, new: Tensor | None, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Stored prompts `old` [kv_heads, first, width, D] and `new` ones [count, kv_heads, width, D]; None: all empty."""
+    if old is None:
+        assert new is not None, "one of them is given"
+        old = new.new_zeros(new.shape[1], first, 0, new.shape[3])
+    new = old.new_zeros(old.shape[0], count, 0, old.shape[3]) if new is None else new.transpose(0, 1)
     width = max(old.shape[2], new.shape[2])
-    stacked = new.new_zeros(new.shape[0], groups + new.shape[1], width, new.shape[3], dtype=dtype)
-    stacked[:, :groups, : old.shape[2]] = old
-    stacked[:, groups:, : new.shape[2]] = new
+    stacked = new.new_zeros(new.shape[0], first + count, width, new.shape[3], dtype=dtype)
+    stacked[:, :first, : old.shape[2]] = old
+    stacked[:, first:, : new.shape[2]] = new
     return stacked
 
 
-def _copy(pairs: Any, moves: list[tuple[int, int]], columns: slice) -> None:
-    if moves:
-        sources, targets = (list(places) for places in zip(*moves, strict=True))
-        for pair in pairs:
-            for stored in pair:
-                stored[targets, :, columns] = stored[sources, :, columns]
-
-
-def forked_attention(
+def shared_prefix_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -374,19 +426,20 @@ def forked_attention(
     attention_mask: Tensor,
     dropout: float = 0.0,
     scaling: float | None = None,
-    forked: ForkedCache | None = None,
+    prefix_cache: SharedPrefixCache | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`ForkedCache.attend` as transformers calls attention; plain SDPA without `forked`."""
-    if forked is None:
+    """`SharedPrefixCache.attend` with the signature that transformers expects; plain SDPA without `prefix_cache`."""
+    if prefix_cache is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    return forked.attend(module.layer_idx, query, key, value, attention_mask, softcap, s_aux), None  # type: ignore[arg-type]
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return prefix_cache.attend(layer, query, key, value, attention_mask, softcap, s_aux), None
 
 
-AttentionInterface.register(FORKED_ATTENTION, forked_attention)
-AttentionMaskInterface.register(FORKED_ATTENTION, sdpa_mask)
+AttentionInterface.register(SHARED_PREFIX_ATTENTION, shared_prefix_attention)
+AttentionMaskInterface.register(SHARED_PREFIX_ATTENTION, sdpa_mask)

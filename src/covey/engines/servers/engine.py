@@ -19,7 +19,6 @@ import torch
 from covey.core.engine import EngineTraits, SampleRequest
 from covey.core.rollout import Completion
 from covey.core.weights import WeightUpdate
-from covey.engines.native.requests import budget_of
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded
 from covey.engines.servers.handshake import arrive
 from covey.engines.servers.http_client import ServerClient
@@ -147,7 +146,7 @@ class RemoteEngine:
         return await self._thread.wait_for(self._generate(request))
 
     async def _generate(self, request: SampleRequest) -> list[Completion]:
-        params = replace(request.params, max_tokens=budget_of(request, self._max_context))
+        params = replace(request.params, max_tokens=request.token_budget(self._max_context))
         request = replace(request, params=params, drafts=None, draft_logprobs=None)
         answer, version = await self._ask(request)
         return list(

@@ -25,7 +25,6 @@ from torch import Tensor
 from covey.core.engine import EngineTraits, SampleRequest
 from covey.core.rollout import Completion, FinishReason
 from covey.core.weights import TensorSpec, WeightUpdate
-from covey.engines.native.requests import budget_of
 from covey.engines.vllm_colocate.cpu_heads import repack_heads
 from covey.engines.vllm_colocate.process import is_running
 from covey.engines.vllm_colocate.prompts import otherwise_expanded, prompt_of
@@ -227,7 +226,7 @@ class VllmColocateEngine:
                 f"generation_kwargs may not hold {', '.join(map(repr, taken))}: fields of the config say so already."
             )
         settings = {
-            "max_tokens": budget_of(request, self.max_context),
+            "max_tokens": request.token_budget(self.max_context),
             "temperature": params.temperature,
             "top_k": params.top_k,
             "top_p": params.top_p,

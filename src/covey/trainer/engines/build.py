@@ -9,8 +9,8 @@ from typing import Any
 
 from covey.core.engine import RolloutEngine
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.lockstep import InStep
-from covey.engines.native.recurrent_engine import StatefulEngine, goes_prompt_by_prompt
+from covey.engines.native.inference_contexts import Lockstep
+from covey.engines.native.recurrent_engine import RecurrentEngine, needs_recurrent_engine
 from covey.policy.full_copy import GatheredPolicy
 from covey.policy.loading import end_token_ids
 from covey.rollout.vision import Vision
@@ -61,7 +61,7 @@ def _built_in(
 ) -> RolloutEngine:
     common: dict[str, Any] = {
         "eos_token_ids": end_token_ids(model, tokenizer),
-        "max_rows": args.max_concurrent_completions,
+        "max_sequences": args.max_concurrent_completions,
         "max_context": context,
         "forward_context": accelerator.autocast,
     }
@@ -71,7 +71,7 @@ def _built_in(
         common |= _in_step(accelerator, policy, collectives)
     elif sharding_of(accelerator).weights:
         policy, common["forward_context"] = _gathered(accelerator, model, policy)
-    if not goes_prompt_by_prompt(model) and vision is None:
+    if not needs_recurrent_engine(model) and vision is None:
         return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, whole_calls=in_step, **common)
     if args.speculative_reuse is not None and vision is not None:
         raise ValueError(
@@ -84,7 +84,7 @@ def _built_in(
             " rejected cannot be taken out of the state of linear attention, convolutions or state-space layers. Leave"
             " speculative_reuse unset."
         )
-    return StatefulEngine(policy, filler_id=tokenizer.pad_token_id, **common)
+    return RecurrentEngine(policy, filler_id=tokenizer.pad_token_id, **common)
 
 
 def _gathered(
@@ -103,7 +103,7 @@ def _gathered(
 
 def _in_step(accelerator: Any, policy: Callable[[], Any], collectives: Collectives) -> dict[str, Any]:
     """How an engine samples from the sharded policy itself, every process in step with the others."""
-    in_step = InStep(policy, lambda busy: any(collectives.gather(busy, "sample in step")), accelerator.device)
+    in_step = Lockstep(policy, lambda busy: any(collectives.gather(busy, "sample in step")), accelerator.device)
 
     @contextmanager
     def forward_context() -> Iterator[None]:

@@ -46,7 +46,7 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_the_loss_is_one_of_means():
+def test_balance_loss_uses_batch_means():
     # Probabilities of the first expert: 0.9, 0.8, 0.7, 0.4, so it is chosen 3 of 4 times and has 0.7 on average.
     odds = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6]])
     loads = loads_of([odds.log()], torch.ones(4), top_k=1)
@@ -59,7 +59,7 @@ def test_the_loss_is_one_of_means():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", WITH_A_LOSS)
-def test_it_is_transformers_own_loss_and_gradient(name, layout):
+def test_loss_and_gradient_equal_transformers_own(name, layout):
     model = mixtures.model(name).double()
     theirs = model(**LAYOUTS["padded"](BATCH, 0).kwargs, output_router_logits=True).aux_loss
     theirs.backward()
@@ -74,7 +74,7 @@ def test_it_is_transformers_own_loss_and_gradient(name, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parts_add_up_to_the_whole(layout):
+def test_micro_batches_add_up_to_the_whole(layout):
     model = mixtures.model("Qwen3Moe").double()
     mine = scorer(layout)
     whole = mine.loads(model, BATCH, 2)
@@ -87,7 +87,7 @@ def test_parts_add_up_to_the_whole(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rollouts_without_anything_to_learn_do_not_count(layout):
+def test_rollouts_without_learned_tokens_do_not_count(layout):
     model = mixtures.model("Mixtral").double()
     batch = BATCH.select(torch.arange(5))
     batch.sampled[3:10] = False  # the second rollout, of seven tokens
@@ -97,7 +97,7 @@ def test_rollouts_without_anything_to_learn_do_not_count(layout):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_layers_keep_the_gradient_or_say_that_they_do_not(reentrant):
+def test_checkpointed_layers_give_the_gradient_or_an_error(reentrant):
     model = mixtures.model("Qwen3Moe").double().train()
 
     def loss():

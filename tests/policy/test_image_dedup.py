@@ -27,7 +27,7 @@ def gradients(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_siblings_are_scored_as_each_alone_and_their_images_are_encoded_once(family):
+def test_shared_images_are_encoded_once_with_equal_scores(family):
     """Three siblings of each row: the gradient is the sum of what each gives alone."""
     model, processor = tiny_vision.make(family)
     few = rollouts(model, processor)
@@ -66,7 +66,7 @@ class Model(torch.nn.Module):
         return self.encoder
 
 
-def test_encoders_that_mix_images_or_draw_numbers_are_left_alone():
+def test_encoders_that_mix_images_or_use_dropout_are_excluded():
     pixels = torch.ones(3, 2, 2)
     strange = Model(Strange())
     with encoded_once(strange):

@@ -2,7 +2,7 @@
 
 import torch
 
-from covey.engines.native.counter_rng import _between_0_and_1, uniforms
+from covey.engines.native.sampling import _between_0_and_1, uniforms
 
 FIRST = [[0.8833108082136427, 0.43152799704851], [0.6356976666959193, 0.9151738591662648]]
 
@@ -19,19 +19,19 @@ def test_numbers_lie_strictly_between_zero_and_one():
     assert numbers.unique().numel() == numbers.numel()
 
 
-def test_not_even_the_extreme_hashes_give_zero_or_one():
+def test_extreme_hashes_give_neither_zero_nor_one():
     # A race takes the logarithm of them, and one minus them.
     lowest, highest = _between_0_and_1(torch.tensor([0, 2**52 - 1])).tolist()
     assert lowest == 2**-53 and highest == 1 - 2**-53
 
 
-def test_the_first_numbers_are_these():
+def test_numbers_never_change_between_versions():
     # Any change of the hash would change every sample of every recorded run.
     numbers = uniforms(torch.tensor([0, -1]), torch.tensor([0, 3]), 2)
     torch.testing.assert_close(numbers, torch.tensor(FIRST, dtype=torch.float64), rtol=0, atol=1e-15)
 
 
-def test_numbers_are_uniform_whichever_way_they_are_read():
+def test_numbers_are_uniform_over_every_axis():
     numbers = table(60, 60, 60)
     for whole in (numbers.flatten(), numbers[7], numbers[:, 7], numbers[:, :, 7]):
         counts = torch.histc(whole, 50, 0, 1)
@@ -50,7 +50,7 @@ def test_neighbours_are_uncorrelated():
             assert abs(product.mean().item() * 12) < bound * 1.2
 
 
-def test_pairs_fill_the_square():
+def test_pairs_of_neighbours_are_uniform():
     numbers = table(64, 64, 64)
     for a, b in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1]), (numbers[..., 1:], numbers[..., :-1])):
         cells = (a * 16).long() * 16 + (b * 16).long()
@@ -72,7 +72,7 @@ def test_every_input_bit_moves_half_of_the_output_bits():
         assert abs(changed - 0.5) < 0.01
 
 
-def test_negative_steps_are_numbers_of_their_own():
+def test_negative_steps_give_other_numbers():
     seeds = torch.arange(100)
     forward, backward = uniforms(seeds, seeds, 4), uniforms(seeds, -1 - seeds, 4)
     assert not torch.isin(forward, backward).any()

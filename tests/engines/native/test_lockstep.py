@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.lockstep import InStep
-from covey.engines.native.recurrent_engine import StatefulEngine
+from covey.engines.native.inference_contexts import Lockstep
+from covey.engines.native.recurrent_engine import RecurrentEngine
 from tests.engines.native.test_native_engine import PROMPTS, sample, tokens
 from tests.support import tiny
 
@@ -46,7 +46,7 @@ def in_threads(works):
             passes[rank] += 1
 
         model.register_forward_hook(count)
-        found[rank] = works[rank](model, InStep(lambda: model, votes.of(rank), CPU))
+        found[rank] = works[rank](model, Lockstep(lambda: model, votes.of(rank), CPU))
 
     threads = [threading.Thread(target=process, args=(rank,)) for rank in range(len(works))]
     for thread in threads:
@@ -79,14 +79,14 @@ def sampling(kind, prompts):
                 yield
 
         more = {"pad_token_id": 0, "whole_calls": True} if kind is NativeEngine else {}
-        engine = kind(lambda: model, eos_token_ids={1}, max_rows=4, forward_context=context, device=CPU, **more)
+        engine = kind(lambda: model, eos_token_ids={1}, max_sequences=4, forward_context=context, device=CPU, **more)
         return sample(engine, prompts)
 
     return work
 
 
-@pytest.mark.parametrize("kind", [NativeEngine, StatefulEngine])
-def test_samples_in_step_are_those_of_engines_that_are_alone(kind):
+@pytest.mark.parametrize("kind", [NativeEngine, RecurrentEngine])
+def test_lockstep_changes_no_sample(kind):
     shares = [PROMPTS, PROMPTS[:1], []]
     found, passes = in_threads([sampling(kind, share) for share in shares])
     assert len(set(passes)) == 1 and passes[0] > 12
@@ -96,9 +96,9 @@ def test_samples_in_step_are_those_of_engines_that_are_alone(kind):
         assert tokens(answers) == (tokens(sample(alone, share)) if share else [])
 
 
-def test_a_process_that_fails_does_not_wait_for_the_others():
+def test_failing_process_does_not_wait_for_the_others():
     model = tiny.model()
-    in_step = InStep(lambda: model, lambda busy: pytest.fail("asked the others"), CPU)
+    in_step = Lockstep(lambda: model, lambda busy: pytest.fail("asked the others"), CPU)
     with pytest.raises(RuntimeError, match="of its own"), in_step.together():
         raise RuntimeError("of its own")
     assert not model._forward_pre_hooks

@@ -9,14 +9,14 @@ from transformers import MistralConfig, MistralForCausalLM
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.core.rollout import FinishReason
 from covey.engines.native.engine import NativeEngine
-from covey.engines.native.recurrent_engine import StatefulEngine, goes_prompt_by_prompt
+from covey.engines.native.recurrent_engine import RecurrentEngine, needs_recurrent_engine
 from tests.support import hybrids, tiny
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15]]
 
 
-def engine_of(model, max_rows=16, eos=frozenset({1}), max_context=256):
-    return StatefulEngine(lambda: model, eos_token_ids=set(eos), max_rows=max_rows, max_context=max_context)
+def engine_of(model, max_sequences=16, eos=frozenset({1}), max_context=256):
+    return RecurrentEngine(lambda: model, eos_token_ids=set(eos), max_sequences=max_sequences, max_context=max_context)
 
 
 def sample(engine, prompts=PROMPTS, n=3, **settings):
@@ -41,7 +41,7 @@ def test_it_is_a_rollout_engine(tiny_model):
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 20}, {"repetition_penalty": 1.3}])
-def test_it_samples_what_the_native_engine_samples(tiny_model, settings):
+def test_samples_equal_the_native_engines(tiny_model, settings):
     ends = set(range(1, 30))  # rows leave at different times
     native = NativeEngine(lambda: tiny_model, eos_token_ids=ends, pad_token_id=0)
     expected = sample(native, n=6, **settings)
@@ -63,10 +63,10 @@ def test_reported_logprobs_are_the_models_own(name):
 
 
 @pytest.mark.parametrize("name", ["Lfm2", "Qwen3Next"])
-def test_samples_depend_neither_on_neighbours_nor_on_how_many_fit(name):
+def test_samples_do_not_depend_on_the_batch(name):
     model, ends = hybrids.model(name), set(range(1, 20))
     reference = tokens(sample(engine_of(model, eos=ends), n=4))
-    assert tokens(sample(engine_of(model, eos=ends, max_rows=1), n=4)) == reference
+    assert tokens(sample(engine_of(model, eos=ends, max_sequences=1), n=4)) == reference
     assert tokens(sample(engine_of(model, eos=ends), prompts=PROMPTS[:1], n=4)) == reference[:1]
 
 
@@ -75,7 +75,7 @@ def test_the_context_bounds_the_budget(tiny_model):
     assert len(completion.token_ids) == 5 and completion.finish is FinishReason.LENGTH
 
 
-def test_which_models_go_prompt_by_prompt():
-    assert all(goes_prompt_by_prompt(hybrids.model(name)) for name in {**hybrids.SETTINGS, **hybrids.MASKED_WHOLE})
-    assert not goes_prompt_by_prompt(tiny.model())
-    assert not goes_prompt_by_prompt(MistralForCausalLM(MistralConfig(**hybrids.SIZES, sliding_window=4)))
+def test_models_that_need_the_recurrent_engine():
+    assert all(needs_recurrent_engine(hybrids.model(name)) for name in {**hybrids.SETTINGS, **hybrids.MASKED_WHOLE})
+    assert not needs_recurrent_engine(tiny.model())
+    assert not needs_recurrent_engine(MistralForCausalLM(MistralConfig(**hybrids.SIZES, sliding_window=4)))

@@ -24,7 +24,7 @@ def lora_head():
 @pytest.mark.parametrize(
     "make", [lambda: tiny.model().double(), lora_head], ids=["a tied head", "an adapter on the head"]
 )
-def test_scores_and_gradients_are_the_same_inside_and_after(make, layout):
+def test_sharded_head_gives_the_same_scores_and_gradients(make, layout):
     model, batch = make().train(), collate(rollouts())
     after = scorer(layout=layout, chunk_size=4)(model, batch, entropy=True)
     inside = scorer(layout=layout, chunk_size=4, inside=True)(model, batch, entropy=True)
@@ -35,7 +35,7 @@ def test_scores_and_gradients_are_the_same_inside_and_after(make, layout):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_the_head_is_itself_again_and_without_entropies_there_are_none():
+def test_head_is_restored_and_entropies_are_optional():
     model, batch = tiny.model(), collate(rollouts())
     expected = model(torch.tensor([[5, 6, 7]])).logits
     scores = scorer(inside=True)(model, batch)
@@ -43,7 +43,7 @@ def test_the_head_is_itself_again_and_without_entropies_there_are_none():
     torch.testing.assert_close(model(torch.tensor([[5, 6, 7]])).logits, expected)
 
 
-def test_a_gradient_reaches_the_output_of_the_model_before_its_head():
+def test_model_output_gets_its_gradient_before_the_head():
     model, seen = tiny.model(), []
 
     def note(name):
@@ -62,7 +62,7 @@ def test_a_gradient_reaches_the_output_of_the_model_before_its_head():
     assert seen == [("model", False), ("norm", True)]
 
 
-def test_a_batch_with_nothing_to_learn_has_gradients_of_zero():
+def test_batch_without_learned_tokens_has_zero_gradients():
     model = tiny.model()
     inside = scorer(inside=True)
     batch = collate(rollouts()).idle()

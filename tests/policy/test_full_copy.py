@@ -9,7 +9,7 @@ from tests.support import tiny
 IDS = torch.tensor([[5, 6, 7, 8]])
 
 
-def test_the_twin_computes_what_the_policy_does_now_and_then_holds_nothing():
+def test_full_copy_equals_the_policy_and_is_released():
     policy = tiny.model()
     gathered = GatheredPolicy(policy, lambda: policy)
     with torch.no_grad():
@@ -20,7 +20,7 @@ def test_the_twin_computes_what_the_policy_does_now_and_then_holds_nothing():
     assert all(parameter.is_meta for parameter in gathered.model.parameters())
 
 
-def test_it_lets_go_also_after_an_error():
+def test_full_copy_is_released_after_an_error():
     policy = tiny.model()
     gathered = GatheredPolicy(policy, lambda: policy)
     with pytest.raises(RuntimeError, match="halfway"), gathered.whole():
@@ -28,7 +28,7 @@ def test_it_lets_go_also_after_an_error():
     assert all(parameter.is_meta for parameter in gathered.model.parameters())
 
 
-def test_matrices_are_kept_in_what_the_run_computes_in_and_vectors_as_they_are():
+def test_full_copy_casts_matrices_and_no_vectors():
     policy = tiny.model()
     gathered = GatheredPolicy(policy, lambda: policy, torch.bfloat16)
     with gathered.whole():

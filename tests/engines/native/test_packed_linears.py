@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from covey.engines.native.mkl_linear import MOST_ROWS, packed_linears
+from covey.engines.native.inference_contexts import MOST_ROWS, packed_linears
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 32), (33, 7), (1, 5), (64, 104), (576, 192)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_are_the_same_for_every_number_of_rows(inputs, outputs, bias):
+def test_products_equal_torchs_for_any_row_count(inputs, outputs, bias):
     layer = nn.Linear(inputs, outputs, bias=bias)
     with torch.no_grad(), packed_linears(layer):
         for rows in [*range(1, 20), 31, 63, 64, 65, 130, MOST_ROWS, MOST_ROWS + 1]:
@@ -28,7 +28,7 @@ def test_changed_weights_are_packed_again():
             layer.weight.mul_(3)
 
 
-def test_modules_are_put_back_even_after_an_error():
+def test_modules_are_restored_after_an_error():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.raises(ZeroDivisionError), packed_linears(model):
         assert "forward" in vars(model[0])
@@ -36,7 +36,7 @@ def test_modules_are_put_back_even_after_an_error():
     assert "forward" not in vars(model[0])
 
 
-def test_what_is_not_a_plain_float32_linear_is_left_alone():
+def test_only_plain_float32_linears_are_patched():
     class Special(nn.Linear):
         pass
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.engines.native.prefix_store import PrefixStore
-from tests.engines.native.test_engine_drafts import assert_same
+from covey.engines.native.prefill import PrefixStore
+from tests.engines.native.test_draft_verification import assert_same
 from tests.engines.native.test_native_engine import configs, engine_of
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14]]  # the last one is too short: all but one token of it are kept
@@ -43,14 +43,14 @@ def converse(engine, hinted, samples=3):
 
 @pytest.mark.parametrize("rows", [2, 16])
 @pytest.mark.parametrize("forks", [True, False])
-def test_it_is_not_seen_in_what_is_sampled(tiny_model, rows, forks):
-    engine = engine_of(tiny_model, max_rows=rows, eos=EOS)
-    engine._forks = forks
+def test_stored_prefixes_change_no_sample(tiny_model, rows, forks):
+    engine = engine_of(tiny_model, max_sequences=rows, eos=EOS)
+    engine._shares_prefixes = forks
     assert_same(converse(engine, hinted=True), converse(engine_of(tiny_model, eos=EOS), hinted=False))
 
 
 @pytest.mark.parametrize("config", configs(), ids=lambda config: config.model_type)
-def test_nor_with_other_decoders(config):
+def test_stored_prefixes_change_no_sample_of_other_decoders(config):
     torch.manual_seed(0)
     implementation = "eager" if config.model_type == "gemma2" else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
@@ -68,21 +68,21 @@ def computed(model, hinted):
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     engine = engine_of(model, eos=frozenset())
-    engine._forks = True  # without the trial at the beginning
+    engine._shares_prefixes = True  # without the trial at the beginning
     with engine.awake():
         asyncio.run(conversation(engine, 0, 0, hinted, turns=2))
     hook.remove()
     return sum(seen)
 
 
-def test_later_turns_compute_only_what_follows_the_prompt(tiny_model):
+def test_later_turns_compute_only_tokens_after_the_prompt(tiny_model):
     # 1st turn: 5 tokens of the prompt (the 6th begins decoding) and 8 decoded. 2nd: all but the last of
     # 6 + 8 + 1 tokens and 8 decoded; with the prompt kept all but its first 5 of those.
     assert computed(tiny_model, hinted=False) == 5 + 8 + 14 + 8
     assert computed(tiny_model, hinted=True) == 5 + 8 + 9 + 8
 
 
-def test_siblings_that_go_on_alike_share_all_of_it(tiny_model):
+def test_completions_with_equal_prompts_share_the_whole_prompt(tiny_model):
     def two(shared):
         engine = engine_of(tiny_model, eos=EOS)
         first = SampleRequest([5, 6, 7, 8], 1, PARAMS, [1], shared=shared)
@@ -97,11 +97,11 @@ def test_siblings_that_go_on_alike_share_all_of_it(tiny_model):
     assert_same(two(4), two(0))
 
 
-def test_nothing_is_kept_when_the_engine_sleeps(tiny_model):
+def test_prefixes_are_released_when_the_engine_sleeps(tiny_model):
     """The policy is trained in between."""
     engine = engine_of(tiny_model, eos=EOS)
     before = converse(engine, hinted=True)
-    assert engine._kept.tokens == 0
+    assert not engine._prefixes.layers
     with torch.no_grad():
         for parameter in tiny_model.parameters():
             parameter.mul_(0.5)
@@ -110,14 +110,14 @@ def test_nothing_is_kept_when_the_engine_sleeps(tiny_model):
     assert [c.token_ids for turns in before for c in turns] != [c.token_ids for turns in after for c in turns]
 
 
-def test_prompts_not_used_for_longest_are_forgotten_first(tiny_model):
-    kept = PrefixStore(most_tokens=6)
+def test_least_recently_used_prefixes_are_removed_first(tiny_model):
+    store = PrefixStore(most_tokens=6)
     prefilled = engine_of(tiny_model)._compute_prompts([[5, 6], [7, 8], [9, 10], list(range(7))])
-    kept.keep((5, 6), prefilled, 0)
-    kept.keep((7, 8), prefilled, 1)
-    kept.prefilled([(5, 6)])  # used again
-    kept.keep((9, 10), prefilled, 2)
-    kept.keep(tuple(range(7)), prefilled, 3)  # longer than all that may be kept
-    assert kept.tokens == 6 and (7, 8) in kept
-    kept.keep((5, 6, 7), prefilled, 3)
-    assert (7, 8) not in kept and (5, 6) not in kept and (9, 10) in kept
+    store.add((5, 6), prefilled, 0)
+    store.add((7, 8), prefilled, 1)
+    store.prefilled([(5, 6)])  # used again
+    store.add((9, 10), prefilled, 2)
+    store.add(tuple(range(7)), prefilled, 3)  # longer than the whole store
+    assert set(store.layers) == {(5, 6), (7, 8), (9, 10)}
+    store.add((5, 6, 7), prefilled, 3)
+    assert set(store.layers) == {(9, 10), (5, 6, 7)}

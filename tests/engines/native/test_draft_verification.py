@@ -19,10 +19,10 @@ N, LIMIT = 3, 12
 EOS = frozenset({1, 40, 41, 42, 43, 44})  # frequent enough that some completions stop
 
 
-def answers(model, drafts=None, max_rows=16, forks=None, lenience=None, draft_logprobs=None, eos=EOS, **settings):
+def answers(model, drafts=None, max_sequences=16, forks=None, lenience=None, draft_logprobs=None, eos=EOS, **settings):
     """Completions of every prompt, [prompt][seed]."""
-    engine = engine_of(model, max_rows=max_rows, eos=eos)
-    engine._forks = forks
+    engine = engine_of(model, max_sequences=max_sequences, eos=eos)
+    engine._shares_prefixes = forks
     params = SamplingParams(**{"max_tokens": LIMIT, **settings})
 
     async def run():
@@ -81,21 +81,21 @@ def test_a_draft_never_changes_a_completion(tiny_model, kind):
     assert_same(answers(tiny_model, drafts), expected)
 
 
-def test_mixed_drafts_in_small_batches_change_nothing(tiny_model):
+def test_mixed_drafts_in_small_batches_change_no_completion(tiny_model):
     expected = answers(tiny_model)
     kinds = list(DRAFTS.values())
     drafts = [
         [kinds[(3 * i + j) % len(kinds)](completion.token_ids) for j, completion in enumerate(group)]
         for i, group in enumerate(expected)
     ]
-    for max_rows in (1, 4, 16):
-        assert_same(answers(tiny_model, drafts, max_rows), expected)
+    for max_sequences in (1, 4, 16):
+        assert_same(answers(tiny_model, drafts, max_sequences), expected)
 
 
-def test_memory_is_bounded_by_passes_over_a_few_rows(tiny_model, monkeypatch):
+def test_forward_passes_respect_their_token_limit(tiny_model, monkeypatch):
     expected = answers(tiny_model)
     monkeypatch.setattr(native, "PREFILL_TOKENS", 20)
-    monkeypatch.setattr("covey.engines.native.chunked_prefill.TILE", 3 * 104)
+    monkeypatch.setattr("covey.engines.native.prefill.MOST_LOGITS", 3 * 104)
     widths = []
     tiny_model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -104,7 +104,7 @@ def test_memory_is_bounded_by_passes_over_a_few_rows(tiny_model, monkeypatch):
     assert max(widths) <= 20
 
 
-def test_what_is_reused_is_counted(tiny_model):
+def test_reused_tokens_are_counted(tiny_model):
     expected = answers(tiny_model)
     lengths = each(expected, lambda c: len(c.token_ids))
     whole = answers(tiny_model, each(expected, lambda c: c.token_ids))
@@ -114,7 +114,7 @@ def test_what_is_reused_is_counted(tiny_model):
     assert not any(chain(*each(expected, lambda c: c.reused)))
 
 
-def test_a_perfect_draft_costs_one_pass(tiny_model):
+def test_perfect_draft_costs_one_forward_pass(tiny_model):
     expected = answers(tiny_model)
     drafts = each(expected, lambda c: c.token_ids)
     passes = []
@@ -126,7 +126,7 @@ def test_a_perfect_draft_costs_one_pass(tiny_model):
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"repetition_penalty": 1.3}]
 )
-def test_drafts_work_with_every_way_to_sample(tiny_model, settings):
+def test_drafts_work_with_all_sampling_settings(tiny_model, settings):
     expected = answers(tiny_model, **settings)
     drafts = each(expected, lambda c: spoiled(c.token_ids, 4))
     assert_same(answers(tiny_model, drafts, **settings), expected)
@@ -151,7 +151,7 @@ def lenient(model, expected, lenience, shift=0.0):
     return answers(model, drafts, lenience=lenience, draft_logprobs=then)
 
 
-def test_lenient_acceptance_keeps_what_the_policy_still_writes(tiny_model):
+def test_lenient_acceptance_at_both_extremes(tiny_model):
     expected = answers(tiny_model)
     assert_same(lenient(tiny_model, expected, 1.01), expected)  # p_now = p_then: accepted with probability 1
     kept = lenient(tiny_model, expected, 1.01, shift=math.log(1e9))
@@ -161,8 +161,8 @@ def test_lenient_acceptance_keeps_what_the_policy_still_writes(tiny_model):
 
 def test_lenience_is_the_probability_of_acceptance(tiny_model):
     prompt, n = [5, 6, 7], 4000
-    engine = engine_of(tiny_model, max_rows=256)
-    engine._forks = True
+    engine = engine_of(tiny_model, max_sequences=256)
+    engine._shares_prefixes = True
     with engine.awake():
         ((logprobs, _),) = engine.score(prompt, [[20]])
         request = SampleRequest(
@@ -179,13 +179,13 @@ def test_lenience_without_recorded_logprobs_is_refused(tiny_model):
         answers(tiny_model, [[[5]] * N] * len(PROMPTS), lenience=1.0)
 
 
-def test_drafts_that_do_not_fit_the_seeds_are_refused(tiny_model):
+def test_drafts_must_match_the_seeds(tiny_model):
     with pytest.raises(ValueError, match="1 lists for 3 seeds"):
         answers(tiny_model, [[[5]]] * len(PROMPTS))
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_given_tokens_score_as_sampled_ones_report(tiny_model, temperature):
+def test_scores_of_given_tokens_equal_reported_logprobs(tiny_model, temperature):
     groups = answers(tiny_model, temperature=temperature)
     engine = engine_of(tiny_model)
     with engine.awake():
@@ -197,7 +197,7 @@ def test_given_tokens_score_as_sampled_ones_report(tiny_model, temperature):
                 assert entropies == pytest.approx(completion.entropies, abs=1e-4)
 
 
-def test_given_tokens_score_as_the_policys_scorer_does(tiny_model):
+def test_scores_of_given_tokens_equal_the_token_scorers(tiny_model):
     prompt, completions = [5, 6, 7], [[20, 21, 22, 23], [], [24], [20, 21, 9]]
     rollouts = [Rollout(prompt, ids, [True] * len(ids), None, "", FinishReason.STOP) for ids in completions]
     expected = TokenScorer(lambda model: model, temperature=0.7)(tiny_model, collate(rollouts), entropy=True)
