@@ -1,8 +1,4 @@
-"""`TrainBatch`: what the policy is trained on, flat and unpadded, and how rollouts become one.
-
-Not here: how a batch is laid out for a forward pass (`covey.policy.layouts`) and what its advantages and weights are
-(`covey.core.advantages`, `covey.core.weighting`).
-"""
+"""`TrainBatch`, the flat and unpadded training data of a rollout batch, and its construction from rollouts."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +26,7 @@ TOKEN_FIELDS = (
 )
 
 UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0}
-"""What stands for tokens of which the engine said nothing, beside tokens of which it did."""
+"""Fill value for tokens without an engine log-prob in a batch where other tokens have one."""
 
 
 @dataclass(slots=True)
@@ -44,23 +40,23 @@ class TrainBatch:
             truncated completion under `mask_truncated_completions`.
         prompt_ids: [M] int64, the tokens of the P distinct prompts, one after the other.
         prompt_lengths: [P] int64.
-        groups: [B] int64, the prompt each rollout continues: an index into `prompt_lengths`. Rollouts whose prompts
-            are equal are in one group, wherever they were drawn. This is about what a forward pass may share, not
-            about credit: which rollouts are compared with one another follows from the order of sampling, G at a time.
+        groups: [B] int64, the prompt each rollout continues: an index into `prompt_lengths`. Rollouts with equal
+            prompts share a group, so that a forward pass can share the prompt. Which rollouts are compared with one
+            another for credit follows from the order of sampling instead, G at a time.
         advantages: [N] float32, credit of each token (equal over a rollout unless credit is given per step).
-        weights: [N] float32, how much each token's loss counts; 0 where not sampled. Their sum over one optimizer
-            step and all ranks is the loss's normaliser already applied: `loss = sum(weights * token_loss)`.
+        weights: [N] float32, weight of each token's loss, 0 where not sampled. The loss's normaliser over one optimizer
+            step and all ranks is already applied: `loss = sum(weights * token_loss)`.
         entropy_weights: [N] float32 or None, the same for the entropy bonus.
-        old_logprobs: [N] float32 or None, under the policy before this generation's updates. None: on-policy.
+        old_logprobs: [N] float32 or None, under the policy before the updates on this rollout batch. None: on-policy.
         ref_logprobs: [N] float32 or None, under the reference policy.
-        engine_logprobs: [N] float32 or None, as the sampling engine reported them; NaN for rollouts without any.
+        engine_logprobs: [N] float32 or None, reported by the sampling engine; NaN for rollouts without any.
         mismatch_weights: [N] float32 or None, importance weights that correct the engine's distribution.
-        media: [B] what each rollout shows the model besides text, or None where none shows any. It stays on the CPU and
-            goes to the device pass by pass.
+        media: [B] images of each rollout, or None where no rollout has any. They stay on the CPU and go to the device
+            micro-batch by micro-batch.
         entropy_threshold: tokens with less entropy are left out of the loss (`top_entropy_quantile`), or None.
         skipped_tokens: learned tokens that were left out of this batch because they carry no gradient; metrics count
             them.
-        skipped_rows: rollouts that had such tokens.
+        skipped_rows: rollouts with such tokens.
 
     Example:
         Two answers to one prompt, "2+2=" -> "4" and "2+2=" -> "2 2":
@@ -107,8 +103,10 @@ class TrainBatch:
         """The rollouts `rows` [R] in that order, with just the prompts they continue; nothing counts as skipped."""
         tokens = token_index(rows, self.lengths)
         prompts, groups = self.groups[rows].unique(return_inverse=True)
-        values = {name: getattr(self, name) for name in TOKEN_FIELDS}
-        per_token: dict[str, Any] = {k: None if v is None else v[tokens] for k, v in values.items()}
+        per_token: dict[str, Any] = {}
+        for name in TOKEN_FIELDS:
+            value = getattr(self, name)
+            per_token[name] = None if value is None else value[tokens]
         return TrainBatch(
             **per_token,
             lengths=self.lengths[rows],
@@ -126,15 +124,17 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """A copy whose tensors live on `device`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            moved[field.name] = value.to(device) if isinstance(value, Tensor) else value
         return TrainBatch(**moved)
 
     def without_signal_dropped(self) -> "TrainBatch":
-        """Without the rollouts whose advantages are all 0; metrics still count them.
+        """Drop the rollouts whose advantages are all 0; metrics still count them.
 
-        Of a batch without any signal the shortest rollout stays: a gradient of zeros is a gradient, which optimizers
-        with momentum go on from.
+        In a batch without any signal the shortest rollout stays: optimizers with momentum need a gradient, also one of
+        zeros.
         """
         assert self.advantages is not None, "credit comes before the loss"
         has_signal = segment_sum((self.advantages != 0).long() * self.sampled, self.lengths) > 0
@@ -147,43 +147,40 @@ class TrainBatch:
         )
 
     def idle(self) -> "TrainBatch":
-        """One token of one made-up rollout, of which nothing is learned and nothing counted.
-
-        For a process with fewer forward passes than others, where all must run equally many.
-        """
+        """A dummy rollout of one token with weight 0, for ranks that must run as many micro-batches as others."""
         device, values = self.lengths.device, {name: getattr(self, name) for name in TOKEN_FIELDS}
-        one = torch.ones(1, dtype=torch.long, device=device)
+        length = torch.ones(1, dtype=torch.long, device=device)
         per_token: dict[str, Any] = {
             name: None if value is None else value.new_zeros(1) for name, value in values.items()
         }
         return TrainBatch(
             **per_token,
-            lengths=one,
-            prompt_ids=torch.zeros_like(one),
-            prompt_lengths=one,
-            groups=torch.zeros_like(one),
+            lengths=length,
+            prompt_ids=torch.zeros_like(length),
+            prompt_lengths=length,
+            groups=torch.zeros_like(length),
             entropy_threshold=self.entropy_threshold,
         )
 
     def state(self) -> dict[str, Any]:
-        """Plain containers and tensors on the CPU; `TrainBatch.of_state` makes an equal batch of them."""
+        """Plain containers and tensors on the CPU, from which `TrainBatch.of_state` makes an equal batch."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         state = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
-        if self.media is not None:  # siblings share theirs, and are to share them again
-            distinct = list({id(one): one for media in self.media for one in media}.values())
-            places = {id(one): place for place, one in enumerate(distinct)}
-            rows = [[places[id(one)] for one in media] for media in self.media]
-            state["media"] = {"distinct": [one.state() for one in distinct], "rows": rows}
+        if self.media is not None:  # rollouts of a group share their images, in the restored batch as well
+            distinct = list({id(item): item for media in self.media for item in media}.values())
+            index = {id(item): number for number, item in enumerate(distinct)}
+            rows = [[index[id(item)] for item in media] for media in self.media]
+            state["media"] = {"distinct": [item.state() for item in distinct], "rows": rows}
         return state
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> "TrainBatch":
-        """The batch whose `state` this is, on the CPU."""
+        """Inverse of `state`, on the CPU."""
         saved = state.get("media")
         if saved is None:
             return cls(**state)
-        distinct = [Media(**one) for one in saved["distinct"]]
-        return cls(**{**state, "media": [tuple(distinct[place] for place in row) for row in saved["rows"]]})
+        distinct = [Media(**item) for item in saved["distinct"]]
+        return cls(**{**state, "media": [tuple(distinct[index] for index in row) for row in saved["rows"]]})
 
     def prompts(self) -> list[Tensor]:
         """The P prompts' tokens, each [its length]."""
@@ -198,74 +195,71 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     """Flatten rollouts into a `TrainBatch`; equal prompts are stored once.
 
     Args:
-        rollouts: finished episodes. Siblings mostly continue one prompt, but need not: an environment may begin each
-            episode in its own way.
+        rollouts: finished episodes. Rollouts of a group mostly continue one prompt, but need not: an environment may
+            begin each episode in its own way.
         mask_truncated: learn nothing from truncated completions (DAPO's overlong filtering, arXiv 2503.14476 §3.4).
     """
-    prompts, groups = _distinct([rollout.prompt_ids for rollout in rollouts])
-
-    def learned(rollout: Rollout) -> list[bool]:
-        return [False] * len(rollout.sampled) if mask_truncated and rollout.truncated else rollout.sampled
-
-    def reported(rollout: Rollout) -> list[float]:
-        return [math.nan] * len(rollout.sampled) if rollout.logprobs is None else rollout.logprobs
-
-    speaking = [r for r in rollouts if r.completion_ids] or rollouts  # "no log-probs" of no tokens says nothing
-    have_logprobs = any(r.logprobs is not None for r in speaking)
+    prompts: dict[tuple[int, ...], int] = {}
+    groups: list[int] = []
+    lengths: list[int] = []
+    token_ids: list[int] = []
+    sampled: list[bool] = []
+    logprobs: list[float] = []
+    reported, reported_tokens, media = False, False, False
+    for rollout in rollouts:
+        size = len(rollout.completion_ids)
+        groups.append(prompts.setdefault(tuple(rollout.prompt_ids), len(prompts)))
+        lengths.append(size)
+        token_ids += rollout.completion_ids
+        sampled += [False] * size if mask_truncated and rollout.truncated else rollout.sampled
+        logprobs += [math.nan] * size if rollout.logprobs is None else rollout.logprobs
+        reported |= rollout.logprobs is not None
+        reported_tokens |= rollout.logprobs is not None and size > 0
+        media |= bool(rollout.media)
     return TrainBatch(
-        token_ids=_flat([r.completion_ids for r in rollouts], torch.long),
-        lengths=torch.tensor([len(r.completion_ids) for r in rollouts], dtype=torch.long),
-        sampled=_flat([learned(r) for r in rollouts], torch.bool),
-        prompt_ids=_flat(prompts, torch.long),
-        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long),
+        token_ids=torch.tensor(token_ids, dtype=torch.long),
+        lengths=torch.tensor(lengths, dtype=torch.long),
+        sampled=torch.tensor(sampled, dtype=torch.bool),
+        prompt_ids=_flat(list(prompts)),
+        prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long),
         groups=torch.tensor(groups, dtype=torch.long),
-        engine_logprobs=_flat([reported(r) for r in rollouts], torch.float32) if have_logprobs else None,
-        media=[r.media for r in rollouts] if any(r.media for r in rollouts) else None,
+        # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
+        engine_logprobs=torch.tensor(logprobs, dtype=torch.float32) if reported_tokens or (reported and not token_ids) else None,
+        media=[rollout.media for rollout in rollouts] if media else None,
     )
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """One batch of several, rollouts in order, as when processes put together what they sampled.
+    """Concatenate batches, rollouts in order; equal prompts are stored once across batches.
 
     Args:
-        batches: with the same optional fields; what an engine reported to some of them alone is filled up. Prompts that
-            are equal are kept once, also where they come from different batches.
+        batches: with the same optional fields, except that fields an engine reported for some batches are filled
+            (`UNREPORTED`) for the others.
     """
     device = batches[0].lengths.device
-    kept, places = _distinct([prompt.tolist() for batch in batches for prompt in batch.prompts()])
-    place = torch.tensor(places, dtype=torch.long, device=device)
+    prompts: dict[tuple[int, ...], int] = {}
+    number = [prompts.setdefault(tuple(ids.tolist()), len(prompts)) for batch in batches for ids in batch.prompts()]
+    numbers = torch.tensor(number, dtype=torch.long, device=device)
     offsets = [0, *accumulate(len(batch.prompt_lengths) for batch in batches)]
-    groups = [place[batch.groups + offset] for batch, offset in zip(batches, offsets, strict=False)]
+    groups = [numbers[batch.groups + offset] for batch, offset in zip(batches, offsets, strict=False)]
 
     def joined(name: str) -> Tensor | None:
         parts = [getattr(batch, name) for batch in batches]
         if name in UNREPORTED and any(part is not None for part in parts):
             parts = [_or_unreported(batch, name) for batch in batches]
-        assert len({part is None for part in parts}) == 1, f"{name} is there in some batches and not in others"
+        assert len({part is None for part in parts}) == 1, f"some batches have {name} and others do not"
         return None if parts[0] is None else torch.cat(parts)
 
     per_token: dict[str, Any] = {name: joined(name) for name in TOKEN_FIELDS}
+    media = [images for batch in batches for images in (batch.media or [()] * len(batch))]
     return TrainBatch(
         **per_token,
         lengths=torch.cat([batch.lengths for batch in batches]),
-        prompt_ids=_flat(kept, torch.long).to(device),
-        prompt_lengths=torch.tensor([len(prompt) for prompt in kept], dtype=torch.long, device=device),
+        prompt_ids=_flat(list(prompts)).to(device),
+        prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long, device=device),
         groups=torch.cat(groups),
-        media=_joined_media(batches),
+        media=media if any(batch.media is not None for batch in batches) else None,
     )
-
-
-def _joined_media(batches: Sequence[TrainBatch]) -> list[tuple[Media, ...]] | None:
-    if all(batch.media is None for batch in batches):
-        return None
-    return [media for batch in batches for media in (batch.media or [()] * len(batch))]
-
-
-def _distinct(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Every prompt once, in the order of their first appearance, and the place of each of `prompts` among them."""
-    known: dict[tuple[int, ...], int] = {}
-    places = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
-    return list(known), places
 
 
 def _or_unreported(batch: TrainBatch, name: str) -> Tensor:
@@ -273,5 +267,5 @@ def _or_unreported(batch: TrainBatch, name: str) -> Tensor:
     return torch.full(batch.sampled.shape, UNREPORTED[name], device=batch.sampled.device) if value is None else value
 
 
-def _flat(lists: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-    return torch.tensor([x for one in lists for x in one], dtype=dtype)
+def _flat(prompts: list[tuple[int, ...]]) -> Tensor:
+    return torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.long)
