@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
 from covey.core.advantages import group_relative, normalize_then_sum, weighted_total
-from covey.core.credit import CreditMix, Steps, steps_normalised_then_summed, steps_relative, steps_weighed
+from covey.core.credit import CreditMix, Steps, steps_normalized_then_summed, steps_relative, steps_weighted
 from covey.core.kl import KL_ESTIMATORS
 from covey.core.objective import Objective
 from covey.core.ratios import RATIO_LEVELS, SHARED_GRADIENT, token_level
@@ -153,6 +153,6 @@ def _step_advantages(
     parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, aggregation: str, scale: str, compared_with: str
 ) -> Tensor:
     if aggregation == "normalize_then_sum":
-        return steps_normalised_then_summed(parts, weights_F, groups_B, compared_with=compared_with)
+        return steps_normalized_then_summed(parts, weights_F, groups_B, compared_with=compared_with)
     baseline = partial(steps_relative, scale=scale, compared_with=compared_with)
-    return steps_weighed(parts, weights_F, groups_B, baseline=baseline)
+    return steps_weighted(parts, weights_F, groups_B, baseline=baseline)

@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
 from covey.algorithms.grpo import credit_mix, objective
 from covey.core.advantages import leave_one_out, weighted_total
-from covey.core.credit import Steps, steps_leave_one_out, steps_weighed
+from covey.core.credit import Steps, steps_leave_one_out, steps_weighted
 from covey.core.ratios import sequence_sum_level
 from covey.core.surrogates import Surrogate, SurrogateStats, clip, clip_stats
 from covey.core.weighting import mean_per_sequence
@@ -86,4 +86,4 @@ def _step_advantages(
     if clip_range is not None:
         parts = [part._replace(rewards=part.rewards.clamp(*clip_range)) for part in parts]
     baseline = partial(steps_leave_one_out, normalize=normalize, compared_with=compared_with)
-    return steps_weighed(parts, weights_F, groups_B, baseline=baseline)
+    return steps_weighted(parts, weights_F, groups_B, baseline=baseline)

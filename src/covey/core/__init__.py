@@ -1,7 +1,7 @@
-"""The algorithm's arithmetic: typed records, flat token vectors and pure functions over them.
+"""Records, the engine protocol and pure functions on flat token vectors.
 
-Pure torch. Nothing here knows transformers, accelerate, files, configs or processes; everything else imports this
-package and it imports nothing of Covey's.
+Plain torch: no transformers, accelerate, files, configs, threads or processes. Every other package imports this one,
+and it imports no other.
 
 Letters used throughout: N trained (completion) tokens of a batch, B rollouts, P prompts (groups), G rollouts per
 prompt, F reward functions.

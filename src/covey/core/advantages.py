@@ -1,8 +1,8 @@
-"""Credit: from rewards to advantages, over groups of completions of the same prompt.
+"""Advantages from rewards, over groups of completions of the same prompt.
 
-Rewards come as `[P, G]` (one total per completion) or `[P, G, F]` (one per reward function), with NaN where a
-function abstained. A completion that nothing could score is left out of every mean and deviation, and its advantage
-is 0. Everything is computed in float64 and returned in float32; a group whose rewards are all equal gets exact zeros.
+Rewards are `[P, G]` (one total per completion) or `[P, G, F]` (one per reward function), with NaN where a function
+abstained. A completion without any reward is left out of every mean and deviation, and its advantage is 0. Everything
+is computed in float64 and returned in float32; a group whose rewards are all equal gets exact zeros.
 """
 
 import torch
@@ -13,7 +13,7 @@ EPSILON = 1e-4
 
 
 def weighted_total(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:
-    """Σ_k w_k r_k over the functions that answered, NaN where none did: [..., F] -> [...]."""
+    """Σ_k w_k r_k over the functions that gave a reward, NaN where none did: [..., F] -> [...]."""
     total = (rewards_PGF * weights_F.to(rewards_PGF)).nansum(-1)
     return torch.where(rewards_PGF.isnan().all(-1), torch.nan, total)
 
@@ -57,10 +57,10 @@ def normalize_then_sum(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards_PG: Tensor, normalize: bool = False) -> Tensor:
-    """A_i = R_i - mean of the siblings' rewards: RLOO (Kool et al. 2019; arXiv 2402.14740).
+    """A_i = R_i - mean of the other rewards in the group: RLOO (Kool et al. 2019; arXiv 2402.14740).
 
     Args:
-        rewards_PG: [P, G], NaN = not scorable. A completion without a scorable sibling gets 0.
+        rewards_PG: [P, G], NaN = not scorable. A completion whose group has no other scorable one gets 0.
         normalize: afterwards divide by the deviation of the whole batch's advantages, plus ε. Their mean is 0 already.
 
     Example:

@@ -139,11 +139,11 @@ class TrainBatch:
         assert self.advantages is not None, "credit comes before the loss"
         has_signal = segment_sum((self.advantages != 0).long() * self.sampled, self.lengths) > 0
         rows = has_signal.nonzero()[:, 0]
-        kept = self.select(rows if len(rows) else self.lengths.argmin()[None]) if len(self) else self
+        trained = self.select(rows if len(rows) else self.lengths.argmin()[None]) if len(self) else self
         return replace(
-            kept,
-            skipped_tokens=int(self.sampled.sum() - kept.sampled.sum()),
-            skipped_rows=int((self.sampled_lengths > 0).sum() - (kept.sampled_lengths > 0).sum()),
+            trained,
+            skipped_tokens=int(self.sampled.sum() - trained.sampled.sum()),
+            skipped_rows=int((self.sampled_lengths > 0).sum() - (trained.sampled_lengths > 0).sum()),
         )
 
     def idle(self) -> "TrainBatch":
@@ -224,7 +224,9 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long),
         groups=torch.tensor(groups, dtype=torch.long),
         # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
-        engine_logprobs=torch.tensor(logprobs, dtype=torch.float32) if reported_tokens or (reported and not token_ids) else None,
+        engine_logprobs=torch.tensor(logprobs, dtype=torch.float32)
+        if reported_tokens or (reported and not token_ids)
+        else None,
         media=[rollout.media for rollout in rollouts] if media else None,
     )
 
@@ -238,8 +240,8 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     """
     device = batches[0].lengths.device
     prompts: dict[tuple[int, ...], int] = {}
-    number = [prompts.setdefault(tuple(ids.tolist()), len(prompts)) for batch in batches for ids in batch.prompts()]
-    numbers = torch.tensor(number, dtype=torch.long, device=device)
+    every = [tuple(prompt.tolist()) for batch in batches for prompt in batch.prompts()]
+    numbers = torch.tensor([prompts.setdefault(prompt, len(prompts)) for prompt in every], device=device).long()
     offsets = [0, *accumulate(len(batch.prompt_lengths) for batch in batches)]
     groups = [numbers[batch.groups + offset] for batch, offset in zip(batches, offsets, strict=False)]
 

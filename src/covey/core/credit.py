@@ -1,23 +1,22 @@
-"""Credit for parts of a completion: from rewards of steps or turns to an advantage for every token.
+"""Process credit: from rewards of steps or turns to an advantage for every token.
 
-`covey.core.advantages` judges whole completions. Here a completion is rewarded several times, each time for the part
-that ends at a token: a reasoning step, a turn of a conversation. Three pure functions follow one another:
+A completion is rewarded several times, each time for the part that ends at a token: a reasoning step, or a turn of a
+conversation. (`covey.core.advantages` is about whole completions.) Three pure functions follow one another:
 
 1. `gather_steps`: lists of `(last token, reward)` -> flat tensors `Steps`;
 2. `steps_relative` (GRPO) or `steps_leave_one_out` (RLOO): rewards of steps -> advantages of steps, function by
-   function (`steps_weighed`; `steps_normalised_then_summed` for GDPO);
+   function (`steps_weighted`; `steps_normalized_then_summed` for GDPO);
 3. `token_advantages`: advantages of steps, and of the outcome, -> advantages of tokens, flat `[N]`, by way of
    `credit_to_go`, which keeps one number for each end.
 
 Letters: B completions, P prompts, N completion tokens of all of them, S steps of all of them, F' reward functions that
-reward steps, K tokens at which something ends. Steps and turns differ
-in what they are compared with and nothing else (`COMPARED_WITH`). A reward of NaN is an abstention: it is left out of
-every mean and deviation and earns nothing, but its step still ends where it ends. Computed in float64, returned in
-float32; steps whose rewards are all equal get exact zeros.
+reward steps, K tokens at which something ends. Steps and turns differ only in what they are compared with
+(`COMPARED_WITH`). A reward of NaN is an abstention: it is left out of every mean and deviation and adds nothing, but
+its step still ends where it ends. Computed in float64, returned in float32; steps whose rewards are all equal get exact
+zeros.
 
-For another way of giving credit, write a function `Steps -> [S]` and hand its result to `token_advantages`; for a
-method of one's own, `Algorithm.step_advantages`. Not here: how reward functions say where a step ends
-(`covey.rewards.steps`), and which functions reward steps and which outcomes (`covey.algorithms.credit`).
+For another credit assignment, write a function `Steps -> [S]` and pass its result to `token_advantages`, or set
+`Algorithm.step_advantages`.
 """
 
 import math
@@ -33,20 +32,20 @@ from covey.core.advantages import EPSILON, nanstd
 from covey.core.ragged import expand, segment_starts
 
 StepRewards = list[tuple[int, float]]
-"""Pairs of an end and a reward, NaN where the step abstains. Ends are as a function returned them (`CharEnd`, `TurnEnd`
-or the index of a token) until they are resolved to indexes of tokens."""
+"""Pairs of an end and a reward, NaN for an abstention. Ends are those that a reward function returned (`CharEnd`,
+`TurnEnd` or a token index) until they are resolved to token indexes."""
 
 COMPARED_WITH = ("group", "turn")
-"""What a step is compared with: all steps of its group, or those of the same number (all first turns, ...)."""
+"""Steps are compared with all steps of their group, or with those of the same number (all first turns, ...)."""
 
 
 class Steps(NamedTuple):
     """Rewarded parts of B completions, ordered by completion and then by end.
 
     Attributes:
-        rows: [S] int64, the completion each belongs to.
-        ends: [S] int64, its last token, counted from the completion's first.
-        numbers: [S] int64, which step of its completion it is, from 0; steps with the same end share a number.
+        rows: [S] int64, completion of each step.
+        ends: [S] int64, last token of each, counted from the completion's first.
+        numbers: [S] int64, number of the step in its completion, from 0; steps with the same end share a number.
         rewards: [S] float64, NaN = abstained.
 
     Example:
@@ -61,12 +60,12 @@ class Steps(NamedTuple):
 
 
 class Credited(NamedTuple):
-    """What follows from each token at which a step, or the completion, ends; ordered by completion and end.
+    """Advantages at the tokens where a step or the completion ends; ordered by completion and end.
 
     Attributes:
-        rows: [K] int64, the completion each belongs to.
-        ends: [K] int64, the token, counted from the completion's first.
-        to_go: [K] float64, the advantage of that token and of all before it, as far as the end before.
+        rows: [K] int64, completion of each end.
+        ends: [K] int64, token, counted from the completion's first.
+        to_go: [K] float64, advantage of that token and of all before it, back to the previous end.
     """
 
     rows: Tensor
@@ -76,7 +75,7 @@ class Credited(NamedTuple):
 
 @dataclass(frozen=True)
 class CreditMix:
-    """How the credit of steps and that of the outcome make up a token's advantage.
+    """Weights with which the credit of steps and of the outcome make up a token's advantage.
 
     Attributes:
         process_weight: ω of the steps.
@@ -121,16 +120,16 @@ def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: S
 
 
 def steps_relative(steps: Steps, groups_B: Tensor, scale: str = "group", compared_with: str = "group") -> Tensor:
-    """r̃ = (r - mean) / (std + ε) over the steps it is compared with: [S] float64 without NaN.
+    """r̃ = (r - mean) / (std + ε) over the compared steps: [S] float64 without NaN.
 
     With `compared_with="group"` this is process supervision (DeepSeekMath, arXiv 2402.03300 §4.1.3): R holds the
     rewards of all steps of all completions of a group, and r̃_i^index(j) = (r_i^index(j) - mean(R)) / std(R). With
-    "turn", turn k is compared with turn k of its siblings (MT-GRPO, arXiv 2505.11821).
+    "turn", turn k is compared with turn k of the other completions (MT-GRPO, arXiv 2505.11821).
 
     Args:
         steps: as gathered.
         groups_B: [B] int64, the prompt of each completion.
-        scale: "group" divides by the deviation of what is compared, "batch" by that of all steps, "none" by nothing.
+        scale: "group" divides by the deviation of the compared steps, "batch" by that of all steps, "none" by nothing.
         compared_with: one of `COMPARED_WITH`.
     """
     cells, count = _cells(steps, groups_B, compared_with)
@@ -147,10 +146,10 @@ def steps_relative(steps: Steps, groups_B: Tensor, scale: str = "group", compare
 def steps_leave_one_out(
     steps: Steps, groups_B: Tensor, normalize: bool = False, compared_with: str = "group"
 ) -> Tensor:
-    """r̃ = r - mean of the steps of the other completions it is compared with: [S] float64 without NaN.
+    """r̃ = r - mean over the compared steps of the other completions: [S] float64 without NaN.
 
-    RLOO's baseline (arXiv 2402.14740) for steps: it depends on no token of the completion itself, so it adds no bias.
-    A completion that has several steps leaves all of them out. A step without siblings to compare with gets 0.
+    RLOO's baseline (arXiv 2402.14740) for steps: it does not depend on the completion itself, so it adds no bias. All
+    steps of the completion are left out. A step that is compared with no other completion's gets 0.
 
     Args:
         steps: as gathered.
@@ -161,7 +160,7 @@ def steps_leave_one_out(
     cells, count = _cells(steps, groups_B, compared_with)
     own, own_count = _numbered(torch.stack([cells, steps.rows]))
     known = ~steps.rewards.isnan()
-    # Rewards are centred first: equal ones are then exact zeros, and so are the sums and means of them.
+    # Rewards are centred first: equal ones are then exact zeros, and so are their sums and means.
     centred = _centre(steps.rewards, cells, count)
     others_sum = _sums(centred, cells, count)[cells] - _sums(centred, own, own_count)[own]
     others = _sums(known, cells, count)[cells] - _sums(known, own, own_count)[own]
@@ -183,8 +182,8 @@ def join_steps(parts: Sequence[Steps]) -> Steps:
     return Steps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def steps_weighed(parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, baseline: StepBaseline) -> Tensor:
-    """ω_f r̃_f: each function's steps compared among themselves, then weighed; [S], in the order of `join_steps`.
+def steps_weighted(parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, baseline: StepBaseline) -> Tensor:
+    """ω_f r̃_f: each function's steps compared among themselves, then weighted; [S], in the order of `join_steps`.
 
     Args:
         parts: steps of each reward function that rewards steps.
@@ -192,22 +191,22 @@ def steps_weighed(parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *
         groups_B: [B] int64, the prompt of each completion.
         baseline: `steps_relative` or `steps_leave_one_out` with its settings filled in.
     """
-    weighed = [weight * baseline(part, groups_B) for part, weight in zip(parts, weights_F.tolist(), strict=True)]
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *weighed])
+    weighted = [weight * baseline(part, groups_B) for part, weight in zip(parts, weights_F.tolist(), strict=True)]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *weighted])
 
 
-def steps_normalised_then_summed(
+def steps_normalized_then_summed(
     parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, compared_with: str = "group"
 ) -> Tensor:
-    """Each function's steps normalised in the group, then weighed, then all of them divided by one deviation; [S].
+    """Each function's steps normalised in the group, then weighted, then all of them divided by one deviation; [S].
 
-    GDPO (arXiv 2601.05242) knows outcomes alone; this is its formula with the end of a step in the place of the
-    completion: z_f = r̃_f of `steps_relative`, S = Σ_f ω_f z_f over what ends at the same token, and S / (std(S) + ε)
-    over all such tokens of the batch. With single steps that end with their completions it is `normalize_then_sum`.
+    GDPO (arXiv 2601.05242) is about outcomes; this is its formula with the end of a step in place of the completion:
+    z_f = r̃_f of `steps_relative`, S = Σ_f ω_f z_f over what ends at the same token, and S / (std(S) + ε) over all such
+    tokens of the batch. With single steps that end with their completions it is `normalize_then_sum`.
     """
     steps = join_steps(parts)
     normalised = partial(steps_relative, scale="group", compared_with=compared_with)
-    advantages = steps_weighed(parts, weights_F, groups_B, baseline=normalised)
+    advantages = steps_weighted(parts, weights_F, groups_B, baseline=normalised)
     ends, count = _numbered(torch.stack([steps.rows, steps.ends]))
     known = _sums(~steps.rewards.isnan(), ends, count) > 0
     sums = _sums(advantages, ends, count)[known]
@@ -217,7 +216,7 @@ def steps_normalised_then_summed(
 def credit_to_go(
     steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None = None, mix: CreditMix | None = None
 ) -> Credited:
-    """G_j = v_j + γ G_{j+1} over the ends of each completion, v_j being the weighed advantages of what ends there.
+    """G_j = v_j + γ G_{j+1} over the ends of each completion; v_j: weighted advantages of the steps that end there.
 
     Args:
         steps, advantages_S, lengths_B, outcome_B: as for `token_advantages`.
@@ -229,9 +228,9 @@ def credit_to_go(
     at = starts[steps.rows] + steps.ends
     value = advantages_S.double() * mix.process_weight
     if outcome_B is not None:
-        some = lengths_B > 0  # an empty completion has no token to credit
-        at = torch.cat([at, (starts + lengths_B - 1)[some]])
-        value = torch.cat([value, outcome_B.double()[some] * mix.outcome_weight])
+        nonempty = lengths_B > 0  # an empty completion has no token to credit
+        at = torch.cat([at, (starts + lengths_B - 1)[nonempty]])
+        value = torch.cat([value, outcome_B.double()[nonempty] * mix.outcome_weight])
     at, which = at.unique(return_inverse=True)  # sorted, so in the order of completions
     rows = torch.searchsorted(starts, at, right=True) - 1
     to_go = _rewards_to_go(_sums(value, which, len(at)), rows, mix.discount)
@@ -239,7 +238,7 @@ def credit_to_go(
 
 
 def spread(credited: Credited, lengths_B: Tensor) -> Tensor:
-    """Every token's advantage: that of the first end at or after it in its completion, 0 after the last; [N] float32.
+    """Advantage of every token: that of the first end at or after it in its completion, 0 after the last; [N] float32.
 
     Args:
         credited: ends of the B completions.
@@ -250,7 +249,7 @@ def spread(credited: Credited, lengths_B: Tensor) -> Tensor:
         return torch.zeros(len(tokens), device=lengths_B.device)
     starts = segment_starts(lengths_B)
     ends = starts[credited.rows] + credited.ends
-    following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # the step a token belongs to ...
+    following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # the step of a token ...
     last = expand(starts + lengths_B - 1, lengths_B)  # ... if it ends within the token's completion
     inside = (ends[following] >= tokens) & (ends[following] <= last)
     return torch.where(inside, credited.to_go[following], 0.0).float()
@@ -259,22 +258,20 @@ def spread(credited: Credited, lengths_B: Tensor) -> Tensor:
 def token_advantages(
     steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None = None, mix: CreditMix | None = None
 ) -> Tensor:
-    """A_t = Σ_{j: end_j >= t} γ^(steps between t and j) ω_j r̃_j: what follows from a token on, [N] float32.
+    """A_t = Σ_{j: end_j >= t} γ^(steps between t and j) ω_j r̃_j: the credit from a token on, [N] float32.
 
     With γ = 1 and no outcome it is DeepSeekMath's Â_{i,t} = Σ_{index(j) >= t} r̃_i^index(j) (arXiv 2402.03300 §4.1.3).
     An outcome is one more step that ends with the completion. For two turns, the first of them rewarded, that is
-    MT-GRPO (arXiv 2505.11821): the first turn gets r̃ + γ A, the second A, with γ in the place of the paper's λ. The
-    paper's formula is for two turns; more of them, several rewards of a turn, and a discount for each turn that lies
-    between are ours.
+    MT-GRPO (arXiv 2505.11821): the first turn gets r̃ + γ A, the second A, with γ in place of the paper's λ. The
+    paper's formula is for two turns; the extension to more turns, several rewards per turn and a discount for each turn
+    in between is ours.
 
     Tokens after the last step get 0 unless there is an outcome. A step may end at a token that was not sampled (a tool
-    result): the credit goes to all before it, and what reaches tokens that were not sampled is left out by their
-    weight, as ever.
+    result): the credit goes to all tokens before it, and tokens that were not sampled have weight 0.
 
     Args:
-        steps: as gathered; steps of several reward functions may be concatenated, in any order, provided that
-            their `advantages_S` are.
-        advantages_S: [S], of each step; `steps_relative` or `steps_leave_one_out`.
+        steps: as gathered; steps of several reward functions may be concatenated in the order of `advantages_S`.
+        advantages_S: [S], of each step, from `steps_relative` or `steps_leave_one_out`.
         lengths_B: [B] int64, completion tokens of each.
         outcome_B: [B], of each completion as a whole; `covey.core.advantages`.
         mix: weights and discount; all 1 by default.
@@ -300,7 +297,7 @@ def _rewards_to_go(values: Tensor, owners: Tensor, discount: float) -> Tensor:
 
 
 def _cells(steps: Steps, groups_B: Tensor, compared_with: str) -> tuple[Tensor, int]:
-    """Number the sets of steps that are compared with each other: [S] int64, and how many there are."""
+    """Number of each step's comparison set, [S] int64, and the count of sets."""
     assert compared_with in COMPARED_WITH, "checked with the config"
     groups_S = groups_B[steps.rows]
     return _numbered(torch.stack([groups_S, steps.numbers]) if compared_with == "turn" else groups_S[None])

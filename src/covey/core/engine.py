@@ -1,7 +1,7 @@
-"""The one narrow door to whatever samples tokens.
+"""The protocol of sampling engines.
 
-An engine turns a token prompt into completions. It knows no tools, rewards, datasets or training; adding one means
-writing a class with these three methods and a `from_args`.
+An engine turns a token prompt into completions. It knows no tools, rewards, datasets or training. To add one, write a
+class with the three methods of `RolloutEngine`.
 """
 
 from contextlib import AbstractContextManager
@@ -17,10 +17,10 @@ from covey.core.weights import WeightUpdate
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens. Filters apply in this order: repetition penalty, temperature, top-k, top-p, min-p.
+    """Sampling settings. Filters apply in this order: repetition penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
-        max_tokens: most tokens to sample.
+        max_tokens: maximum tokens to sample.
         temperature: divides the logits; 0 is greedy.
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
@@ -40,7 +40,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether the sampling distribution differs from the softmax at `temperature`."""
+        """True if the sampling distribution is not the softmax at `temperature`."""
         return self.top_k > 0 or self.top_p < 1.0 or bool(self.min_p) or self.repetition_penalty != 1.0
 
 
@@ -50,24 +50,24 @@ class SampleRequest:
 
     Attributes:
         prompt_ids: the tokens to continue.
-        n: how many completions; the prompt is computed once for all of them.
-        params: how to sample.
+        n: number of completions; the prompt is computed once for all of them.
+        params: sampling settings.
         seeds: one 64-bit seed per completion. The same seed, prompt and weights give the same completion, whatever
             else is in flight.
         media: images among `prompt_ids`, for engines of vision-language models. `covey.core.media.unexpanded` gives the
-            tokens as inference servers want them.
+            tokens in the form that inference servers accept.
         drafts: one per seed, or None: tokens this completion may begin with, such as the last completion of the same
-            prompt. Engines that verify drafts compute all their positions in one parallel pass and decode only from
-            the first token they reject; engines that do not may ignore them. A draft never changes what may come out:
-            see `draft_lenience`.
+            prompt. Engines that verify drafts compute all their positions in one parallel forward pass and decode only
+            from the first token they reject; engines that do not may ignore them. A draft does not change which
+            completions are possible: see `draft_lenience`.
         draft_logprobs: log-probability of each draft token under the policy that wrote it, at the sampling
             temperature, one list per draft (None where the draft is None). Needed by lenient acceptance alone.
         draft_lenience: None accepts exactly: the completion is, token by token, the one this seed would have given
             without the draft. A number l accepts token i with probability min(1, l * p_now / p_then) (SPEC-RL,
             arXiv 2509.23232): more is reused, and the reused part stays off-policy.
-        shared: so many first tokens of `prompt_ids` begin other requests too, before and after this one, as a
-            conversation's prompt begins all its turns; 0 if that is not known. Engines may keep what they compute for
-            them while they are awake. It changes no completion.
+        shared: number of first tokens of `prompt_ids` that other requests begin with too, as all turns of a
+            conversation begin with its prompt; 0 if unknown. Engines may cache their computation while they are awake.
+            It changes no completion.
     """
 
     prompt_ids: list[int]
@@ -88,22 +88,21 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What an engine's log-probs are, for whoever compares them with the trainer's.
+    """Capabilities of an engine and properties of its log-probs.
 
-    An engine states its own in an attribute `traits`; one without is taken for a foreign engine that reports what
-    `Completion.logprobs` asks for.
+    An engine declares them in an attribute `traits`; one without it is treated as an external engine that reports
+    `Completion.logprobs` as documented there.
 
     Attributes:
-        shares_policy: it samples with the trainer's own weights and precision, so the two agree but for rounding.
-        reports_after_cut: top-k, top-p, min-p, penalties and grammars have had their effect on what it reports. Where
-            a request uses any, its log-probs are those of another distribution than the trainer scores.
-        dtype: what it computes in, if it is known; a narrow one is granted more rounding.
-        updates_in_flight: `load_weights` may be called while requests are under way; their later tokens are sampled
-            with the new weights, or not, and `Completion.versions` says which. Otherwise an update waits until nothing
-            is under way.
-        takes_adapters: it can sample from an adapter that is sent without the model it lies on; otherwise weights come
+        shares_policy: it samples with the trainer's own weights and precision, so the two agree up to rounding.
+        reports_after_cut: its log-probs are those after top-k, top-p, min-p, penalties and grammars. Where a request
+            uses any of these, they belong to another distribution than the one that the trainer scores.
+        dtype: number format it computes in, if known; a narrow one gets a larger tolerance.
+        updates_in_flight: `load_weights` may be called during requests; `Completion.versions` gives the weights that
+            each later token was sampled with. Otherwise an update waits until no request is in flight.
+        takes_adapters: it can sample from an adapter that is sent without its base model; otherwise weights are sent
             merged.
-        expands_images: it is sent each image as a single token, and looks for these tokens itself.
+        expands_images: each image is sent as a single token, which the engine expands.
     """
 
     shares_policy: bool = False
@@ -115,25 +114,22 @@ class EngineTraits:
 
 
 def traits_of(engine: Any) -> EngineTraits:
-    """What an engine says about its log-probs, or what is assumed of one that says nothing."""
+    """The engine's `traits`, or the defaults if it has none."""
     return getattr(engine, "traits", EngineTraits())
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """What the collector needs of an engine.
-
-    An attribute `traits: EngineTraits` is optional; see there.
-    """
+    """Interface of an engine. An attribute `traits: EngineTraits` is optional."""
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions; many calls may be in flight at once and the engine batches them."""
         ...
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Take a version of the policy's weights. An engine that shares the policy's memory ignores it."""
+        """Load a version of the policy's weights. An engine that shares the policy's memory ignores it."""
         ...
 
     def awake(self) -> AbstractContextManager[None]:
-        """Within this context the engine is ready to sample; outside it may release memory."""
+        """Context in which the engine is ready to sample; outside of it, it may release memory."""
         ...

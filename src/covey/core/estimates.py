@@ -1,8 +1,4 @@
-"""How good a model is, from n samples of each of P prompts: pass@k, maj@k, and how far either may be off.
-
-Pure arithmetic in whole numbers and floats. Not here: who counts as right, and what an answer is
-(`covey.trainer.evaluation.suites`).
-"""
+"""Evaluation estimates from n samples of each of P prompts: pass@k, maj@k and confidence intervals."""
 
 import math
 import statistics
@@ -14,13 +10,13 @@ Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The unbiased estimate of the chance that at least one of k samples is right: 1 - C(n - c, k) / C(n, k).
+    """Unbiased estimate of the probability that at least one of k samples is right: 1 - C(n - c, k) / C(n, k).
 
     Equation 1 of Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374).
 
     Args:
-        samples: n, those of one prompt.
-        right: c, how many of them are right.
+        samples: n, samples of one prompt.
+        right: c, number of right samples.
         k: at most n.
 
     Raises:
@@ -35,12 +31,12 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
-    """The unbiased estimate of the chance that the most frequent answer among k samples is right.
+    """Unbiased estimate of the probability that the most frequent answer among k samples is right.
 
-    It is the average over all subsets of k of the n samples (a U-statistic, Hoeffding 1948), counted rather than
-    drawn. Ties are broken by lot. A sample without an answer does not vote; a subset without any answer is wrong. An
-    answer is as right as the share of its samples that are: 0 or 1, unless the reward looks at more than the answer.
-    Voting is the self-consistency of Wang et al. 2022 (arXiv 2203.11171).
+    It is the average over all subsets of k of the n samples (a U-statistic, Hoeffding 1948), counted exactly. Ties are
+    broken uniformly at random. A sample without an answer does not vote; a subset without any answer is wrong. An
+    answer counts with the fraction of its samples that are right: 0 or 1, unless the reward depends on more than the
+    answer. Voting is the self-consistency of Wang et al. 2022 (arXiv 2203.11171).
 
     Args:
         answers: [n], one per sample of a prompt; None where there is none.
@@ -80,8 +76,8 @@ def _ways_to_win(size: int, others: list[int], silent: int, k: int) -> Fraction:
     ways = Fraction(0)
     for votes in range(1, min(size, k) + 1):
         rest = k - votes
-        # [chosen so far][answers that have just as many votes]: ways to choose from those others that could have more,
-        # of which none has
+        # (samples chosen so far, answers with as many votes) -> ways to choose from the other answers with at least as
+        # many samples, none of which gets more votes
         table = {(0, 0): 1}
         for other in others:
             if other < votes:
@@ -89,10 +85,12 @@ def _ways_to_win(size: int, others: list[int], silent: int, k: int) -> Fraction:
             grown: dict[tuple[int, int], int] = {}
             for (chosen, ties), count in table.items():
                 for more in range(min(votes, rest - chosen) + 1):
-                    place = chosen + more, ties + (more == votes)
-                    grown[place] = grown.get(place, 0) + count * math.comb(other, more)
+                    state = chosen + more, ties + (more == votes)
+                    grown[state] = grown.get(state, 0) + count * math.comb(other, more)
             table = grown
-        free = silent + sum(other for other in others if other < votes)  # whoever is chosen of these, the answer wins
+        free = silent + sum(
+            other for other in others if other < votes
+        )  # any choice among these leaves the answer ahead
         won = sum(
             (Fraction(count * math.comb(free, rest - chosen), ties + 1) for (chosen, ties), count in table.items()),
             Fraction(0),
@@ -102,17 +100,16 @@ def _ways_to_win(size: int, others: list[int], silent: int, k: int) -> Fraction:
 
 
 def interval_of_share(values: Sequence[float], draws: int = 1, z: float = Z95) -> tuple[float, float]:
-    """A confidence interval for the mean of values between 0 and 1, one per prompt.
+    """Confidence interval for the mean of values between 0 and 1, one per prompt.
 
-    Wilson's score interval (Wilson 1927) at the effective number of trials p (1 - p) / var(mean): where every value is
-    0 or 1 that is the number of prompts and the interval is Wilson's own; values in between vary less than that and
-    count for more, as in surveys (Korn and Graubard 1998). So it has a width also where every prompt is right, and it
-    is about new prompts of the same kind as well as new samples of these.
+    Wilson's score interval (Wilson 1927) at the effective number of trials p (1 - p) / var(mean) (Korn and Graubard
+    1998): where every value is 0 or 1, that is the number of prompts. It has a width also where every prompt is right,
+    and covers new prompts of the same distribution as well as new samples.
 
     Args:
         values: [P].
-        draws: independent trials behind each value, n / k where it is about all subsets of k of n samples; P times as
-            many are the most that the values can be worth.
+        draws: independent trials behind each value, n / k for an average over all subsets of k of n samples; the
+            effective number of trials is at most P times this.
         z: standard deviations to each side.
 
     Returns:
@@ -136,7 +133,7 @@ def interval_of_share(values: Sequence[float], draws: int = 1, z: float = Z95) -
 
 
 def interval_of_mean(values: Sequence[float], z: float = Z95) -> tuple[float, float]:
-    """A confidence interval for the mean of any numbers, one per prompt: z standard errors to each side.
+    """Confidence interval for the mean of any numbers, one per prompt: z standard errors to each side.
 
     Args:
         values: [P], at least two.
@@ -153,7 +150,7 @@ def interval_of_mean(values: Sequence[float], z: float = Z95) -> tuple[float, fl
 
 
 def _without(sizes: list[int], size: int) -> list[int]:
-    """All but one of that size."""
+    """`sizes` without one occurrence of `size`."""
     rest = list(sizes)
     rest.remove(size)
     return rest

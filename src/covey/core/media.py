@@ -1,32 +1,34 @@
-"""Images in a rollout as the model is given them: tensors that stay opaque and belong to one sample.
+"""Images of rollouts: model inputs that belong to one sample, their batches, and thumbnails for logs.
 
-A processor turns text and images into tokens, some of which stand for images, and into further inputs of the model
-(`pixel_values`, `image_grid_thw`, `image_sizes`, ...). What those mean differs by family and is nobody's business here;
-what is known is how the inputs of several samples become those of a batch. Not here: reading images and calling
-processors (`covey.rollout.vision`).
+A processor (`covey.rollout.vision`) turns text and images into tokens, some of which are placeholders of images, and
+into further inputs of the model (`pixel_values`, `image_grid_thw`, `image_sizes`, ...). Their meaning depends on the
+model family and is not interpreted here.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+LARGEST = 256
+"""Pixels of a thumbnail's longer side."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Media:
-    """The images in a stretch of a rollout's tokens (a prompt, or what a tool answered), as one call of the processor.
+    """The images in a span of a rollout's tokens (a prompt, or a tool result), from one call of the processor.
 
     Attributes:
-        images: PIL images in the order of the tokens that stand for them; empty where only training needs the rest.
+        images: PIL images in the order of their placeholder tokens; empty where only training needs the rest.
         tensors: inputs of the model's forward, as the processor returns them for a single sample.
-        marks: by name, what the model is told about each token of the stretch, [length] (which ones are images).
-        start: of the stretch among the tokens of the rollout's prompt and completion.
-        length: tokens of the stretch.
-        short_ids: the same stretch with each image as the one token that the chat template writes: what inference
-            servers are sent, which expand it themselves.
+        marks: per-token inputs of the model by name, [length], such as `token_type_ids`.
+        start: first token of the span, counted over the rollout's prompt and completion.
+        length: tokens of the span.
+        short_ids: the span with each image as the single token of the chat template, which inference servers expand.
 
     Example:
         "<image>Hi" with an image that takes two tokens: `Media((image,), {"pixel_values": ...},
@@ -41,87 +43,88 @@ class Media:
     short_ids: tuple[int, ...]
 
     def state(self) -> dict[str, Any]:
-        """What training needs, in plain containers and tensors: `Media(**media.state())` trains alike."""
-        kept = replace(self, images=())
-        return {name: getattr(kept, name) for name in self.__slots__}
+        """Everything that training needs, in plain containers and tensors; `Media(**state)` restores it."""
+        trained = replace(self, images=())
+        return {name: getattr(trained, name) for name in self.__slots__}
 
 
 def unexpanded(ids: Sequence[int], media: Iterable[Media]) -> list[int]:
-    """Tokens of a prompt (and what followed it) as inference servers are sent them, each image a single token.
+    """Tokens of a prompt (and its completion) for inference servers, each image a single token.
 
     Example:
-        >>> one = Media((), {}, {}, start=1, length=3, short_ids=(7,))
-        >>> unexpanded([5, 9, 9, 9, 6], [one])
+        >>> unexpanded([5, 9, 9, 9, 6], [Media((), {}, {}, start=1, length=3, short_ids=(7,))])
         [5, 7, 6]
     """
     short: list[int] = []
-    at = 0
-    for one in sorted(media, key=lambda one: one.start):
-        short += [*ids[at : one.start], *one.short_ids]
-        at = one.start + one.length
-    return [*short, *ids[at:]]
+    end = 0
+    for item in sorted(media, key=lambda item: item.start):
+        short += [*ids[end : item.start], *item.short_ids]
+        end = item.start + item.length
+    return [*short, *ids[end:]]
 
 
 def images_of(media: Iterable[Media]) -> list[Any]:
-    """The images in the order of the tokens that stand for them."""
-    return [image for one in sorted(media, key=lambda one: one.start) for image in one.images]
+    """PIL images in the order of their placeholder tokens."""
+    return [image for item in sorted(media, key=lambda item: item.start) for image in item.images]
 
 
 def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.device) -> dict[str, Tensor]:
-    """Further inputs of a forward pass over rows of tokens that begin at column 0.
+    """Image inputs of a forward pass over padded sequences that begin at column 0.
 
-    Inputs of several samples are put one after the other along their first dimension, in the order of the rows; where
-    others differ in size (tiles of an image, images of a sample) the smaller are filled up with zeros, which is how
-    processors themselves make batches: models tell from `image_sizes`, from a mask or from the zeros what is real.
+    Inputs of several samples are concatenated along their first dimension, in the order of the sequences. Where other
+    dimensions differ (tiles of an image, images of a sample) the smaller are padded with zeros, as processors do:
+    models recognise padding by `image_sizes`, a mask or the zeros.
 
     Args:
-        rows: the media of each row; a row without images has none.
-        width: columns of the padded rows.
-        device: where the inputs shall be.
+        rows: the media of each sequence, which may be empty.
+        width: columns of the padded sequences.
+        device: device of the inputs.
 
     Returns:
-        Inputs by name; empty where no row has images. Marks are [rows, width], 0 where nothing is marked.
+        Inputs by name; empty where no sequence has images. Marks are [sequences, width], 0 outside the media.
     """
-    every = [one for media in rows for one in media]
-    names = dict.fromkeys(name for one in every for name in one.tensors)
-    inputs = {name: _stacked([one.tensors[name] for one in every if name in one.tensors]).to(device) for name in names}
-    for name in dict.fromkeys(name for one in every for name in one.marks):
+    items = [item for media in rows for item in media]
+    names = dict.fromkeys(name for item in items for name in item.tensors)
+    inputs = {
+        name: _stacked([item.tensors[name] for item in items if name in item.tensors]).to(device) for name in names
+    }
+    for name in dict.fromkeys(name for item in items for name in item.marks):
         marks = torch.zeros(len(rows), width, dtype=torch.long)
         for row, media in enumerate(rows):
-            for one in media:
-                if name in one.marks:
-                    marks[row, one.start : one.start + one.length] = one.marks[name]
+            for item in media:
+                if name in item.marks:
+                    marks[row, item.start : item.start + item.length] = item.marks[name]
         inputs[name] = marks.to(device)
     return inputs
 
 
 def stray_placeholders(ids: Tensor, rows: Sequence[Sequence[Media]], placeholders: Tensor) -> Tensor:
-    """Which tokens stand for images where there are none, [rows, width] bool: a policy may sample one.
+    """Mask of placeholder tokens without an image, [sequences, width]: a policy may sample one.
 
     Args:
-        ids: padded rows that begin at column 0.
-        rows: the media of each.
-        placeholders: tokens that stand for images, [any number].
+        ids: padded sequences that begin at column 0.
+        rows: the media of each sequence.
+        placeholders: placeholder tokens of images, [any number].
     """
     strays = torch.isin(ids, placeholders)
     for row, media in enumerate(rows):
-        for one in media:
-            strays[row, one.start : one.start + one.length] = False
+        for item in media:
+            strays[row, item.start : item.start + item.length] = False
     return strays
 
 
 @contextmanager
 def reading(embedding: nn.Module, ids: Tensor, strays: Tensor, filler: int) -> Iterator[Tensor]:
-    """Run a model within this context, on the tokens it yields: where `strays` says so, images are not looked for.
+    """Context for a forward pass on the tokens that it yields, with stray placeholders as ordinary tokens.
 
-    A model looks for the image of each token that stands for one. A token that was sampled has none, and is read like
-    any other, as engines read it when they go on from it: the model is given another token, its embedding the real one.
+    A model looks for the image of each placeholder, and a sampled placeholder has none. Engines continue from it as
+    from any other token, so the model is given `filler` in its place, with the embedding of the real token.
 
     Args:
-        embedding: of the model's input tokens.
-        ids: rows of tokens.
-        strays: [rows, width] bool, of `stray_placeholders`.
-        filler: any token that stands for no image.
+        embedding: the model's input embedding.
+        ids: tokens, [sequences, width].
+        strays: [sequences, width] bool, from `stray_placeholders`.
+        filler: any token that is no placeholder.
     """
     if not strays.any():
         yield ids
@@ -138,14 +141,33 @@ def reading(embedding: nn.Module, ids: Tensor, strays: Tensor, filler: int) -> I
 
 
 def placeholder_ids(config: Any) -> list[int]:
-    """Tokens that stand for images or videos, by a model's configuration; empty for a model of text."""
-    names = [f"{kind}_token_{what}" for kind in ("image", "video") for what in ("id", "index")]
+    """Placeholder tokens of images and videos in a model's configuration; empty for a text model."""
+    names = [f"{kind}_token_{suffix}" for kind in ("image", "video") for suffix in ("id", "index")]
     found = {getattr(config, name, None) for name in names}
-    return sorted(one for one in found if isinstance(one, int) and one >= 0)
+    return sorted(token for token in found if isinstance(token, int) and token >= 0)
+
+
+def thumbnails(images: Iterable[Any], cache: dict[int, bytes] | None = None) -> list[bytes]:
+    """PIL images as PNG files of at most `LARGEST` pixels on a side.
+
+    Args:
+        images: in order.
+        cache: files by `id` of the image, for images that several rollouts show. The images must stay alive.
+    """
+    cache = {} if cache is None else cache
+    files = []
+    for image in images:
+        if id(image) not in cache:
+            small, data = image.copy(), BytesIO()
+            small.thumbnail((LARGEST, LARGEST))
+            small.save(data, "PNG")
+            cache[id(image)] = data.getvalue()
+        files.append(cache[id(image)])
+    return files
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """One after the other along the first dimension, the others filled up with zeros to the largest."""
+    """Concatenate along the first dimension, the others padded with zeros to the largest."""
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     filled = []
     for part in parts:

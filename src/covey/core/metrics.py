@@ -1,7 +1,7 @@
-"""Metric values that know how to reduce.
+"""Metric values that carry their reduction.
 
-A mean travels as a sum and a count and is divided once, at the end; so it is right over uneven micro-batches, ranks
-and logging windows. Every statistic is a small immutable value with `merge`, `value` and a flat form for the network.
+A mean is a sum and a count, divided once at the end, so that it is right over uneven micro-batches, ranks and logging
+windows. Every statistic is a small immutable value with `merge` and `value`.
 """
 
 import math
@@ -20,8 +20,8 @@ class Mean:
 
     @classmethod
     def of(cls, values: list[float]) -> "Mean":
-        kept = [float(v) for v in values if not math.isnan(v)]
-        return cls(sum(kept), len(kept))
+        numbers = [float(value) for value in values if not math.isnan(value)]
+        return cls(sum(numbers), len(numbers))
 
     def merge(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count)

@@ -1,6 +1,6 @@
 """Sums, means and gathers over ragged sequences stored flat.
 
-A ragged batch is a flat vector `values [N]` with `lengths [B]` beside it, `lengths.sum() == N`: sequence i owns the
+A ragged batch is a flat vector `values [N]` and `lengths [B]` with `lengths.sum() == N`: sequence i owns the
 slice that starts at `lengths[:i].sum()`. Nothing is padded.
 """
 

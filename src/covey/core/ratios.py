@@ -40,8 +40,8 @@ def sequence_sum_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, 
     """log(π(o_i) / π_old(o_i)), the whole completion as one action: RLOO (arXiv 2402.14740, §3).
 
     Each token has the ratio of its completion, and |o_i| times the gradient of its own log-prob: so the mean over the
-    completion's tokens has the gradient of the whole where all are treated alike, and where they are not (credit for
-    steps, filters) each token is learned from by its own advantage.
+    completion's tokens has the gradient of the whole where all have the same advantage; where they differ (credit for
+    steps, filters) each token has its own.
     """
     difference = torch.where(sampled, logprobs - old_logprobs, 0.0)
     counts = expand(segment_sum(sampled.to(difference), lengths), lengths)
@@ -55,13 +55,13 @@ RATIO_LEVELS: dict[str, RatioLevel] = {
     "sequence_sum": sequence_sum_level,
 }
 SHARED_GRADIENT = (sequence_level,)
-"""Levels at which the gradient of one token's ratio goes through all tokens: what one is credited with moves all."""
+"""Levels at which the gradient of one token's ratio goes through all tokens of its completion."""
 
 
 def off_policy_keep(
     advantages: Tensor, logprobs: Tensor, behaviour_logprobs: Tensor, sampled: Tensor, lengths: Tensor, threshold: float
 ) -> Tensor:
-    """Which tokens to keep: all but those of punished sequences that have drifted too far from where they were sampled.
+    """Mask of the tokens to keep: all but those of punished sequences that have drifted too far off-policy.
 
     keep_i = A_i >= 0 or mean_t(log π_behaviour - log π) <= threshold (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
     NaN log-probs of the engine count as no drift. Returns bool [N].
@@ -100,8 +100,8 @@ def mismatch_weights(
     speed kills stability" (sequences), and IcePop (tokens, with both bounds; Ring-1T, arXiv 2510.18855).
 
     Args:
-        old_logprobs: [N], the trainer's, under the weights that sampled.
-        engine_logprobs: [N]; NaN, or a token that the engine calls impossible, counts as no difference.
+        old_logprobs: [N], the trainer's, under the weights that the engine sampled with.
+        engine_logprobs: [N]; NaN, or -inf, counts as no difference.
         sampled: [N] bool; other tokens get weight 1, or their sequence's.
         lengths: [B].
         mode: token_truncate | token_mask | sequence_truncate | sequence_mask.

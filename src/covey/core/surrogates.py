@@ -1,7 +1,7 @@
-"""What each token contributes to the loss, before averaging: one pure function per published objective.
+"""Surrogate losses, one pure function per published objective: the loss of each token before averaging.
 
 A surrogate takes `SurrogateInputs` and returns the loss of every token, `[N]`, to be minimised. It knows neither
-masks nor averages: tokens that are not trained carry weight 0 later. To add one, write such a function and register
+masks nor averages: tokens that are not trained get weight 0 later. To add one, write such a function and register
 it (`covey.algorithms.register_loss`).
 """
 
@@ -18,18 +18,18 @@ from covey.core.ratios import MAX_LOG_RATIO
 
 @dataclass(frozen=True, slots=True)
 class SurrogateInputs:
-    """What a surrogate may look at; all `[N]` but `lengths [B]`.
+    """Inputs of a surrogate; all `[N]` but `lengths [B]`.
 
     Attributes:
         log_ratio: log importance ratio at the chosen level; carries the gradient.
         logprobs: log π(o_t) under the policy being trained; carries the gradient.
         old_logprobs: log π_old(o_t), constant.
         advantages: credit.
-        sampled: which tokens are trained.
+        sampled: mask of trained tokens.
         lengths: tokens of each rollout.
         mismatch_weights: engine/trainer importance weights, or None.
         skipped_tokens, skipped_rows: trained tokens and rollouts that were left out because their advantage is 0;
-            shares of tokens count them as not clipped, which is what they are.
+            clip fractions count them as not clipped.
     """
 
     log_ratio: Tensor
@@ -116,10 +116,10 @@ def gmpo(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float) -> Tens
 
 
 def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: bool = False) -> dict[str, Stat]:
-    """How often the clip binds: r < low where A < 0, r > high where A > 0, over trained tokens (or sequences).
+    """Clip fractions: r < low where A < 0, r > high where A > 0, over trained tokens (or sequences).
 
-    The minimum and the maximum are over completions, of the share of each one's trained tokens; so they do not depend
-    on how a step is cut.
+    The minimum and the maximum are over completions, of the fraction of each completion's trained tokens, so that they
+    do not depend on how a step is cut.
     """
     ratio = x.ratio.detach()
     is_low = ((ratio < low) & (x.advantages < 0) & x.sampled).to(ratio)
@@ -146,7 +146,7 @@ def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: boo
 
 
 def cispo_stats(x: SurrogateInputs, *, epsilon_high: float) -> dict[str, Stat]:
-    """`cispo_clip_ratio`: the share of trained tokens that are rewarded (A > 0) and whose ratio the cap cut."""
+    """`cispo_clip_ratio`: fraction of trained tokens with A > 0 whose ratio is above the cap."""
     cut = (x.ratio.detach() > epsilon_high) & (x.advantages > 0) & x.sampled
     return {"cispo_clip_ratio": Mean(cut.sum().item(), x.sampled.sum().item() + x.skipped_tokens)}
 

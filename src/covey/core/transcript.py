@@ -1,8 +1,7 @@
-"""Prompts and completions as text for people: who said what, which tools were called, what they answered.
+"""Prompts and completions as text for people: messages, tool calls and their results.
 
-A conversation is a list of `Entry`s; `as_text` joins all of them, `excerpt` picks what fits into so many characters.
-Messages come from models, tools and users: shapes that no chat template knows are shown as they are. Not here: colours
-(`covey.observability`), and what a reward function reads of a completion (`covey.rewards.text`).
+A conversation is a list of `Entry`s; `as_text` joins all of them, `excerpt` selects what fits into a number of
+characters. Messages come from models, tools and users, so unknown shapes are shown as they are.
 """
 
 import json
@@ -12,31 +11,31 @@ from enum import StrEnum
 from typing import Any
 
 FAILED = "Error: "
-"""How the answer to a call begins that has no result."""
+"""Prefix of a tool message that reports a failed call."""
 
 LEAST = 60
-"""Characters of an entry that an excerpt shows at least, before it leaves entries out."""
+"""Minimum characters of an entry in an excerpt; below it, entries are omitted."""
 
 
 class Kind(StrEnum):
-    """What an entry of a conversation is."""
+    """Kind of an entry of a conversation."""
 
-    SAID = "said"
+    MESSAGE = "message"
     CALL = "call"
     RESULT = "result"
     FAILURE = "failure"
     GAP = "gap"
-    """Entries that an excerpt leaves out."""
+    """Omitted entries of an excerpt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that happened in a conversation, as one or more lines of text.
+    """A message, tool call or result, as one or more lines of text.
 
     Attributes:
-        kind: what it is.
-        text: with the name of who spoke or of what was called.
-        role: of the message.
+        kind: kind of the entry.
+        text: with the role, or the name of the tool.
+        role: role of the message.
     """
 
     kind: Kind
@@ -45,9 +44,9 @@ class Entry:
 
 
 def as_text(value: Any) -> str:
-    """What a reader should see of a prompt or completion: text, or a conversation entry by entry.
+    """Text of a prompt or completion: the text itself, or a conversation entry by entry.
 
-    A lone assistant message is its content: that is what the policy wrote.
+    A single assistant message is shown as its content.
 
     Example:
         >>> as_text([{"role": "user", "content": "2+2?"}])
@@ -73,12 +72,12 @@ def as_text(value: Any) -> str:
 
 
 def is_messages(value: Any) -> bool:
-    """Whether it is a list of messages, possibly empty."""
+    """True for a list of messages, possibly empty."""
     return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 
 def is_conversation(completion: Any) -> bool:
-    """Whether a completion is more than one answer of the policy: several messages, or a call.
+    """True if a completion is more than one answer of the policy: several messages, or a call.
 
     Example:
         >>> is_conversation("4"), is_conversation([{"role": "assistant", "content": "4"}])
@@ -90,7 +89,7 @@ def is_conversation(completion: Any) -> bool:
 
 
 def entries(messages: Sequence[dict[str, Any]]) -> list[Entry]:
-    """A conversation as entries: a message, then the calls it makes. Results are indented; lines below them too."""
+    """A conversation as entries: each message, then its tool calls; all lines of calls and results are indented."""
     found = []
     for message in messages:
         role = str(message.get("role", "message"))
@@ -101,13 +100,13 @@ def entries(messages: Sequence[dict[str, Any]]) -> list[Entry]:
             text = f"  {mark} {f'{name}: ' if name else ''}{content}".rstrip().replace("\n", "\n    ")
             found.append(Entry(kind, text, role))
             continue
-        found.append(Entry(Kind.SAID, f"{role}: {content}".rstrip(), role))
+        found.append(Entry(Kind.MESSAGE, f"{role}: {content}".rstrip(), role))
         found += [Entry(Kind.CALL, f"  → {_call(call)}".replace("\n", "\n    "), role) for call in _calls(message)]
     return found
 
 
 def content_text(content: Any) -> str:
-    """The text of a message's content; a part that is no text is named by its type.
+    """Text of a message's content; other parts are named by their type.
 
     Example:
         >>> content_text([{"type": "image"}, {"type": "text", "text": "What is it?"}])
@@ -123,17 +122,17 @@ def content_text(content: Any) -> str:
 
 
 def is_failure(message: dict[str, Any]) -> bool:
-    """Whether a message tells the policy that its call has no result."""
+    """True for a tool message that reports a failed call."""
     return message.get("role") == "tool" and content_text(message.get("content")).startswith(FAILED)
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What happened in a completion.
+    """Numbers of turns and tool calls in a completion.
 
     Attributes:
         turns: messages of the policy.
-        calls: tool calls it asked for, those that could not be read included.
+        calls: its tool calls, including those that could not be parsed.
         failed_calls: calls that were answered with an error.
     """
 
@@ -143,10 +142,10 @@ class Counts:
 
 
 def count(completion: Any) -> Counts:
-    """Count turns and calls; a completion that is a text is one turn.
+    """Count turns and calls; a text completion is one turn.
 
-    A call that could not be read stands in no message of the policy, but has an answer: a turn made as many calls as it
-    holds, or as were answered, whichever is more.
+    A call that could not be parsed is in no message of the policy but has a tool message, so a turn counts the larger
+    number of its calls and their tool messages.
 
     Example:
         >>> failed = {"role": "tool", "name": "tool", "content": "Error: the call could not be read: ..."}
@@ -165,19 +164,19 @@ def count(completion: Any) -> Counts:
 
 
 def to_json(messages: Sequence[dict[str, Any]]) -> str:
-    """Messages for programs; an image is an object with its size in place of its pixels."""
+    """Messages as JSON; an image becomes an object with its size."""
     try:
         return json.dumps(list(messages), ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, or a message within itself
-        plain = [{"role": str(one.get("role")), "content": content_text(one.get("content"))} for one in messages]
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, or a cyclic message
+        plain = [{"role": str(m.get("role")), "content": content_text(m.get("content"))} for m in messages]
         return json.dumps(plain, ensure_ascii=False)
 
 
-# ---- less of it ------------------------------------------------------------------------------------------------------
+# ---- excerpts --------------------------------------------------------------------------------------------------------
 
 
 def shorten(text: str, width: int) -> str:
-    """At most `width` characters: the beginning and the end, with an ellipsis for what is left out between.
+    """At most `width` characters: the beginning and the end, with an ellipsis in between.
 
     Example:
         >>> shorten("a long story", 7)
@@ -191,53 +190,55 @@ def shorten(text: str, width: int) -> str:
 
 
 def excerpt(conversation: Sequence[Entry], width: int) -> list[Entry]:
-    """About `width` characters of a conversation: long entries shortened in the middle, less telling ones left out.
+    """About `width` characters of a conversation: long entries shortened in the middle, less informative ones omitted.
 
-    The first call, the last word of the policy and the end are always there and get twice the room of others; next come
-    its beginning and the first failure.
+    The first call, the policy's last message and the last entry are always included, with twice the width of others;
+    next come the first entry and the first failure.
 
     Example:
-        >>> said = [Entry(Kind.SAID, f"user: {number}") for number in range(9)]
-        >>> [entry.text for entry in excerpt(said, 40)]
+        >>> messages = [Entry(Kind.MESSAGE, f"user: {number}") for number in range(9)]
+        >>> [entry.text for entry in excerpt(messages, 40)]
         ['user: 0', 'user: 1', '  … 6 more', 'user: 8']
     """
-    order, vital = _by_interest(conversation)
-    weights = {place: 2 if rank < vital else 1 for rank, place in enumerate(order)}
-    kept = max(vital, min(len(order), width // 6))  # no entry is shorter
-    while kept > vital and _room(conversation, sorted(order[:kept]), weights, width) < LEAST:
-        kept -= 1
-    places = sorted(order[:kept])
-    room = max(_room(conversation, places, weights, width), 1)
-    shown: list[Entry] = []
-    for place, before in zip(places, [-1, *places], strict=False):
-        if place > before + 1:
-            shown.append(Entry(Kind.GAP, f"  … {place - before - 1} more"))
-        entry = conversation[place]
-        shown.append(replace(entry, text=shorten(entry.text, room * weights[place])))
-    return shown
+    order, required = _by_interest(conversation)
+    weights = {index: 2 if rank < required else 1 for rank, index in enumerate(order)}
+    count = max(required, min(len(order), width // 6))  # no entry is shorter
+    while count > required and _unit_width(conversation, sorted(order[:count]), weights, width) < LEAST:
+        count -= 1
+    indexes = sorted(order[:count])
+    unit = max(_unit_width(conversation, indexes, weights, width), 1)
+    excerpted: list[Entry] = []
+    for index, before in zip(indexes, [-1, *indexes], strict=False):
+        if index > before + 1:
+            excerpted.append(Entry(Kind.GAP, f"  … {index - before - 1} more"))
+        entry = conversation[index]
+        excerpted.append(replace(entry, text=shorten(entry.text, unit * weights[index])))
+    return excerpted
 
 
 def _by_interest(conversation: Sequence[Entry]) -> tuple[list[int], int]:
-    """All places, the most telling first, and how many of them no excerpt leaves out."""
+    """All indexes, the most informative first, and the number of those that every excerpt includes."""
     size = len(conversation)
-    first = {entry.kind: place for place, entry in reversed(list(enumerate(conversation)))}
-    said = [place for place, entry in enumerate(conversation) if entry.kind is Kind.SAID and entry.role != "user"]
-    inwards = [place for pair in zip(range(size), reversed(range(size)), strict=True) for place in pair]
-    vital = {size - 1, *said[-1:], first.get(Kind.CALL, 0)} if size else set()
-    wanted = [*sorted(vital), 0, first.get(Kind.FAILURE, 0), first.get(Kind.RESULT, 0), *inwards]
-    return (list(dict.fromkeys(wanted)) if size else []), len(vital)
+    if not size:
+        return [], 0
+    first = {entry.kind: index for index, entry in reversed(list(enumerate(conversation)))}
+    answers = [i for i, entry in enumerate(conversation) if entry.kind is Kind.MESSAGE and entry.role != "user"]
+    inwards = [index for pair in zip(range(size), reversed(range(size)), strict=True) for index in pair]
+    required = {size - 1, *answers[-1:], first.get(Kind.CALL, 0)}
+    order = [*sorted(required), 0, first.get(Kind.FAILURE, 0), first.get(Kind.RESULT, 0), *inwards]
+    return list(dict.fromkeys(order)), len(required)
 
 
-def _room(conversation: Sequence[Entry], places: list[int], weights: dict[int, int], width: int) -> int:
-    """Characters that an entry of weight 1 may have, if what shorter ones need less goes to the others."""
-    gaps = sum(after > before + 1 for before, after in zip([-1, *places], places, strict=False))
-    left = width - len(places) - 12 * gaps
-    total = sum(weights[place] for place in places)
-    for place in sorted(places, key=lambda place: len(conversation[place].text) / weights[place]):
-        length = len(conversation[place].text)
-        if length * total > left * weights[place]:
+def _unit_width(conversation: Sequence[Entry], indexes: list[int], weights: dict[int, int], width: int) -> int:
+    """Characters for an entry of weight 1; what shorter entries do not need goes to the others."""
+    gaps = sum(after > before + 1 for before, after in zip([-1, *indexes], indexes, strict=False))
+    left = width - len(indexes) - 12 * gaps
+    total = sum(weights[index] for index in indexes)
+    for index in sorted(indexes, key=lambda index: len(conversation[index].text) / weights[index]):
+        length = len(conversation[index].text)
+        if length * total > left * weights[index]:
             return left // total
-        left, total = left - length, total - weights[place]
+        left, total = left - length, total - weights[index]
     return max(width, LEAST)
 
 
@@ -250,12 +251,12 @@ def _calls(message: dict[str, Any]) -> list[Any]:
 
 
 def _call(call: Any) -> str:
-    """`name(argument=value, ...)`, or whatever stands in the place of a call."""
+    """`name(argument=value, ...)`, or the JSON of anything else."""
     function = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(function, dict) or "name" not in function:
         return _as_json(call)
     arguments = function.get("arguments")
-    if isinstance(arguments, str):  # as OpenAI's interface has it
+    if isinstance(arguments, str):  # the form of OpenAI's API
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):

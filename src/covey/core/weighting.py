@@ -1,8 +1,8 @@
-"""Every way of averaging token losses, as one weight per token.
+"""Averages of token losses, as one weight per token.
 
-A reduction is a vector of weights computed once per generation, before the tokens are cut into micro-batches, from
-counts over the whole optimizer step and all ranks. The loss is then `sum(weights * token_loss)`, whatever the cut.
-All of them are constant over a rollout, so they return one value per rollout, `[B]`.
+A weighting is computed once per rollout batch, before the tokens are cut into micro-batches, from counts over the whole
+optimizer step and all ranks. The loss is then `sum(weights * token_loss)`, independent of the cut. All weightings are
+constant over a rollout, so they return one value per rollout, `[B]`.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from covey.core.ragged import expand
 
 @dataclass(frozen=True, slots=True)
 class BatchCounts:
-    """What a reduction may divide by.
+    """Counts that a weighting may divide by.
 
     Attributes:
         tokens: [B] float, the trained tokens of each rollout.
         micro_tokens: [B] float, the trained tokens of the nominal micro-batch the rollout belongs to
-            (`per_device_train_batch_size` rollouts of one rank, in the order they were drawn).
+            (`per_device_train_batch_size` rollouts of one rank, in sampling order).
         rows_per_update: rollouts of one optimizer step, over all ranks.
-        tokens_per_update: trained tokens of one optimizer step, over all ranks: an equal share of the generation
+        tokens_per_update: trained tokens of one optimizer step, over all ranks: an equal share of the rollout
             batch's tokens, so that every step on it divides by the same number.
         micro_batches_per_update: nominal micro-batches of one optimizer step, over all ranks.
         max_completion_length: tokens a completion may have.
@@ -46,10 +46,9 @@ def mean_per_sequence(counts: BatchCounts) -> Tensor:
 
 
 def mean_per_micro_batch(counts: BatchCounts) -> Tensor:
-    """The token mean of each nominal micro-batch, averaged over micro-batches.
+    """The token mean of each nominal micro-batch, averaged over micro-batches: `loss_type="bnpo"`.
 
-    This is what `loss_type="bnpo"` has come to mean; the Beta-distributed reward normalisation of the paper of that
-    name (BNPO, arXiv 2506.02864) is no part of it.
+    The Beta-distributed reward normalisation of the paper of that name (BNPO, arXiv 2506.02864) is not part of it.
     """
     return 1.0 / (counts.micro_tokens.clamp(min=1.0) * counts.micro_batches_per_update)
 
@@ -71,5 +70,5 @@ def sum_per_sequence(counts: BatchCounts) -> Tensor:
 
 
 def token_weights(weighting: Weighting, counts: BatchCounts, sampled: Tensor, lengths: Tensor) -> Tensor:
-    """The weights [N] of a reduction: the rollout's value where a token is trained, 0 elsewhere."""
+    """Weights [N]: the rollout's value where a token is trained, 0 elsewhere."""
     return torch.where(sampled, expand(weighting(counts), lengths), 0.0)

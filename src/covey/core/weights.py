@@ -1,8 +1,7 @@
-"""What the policy hands to an engine that has weights of its own: named tensors, announced before they are sent.
+"""A version of the policy's weights: named tensors that are announced before they are sent to an engine.
 
 Sources (any policy: whole, sharded, with an adapter; `covey.policy.weights`) make a `WeightUpdate`; sinks (every
-engine) take one. Neither knows the other. Not here: how tensors travel (`covey.engines`), or when
-(`covey.trainer.weight_sync`).
+engine) load one. `covey.trainer.weight_sync` decides when.
 """
 
 import math
@@ -16,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor before it is sent: the Hugging Face name, the full shape, and the number format it travels in."""
+    """A tensor before it is sent: Hugging Face name, full shape, and the number format it is sent in."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,14 +32,14 @@ class WeightUpdate:
     """One version of the policy's weights.
 
     Attributes:
-        version: optimizer steps the weights have taken; grows from update to update.
+        version: number of optimizer steps behind these weights; increases with every update.
         specs: every tensor, in the order in which `tensors` yields them. Known without gathering anything.
-        tensors: starts a new pass over (name, tensor). A tensor is whole and belongs to the caller until the next one
-            is asked for. Under sharding a pass is collective: every process goes through it, in step, whether it sends
-            or not. May be called again, which is what a retry does.
+        tensors: starts an iteration over (name, tensor). A tensor is whole and belongs to the caller until the next
+            one is requested. Under sharding the iteration is collective: every process goes through it, in step,
+            whether it sends or not. A retry calls it again.
         adapter: None where the tensors are the whole model's. Otherwise they are a PEFT adapter's, under the names of
             its checkpoint, and this is its configuration (`adapter_config.json`).
-        base: the model that an adapter lies on, for an engine that does not have it; None where it cannot be sent.
+        base: the adapter's base model, for an engine that does not have it; None where it cannot be sent.
     """
 
     version: int
@@ -55,7 +54,7 @@ class WeightUpdate:
         return sum(spec.nbytes for spec in self.specs)
 
     def checked(self) -> Iterator[tuple[TensorSpec, Tensor]]:
-        """A pass that fails at the first tensor which is not what was announced.
+        """Iterate over the tensors, checking each against its spec.
 
         Raises:
             RuntimeError: a tensor has another name, shape or dtype than its spec, or there are more or fewer.
@@ -63,12 +62,12 @@ class WeightUpdate:
         sent = 0
         for name, tensor in self.tensors():
             if sent == len(self.specs):
-                raise RuntimeError(f"weights of version {self.version}: {name!r} was sent but never announced.")
+                raise RuntimeError(f"weights of version {self.version}: {name!r} was sent but not announced.")
             spec = self.specs[sent]
             if (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
                 raise RuntimeError(
-                    f"weights of version {self.version}: announced {spec.name!r} {list(spec.shape)} {spec.dtype}, but"
-                    f" {name!r} {list(tensor.shape)} {tensor.dtype} came."
+                    f"weights of version {self.version}: {spec.name!r} {list(spec.shape)} {spec.dtype} was announced,"
+                    f" but {name!r} {list(tensor.shape)} {tensor.dtype} was sent."
                 )
             sent += 1
             yield spec, tensor

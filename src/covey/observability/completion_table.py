@@ -83,7 +83,7 @@ def _completion(row: dict[str, Any], ending: Any) -> Any:
     shown = excerpt(entries(messages), CONVERSATION_CHARACTERS)
     texts = [_styled(entry) for entry in shown]
     texts[-1] += ending
-    indents = [0 if entry.kind is Kind.SAID else INDENT for entry in shown]
+    indents = [0 if entry.kind is Kind.MESSAGE else INDENT for entry in shown]
     return Group(*(Padding(text, (0, 0, 0, indent)) for text, indent in zip(texts, indents, strict=True)))
 
 
@@ -91,7 +91,7 @@ def _styled(entry: Entry) -> Any:
     """An entry in its colour; of what somebody said, the name alone is set off."""
     from rich.text import Text
 
-    if entry.kind is not Kind.SAID:
+    if entry.kind is not Kind.MESSAGE:
         return Text(dedent(entry.text), style=STYLES[entry.kind])
     who, colon, what = entry.text.partition(":")
     return Text.assemble((who + colon, "bold"), what)

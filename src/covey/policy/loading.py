@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from covey.core.media import placeholder_ids
-from covey.core.model_architecture import sdpa_suits
+from covey.core.model import sdpa_suits
 from covey.policy.adapters import check_adapters, with_adapter
 from covey.policy.quantization import (
     check_installed,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from covey.core.model_architecture import decoder_of
+from covey.core.model import decoder_of
 
 
 class RouterLoads(NamedTuple):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from covey.algorithms.credit import Scores
 from covey.core.batch import TrainBatch
+from covey.core.media import thumbnails
 from covey.core.metrics import Mean, Stat, merge_all
 from covey.core.rollout import Rollout
-from covey.core.thumbnails import thumbnails
 from covey.core.transcript import Counts, count
 from covey.rewards.batch import RewardContext
 from covey.rollout.collector import PromptSample

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from covey.algorithms.algorithm import Algorithm
 from covey.core.batch import TrainBatch, join
 from covey.core.metrics import Mean, Stat
-from covey.core.model_mode import inference_mode_of
+from covey.core.model import inference_mode_of
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
 from covey.observability.phases import PhaseTimer

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from covey.core.engine import EngineTraits, SampleRequest
-from covey.core.model_architecture import decoder_of, name_of
-from covey.core.model_mode import inference_mode_of
+from covey.core.model import decoder_of, inference_mode_of, name_of
 from covey.core.rollout import Completion
 from covey.core.weights import WeightUpdate
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.core.model_architecture import sdpa_suits
+from covey.core.model import sdpa_suits
 
 PACKED_ROWS = 64
 """Row count that MKL packs weights for; products with other counts are as exact."""

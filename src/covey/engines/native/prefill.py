@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from covey.core.model_architecture import decoder_of
+from covey.core.model import decoder_of
 
 MOST_LOGITS = 1 << 24
 """Most logits that exist at once."""

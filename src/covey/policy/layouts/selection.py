@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch
-from covey.core.model_architecture import decoder_of, name_of, sdpa_suits
+from covey.core.model import decoder_of, name_of, sdpa_suits
 from covey.policy.attention import PACKED_ATTENTION
 from covey.runtime.out_of_memory import is_out_of_memory
 
