@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from covey.sizing.costs import ModelSize, forward_flops, positions
+from covey.sizing.step_cost import ModelSize, forward_flops, positions
 
 __all__ = ["ModelSize", "forward_flops", "minimum_flops", "needed_positions", "positions", "size_of"]
 

@@ -10,7 +10,7 @@ from covey.cli.explain.command import explain, main
 from covey.cli.explain.model import ModelPlan
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
-from covey.sizing.step_time import MACHINES
+from covey.sizing.step_cost import MACHINES
 from tests.support import tiny, tiny_vision
 
 

@@ -8,9 +8,8 @@ from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
 from covey.core.rollout import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
-from covey.sizing.memory import Precision, estimate, layer_bytes, optimizer_states, readable
+from covey.sizing.memory import Precision, ShardCounts, estimate, layer_bytes, optimizer_states, readable
 from covey.sizing.model_spec import SavedActivations, count_parameters
-from covey.sizing.parallelism import ShardCounts
 
 peft = pytest.importorskip("peft")
 
@@ -135,7 +134,7 @@ def test_a_layer_that_is_named_is_not_quantised():
 
 def test_a_layer_keeps_the_inputs_of_what_is_trained_alone():
     config = LlamaConfig(**TINY)
-    some = count_parameters(config, {"r": 2, "target_modules": ["q_proj", "v_proj"]}).kept
+    some = count_parameters(config, {"r": 2, "target_modules": ["q_proj", "v_proj"]}).saved
     assert (some.norms, some.attention, some.mlp, some.down, some.ranks) == (False, 2, 0, False, 4)
     precision = Precision(4, 4, 4, False, some)
     # of 16 hidden units two norms' inputs and one layer's, q and result 2 * 16, k and v 2 * 8, 3 * 32 of the MLP, 4
@@ -266,7 +265,7 @@ def kept_by_a_pass(layout, dtype, autocast, checkpointing, adapter):
 def test_activations_are_those_that_a_pass_keeps(layout, dtype, autocast, adapter):
     kept = kept_by_a_pass(layout, dtype, autocast, False, adapter)
     tokens = PROMPT + GROUP * LENGTH if layout == "shared_prefix" else GROUP * (PROMPT + LENGTH)
-    kept_inputs = count_parameters(WIDE, {"r": 2, "target_modules": "all-linear"} if adapter else None).kept
+    kept_inputs = count_parameters(WIDE, {"r": 2, "target_modules": "all-linear"} if adapter else None).saved
     # nobody keeps q, k, what o and the MLP give: 96 + 48 + 64 + 64; under adapters v, gate and up as well: 48 + 2 * 176
     assert kept_inputs == SavedActivations(norms=not adapter, ranks=14 * adapter, passing=672 if adapter else 272)
     updated = 4 if adapter else dtype.itemsize

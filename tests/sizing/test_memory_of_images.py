@@ -72,10 +72,10 @@ def test_what_is_kept_of_images_and_text_is_what_a_pass_keeps(family, frozen):
     freeze_parts(model.train(), frozen)
     kept, tokens = kept_by_a_pass(model, processor)
     counts, text = count_parameters(model.config, frozen=frozen), model.config.get_text_config()
-    precision = Precision(4, 4, 4, False, counts.kept)
+    precision = Precision(4, 4, 4, False, counts.saved)
     expected = tokens * (text.num_hidden_layers * layer_bytes(text, precision) + 3 * text.hidden_size * 4)
     images = processed(processor, model.config, 1, SIZE)
-    expected += encoder_bytes(counts.tower, precision, images, False, rows=GROUP, shown=1)
+    expected += encoder_bytes(counts.vision, precision, images, False, rows=GROUP, shown=1)
     assert expected == pytest.approx(kept, rel=0.15)
 
 
@@ -88,7 +88,7 @@ def test_the_parameters_of_each_part_are_counted(family):
     }
     assert count_parameters(model.config).parameters == sum(sizes.values())
     assert count_parameters(model.config, frozen=["vit"]).trainable == sizes["aligner"] + sizes["llm"]
-    assert count_parameters(model.config).tower.weights == sizes["vit"] + sizes["aligner"]
+    assert count_parameters(model.config).vision.weights == sizes["vit"] + sizes["aligner"]
 
 
 def test_the_tokens_and_patches_of_an_image():

@@ -30,9 +30,9 @@ def test_an_engine_that_stays_awake_gets_what_training_leaves(tmp_path):
     # training: 4 weights + 4 gradients + 8 optimizer + 10 activations + 2 logits = 28 GiB; of 40 GiB 5% and 1 GiB are
     # spared: 40 * 0.95 - 1 - 28 = 9 GiB < the 10 wanted; 9 / 40 = 0.225, rounded down
     found = utilization(RUN, ENGINE, settings(tmp_path), 40 * GIB)
-    assert found.beside == 28 * GIB
+    assert found.occupied == 28 * GIB
     assert found.share == 0.22
-    assert "of which 9.0 GiB are there" in found.sentence()
+    assert "of which 9.0 GiB are free" in found.sentence()
 
 
 def test_no_more_is_taken_than_there_is_use_for(tmp_path):
@@ -49,10 +49,10 @@ def test_an_engine_that_sleeps_shares_with_what_lies_there_all_the_time(tmp_path
     # without the optimizer 4 GiB stay and all 10 wanted are there: 10 / 20
     parked = settings(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True)
     found = utilization(RUN, ENGINE, parked, 20 * GIB)
-    assert (found.beside, found.share) == (4 * GIB, 0.5)
+    assert (found.occupied, found.share) == (4 * GIB, 0.5)
     assert "the optimizer being in host memory" in found.sentence()
     both = settings(tmp_path, vllm_enable_sleep_mode=True, offload_optimizer=True, offload_model=True)
-    assert utilization(RUN, ENGINE, both, 20 * GIB).beside == 0
+    assert utilization(RUN, ENGINE, both, 20 * GIB).occupied == 0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""A model on paper: what it consists of, from its config alone.
+"""Numbers of a model from its config alone: parameters, widths, and inputs that backward passes need.
 
-It is built on PyTorch's meta device, which holds shapes but no numbers, with its adapter, its frozen parts and the
-weights that would be quantised. Not here: what a run makes of it (`covey.sizing.memory`).
+The model is built on PyTorch's meta device, which holds shapes but no numbers, with its adapter, its frozen parts and
+the weights that would be quantised. The memory of a run is estimated from them in `covey.sizing.memory`.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,15 +14,15 @@ from covey.policy.loading import sees_images
 from covey.policy.vlm_parts import freeze_parts, outside_of, part_names
 
 PACKED_ROWS = (512, 128)
-"""MKL's packed copy of a weight [n, k] takes (n rounded up to a multiple of the first + the second) * k numbers; read
-off the copies that it makes."""
+"""MKL's packed copy of a weight [n, k] takes (n rounded up to a multiple of the first + the second) * k numbers, as
+measured."""
 
 BLOCK, NESTED_BLOCK = 64, 256
 """Numbers of a 4-bit weight that share a scale, and scales that share one where these are quantised again."""
 
 
 class SavedActivations(NamedTuple):
-    """Which inputs of a decoder layer's linear layers the backward pass needs: of those with weights to train.
+    """Inputs in a decoder layer that the backward pass needs: those of layers with weights to train.
 
     Attributes:
         norms: the layer's norms are trained.
@@ -30,10 +30,10 @@ class SavedActivations(NamedTuple):
         heads: queries and keys have norms of their own.
         attention: linear layers that read the first norm (q, k, v).
         mlp: linear layers that read the second.
-        down: the MLP's last linear layer keeps its input.
+        down: the MLP's last linear layer saves its input.
         ranks: channels between the halves of adapters, of all in a layer.
-        passing: channels of products that nobody keeps: queries and keys before they are turned, what is added to
-            something else, as are all products under adapters.
+        passing: channels of products that are not saved: queries and keys before rotation, summands, and all products
+            under adapters.
     """
 
     norms: bool = True
@@ -47,18 +47,18 @@ class SavedActivations(NamedTuple):
 
 
 class VisionEncoderSpec(NamedTuple):
-    """What encodes images.
+    """Encoder of images.
 
     Attributes:
         layers: blocks.
-        channels: numbers per patch that attention and MLP of a block keep; 0 where no gradient goes into the encoder.
+        channels: numbers per patch that attention and MLP of a block save; 0 where no gradient enters the encoder.
         hidden: channels between blocks.
         readers: linear layers of a block that read a norm.
-        passing: channels of products that nobody keeps.
-        merger: numbers that the aligner keeps for each token of an image, where it is the encoder's last part.
+        passing: channels of products that are not saved.
+        merger: numbers that the aligner saves for each token of an image, where it is the encoder's last part.
         aligner: the same where it follows the encoder.
-        weights: numbers in all of it.
-        packed: those of MKL's packed copies of its linear layers.
+        weights: parameters of encoder and aligner.
+        packed: numbers of MKL's packed copies of its linear layers.
     """
 
     layers: int
@@ -72,13 +72,10 @@ class VisionEncoderSpec(NamedTuple):
     packed: int
 
 
-class Quantised(NamedTuple):
-    """Weights in fewer bits.
+class QuantisedWeights(NamedTuple):
+    """Weights in fewer bits: their number, their bytes with scales, and the number of weights in the largest matrix.
 
-    Attributes:
-        numbers: that they stand for.
-        size: bytes that they and their scales take.
-        largest: numbers of the largest, which is unpacked to be multiplied with.
+    The largest is unpacked to be multiplied with.
     """
 
     numbers: int = 0
@@ -87,51 +84,74 @@ class Quantised(NamedTuple):
 
 
 class ModelSpec(NamedTuple):
-    """Numbers in a model.
+    """Counts of a model.
 
     Attributes:
-        parameters: all.
+        parameters: all of them.
         trainable: those that are updated.
-        packed: those of MKL's packed copies of its linear layers.
-        quantised: what is held in fewer bits.
-        kept: what a layer's backward pass needs; None: as where all weights are trained, or all have adapters.
-        embeddings: trained parameters of vocabulary x hidden size; None: one where all weights are trained.
+        packed: numbers of MKL's packed copies of its linear layers.
+        quantised: weights in fewer bits.
+        saved: inputs that a layer's backward pass needs; None: as if all weights are trained, or all have adapters.
+        embeddings: trained matrices of vocabulary x hidden size; None: one if all weights are trained.
         head: the output head is one of them.
-        tower: what encodes images.
+        vision: the encoder of images.
     """
 
     parameters: int
     trainable: int
     packed: int
-    quantised: Quantised = Quantised()
-    kept: SavedActivations | None = None
+    quantised: QuantisedWeights = QuantisedWeights()
+    saved: SavedActivations | None = None
     embeddings: int | None = None
     head: bool = True
-    tower: VisionEncoderSpec | None = None
+    vision: VisionEncoderSpec | None = None
 
 
 class FsdpUnits(NamedTuple):
-    """Parameters that are gathered together: those outside of the layers, and those of the largest layer."""
+    """Parameters that FSDP2 gathers together: those outside of the layers, and those of the largest layer."""
 
     outer: int
     layer: int
 
 
+class DecoderWidths(NamedTuple):
+    """Channels per token in a Llama-like decoder: in all query heads, in all key heads, and in the MLP.
+
+    Of a mixture of experts, `inner` counts all `experts` that a token goes through.
+    """
+
+    queries: int
+    keys: int
+    inner: int
+    experts: int
+
+    @classmethod
+    def of(cls, text: Any) -> "DecoderWidths":
+        """Widths from a text config of transformers."""
+        heads = text.num_attention_heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        experts = getattr(text, "num_experts_per_tok", None) or 1
+        inner = getattr(text, "moe_intermediate_size", None) if experts > 1 else None
+        inner = experts * (inner or getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+        key_heads = getattr(text, "num_key_value_heads", None) or heads
+        return cls(heads * head_size, key_heads * head_size, inner, experts)
+
+
 def count_parameters(
     config: Any, peft: dict[str, Any] | None = None, quantization: Any = None, frozen: Collection[str] = ()
 ) -> ModelSpec:
-    """What a language model consists of, vision-language or not; exact.
+    """Exact counts of a language model, vision-language or not.
 
     Args:
-        config: of transformers.
-        peft: arguments of `peft.LoraConfig`, where an adapter is trained.
-        quantization: a `BitsAndBytesConfig`, where the weights under it are held in fewer bits.
+        config: a model config of transformers.
+        peft: arguments of `peft.LoraConfig`, if an adapter is trained.
+        quantization: a `BitsAndBytesConfig`, if the weights under it are quantised.
         frozen: parts that keep their weights: "vit", "aligner", "llm".
 
     Raises:
         ValueError: transformers has no language model for this config, or the adapter does not fit it.
     """
-    model = shapes_of(config)
+    model = meta_model(config)
     quantised = dict(_quantised_layers(model, quantization)) if quantization is not None else {}
     if frozen:
         freeze_parts(model, frozen)
@@ -142,8 +162,8 @@ def count_parameters(
         with torch.device("meta"):
             settings = LoraConfig(**{"task_type": "CAUSAL_LM", **peft})
             model = get_peft_model(model, outside_of(model, settings, frozen) if frozen else settings)
-    tower = _tower(model, base) if sees_images(config) else None
-    encoder = {id(m) for m in base.get_encoder(modality="image").modules()} if tower is not None else set()
+    vision = _vision_encoder(model, base) if sees_images(config) else None
+    encoder = {id(m) for m in base.get_encoder(modality="image").modules()} if vision is not None else set()
     linear = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in quantised and id(m) not in encoder]
     text = config.get_text_config()
     head = {id(p) for p in base.get_output_embeddings().parameters()}
@@ -153,32 +173,28 @@ def count_parameters(
         model.num_parameters(),
         model.num_parameters(only_trainable=True),
         _packed(linear),
-        Quantised(
+        QuantisedWeights(
             sum(layer.weight.numel() for layer in quantised.values()),
-            sum(_size(layer, quantization) for layer in quantised.values()),
+            sum(_quantised_bytes(layer, quantization) for layer in quantised.values()),
             max((layer.weight.numel() for layer in quantised.values()), default=0),
         ),
-        _kept(base, text, in_int8=bool(quantised) and quantization.load_in_8bit),
+        _saved_activations(base, text, in_int8=bool(quantised) and quantization.load_in_8bit),
         len(embeddings),
         any(embeddings),
-        tower,
+        vision,
     )
 
 
 def unit_parameters(config: Any) -> FsdpUnits:
-    """What FSDP2 wraps: each decoder layer, and around them embedding, last norm and head."""
-    model = shapes_of(config)
+    """Units that FSDP2 wraps: each decoder layer, and around them embedding, last norm and head."""
+    model = meta_model(config)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     layers = [sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds]
     return FsdpUnits(model.num_parameters() - sum(layers), max(layers, default=0))
 
 
-def shapes_of(config: Any) -> Any:
-    """The language model of a config, without numbers.
-
-    Raises:
-        ValueError: transformers has none for it.
-    """
+def meta_model(config: Any) -> Any:
+    """The language model of a config on the meta device."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto: Any = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
@@ -187,29 +203,25 @@ def shapes_of(config: Any) -> Any:
 
 
 def _packed(layers: list[nn.Linear]) -> int:
-    """Numbers of MKL's packed copies."""
     step, more = PACKED_ROWS
-    return sum((-(-one.out_features // step) * step + more) * one.in_features for one in layers)
-
-
-# ---- weights in fewer bits ------------------------------------------------------------------------------------------
+    return sum((-(-layer.out_features // step) * step + more) * layer.in_features for layer in layers)
 
 
 def _quantised_layers(model: Any, quantization: Any) -> Iterator[tuple[int, nn.Linear]]:
-    """The linear layers that transformers would quantise, by identity: all but the head, tied ones and named ones."""
+    """Linear layers that transformers would quantise, by identity: all but the head, tied ones and skipped ones."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    left = HfQuantizer.get_modules_to_not_convert(
+    skipped = HfQuantizer.get_modules_to_not_convert(
         model, quantization.llm_int8_skip_modules, model._keep_in_fp32_modules
     )
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and should_convert_module(name, left):
+        if type(module) is nn.Linear and should_convert_module(name, skipped):
             yield id(module), module
 
 
-def _size(layer: nn.Linear, quantization: Any) -> int:
-    """Bytes of a layer's weight in 8 bits with a scale for each output, or in 4 bits with scales of blocks."""
+def _quantised_bytes(layer: nn.Linear, quantization: Any) -> int:
+    """Bytes of a weight in 8 bits with a scale for each output, or in 4 bits with scales of blocks."""
     numbers = layer.weight.numel()
     if quantization.load_in_8bit:
         return numbers + 4 * layer.out_features
@@ -218,12 +230,7 @@ def _size(layer: nn.Linear, quantization: Any) -> int:
     return numbers // 2 + (scales + 4 * -(-scales // NESTED_BLOCK) if nested else 4 * scales)
 
 
-# ---- what backward passes need --------------------------------------------------------------------------------------
-
-
 class _Layer(NamedTuple):
-    """A linear layer in a block, with its adapter if it has one."""
-
     name: str
     attends: bool
     inputs: int
@@ -233,7 +240,7 @@ class _Layer(NamedTuple):
 
 
 def _linear_layers(block: nn.Module) -> list[_Layer]:
-    """In the order of the block, an adapter's own layers aside."""
+    """Linear layers in the order of the block, except those of adapters."""
     found: list[_Layer] = []
     inside: set[int] = set()
     for name, module in block.named_modules():
@@ -247,44 +254,44 @@ def _linear_layers(block: nn.Module) -> list[_Layer]:
 
 
 def _blocks(part: nn.Module) -> list[nn.Module]:
-    """Its layers: the outermost list, and the first of several."""
+    """Layers of a model: the first of its outermost lists."""
     return list(next((module for module in part.modules() if isinstance(module, nn.ModuleList)), ()))
 
 
-def _kept(base: Any, text: Any, in_int8: bool) -> SavedActivations | None:
+def _saved_activations(base: Any, text: Any, in_int8: bool) -> SavedActivations | None:
     blocks = _blocks(base.get_decoder())
     block = blocks[-1] if blocks else nn.Identity()
     linear = _linear_layers(block)
     if len(blocks) != text.num_hidden_layers or not linear:
         return None
-    reading = [one for one in linear if one.inputs == text.hidden_size and one.outputs != text.hidden_size]
-    attending = [one for one in linear if one.attends and one.inputs == text.hidden_size]
+    reading = [layer for layer in linear if layer.inputs == text.hidden_size and layer.outputs != text.hidden_size]
+    attending = [layer for layer in linear if layer.attends and layer.inputs == text.hidden_size]
     attending = attending[:-1] if attending and attending[-1].outputs == text.hidden_size else attending
     fused = any(p.dim() == 3 and p.requires_grad for p in block.parameters())  # experts
-    mlp = [one for one in reading if not one.attends]
+    mlp = [layer for layer in reading if not layer.attends]
     ranks = sum(p.shape[0] for name, p in block.named_parameters() if "lora_A" in name)
     norms = {name: p for name, p in block.named_parameters() if p.dim() == 1 and name.endswith("weight")}
     return SavedActivations(
         norms=any(p.requires_grad for p in norms.values()),
         wide=sum(len(p) == text.hidden_size and "attn." not in name for name, p in norms.items()),
         heads=any("q_norm" in name for name in norms),
-        attention=3 if in_int8 else sum(one.trained for one in attending),
-        mlp=2 if in_int8 or fused else sum(one.trained for one in mlp),
-        down=in_int8 or fused or any(one.trained for one in linear if not one.attends and one not in reading),
+        attention=3 if in_int8 else sum(layer.trained for layer in attending),
+        mlp=2 if in_int8 or fused else sum(layer.trained for layer in mlp),
+        down=in_int8 or fused or any(layer.trained for layer in linear if not layer.attends and layer not in reading),
         ranks=ranks,
         passing=sum(
-            one.outputs
-            for one in linear
-            if one.adapted or one.outputs == text.hidden_size or one.name.endswith(("q_proj", "k_proj"))
+            layer.outputs
+            for layer in linear
+            if layer.adapted or layer.outputs == text.hidden_size or layer.name.endswith(("q_proj", "k_proj"))
         ),
     )
 
 
-def _tower(model: Any, base: Any) -> VisionEncoderSpec:
-    """What is in the encoder, and in what follows it.
+def _vision_encoder(model: Any, base: Any) -> VisionEncoderSpec:
+    """Counts of the encoder and the aligner.
 
-    Attention keeps queries, keys, values and its result, the MLP what is before and after its nonlinearity: twice
-    before with a gate, and their product.
+    Attention saves queries, keys, values and its result, the MLP the input and output of its nonlinearity: two inputs
+    with a gate, and the product.
     """
     parts, named = part_names(model), dict(model.named_parameters())
     trained = {part for name, part in parts.items() if named[name].requires_grad}
@@ -292,26 +299,27 @@ def _tower(model: Any, base: Any) -> VisionEncoderSpec:
     blocks = _blocks(encoder)
     linear = _linear_layers(blocks[0])
     hidden = linear[0].inputs
-    attending, others = [one for one in linear if one.attends], [one for one in linear if not one.attends]
-    # Beside one product that all come from: turned queries and keys, and the results of images put together.
+    attending = [layer for layer in linear if layer.attends]
+    others = [layer for layer in linear if not layer.attends]
+    # In addition to one product for all three: rotated queries and keys, and the concatenated results of images.
     apart = 3 * hidden * (len(attending) == 2)
     mlp = (4 if len(others) > 2 else 2) * others[-1].inputs
     aligning = {id(named[name]) for name, part in parts.items() if part == "aligner"}
     inside = set(encoder.modules())
 
-    def kept(within: bool) -> int:
+    def saved_by_aligner(within: bool) -> int:
         linear = (m for m in base.modules() if isinstance(m, nn.Linear) and id(m.weight) in aligning)
-        kept = sum(one.in_features + one.out_features for one in linear if (one in inside) == within)
-        return kept if trained - {"llm"} else 0
+        saved = sum(layer.in_features + layer.out_features for layer in linear if (layer in inside) == within)
+        return saved if trained - {"llm"} else 0
 
     return VisionEncoderSpec(
         layers=len(blocks),
-        channels=sum(one.outputs for one in attending) + apart + mlp if "vit" in trained else 0,
+        channels=sum(layer.outputs for layer in attending) + apart + mlp if "vit" in trained else 0,
         hidden=hidden,
         readers=len(linear) - 2,
-        passing=sum(one.outputs for one in linear) if linear[0].adapted else 2 * hidden,
-        merger=kept(within=True),
-        aligner=kept(within=False),
+        passing=sum(layer.outputs for layer in linear) if linear[0].adapted else 2 * hidden,
+        merger=saved_by_aligner(within=True),
+        aligner=saved_by_aligner(within=False),
         weights=sum(named[name].numel() for name, part in parts.items() if part != "llm"),
         packed=_packed([m for m in encoder.modules() if type(m) is nn.Linear]),
     )

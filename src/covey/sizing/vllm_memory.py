@@ -1,8 +1,7 @@
-"""How much memory vLLM gets inside the trainer's process: the arithmetic behind `vllm_gpu_memory_utilization="auto"`.
+"""Memory of vLLM in the trainer's process: the arithmetic behind `vllm_gpu_memory_utilization="auto"`.
 
 It starts from the estimate that `covey explain` prints (`covey.sizing.memory`), so that a run and its explanation
-agree. vLLM's share counts all that vLLM keeps on a GPU: its copy of the weights, its working memory, its key-value
-cache. Not here: starting vLLM (`covey.engines.vllm_colocate.process`).
+agree. vLLM's share includes its copy of the weights, its working memory and its key-value cache.
 """
 
 import math
@@ -14,29 +13,29 @@ from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, cache_byt
 GIB = 1024**3
 
 SPARE = 0.05
-"""Share of a GPU that is left alone: fragmentation, CUDA graphs, collectives' buffers."""
+"""Share of a GPU that is left free: fragmentation, CUDA graphs, collectives' buffers."""
 
 CONTEXT = GIB
-"""What CUDA itself and its libraries take."""
+"""Memory of CUDA itself and its libraries."""
 
-BATCHED_TOKENS, BATCHED_ROWS = 8192, 256
-"""Tokens of one pass of vLLM, and rows whose logits it holds: its defaults."""
+BATCHED_TOKENS, BATCHED_SEQUENCES = 8192, 256
+"""Tokens of one forward pass of vLLM, and sequences whose logits it holds: its defaults."""
 
 CPU_SHARE = 0.25
-"""Most of a machine's free memory that vLLM's cache takes on a CPU."""
+"""Largest share of a machine's free memory for vLLM's cache on a CPU."""
 
 
 class DoesNotFit(ValueError):
-    """There is no share of the GPU's memory with which this run fits."""
+    """No share of the GPU's memory is enough for this run."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What vLLM keeps in one process, in bytes.
+    """Bytes of vLLM in one process.
 
     Attributes:
         weights: its copy of the weights, split over `vllm_tensor_parallel_size` processes.
-        working: activations of `BATCHED_TOKENS` tokens and logits of `BATCHED_ROWS` rows.
+        working: activations of `BATCHED_TOKENS` tokens and logits of `BATCHED_SEQUENCES` sequences.
         cache: keys and values of all completions that this process samples at a time, at full length.
         smallest_cache: keys and values of a single completion.
     """
@@ -48,41 +47,41 @@ class EngineMemory:
 
     @property
     def wanted(self) -> int:
-        """With this much every completion decodes at once; more would lie idle."""
+        """Memory with which all completions decode at once; more would be idle."""
         return self.weights + self.working + self.cache
 
     @property
     def least(self) -> int:
-        """With less, not a single completion fits."""
+        """Memory for a single completion."""
         return self.weights + self.working + self.smallest_cache
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """A share of the GPU for vLLM, and where it comes from.
+    """vLLM's share of a GPU, and its derivation.
 
     Attributes:
-        share: of the GPU's memory, between 0 and 1, in hundredths: no less than wanted, no more than there is.
+        share: share of the GPU's memory, between 0 and 1, in hundredths: as wanted, or all that is free.
         gpu: bytes of the GPU.
-        beside: bytes that everything else takes while vLLM holds its share.
-        what: what that is, in words.
-        engine: what vLLM would like to have.
+        occupied: bytes of everything else while vLLM holds its share.
+        occupied_by: description of everything else.
+        engine: memory that vLLM wants.
     """
 
     share: float
     gpu: int
-    beside: int
-    what: str
+    occupied: int
+    occupied_by: str
     engine: EngineMemory
 
     def sentence(self) -> str:
-        """How the number came about."""
+        """Derivation of the share, for users."""
         engine = self.engine
-        free = usable(self.gpu) - self.beside
-        bound = "all of it" if engine.wanted <= free else f"of which {readable(free)} are there, so that some must wait"
+        free = usable(self.gpu) - self.occupied
+        bound = "all of it" if engine.wanted <= free else f"of which {readable(free)} are free, so some must wait"
         return (
-            f"vllm_gpu_memory_utilization=auto is {self.share:.2f} of {readable(self.gpu)}: {readable(self.beside)} are"
-            f" taken by {self.what}; vLLM has use for {readable(engine.wanted)} ({readable(engine.weights)} weights,"
+            f"vllm_gpu_memory_utilization=auto is {self.share:.2f} of {readable(self.gpu)}: {readable(self.occupied)}"
+            f" are taken by {self.occupied_by}; vLLM can use {readable(engine.wanted)} ({readable(engine.weights)} weights,"
             f" {readable(engine.working)} to work with, {readable(engine.cache)} for the keys and values of all"
             f" completions at once), {bound}."
         )
@@ -91,7 +90,7 @@ class Utilization:
 def engine_memory(
     memory: MemoryEstimate, config: Any, args: Any, prompt_tokens: int = ASSUMED_PROMPT_TOKENS
 ) -> EngineMemory:
-    """What vLLM would keep in one process.
+    """Memory of vLLM in one process.
 
     Args:
         memory: the run's estimate.
@@ -101,62 +100,61 @@ def engine_memory(
     """
     text = config.get_text_config()
     number = memory.computed_bytes
-    tokens = completion_tokens(args, text, prompt_tokens)
-    rows = args.per_device_train_batch_size * args.steps_per_generation
-    held = rows * tokens + -(-rows // args.num_generations) * prompt_tokens
+    context = args.vllm_max_model_length or text.max_position_embeddings
+    tokens = min(args.max_completion_length or context, max(context - prompt_tokens, 1))  # of the longest completion
+    completions = args.per_device_train_batch_size * args.steps_per_generation
+    cached = completions * tokens + -(-completions // args.num_generations) * prompt_tokens
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    each = cache_bytes_per_token(text, number)
+    token_bytes = cache_bytes_per_token(text, number)
     return EngineMemory(
         weights=memory.parameters * number // args.vllm_tensor_parallel_size,
-        working=BATCHED_TOKENS * (4 * text.hidden_size + 2 * inner) * number + 2 * BATCHED_ROWS * text.vocab_size * 4,
-        cache=held * each,
-        smallest_cache=(args.vllm_max_model_length or tokens + prompt_tokens) * each // args.vllm_tensor_parallel_size,
+        working=BATCHED_TOKENS * (4 * text.hidden_size + 2 * inner) * number
+        + 2 * BATCHED_SEQUENCES * text.vocab_size * 4,
+        cache=cached * token_bytes,
+        smallest_cache=(args.vllm_max_model_length or tokens + prompt_tokens)
+        * token_bytes
+        // args.vllm_tensor_parallel_size,
     )
 
 
-def completion_tokens(args: Any, text: Any, prompt_tokens: int) -> int:
-    """Longest completion there can be."""
-    context = args.vllm_max_model_length or text.max_position_embeddings
-    return min(args.max_completion_length or context, max(context - prompt_tokens, 1))
-
-
 def usable(gpu: int) -> int:
-    """Bytes of a GPU that a run can plan with."""
+    """Bytes of a GPU without the spare share and CUDA's own memory."""
     return int(gpu * (1 - SPARE)) - CONTEXT
 
 
 def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: int) -> Utilization:
-    """The share of a GPU that vLLM gets.
+    """vLLM's share of a GPU.
 
-    Without sleep mode vLLM keeps its share while the policy trains, so training's peak has to fit beside it. With it,
-    the two take turns, and only what lies there while sampling has to: weights, reference and optimizer, less what is
-    moved to host memory. While new weights are handed over nothing has moved yet, but there is no cache either.
+    Without sleep mode vLLM holds its share while the policy trains, in addition to training's peak. With it, the two
+    alternate, and only weights, reference and optimizer are there while vLLM samples, less what is moved to host
+    memory. While new weights are sent nothing has moved yet, but there is no cache either.
 
     Raises:
-        DoesNotFit: not a single completion would fit; the message says what would help.
+        DoesNotFit: not a single completion would fit; the message gives advice.
     """
-    beside, what = _beside(memory, args)
-    free = usable(gpu) - beside
-    handing_over = usable(gpu) - memory.resident - engine.weights if args.vllm_enable_sleep_mode else 0
+    occupied, occupied_by = _occupied(memory, args)
+    free = usable(gpu) - occupied
+    free_in_sync = usable(gpu) - memory.resident - engine.weights if args.vllm_enable_sleep_mode else 0
     share = min(math.ceil(100 * engine.wanted / gpu), math.floor(100 * free / gpu)) / 100
-    if share * gpu < engine.least or handing_over < 0:
-        short = (engine.least - share * gpu) if handing_over >= 0 else -handing_over
+    if share * gpu < engine.least or free_in_sync < 0:
+        missing = (engine.least - share * gpu) if free_in_sync >= 0 else -free_in_sync
         raise DoesNotFit(
-            f"vllm_gpu_memory_utilization='auto': of {readable(gpu)}, {readable(beside)} are taken by {what}, and vLLM"
-            f" needs at least {readable(engine.least)}; {readable(int(short))} are missing. {_advice(memory, args)}"
+            f"vllm_gpu_memory_utilization='auto': of {readable(gpu)}, {readable(occupied)} are taken by {occupied_by},"
+            f" and vLLM needs at least {readable(engine.least)}; {readable(int(missing))} are missing."
+            f" {_advice(memory, args)}"
         )
-    return Utilization(share, gpu, beside, what, engine)
+    return Utilization(share, gpu, occupied, occupied_by, engine)
 
 
-def _beside(memory: MemoryEstimate, args: Any) -> tuple[int, str]:
+def _occupied(memory: MemoryEstimate, args: Any) -> tuple[int, str]:
+    """Bytes of everything but vLLM while it holds its share, and their description."""
     if not args.vllm_enable_sleep_mode:
-        return memory.training, "training, which vLLM stays awake beside"
-    moved = memory.weights * args.offload_model + memory.optimizer * args.offload_optimizer
-    away = " and ".join(
-        name for name, gone in (("policy", args.offload_model), ("optimizer", args.offload_optimizer)) if gone
-    )
-    what = "weights, reference and optimizer, which stay while vLLM is awake"
-    return memory.resident - moved, what + (f", the {away} being in host memory" if away else "")
+        return memory.training, "training, during which vLLM stays awake"
+    moved = {"policy": memory.weights * args.offload_model, "optimizer": memory.optimizer * args.offload_optimizer}
+    offloaded = [name for name in moved if getattr(args, f"offload_{'model' if name == 'policy' else name}")]
+    rest = "weights, reference and optimizer, which stay while vLLM is awake"
+    rest += f", the {' and '.join(offloaded)} being in host memory" if offloaded else ""
+    return memory.resident - sum(moved.values()), rest
 
 
 def _advice(memory: MemoryEstimate, args: Any) -> str:
@@ -176,8 +174,8 @@ def _advice(memory: MemoryEstimate, args: Any) -> str:
 
 
 def cpu_cache_bytes(engine: EngineMemory, free: int) -> int:
-    """Bytes of vLLM's cache on a CPU: room for all completions at once, within `CPU_SHARE` of what is free.
+    """Bytes of vLLM's cache on a CPU: for all completions at once, within `CPU_SHARE` of the free memory.
 
-    Never less than one completion needs, as vLLM would not start.
+    At least enough for one completion, without which vLLM does not start.
     """
     return max(min(engine.cache, int(free * CPU_SHARE)), engine.smallest_cache, 64 * 1024**2)

@@ -6,10 +6,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from covey.policy.weights import weight_update
-from covey.sizing.costs import received_by
-from covey.sizing.memory import estimate
+from covey.sizing.memory import ShardCounts, estimate
 from covey.sizing.model_spec import unit_parameters
-from covey.sizing.parallelism import ShardCounts
+from covey.sizing.step_cost import received_by
 from tests.support import runs, sharded_runs, tiny
 from tests.support.launching import HERE, accelerate, once, torchrun
 

@@ -17,16 +17,15 @@ from covey.cli.evaluations import has_plain, suite_settings
 from covey.cli.explain import sentences as sentences
 from covey.cli.explain.colocation import colocation, gpu_bytes
 from covey.cli.explain.costs import costs
-from covey.cli.explain.flags import take_flags
+from covey.cli.explain.flags import Cluster, take_flags
 from covey.cli.explain.model import ModelPlan, model_plan
 from covey.cli.explain.sentences import count
 from covey.cli.explain.start import Start, check_start
 from covey.cli.train import take_config
 from covey.config.algebra import BatchAlgebra
 from covey.config.rules.objective import CLIPPED
-from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, estimate, readable
-from covey.sizing.parallelism import Cluster, ShardCounts
-from covey.sizing.step_time import MACHINES
+from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, MemoryEstimate, ShardCounts, estimate, readable
+from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import EngineMemory, engine_memory
 from covey.trainer.evaluation.suites import suite_of
 
@@ -99,7 +98,8 @@ def explain(
         ValueError: the batch sizes do not divide for `world_size` processes.
     """
     length, model = prompt_tokens or ASSUMED_PROMPT_TOKENS, model or ModelPlan()
-    spread, device = (cluster.spread, cluster.device) if cluster else (None, None)
+    spread = cluster.spread if cluster else None
+    device = "cuda" if cluster and cluster.machine else None
     memory = engine = None
     if model.config is not None:
         what = {"images": model.images, "peft": model.peft, "quantization": model.quantization}

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from covey.sizing.costs import ModelSize, StepCosts, step_costs
-from covey.sizing.memory import MemoryEstimate, cache_bytes_per_token, readable
-from covey.sizing.parallelism import ShardCounts
-from covey.sizing.step_time import MACHINES, StepTimes, step_times
+from covey.sizing.memory import MemoryEstimate, ShardCounts, cache_bytes_per_token, readable
+from covey.sizing.step_cost import MACHINES, ModelSize, StepCosts, StepTimes, step_costs, step_times
 
 
 def costs(

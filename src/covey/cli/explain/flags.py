@@ -7,9 +7,24 @@ import yaml
 from covey.cli.explain.images import image_size
 from covey.cli.launch import find_config
 from covey.config.messages import closest
-from covey.sizing.parallelism import WAYS, Cluster, ShardCounts
-from covey.sizing.step_time import MACHINES
+from covey.sizing.memory import SHARDED, ShardCounts
+from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import GIB
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Training processes and their machines.
+
+    Attributes:
+        spread: shards of the model.
+        machine: a key of `MACHINES`; None: no time is estimated.
+        gpus_of_node: GPUs of one machine.
+    """
+
+    spread: ShardCounts
+    machine: str | None = None
+    gpus_of_node: int = 8
 
 
 @dataclass(frozen=True)
@@ -121,9 +136,9 @@ def way_of(config: str) -> tuple[str, int]:
     version = (said.get("fsdp_config") or {}).get("fsdp_version")
     ways = {"FSDP": f"fsdp{version or 1}", "DEEPSPEED": f"zero{stage}", "NO": "multi_gpu", "MULTI_CPU": "multi_gpu"}
     way = ways.get(kind, kind.lower())
-    if way not in WAYS:
+    if way not in SHARDED:
         raise ValueError(
             f"--accelerate_config {config!r} shares the model as {way!r}, which Covey does not train with; it trains"
-            f" with {', '.join(WAYS)}."
+            f" with {', '.join(SHARDED)}."
         )
     return way, processes

@@ -7,11 +7,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
-from covey.sizing.costs import ModelSize, forward_flops, step_costs
-from covey.sizing.memory import estimate
+from covey.sizing.memory import ShardCounts, estimate
 from covey.sizing.model_spec import unit_parameters
-from covey.sizing.parallelism import ShardCounts
-from covey.sizing.step_time import MACHINES, Machine, step_times
+from covey.sizing.step_cost import MACHINES, Machine, ModelSize, forward_flops, step_costs, step_times
 
 TINY = LlamaConfig(
     vocab_size=100,

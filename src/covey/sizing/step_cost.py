@@ -1,0 +1,303 @@
+"""Operations, traffic and time of an optimizer step: formulas from a model's config and the training arguments.
+
+A multiplication and an addition are two floating-point operations. Bytes are those that one process receives. Counted
+are completions of full length and groups that all carry a signal. Seconds are for choosing a layout and finding the
+bottleneck: their efficiencies are assumptions, which a first measured step should replace.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.sizing.memory import MemoryEstimate, ShardCounts
+from covey.sizing.model_spec import DecoderWidths, FsdpUnits, unit_parameters
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Sizes of a decoder's matrix products.
+
+    Attributes:
+        body: weights of the matrices in the layers; of a mixture, those of the experts that a token goes through.
+        head: weights of the output head (vocabulary x hidden size), tied or not.
+        layers: decoder layers.
+        width: heads x head size, of the queries.
+    """
+
+    body: int
+    head: int
+    layers: int
+    width: int
+
+    @classmethod
+    def of(cls, text: Any) -> "ModelSize":
+        """Sizes from a Llama-like text config of transformers."""
+        hidden, layers, widths = text.hidden_size, text.num_hidden_layers, DecoderWidths.of(text)
+        body = layers * hidden * (2 * widths.queries + 2 * widths.keys + 3 * widths.inner)
+        return cls(body, hidden * text.vocab_size, layers, widths.queries)
+
+
+def positions(prompt: int, lengths: Sequence[int]) -> int:
+    """Token positions of a group: the prompt, and each completion but its last token."""
+    return prompt + sum(length - 1 for length in lengths)
+
+
+def forward_flops(size: ModelSize, prompt: int, lengths: Sequence[int]) -> int:
+    """Operations of one forward pass over a group that shares its prompt: P tokens, and completions of L_i.
+
+    With causal attention pairs A = P (P + 1) / 2 + sum_i sum_{t < L_i - 1} (P + t + 1), each pair being a product of
+    q and k and one of a weight and v:
+
+        2 * body * (P + sum_i (L_i - 1)) + 2 * head * (1 + sum_i (L_i - 1)) + 4 * layers * width * A
+    """
+    pairs = prompt * (prompt + 1) // 2
+    for length in lengths:
+        fed = length - 1
+        pairs += fed * prompt + fed * (fed + 1) // 2
+    heads = 1 + sum(length - 1 for length in lengths)
+    return 2 * size.body * positions(prompt, lengths) + 2 * size.head * heads + 4 * size.layers * size.width * pairs
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """One optimizer step, all phases.
+
+    Attributes:
+        sampled_tokens: completion tokens.
+        sampling_flops: operations of sampling, of all processes.
+        scoring_flops: operations of forward passes alone: old and reference log-probs.
+        training_flops: operations of forward and backward passes, recomputation included.
+        passes: forward and backward passes of a process.
+        gathered: bytes of weights that a process receives in its passes.
+        reduced: bytes of gradients that a process receives.
+        refreshed: bytes of weights that a process receives after the optimizer's step.
+        sync_gathered: bytes of weights that a process receives so that the first one can send them to servers.
+        sync_sent: bytes that the first process sends to a server.
+    """
+
+    sampled_tokens: int
+    sampling_flops: int
+    scoring_flops: int
+    training_flops: int
+    passes: int
+    gathered: int
+    reduced: int
+    refreshed: int
+    sync_gathered: int
+    sync_sent: int
+
+
+def step_costs(
+    config: Any, args: Any, memory: MemoryEstimate, spread: ShardCounts, *, prompt_tokens: int, adapter: bool = False
+) -> StepCosts:
+    """Costs of one optimizer step.
+
+    A training pass multiplies three times what a forward pass does (forward, gradients of inputs, of weights), or twice
+    with frozen weights under an adapter; with checkpointed layers the layers' forward once more. Sharded weights are
+    received once for the forward pass and once for the backward, except those that stay in memory; gradients are
+    received once in each pass, by reduce-scatter. Otherwise they are added up once a step.
+
+    Args:
+        config: a transformers model config.
+        args: a `GRPOConfig` or `RLOOConfig`.
+        memory: its estimate, with the same shards.
+        spread: shards of the model.
+        prompt_tokens: length of a prompt.
+        adapter: an adapter is trained, not the model.
+    """
+    text, algebra = config.get_text_config(), args.algebra(spread.processes)
+    size, length = ModelSize.of(text), memory.completion_tokens
+    group = [length] * algebra.num_generations
+    groups = algebra.completions_per_update / algebra.num_generations
+    forward = int(groups * forward_flops(size, prompt_tokens, group))
+    recomputed = forward - int(groups * 2 * size.head * (1 + sum(tokens - 1 for tokens in group)))
+    scorings = bool(args.beta) + (not algebra.on_policy or (args.method == "rloo" and bool(args.beta)))
+    received = received_by(spread, memory, unit_parameters(config))
+    fresh = 1 / algebra.num_iterations
+    return StepCosts(
+        sampled_tokens=int(algebra.completions_per_update * length * fresh),
+        sampling_flops=int(forward * fresh),
+        scoring_flops=int(scorings * forward * fresh),
+        training_flops=(2 if adapter else 3) * forward + recomputed * bool(args.gradient_checkpointing),
+        passes=memory.passes,
+        gathered=received.gathered(memory.passes, int(memory.passes * scorings * fresh)),
+        reduced=received.reduced(memory.passes),
+        refreshed=received.refreshed(),
+        sync_gathered=received.gathered_for_sync() if args.samples_elsewhere else 0,
+        sync_sent=memory.parameters * memory.computed_bytes if args.samples_elsewhere else 0,
+    )
+
+
+@dataclass(frozen=True)
+class Received:
+    """Bytes that a process receives in the phases of a step.
+
+    Attributes:
+        spread: shards of the model.
+        whole: bytes of all weights in the type of products.
+        stays: bytes of those that a pass gathers once, for forward and backward.
+        gradients: bytes of all gradients as they are sent.
+        updated: bytes of the trained weights as they are stored.
+    """
+
+    spread: ShardCounts
+    whole: int
+    stays: int
+    gradients: int
+    updated: int
+
+    def _of_others(self, size: int) -> int:
+        n = self.spread.processes
+        return size * (n - 1) // n
+
+    def gathered(self, passes: int, forwards: int = 0) -> int:
+        """Weights received in forward and backward passes, and in forward passes alone."""
+        if self.spread.weights == 1:
+            return 0
+        each = self._of_others(self.whole)
+        return passes * (2 * each - self._of_others(self.stays)) + forwards * each
+
+    def reduced(self, passes: int) -> int:
+        """Gradients received: a shard from each other process in every pass, or all sums twice a step (all-reduce)."""
+        if self.spread.processes == 1:
+            return 0
+        if self.spread.gradients > 1:
+            return passes * self._of_others(self.gradients)
+        return 2 * self._of_others(self.gradients)
+
+    def refreshed(self) -> int:
+        """Weights received after a step of a sharded optimizer over whole weights (ZeRO-1 and 2)."""
+        if self.spread.optimizer == 1 or self.spread.weights > 1:
+            return 0
+        return self._of_others(self.updated)
+
+    def gathered_for_sync(self) -> int:
+        """Weights received for a sync; every process takes part if they are sharded."""
+        return self._of_others(self.whole) if self.spread.weights > 1 else 0
+
+
+def received_by(spread: ShardCounts, memory: MemoryEstimate, units: FsdpUnits) -> Received:
+    """Bytes that a process receives, for a model with this memory and these `unit_parameters`."""
+    stored, computed = memory.stored_bytes, memory.computed_bytes
+    stays = 0 if spread.name == "zero3" else units.outer  # DeepSpeed releases them if passes differ, as they do here
+    return Received(
+        spread,
+        whole=memory.parameters * computed,
+        stays=stays * computed,
+        gradients=memory.trainable * (computed if spread.gradients > 1 else stored),
+        updated=memory.trainable * stored,
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU and its connections, from data sheets.
+
+    Attributes:
+        flops: operations a second, dense products in bfloat16.
+        memory: bytes of memory.
+        memory_rate: bytes a second from memory.
+        link: bytes a second from GPUs of the same node.
+        network: bytes a second from other nodes, per GPU.
+        training: share of `flops` that passes reach.
+        decoding: share of `memory_rate` that decoding reaches.
+    """
+
+    flops: float
+    memory: float
+    memory_rate: float
+    link: float
+    network: float
+    training: float = 0.4
+    decoding: float = 0.5
+
+
+MACHINES = {
+    "a100": Machine(312e12, 80e9, 2.0e12, 300e9, 25e9),
+    "h100": Machine(989e12, 80e9, 3.35e12, 450e9, 50e9),
+    "h200": Machine(989e12, 141e9, 4.8e12, 450e9, 50e9),
+}
+"""With NVLink within a node, and one network adapter of 200 or 400 Gbit/s for each GPU."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of the phases of one optimizer step.
+
+    Attributes:
+        sampling: on a server, or on the trainer's own GPUs.
+        training: passes of one process, scoring included.
+        moving: gathering weights and adding up gradients in those passes.
+        refreshing: sending weights after the optimizer's step.
+        sync: gathering weights and sending them to a server.
+        overlaps: sampling runs while the policy trains.
+    """
+
+    sampling: float
+    training: float
+    moving: float
+    refreshing: float
+    sync: float
+    overlaps: bool
+
+    @property
+    def step(self) -> float:
+        """The whole step: traffic overlaps with passes, so the longer of the two counts."""
+        update = max(self.training, self.moving) + self.refreshing
+        return self.sync + (max(self.sampling, update) if self.overlaps else self.sampling + update)
+
+
+def step_times(
+    costs: StepCosts,
+    memory: MemoryEstimate,
+    size: ModelSize,
+    machine: Machine,
+    spread: ShardCounts,
+    *,
+    cache_bytes: int,
+    prompt_tokens: int,
+    gpus_of_node: int = 8,
+    sampling_gpus: int | None = None,
+    overlaps: bool = False,
+) -> StepTimes:
+    """Seconds of one optimizer step.
+
+    Decoding reads all weights, keys and values for every token of the longest completion. If the cache holds R
+    sequences, B completions take B / R rounds, at least 1, and a token of a round takes
+    max((weights + R * tokens so far * cache_bytes) / memory_rate, R * 2 * weights / flops).
+
+    Args:
+        costs: operations and bytes of the step.
+        memory: memory of a process.
+        size: sizes of the model.
+        machine: the GPU.
+        spread: shards of the model.
+        cache_bytes: bytes of a token's keys and values.
+        prompt_tokens: length of a prompt.
+        gpus_of_node: GPUs of one machine; beyond it weights and gradients cross the network.
+        sampling_gpus: GPUs of the server that samples; None: each training process samples its part.
+        overlaps: sampling runs while the policy trains.
+    """
+    n = spread.processes
+    rate = machine.network if n > gpus_of_node else machine.link
+    gpus = sampling_gpus or 1  # the trainer's own engine holds the model on each GPU
+    rows_in_all = costs.sampled_tokens / max(memory.completion_tokens, 1) / (1 if sampling_gpus else n)
+    weights = memory.parameters * memory.computed_bytes
+    mean = (prompt_tokens + memory.completion_tokens / 2) * cache_bytes
+    free = gpus * machine.memory * 0.9 - weights if sampling_gpus else machine.memory - memory.resident - memory.copy
+    most = max(1.0, free / ((prompt_tokens + memory.completion_tokens) * cache_bytes))
+    rounds = max(1.0, rows_in_all / most)
+    rows = rows_in_all / rounds
+    token = max(
+        (weights + rows * mean) / (gpus * machine.memory_rate * machine.decoding),
+        rows * 2 * (size.body + size.head) / (gpus * machine.flops * machine.training),
+    )
+    computed = (costs.training_flops + costs.scoring_flops) / n / (machine.flops * machine.training)
+    return StepTimes(
+        sampling=rounds * memory.completion_tokens * token,
+        training=computed,
+        moving=(costs.gathered + costs.reduced) / rate,
+        refreshing=costs.refreshed / rate,
+        sync=costs.sync_gathered / rate + costs.sync_sent / machine.network,
+        overlaps=overlaps,
+    )
