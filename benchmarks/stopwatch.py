@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from covey.observability.phases import PhaseTimer
+from covey.observability.timeline import PhaseTimer
 
 
 class Stopwatch:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from covey.observability.phases import PhaseTimer
+from covey.observability.timeline import PhaseTimer
 
 
 class Clock:

@@ -5,8 +5,7 @@ import doctest
 import pytest
 
 from covey.observability import timeline as module
-from covey.observability.phases import PhaseTimer
-from covey.observability.timeline import ROLLOUTS, TRAINER, Timeline, covered, plot_timeline
+from covey.observability.timeline import ROLLOUTS, TRAINER, PhaseTimer, Timeline, covered, plot_timeline
 
 
 def test_examples():

@@ -1,4 +1,4 @@
-"""A method as a value: how rewards become advantages, and what is minimised.
+"""Algorithms as values: advantages, objective and weighting of a method.
 
 `GRPOConfig` and `RLOOConfig` are turned into an `Algorithm` by `covey.algorithms.grpo.algorithm` and
 `covey.algorithms.rloo.algorithm`; the trainer knows nothing else about the method it runs.
@@ -23,16 +23,16 @@ class Algorithm:
     """One method of group-relative policy optimisation.
 
     Attributes:
-        name: for messages and model cards.
+        name: shown in messages and model cards.
         advantages: (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None) -> advantages [P, G].
         step_advantages: the same for rewards of steps: (the steps of each function that rewards steps, these functions'
-            weights [F'], the prompt of each completion [B]) -> the advantages of all steps [S], one function's after
-            the other's.
-        mix: how the credit of steps and that of outcomes make up a token's advantage.
+            weights [F'], the prompt of each completion [B]) -> the advantages of all steps [S], concatenated over the
+            functions.
+        mix: weights of the credit of steps and of outcomes in a token's advantage.
         objective: the loss.
-        weighting: how token losses are averaged.
+        weighting: average of token losses.
         kl_in_reward: the KL penalty is part of the reward (RLOO) rather than of the loss (GRPO).
-        beta: weight of the KL penalty, wherever it acts.
+        beta: weight of the KL penalty.
     """
 
     name: str
@@ -51,13 +51,13 @@ class LossType:
 
     Attributes:
         surrogate: config -> token losses. The config supplies the hyperparameters (epsilon, ...).
-        weighting: how token losses are averaged.
+        weighting: average of token losses.
         stats: config -> the surrogate's metrics, or None.
         ratio_level: a level that the loss prescribes; None takes `importance_sampling_level` from the config.
         mismatch_in_surrogate: the surrogate applies the engine/trainer mismatch weights itself.
         zero_without_advantage: an advantage of 0 makes the token loss 0, so such rollouts need not be run.
-        credits_tokens: whether each token is learned from by its own advantage, as rewards of steps need it. None: as
-            the ratio level has it.
+        credits_tokens: each token is trained with its own advantage, which rewards of steps need. None: determined by
+            the ratio level.
     """
 
     surrogate: Callable[[Any], Surrogate]
@@ -80,14 +80,14 @@ def register_loss(
     *,
     zero_without_advantage: bool = False,
 ) -> Surrogate:
-    """Make `loss_type=name` mean: this surrogate, averaged this way.
+    """Register a loss under `loss_type=name`.
 
     Args:
-        name: what users write in their config.
+        name: value of `loss_type` in a config.
         surrogate: `SurrogateInputs -> token losses [N]`.
-        weighting: one of `covey.core.weighting`, or a function of one's own; the token mean by default.
+        weighting: one of `covey.core.weighting`, or another function of `BatchCounts`; the token mean by default.
         zero_without_advantage: promise that a token with advantage 0 has loss 0, so that rollouts without a signal
-            may be skipped, as they are with the built-in losses.
+            may be skipped, as with the built-in losses.
 
     Returns:
         `surrogate`.

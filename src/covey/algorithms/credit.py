@@ -1,10 +1,9 @@
-"""From what completions earned to the advantage of every token: outcomes and steps, in one place.
+"""Credit assignment: from rewards of outcomes and steps to the advantage of every token.
 
-`Scores` is what travels between processes; `assign_credit` hands the algorithm the rewards of outcomes and those of
-steps, and mixes what it makes of them. A reward function that rewards the steps of any completion of a generation, on
-whichever process, is a process function: a number that it returns for another completion is one step that ends with
-that completion's last token. Not here: the formulas (`covey.core.credit`, `covey.core.advantages`), what reward
-functions may return (`covey.rewards.steps`).
+`Scores` are exchanged between processes; `assign_credit` passes the rewards of outcomes and those of steps to the
+algorithm, and combines the results. A reward function that rewards the steps of any completion of a rollout batch, on
+any process, is a process function: a number that it returns for another completion is one step that ends with that
+completion's last token. The formulas are in `covey.core.credit` and `covey.core.advantages`.
 
 Letters: N completions in whole groups, P prompts, G completions of each, F reward functions, F' process functions, S
 steps, K ends of steps.
@@ -26,18 +25,18 @@ from covey.core.credit import Credited, StepRewards, credit_to_go, gather_steps,
 from covey.core.metrics import Mean, Stat
 
 GENERATIONS_WITHOUT_STEPS = 3
-"""After so many at the beginning, settings of steps are pointed out as unread."""
+"""Rollout batches without rewards of steps, after which unused settings of steps are warned about."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What N completions earned.
+    """Rewards of N completions.
 
     Attributes:
         rewards: [N, F] unweighted, NaN where a function abstained; the sum where it rewarded steps.
-        steps: [N], by the number of the function that rewarded the completion's steps: pairs of a step's last token and
-            its reward.
-        lengths: [N] completion tokens, those of tool results included.
+        steps: [N] dictionaries: index of a reward function that rewarded the completion's steps -> pairs of a step's
+            last token and its reward.
+        lengths: [N] completion tokens, including those of tool results.
     """
 
     rewards: Tensor
@@ -46,7 +45,7 @@ class Scores:
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
-        """Of several processes or rounds, in this order."""
+        """Concatenate the scores of several processes or rounds, in this order."""
         return cls(
             torch.cat([part.rewards for part in parts]),
             [steps for part in parts for steps in part.steps],
@@ -55,11 +54,11 @@ class Scores:
 
     @property
     def process_functions(self) -> list[int]:
-        """The functions that rewarded steps of any completion."""
+        """Indexes of the functions that rewarded steps of any completion."""
         return sorted({function for steps in self.steps for function in steps})
 
     def steps_of(self, function: int) -> list[StepRewards]:
-        """[N], what a process function rewarded: a number is one step, which ends with the completion."""
+        """[N] steps of a process function; a plain number is one step, which ends with the completion."""
         numbers = self.rewards[:, function].tolist()
         found: list[StepRewards] = []
         for steps, length, number in zip(self.steps, self.lengths, numbers, strict=True):
@@ -71,40 +70,40 @@ class Scores:
         return found
 
     def outcomes(self) -> Tensor:
-        """[N, F], the rewards without those of steps, which are NaN."""
-        kept = self.rewards.clone()
-        kept[:, self.process_functions] = torch.nan
-        return kept
+        """[N, F] rewards of outcomes: NaN for process functions."""
+        outcomes = self.rewards.clone()
+        outcomes[:, self.process_functions] = torch.nan
+        return outcomes
 
 
 @dataclass(frozen=True)
 class Credit:
-    """Who answers for what.
+    """Advantages of N completions.
 
     Attributes:
         lengths: [N] int64 completion tokens.
-        ends: what follows from each end of a step or a completion.
+        ends: advantages at the ends of steps and completions.
     """
 
     lengths: Tensor
     ends: Credited
 
     def of_tokens(self, rows: slice) -> Tensor:
-        """The advantages of all tokens of some completions, flat, float32."""
+        """Advantages of all tokens of some completions, flat, float32."""
         start, stop, _ = rows.indices(len(self.lengths))
         mine = (self.ends.rows >= start) & (self.ends.rows < stop)
         ends = Credited(self.ends.rows[mine] - start, self.ends.ends[mine], self.ends.to_go[mine])
         return spread(ends, self.lengths[rows])
 
     def of_completions(self) -> Tensor:
-        """[N] float32, the advantage of each completion's first token, which answers for all that follows."""
+        """[N] float32, the advantage of each completion's first token, which includes all credit that follows."""
         first = self.ends.rows.diff(prepend=self.ends.rows.new_tensor([-1])) > 0
         advantages = torch.zeros(len(self.lengths), dtype=torch.float64)
         advantages[self.ends.rows[first]] = self.ends.to_go[first]
         return advantages.float()
 
     def has_signal(self) -> Tensor:
-        """[N] bool, whether any token of a completion has an advantage other than 0."""
+        """[N] bool, true where any token of a completion has an advantage other than 0."""
         signal = torch.zeros(len(self.lengths), dtype=torch.bool)
         signal[self.ends.rows[self.ends.to_go.float() != 0]] = True
         return signal
@@ -113,14 +112,14 @@ class Credit:
 def assign_credit(
     algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int, kl: Tensor | None = None
 ) -> Credit:
-    """Let the algorithm compare siblings, outcomes with outcomes and steps with steps.
+    """Compare the completions of each group: outcomes with outcomes and steps with steps.
 
     Args:
-        algorithm: what compares, and how the two are mixed.
-        weights_F: [F] of the reward functions.
-        scores: of whole groups, siblings next to each other.
+        algorithm: supplies the advantages and their mix.
+        weights_F: [F] weights of the reward functions.
+        scores: of whole groups, completions of a group next to each other.
         group_size: G.
-        kl: [N] penalty of each completion that the algorithm puts into its reward, or None.
+        kl: [N] KL penalty in the reward of each completion, or None.
 
     Raises:
         ValueError: steps are rewarded, but the loss credits whole completions alone.
@@ -133,25 +132,28 @@ def assign_credit(
             " importance_sampling_level='sequence_token' or 'token', or choose another loss_type."
         )
     lengths = torch.tensor(scores.lengths, dtype=torch.long)
+    rewards_PGF = _with_penalty(scores, process, group_size, kl).view(-1, group_size, len(weights_F))
+    outcome_N = algorithm.advantages(rewards_PGF, weights_F, None if kl is None else kl.view(-1, group_size)).flatten()
+    if not process:  # the outcome alone, at the last token of each completion that has tokens
+        nonempty = lengths.nonzero()[:, 0]
+        to_go = outcome_N[nonempty].double() * algorithm.mix.outcome_weight
+        return Credit(lengths, Credited(nonempty, lengths[nonempty] - 1, to_go))
     groups = torch.arange(len(lengths)) // group_size
     parts = [gather_steps(scores.steps_of(function), scores.lengths) for function in process]
     advantages_S = algorithm.step_advantages(parts, weights_F[process], groups)
-    rewards_PGF = _with_penalty(scores, group_size, kl).view(-1, group_size, len(weights_F))
-    kl_PG = None if kl is None else kl.view(-1, group_size)
-    outcome_N = algorithm.advantages(rewards_PGF, weights_F, kl_PG).flatten()
     return Credit(lengths, credit_to_go(join_steps(parts), advantages_S, lengths, outcome_N, algorithm.mix))
 
 
 def signal(algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: int) -> Tensor:
-    """[N] bool, the completions of which any token has an advantage other than 0, whatever a KL penalty would add."""
+    """[N] bool, true for completions with any advantage other than 0, KL penalty aside."""
     return assign_credit(algorithm, weights_F, scores, group_size).has_signal()
 
 
 class UnreadSettings:
-    """Points out settings of steps in a run that rewards none.
+    """Warns about settings of process rewards in a run whose reward functions reward no steps.
 
     Args:
-        settings: those that differ from their defaults, by name.
+        settings: settings that differ from their defaults, by name.
     """
 
     def __init__(self, settings: dict[str, Any]):
@@ -159,7 +161,7 @@ class UnreadSettings:
         self._patience = GENERATIONS_WITHOUT_STEPS
 
     def look(self, scores: Scores) -> None:
-        """Take note of a generation; after a few without steps, say once what has had no effect."""
+        """Count a rollout batch; after a few without steps, warn once."""
         if not self._settings:
             return
         if scores.process_functions:
@@ -175,26 +177,26 @@ class UnreadSettings:
             )
 
 
-def _with_penalty(scores: Scores, group_size: int, kl: Tensor | None) -> Tensor:
-    """[N, F], the rewards of outcomes; 0 in groups that only steps are rewarded of, if a KL is part of the reward.
+def _with_penalty(scores: Scores, process: list[int], group_size: int, kl: Tensor | None) -> Tensor:
+    """[N, F] rewards of outcomes; 0 in groups in which only steps are rewarded, if a KL penalty is part of the reward.
 
-    A completion without an outcome takes no part in anything. But a KL penalty has to hold where steps are all that is
-    rewarded, too: there the outcome is the penalty alone.
+    A completion without an outcome has advantage 0, but the KL penalty must act where only steps are rewarded, too:
+    there the outcome is the penalty alone.
     """
-    outcomes, process = scores.outcomes(), scores.process_functions
+    outcomes = scores.outcomes()
     if kl is not None and process:
-        unjudged = outcomes.isnan().all(1).view(-1, group_size).all(1).repeat_interleave(group_size)
-        outcomes[unjudged & ~scores.rewards.isnan().all(1), process[0]] = 0.0
+        without_outcome = outcomes.isnan().all(1).view(-1, group_size).all(1).repeat_interleave(group_size)
+        outcomes[without_outcome & ~scores.rewards.isnan().all(1), process[0]] = 0.0
     return outcomes
 
 
 def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], group_size: int) -> dict[str, Stat]:
-    """What is logged about rewards of steps; nothing where there are none.
+    """Metrics of rewards of steps; empty where there are none.
 
     Args:
         scores: of all processes.
-        weights_F: [F] of the reward functions.
-        names: [F].
+        weights_F: [F] weights of the reward functions.
+        names: [F] their names.
         group_size: G.
     """
     stats: dict[str, Stat] = {}
@@ -212,19 +214,19 @@ def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], group_si
 
 
 def spread_of_rewards(scores: Scores, weights_F: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """How much the rewards of each group differ.
+    """Differences between the rewards of each group.
 
     Returns:
-        The total reward of outcomes [P, G], NaN where there is none, and the variance [P] of the rewards of steps: that
-        of each process function times the square of its weight, added up; NaN where no step is rewarded.
+        The total reward of outcomes [P, G], NaN where there is none, and the variance [P] of the rewards of steps: the
+        sum over process functions of their variance times the square of their weight; NaN without rewarded steps.
     """
     totals_PG = weighted_total(scores.outcomes(), weights_F).view(-1, group_size)
     variances_P = torch.full((len(totals_PG),), torch.nan, dtype=torch.float64)
     for function in scores.process_functions:
         steps = scores.steps_of(function)
         for group in range(len(totals_PG)):
-            siblings = steps[group * group_size : (group + 1) * group_size]
-            rewards = [reward for pairs in siblings for _, reward in pairs if reward == reward]
+            completions = steps[group * group_size : (group + 1) * group_size]
+            rewards = [reward for pairs in completions for _, reward in pairs if reward == reward]
             if rewards:
                 variance = weights_F[function].item() ** 2 * statistics.pvariance(rewards)
                 variances_P[group] = variances_P[group].nan_to_num(0.0) + variance

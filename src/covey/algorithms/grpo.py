@@ -137,7 +137,7 @@ def algorithm(config: Any) -> Algorithm:
 
 
 def credit_mix(config: Any) -> CreditMix:
-    """How a config mixes credit of steps with that of outcomes."""
+    """Weights of the credit of steps and of outcomes."""
     return CreditMix(config.process_weight, config.outcome_weight, config.step_discount)
 
 

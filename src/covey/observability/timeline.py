@@ -1,11 +1,13 @@
-"""What happened when: phases of the trainer, rollouts under way and calls of reward functions, on one axis.
+"""Time of a run: seconds by phase of a step, and a timeline of phases, rollouts and reward functions.
 
-`Timeline` keeps the latest spans; whoever times something adds to it. `plot_timeline` draws the latest generation, with
-a lane for everything that ran beside something else. Not here: sums of seconds (`covey.observability.phases`).
+`PhaseTimer` adds up seconds; `Timeline` keeps the latest spans; `plot_timeline` draws the latest rollout batch, with a
+lane for everything that ran concurrently.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,81 @@ from covey.observability.plots import COLOURS, FAINT, GRID, INK
 Span = tuple[float, float]
 """Begin and end, seconds on one clock."""
 
-KEPT = 20_000
-"""Spans of a lane that are kept, the latest."""
+MAX_SPANS = 20_000
+"""Most recent spans kept of each lane."""
 
 TRAINER, ROLLOUTS = "trainer", "rollouts"
-"""Lanes: what the main thread is at, and rollouts under way. Every other lane is that of a reward function."""
+"""Lanes of the main thread's phases and of rollouts in flight. Every other lane is that of a reward function."""
+
+
+class PhaseTimer:
+    """Sums of the wall-clock seconds spent in named phases. A phase inside another pauses the outer one.
+
+    Work on a GPU is counted where the host waits for it. For use by one thread.
+
+    Args:
+        clock: seconds since some fixed moment.
+        notice: called with the name of each phase that begins or continues.
+        span: called with name, begin and end of every interval that is charged to a phase.
+
+    Example:
+        >>> phases = PhaseTimer()
+        >>> with phases("train"):
+        ...     with phases("generate"):
+        ...         pass
+        >>> sorted(phases.drain())
+        ['generate', 'train']
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        notice: Callable[[str], None] = lambda name: None,
+        span: Callable[[str, float, float], None] = lambda name, begin, end: None,
+    ):
+        self._clock = clock
+        self._notice = notice
+        self._span = span
+        self._seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @property
+    def current(self) -> str | None:
+        """The innermost open phase."""
+        return self._open[-1] if self._open else None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Charge the time inside the `with` block, without that of inner phases, to `name`."""
+        self._settle()
+        self._open.append(name)
+        try:
+            self._notice(name)
+            yield
+        finally:
+            self._settle()
+            self._open.pop()
+        if self.current:  # not after an exception: the last notice then names the phase that failed
+            self._notice(self.current)
+
+    def drain(self) -> dict[str, float]:
+        """Seconds by phase since the last call; an open phase is counted up to now."""
+        self._settle()
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _settle(self) -> None:
+        """Charge the time since the last change to the innermost open phase."""
+        now = self._clock()
+        if name := self.current:
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+            self._span(name, self._since, now)
+        self._since = now
 
 
 class Timeline:
-    """Spans by lane and name, and the moments at which generations began.
+    """Spans by lane and name, and the times at which rollout batches began.
 
     Example:
         >>> timeline = Timeline()
@@ -40,28 +108,28 @@ class Timeline:
         self._overlaps: dict[str, float] = {}
 
     def begin(self, now: float) -> None:
-        """A generation begins."""
+        """Record that a rollout batch begins."""
         self._began.append(now)
 
     def add(self, lane: str, name: str, spans: Iterable[Span]) -> None:
-        """Take spans; one that goes on where the last of its name ended makes that one longer."""
-        kept = self._lanes.setdefault(lane, deque(maxlen=KEPT))
+        """Add spans; one that begins where the last of its name ended extends it."""
+        lane_spans = self._lanes.setdefault(lane, deque(maxlen=MAX_SPANS))
         for begin, end in spans:
-            if kept and kept[-1][0] == name and kept[-1][1][1] == begin:
-                begin = kept.pop()[1][0]
+            if lane_spans and lane_spans[-1][0] == name and lane_spans[-1][1][1] == begin:
+                begin = lane_spans.pop()[1][0]
             if end > begin:
-                kept.append((name, (begin, end)))
+                lane_spans.append((name, (begin, end)))
 
     def phase(self, name: str, begin: float, end: float) -> None:
-        """The trainer was at a phase."""
+        """Add a span of a phase of the trainer."""
         self.add(TRAINER, name, [(begin, end)])
 
     def overlap(self, name: str, seconds: float) -> None:
-        """Count time in which work that a phase would wait for was done beside another."""
+        """Count seconds in which work of a phase was done while another phase ran."""
         self._overlaps[name] = self._overlaps.get(name, 0.0) + seconds
 
     def drain(self) -> dict[str, float]:
-        """Such seconds by phase since the last call."""
+        """Overlapping seconds by phase since the last call."""
         overlaps, self._overlaps = self._overlaps, {}
         return overlaps
 
@@ -70,14 +138,14 @@ class Timeline:
         return list(self._lanes)
 
     def window(self) -> Span | None:
-        """From the beginning of the latest generation that is complete to its end; else what there is."""
+        """Begin and end of the latest complete rollout batch, or of everything if none is complete."""
         if len(self._began) > 1:
             return self._began[-2], self._began[-1]
         ends = [end for lane in self._lanes.values() for _, (_, end) in lane]
         return (self._began[0], max(ends)) if self._began and ends else None
 
     def spans(self, lane: str) -> list[tuple[str, Span]]:
-        """Names and spans of a lane within the window, cut at its ends."""
+        """Names and spans of a lane, clipped to the window."""
         window = self.window()
         if window is None:
             return []
@@ -100,11 +168,11 @@ def covered(spans: Iterable[Span], until: float = float("inf")) -> float:
     return total
 
 
-def plot_timeline(timeline: Timeline, path: str | Path, title: str = "The latest generation") -> Path | None:
-    """Write a PNG of the latest generation: one lane below the other, seconds from left to right.
+def plot_timeline(timeline: Timeline, path: str | Path, title: str = "The latest rollout batch") -> Path | None:
+    """Write a PNG of the latest rollout batch: lanes from top to bottom, seconds from left to right.
 
     Args:
-        timeline: what happened.
+        timeline: spans to draw.
         path: of the PNG; its folder is created.
         title: above the lanes.
 
@@ -155,7 +223,7 @@ def _draw_spans(axis: Any, spans: list[tuple[str, Span]], by_name: bool) -> None
 
 
 def _draw_count(axis: Any, spans: list[Span]) -> None:
-    """How many are under way, over time."""
+    """Number of rollouts in flight over time."""
     changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     times, counts, now = [0.0], [0], 0
     for moment, change in changes:
@@ -169,7 +237,7 @@ def _draw_count(axis: Any, spans: list[Span]) -> None:
 
 
 def _style(axis: Any, lane: str) -> None:
-    label = {TRAINER: TRAINER, ROLLOUTS: "rollouts\nunder way"}.get(lane, lane)
+    label = {TRAINER: TRAINER, ROLLOUTS: "rollouts\nin flight"}.get(lane, lane)
     axis.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8, color=INK)
     axis.tick_params(labelsize=8, colors=FAINT, length=0)
     axis.grid(axis="x", color=GRID, linewidth=0.8)

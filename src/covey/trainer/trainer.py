@@ -25,8 +25,7 @@ from covey.data.dynamic_sampling import ScoredRollouts, Selection
 from covey.data.sampler import train_loader
 from covey.data.validation import check_dataset
 from covey.observability.metrics import MetricLog, generation_stats
-from covey.observability.phases import PhaseTimer
-from covey.observability.timeline import Timeline
+from covey.observability.timeline import PhaseTimer, Timeline
 from covey.policy.loading import has_dropout
 from covey.rollout.collector import PromptSample
 from covey.runtime.allocator import keep_freed_memory

@@ -20,7 +20,7 @@ from covey.core.metrics import Mean, Stat
 from covey.core.model import inference_mode_of
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
-from covey.observability.phases import PhaseTimer
+from covey.observability.timeline import PhaseTimer
 from covey.policy.layouts.selection import slowest
 from covey.policy.moe import RouterLoads
 from covey.policy.scoring import TokenScorer
