@@ -1,4 +1,4 @@
-"""How completions look on a console."""
+"""Table of completions on a console."""
 
 import json
 from textwrap import dedent
@@ -61,7 +61,7 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
 
 
 def _images(row: dict[str, Any]) -> str:
-    """How many images a prompt shows, where its text does not say where they stand."""
+    """Number of images of a prompt whose text has no placeholders for them."""
     count = 0 if "<image>" in row["prompt"] else len(row.get("images") or ())
     return f"[{count} image{'s' if count > 1 else ''}] " if count else ""
 
@@ -72,7 +72,7 @@ def _ending(row: dict[str, Any]) -> str:
 
 
 def _completion(row: dict[str, Any], ending: Any) -> Any:
-    """A completion, or what is most telling of a conversation, as a renderable."""
+    """A completion, or an excerpt of a conversation, as a renderable."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -88,7 +88,7 @@ def _completion(row: dict[str, Any], ending: Any) -> Any:
 
 
 def _styled(entry: Entry) -> Any:
-    """An entry in its colour; of what somebody said, the name alone is set off."""
+    """An entry in its colour; in a message, only the role is bold."""
     from rich.text import Text
 
     if entry.kind is not Kind.MESSAGE:

@@ -1,7 +1,7 @@
-"""The completions themselves: a parquet file for every logged step, a table on the console, tables for trackers.
+"""Log of completions: a parquet file for every logged step, a table on the console, tables for trackers.
 
-`CompletionLog` keeps the latest rows of the main process and publishes them when a step is logged. It is given finished
-columns and knows nothing of rollouts or rewards. Another tracker is one more function in `TRACKERS`.
+`CompletionLog` keeps the latest rows of the main process and publishes them when a step is logged. It takes finished
+columns. To add a tracker, add a function to `TRACKERS`.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from covey.observability.completion_table import completion_table
 Row = dict[str, Any]
 
 CONVERSATION_COLUMNS = ("messages", "turns", "calls", "failed_calls")
-"""What a file has beside where completions are conversations: the messages as JSON, and how many of what they hold."""
+"""Additional columns where completions are conversations: the messages as JSON, and counts of turns and calls."""
 
 FIXED_COLUMNS = (
     *("step", "prompt", "completion", "advantage", "finish", "error", "length", "images"),
@@ -34,14 +34,14 @@ class CompletionLog:
 
     Args:
         output_dir: files go to its subfolder.
-        limit: rows to keep: those of one generation, usually. None keeps all.
+        limit: maximum number of stored rows, usually those of one rollout batch; None stores all.
         show: also print a table, and send one to trackers, when published.
-        num_to_print: most rows of that printed table; None prints all.
+        num_to_print: maximum rows of the printed table; None prints all.
         unique_prompts: one row per prompt in printed and sent tables.
-        report_to: names of trackers, as in `TrainingArguments.report_to`; ones without tables are passed over.
-        sent_as: what the table is called there.
+        report_to: names of trackers, as in `TrainingArguments.report_to`; those without tables are skipped.
+        sent_as: name of the table in trackers.
         folder: name of the subfolder.
-        name: what the files' names begin with; a slash in it, as in hub ids, is written as a dash.
+        name: prefix of the file names; a slash in it, as in hub ids, is written as a dash.
         enabled: False makes a log that takes rows and does nothing with them (processes other than the first).
 
     Example:
@@ -150,7 +150,7 @@ class CompletionLog:
         return path
 
     def write(self, step: int) -> Path:
-        """Write all kept rows to `{folder}/{name}_{step:05d}.parquet`; the file appears complete or not at all.
+        """Write all stored rows to `{folder}/{name}_{step:05d}.parquet`; the file appears complete or not at all.
 
         Values of a column whose types do not fit together are written as text.
         """
@@ -191,7 +191,7 @@ class CompletionLog:
                 TRACKERS[name](module, self._sent_as, headers, cells, step)
 
     def _chosen(self, unique_prompts: bool) -> list[Row]:
-        """Kept rows, or the last one of each prompt."""
+        """Stored rows, or the last one of each prompt."""
         return list({row["prompt"]: row for row in self.rows}.values()) if unique_prompts else list(self.rows)
 
     def _columns(self) -> list[tuple[str, list[Any]]]:
@@ -237,7 +237,7 @@ def _arrow_column(name: str, values: list[Any], reward_names: list[str]) -> Any:
 
 
 def _has_fields(kind: Any) -> bool:
-    """Whether no dictionary in a column is always empty, which parquet files cannot hold."""
+    """True unless a dictionary in a column is always empty, which parquet files cannot hold."""
     import pyarrow as pa
 
     fields = [kind.field(number) for number in range(kind.num_fields)]
@@ -250,12 +250,12 @@ def _as_word(value: Any) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """What every tracker can show."""
+    """A table cell that every tracker can show."""
     return value if value is None or isinstance(value, str | int | float | bool) else _as_word(value)
 
 
 def _counted(module: Any, images: Sequence[bytes] | None) -> str | None:
-    """Where a tracker's table holds no pictures."""
+    """Number of images, for trackers whose tables hold none."""
     return f"{len(images)} image{'s' if len(images) > 1 else ''}" if images else None
 
 

@@ -1,8 +1,8 @@
-"""How training looks while it runs: a live display on a terminal, one line per log elsewhere.
+"""Progress of training: a live display on a terminal, one line per log elsewhere.
 
-`ProgressDisplay` is a `transformers.TrainerCallback` and replaces the stock progress bar and printer. It only reads the
-logs, and shows what it finds there; a metric that is missing is not shown. `Board` holds what is known and
-`covey.observability.dashboard_view` draws it; to show another metric add it to `FIGURES`.
+`ProgressDisplay` is a `transformers.TrainerCallback` and replaces the stock progress bar and printer. It reads the
+logs; a missing metric is not shown. `Board` holds the values and `covey.observability.dashboard_view` draws them. To
+show another metric, add it to `FIGURES`.
 """
 
 import math
@@ -47,7 +47,7 @@ HISTORY = 60
 
 @dataclass
 class Board:
-    """What is known about a run.
+    """Latest values of a run.
 
     Attributes:
         step, max_steps: optimizer steps done and to do (0 while unknown).
@@ -74,7 +74,7 @@ class Board:
         return max(self.max_steps - self.step, 0) * self.seconds_per_step
 
     def figures(self) -> list[tuple[str, str]]:
-        """Labels and formatted values of what the latest logs hold."""
+        """Labels and formatted values of the latest logs."""
         shown = readable(self.logs)
         if self.tokens_per_second is not None:
             shown.append(("tok/s", f"{self.tokens_per_second:,.0f}"))
@@ -85,7 +85,7 @@ class Board:
         return self._named("phase/")
 
     def overlaps(self) -> dict[str, float]:
-        """Seconds in the last window in which a phase's work was done beside another phase."""
+        """Seconds in the last window in which a phase's work was done during another phase."""
         return self._named("overlap/")
 
     def _named(self, start: str) -> dict[str, float]:
@@ -95,7 +95,7 @@ class Board:
 def readable(logs: dict[str, float]) -> list[tuple[str, str]]:
     """Labels and formatted values of the metrics in `FIGURES` that are there and finite.
 
-    A loss or gradient that is not finite is shown: it is no missing value but a fault.
+    A loss or gradient norm that is not finite is shown, since it is an error rather than a missing value.
 
     Example:
         >>> readable({"reward": 0.5, "kl": float("nan"), "loss": float("nan"), "epoch": 1.0})
@@ -214,7 +214,7 @@ class ProgressDisplay(TrainerCallback):
 
 
 class _Drawing:
-    """A renderable that draws the board anew whenever it is asked to."""
+    """A renderable that draws the current board."""
 
     def __init__(self, board: Board):
         self.board = board

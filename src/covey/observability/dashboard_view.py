@@ -1,4 +1,4 @@
-"""The drawing of a run's state on a terminal: bar, sparkline, figures, time by phase. Pure: values in, picture out."""
+"""Rendering of a run's progress on a terminal: bar, sparkline, metrics, time by phase."""
 
 import math
 
@@ -31,7 +31,7 @@ def board_view(
     phases: dict[str, float],
     overlaps: dict[str, float] | None = None,
 ) -> RenderableType:
-    """Everything, one part below the other; a part without values is left out.
+    """Render all parts from top to bottom; a part without values is left out.
 
     Args:
         step, max_steps: progress.
@@ -40,7 +40,7 @@ def board_view(
         figures: labels and formatted values.
         evaluations: the same by name of the evaluation set ("" for one without).
         phases: seconds by phase.
-        overlaps: seconds of a phase's work that was done beside another phase.
+        overlaps: seconds of a phase's work that was done during another phase.
     """
     left = "estimating" if seconds_left is None else duration(seconds_left)
     bar = Table.grid(padding=(0, 2))
@@ -93,7 +93,7 @@ def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None
 
     Example:
         >>> phase_bar({"generate": 3.0, "reward": 1.0}, {"reward": 2.0}).plain.split("  ", 1)[1].strip()
-        '██████████████████████████████  ■ generate 75%  ■ reward 25% (+50% beside)'
+        '██████████████████████████████  ■ generate 75%  ■ reward 25% (+50% overlapped)'
     """
     total = sum(phases.values())
     ordered = sorted(phases.items(), key=lambda item: -item[1])
@@ -104,8 +104,8 @@ def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None
         colour = PHASE_COLOURS.get(name, "white")
         bar.append("█" * cells, style=colour)
         legend.append("  ■ ", style=colour).append(f"{name} {seconds / total:.0%}")
-        if beside := (overlaps or {}).get(name):
-            legend.append(f" (+{beside / total:.0%} beside)", style="dim")
+        if overlapped := (overlaps or {}).get(name):
+            legend.append(f" (+{overlapped / total:.0%} overlapped)", style="dim")
     return bar + legend
 
 

@@ -1,7 +1,7 @@
-"""What a run that cannot learn should say: found in the logs, told once, with what to look at.
+"""Diagnostics of runs that do not learn: findings in the logs, each reported once, with what to check.
 
-`advice` is a pure function of the logs; `Advice` is the callback that says its findings while training, and the report
-lists them. Another finding is one more function in `FINDINGS`. Nothing here changes a run.
+`advice` is a pure function of the logs; the callback `Advice` prints its findings while training, and the report lists
+them. To add one, add a function to `FINDINGS`.
 """
 
 import warnings

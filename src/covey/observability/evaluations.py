@@ -1,7 +1,7 @@
-"""Which metrics of a log are of which evaluation set. Pure; the display, the curves and the report share it.
+"""Evaluation sets of a log, by the names of its metrics.
 
-An evaluation's metrics carry the prefix `eval_`, those of a named set `eval_{name}_`. Every evaluation logs its runtime
-and a reward, and that tells a set's name from the name of a metric.
+An evaluation's metrics have the prefix `eval_`, those of a named set `eval_{name}_`. Every evaluation logs its runtime
+and a reward, which distinguishes the name of a set from the name of a metric.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def evaluation_sets(log: Mapping[str, Any]) -> list[str]:
-    """The evaluation sets that a log speaks of; the one without a name is "".
+    """Names of the evaluation sets in a log; "" is the set without a name.
 
     Example:
         >>> evaluation_sets({"eval_easy_runtime": 2.0, "eval_easy_reward": 1.0})
@@ -41,7 +41,7 @@ def with_interval(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def prefix(name: str) -> str:
-    """What stands before the metrics of a set: `eval_`, or `eval_easy_`."""
+    """Prefix of the metrics of a set: `eval_`, or `eval_easy_`."""
     return f"eval_{name}_" if name else "eval_"
 
 

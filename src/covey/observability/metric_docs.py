@@ -1,4 +1,4 @@
-"""What every metric means, in plain words, and what to make of it: the one source of the report and the documentation.
+"""Descriptions of all metrics and how to interpret them, for the report and the documentation.
 
 Keys are metric names; `{name}` stands for the name of a reward function or a phase. During an evaluation the same names
 carry the prefix `eval_`.
@@ -10,14 +10,14 @@ METRIC_MEANINGS: dict[str, str] = {
     "reward": "Mean total reward of the sampled completions: each function's reward times its weight, added up. "
     "The curve to watch. With dynamic_sample, this and all metrics of rewards and completions describe the first "
     "round of sampling, before groups were refilled: those kept for their rewards would mislead.",
-    "reward_std": "Standard deviation of the total reward over all completions of a generation. Near 0 there is "
+    "reward_std": "Standard deviation of the total reward over all completions of a rollout batch. Near 0 there is "
     "little left to learn from.",
     "frac_reward_zero_std": "Share of groups whose completions all got the same reward (whose steps did, where steps "
     "are rewarded). Such a group gives no gradient; a high share means that the prompts are too easy or too hard, or "
     "that the reward is too coarse.",
     "rewards/{name}/mean": "Mean reward of one function, before its weight; abstentions (None) are left out. Where it "
     "rewards steps, the reward of a completion is the sum of theirs.",
-    "rewards/{name}/std": "Standard deviation of that function's reward over a generation.",
+    "rewards/{name}/std": "Standard deviation of that function's reward over a rollout batch.",
     "reward/{name}/mean": "The same as rewards/{name}/mean, under its other name.",
     "reward/{name}/std": "The same as rewards/{name}/std, under its other name.",
     "steps/per_completion": "Mean number of rewarded steps (or turns) per completion, where a reward function rewards "
@@ -28,20 +28,23 @@ METRIC_MEANINGS: dict[str, str] = {
     "no reward from it.",
     "rewards/{name}/timeouts": "Samples that function had not scored when its time was up.",
     "rewards/{name}/seconds": "Seconds per call of that function; where it scores rollouts as they end, of its calls "
-    "for a whole generation added up.",
-    "environment/{name}": "Mean of a reward or metric that an environment of verifiers gives beside its weighted sum.",
-    "dynamic_sampling/first_signal": "Share of groups with a signal (an advantage other than 0) as first drawn, before "
+    "for a whole rollout batch added up.",
+    "environment/{name}": "Mean of a reward or metric that an environment of verifiers gives in addition to its "
+    "weighted sum.",
+    "dynamic_sampling/first_signal": "Share of groups with a signal (an advantage other than 0) as first sampled, "
+    "before "
     "any refilling, with dynamic_sample.",
     "dynamic_sampling/trained_signal": "Share of the groups trained on that have a signal; 1 when every group without "
     "one could be replaced.",
-    "dynamic_sampling/rounds": "Mean number of rounds of refilling per generation, at most max_resample_times.",
-    "dynamic_sampling/unfilled_groups": "Mean number of groups per generation that were trained on without a signal, "
+    "dynamic_sampling/rounds": "Mean number of rounds of refilling per rollout batch, at most max_resample_times.",
+    "dynamic_sampling/unfilled_groups": "Mean number of groups per rollout batch that were trained on without a "
+    "signal, "
     "because the rounds ran out. They give no gradient.",
     "dynamic_sampling/cost": "Completions sampled for each one trained on. When it comes near 1 + max_resample_times "
     "with trained_signal below 1, the prompts are too easy or too hard for refilling to help.",
     "difficulty/seen_fraction": "Share of the prompts whose difficulty is known, with prompt_sampler difficulty.",
     "difficulty/chance": "Mean chance with which a pass over the dataset takes a prompt whose difficulty is known. Its "
-    "inverse is about how many of them are looked at for each one drawn.",
+    "inverse is about how many of them are examined for each one sampled.",
     "difficulty/settled_fraction": "Share of these prompts that are always or never solved: they come at the rate of "
     "difficulty_floor.",
     "pass@{name}": "Chance that at least one of so many completions of a prompt is right, estimated without bias from "
@@ -54,7 +57,7 @@ METRIC_MEANINGS: dict[str, str] = {
     "maj@{name}_high": "Upper end of that interval.",
     "reward_low": "Lower end of the 95% confidence interval of the mean reward over prompts, in evaluation suites.",
     "reward_high": "Upper end of that interval.",
-    "prompts": "Prompts that an evaluation suite was about.",
+    "prompts": "Prompts that an evaluation suite used.",
     "completions/mean_length": "Mean number of tokens that the model wrote per completion; tokens of tool "
     "results are not counted.",
     "completions/min_length": "Length of the shortest completion.",
@@ -93,7 +96,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "is sampled), score (log-probabilities under the old and the reference policy), train (forward, backward and "
     "optimizer), wait (with max_staleness: for samples that are not there yet; near 0 when training is what takes the "
     "time).",
-    "overlap/reward": "Seconds between two logs in which reward functions worked while rollouts of the same generation "
+    "overlap/reward": "Seconds between two logs in which reward functions worked while rollouts of the same rollout "
+    "batch "
     "were still under way: time that phase/reward would have cost in addition. With functions marked per_completion, "
     "or stream_rewards.",
     "passes/count": "Forward and backward passes per optimizer step in one process. Unlike gradient_accumulation_steps "
@@ -124,7 +128,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "clip_ratio/high_mean": "Share of tokens (or sequences) with a positive advantage whose ratio rose above 1 + "
     "epsilon_high and gives no gradient.",
     "clip_ratio/high_max": "Largest clip_ratio/high_mean of a completion.",
-    "clip_ratio/region_mean": "Share clipped on either side. Exactly 0 while every generation is used for one update.",
+    "clip_ratio/region_mean": "Share clipped on either side. Exactly 0 while every rollout batch is used for one "
+    "update.",
     "cispo_clip_ratio": "Share of tokens with a positive advantage whose weight is capped, with loss_type cispo.",
     "vespo/phi_seq_mean": "Mean weight that loss_type vespo gives to a sequence.",
     "sampling/sampling_logp_difference/mean": "Mean absolute difference (nats) of a token's log-probability between "
@@ -132,7 +137,7 @@ METRIC_MEANINGS: dict[str, str] = {
     "runs other weights or settings. With max_staleness above 0 it holds what the policy has learned since, too.",
     "sampling/sampling_logp_difference/max": "Largest such difference of a token.",
     "sampling/staleness/mean": "Optimizer steps by which the weights that sampled a token were older than those that "
-    "its generation's training begins with, mean over sampled tokens, with max_staleness above 0.",
+    "its rollout batch's training begins with, mean over sampled tokens, with max_staleness above 0.",
     "sampling/staleness/max": "Largest staleness of a token; at most max_staleness.",
     "sampling/reused_token_fraction": "Share of sampled tokens that were taken from a prompt's completions of an "
     "earlier epoch instead of being decoded one by one, with speculative_reuse. 0 while prompts are new.",
@@ -151,11 +156,11 @@ _PATTERNS = {
 
 
 def meaning(name: str) -> str | None:
-    """What the metric `name` means, or None if it is a user's own.
+    """Description of a metric, or None if it is a user's own.
 
     Example:
         >>> meaning("eval_rewards/accuracy_reward/std")
-        "Standard deviation of that function's reward over a generation."
+        "Standard deviation of that function's reward over a rollout batch."
     """
     name = name.removeprefix("eval_")
     return METRIC_MEANINGS.get(name) or next((text for key, text in _PATTERNS.items() if key.fullmatch(name)), None)

@@ -1,6 +1,6 @@
 """Metrics of a run: collected as statistics, merged over micro-batches and processes, divided once when logged.
 
-`MetricLog` is the store; `generation_stats` computes what is logged about each generation. Metrics of the loss come
+`MetricLog` is the store; `generation_stats` computes the metrics of a rollout batch. Metrics of the loss come
 from `covey.core.objective`. A further metric is one more name in the dictionary given to `MetricLog.add`.
 
 Letters: N rollouts of all processes, F reward functions, P prompts, G rollouts per prompt.
@@ -17,7 +17,7 @@ from covey.core.advantages import nanstd, weighted_total
 from covey.core.metrics import Max, Mean, Min, Stat, Sum, merge_all
 
 ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("mean", "min", "max"))
-"""Logged as 0 when a window has nothing to average, so that the columns exist from the first log on."""
+"""Logged as 0 where a window has no value, so that the columns exist from the first log on."""
 
 _KINDS: dict[str, type] = {kind.reduction: kind for kind in (Mean, Min, Max, Sum)}
 
@@ -66,7 +66,7 @@ class MetricLog:
             prefix: put before every name.
 
         Returns:
-            Values by name. What has no value (NaN) is left out, except for `ZERO_WHEN_EMPTY`.
+            Values by name, without NaN, except for `ZERO_WHEN_EMPTY`.
         """
         merged: dict[str, Stat] = {}
         assigned: dict[str, float] = {}
@@ -90,7 +90,7 @@ class MetricLog:
         return {"windows": windows, "assigned": {mode: dict(values) for mode, values in self._assigned.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the windows of `state_dict`."""
         self._stats = {
             mode: {name: _KINDS[kind](*fields) for name, (kind, *fields) in stats.items()}
             for mode, stats in state["windows"].items()
@@ -111,18 +111,18 @@ def generation_stats(
     names: Sequence[str],
     num_generations: int,
 ) -> dict[str, Stat]:
-    """What is logged about one generation.
+    """Metrics of a rollout batch.
 
-    The arguments describe the rollouts of all processes. Every process may add the result to its own log: what comes
-    out after merging is the same as from one process.
+    The arguments describe the rollouts of all processes. Every process may add the result to its own log: merging them
+    gives the same values as one process.
 
     Args:
         lengths: sampled tokens of each rollout.
-        truncated: whether the rollout was cut off.
+        truncated: true for rollouts that were cut off.
         rewards_NF: [N, F] unweighted rewards, NaN where a function abstained.
         weights_F: [F] their weights.
         names: [F] names of the reward functions.
-        num_generations: G; siblings are consecutive, and G divides N.
+        num_generations: G; rollouts of a group are consecutive, and G divides N.
 
     Example:
         >>> stats = generation_stats(

@@ -1,7 +1,7 @@
 """Curves of a run as one picture: small multiples over optimizer steps.
 
 Reads the list of logs that `Trainer.state.log_history` holds. A panel whose metrics were not logged is left out; to add
-one, add a row to `PANELS`. Draws without a screen and leaves matplotlib's global state alone.
+one, add a row to `PANELS`. Needs no screen and does not change matplotlib's global state.
 """
 
 import math
@@ -226,13 +226,13 @@ def _widths(steps: list[float]) -> list[float]:
 
 
 def _draw_overlap(axis: Any, steps: list[float], seconds: dict[str, list[float]]) -> None:
-    """Work that was done beside a phase: a line across the bars, since it adds nothing to their height."""
+    """Draw overlapped work as a line across the bars, since it does not add to their height."""
     widths = _widths(steps)
     for name, values in seconds.items():
         per_step = [value / width for value, width in zip(values, widths, strict=True)]
         if any(per_step):
             begins = [step - width for step, width in zip(steps, widths, strict=True)]
-            axis.hlines(per_step, begins, steps, color=INK, linewidth=1.2, linestyle=":", label=f"{name} beside")
+            axis.hlines(per_step, begins, steps, color=INK, linewidth=1.2, linestyle=":", label=f"{name} overlapped")
             axis.legend(fontsize=7.5, frameon=False, ncols=3, loc="upper left", labelcolor=INK, columnspacing=1)
 
 

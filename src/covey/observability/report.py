@@ -64,7 +64,7 @@ def write_report(
         config: settings to list.
         log_history: as in `Trainer.state.log_history`.
         figures: PNG files to embed.
-        before, after: samples, shown side by side; the n-th of one beside the n-th of the other.
+        before, after: samples, shown side by side in pairs.
         summary: key figures by label; floats are rounded.
         advice: sentences to show above all else.
 
@@ -176,7 +176,7 @@ def _metrics(log_history: list[dict[str, Any]]) -> str:
 
 
 def _has_other_spelling(name: str, names: set[str]) -> bool:
-    """Whether `name` is `reward/...` and `rewards/...`, the same, is listed."""
+    """True for `reward/...` where the equal `rewards/...` is listed."""
     return "reward/" in name and name.replace("reward/", "rewards/", 1) in names
 
 

@@ -1,8 +1,8 @@
 """Running code that a model wrote: `run_python(code, timeout, memory)`.
 
-It is a guard against accidents, not against attackers: endless loops, fork bombs, gigabytes of output, deleted files
-and calls home are what generated code does by mistake. Code that means harm needs a virtual machine or a service made
-for it; write a `Sandbox` around that and install it with `use_sandbox`, and every caller of `run_python` goes there.
+A guard against accidents of generated code (endless loops, fork bombs, gigabytes of output, deleted files, network
+access), not against attackers. Malicious code needs a virtual machine or a dedicated service: implement `Sandbox` for
+it and install it with `use_sandbox`, and every `run_python` uses it.
 
 Code runs in a child process with a temporary directory as its home and without the environment's variables (where keys
 are). On Linux a process in between (`child.py`) holds the limits. Where the kernel allows namespaces there is no
@@ -30,15 +30,15 @@ __all__ = ["MIB", "LocalSandbox", "Sandbox", "SandboxResult", "run_python", "use
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What became of the code.
+    """Result of running code.
 
     Attributes:
-        stdout: what it printed, to a limit.
-        stderr: likewise; an uncaught exception's traceback is here.
-        exit_code: 0 if it ran through, 1 after an uncaught exception, -n if signal n ended it.
-        stopped: why it was ended before its own end: "time", "memory" (of all its processes) or "processes" (too many
-            of them); None if it was not.
-        truncated: whether stdout or stderr was longer than the limit.
+        stdout: standard output, up to the limit.
+        stderr: standard error, up to the limit; contains the traceback of an uncaught exception.
+        exit_code: 0 if it ended normally, 1 after an uncaught exception, -n if signal n ended it.
+        stopped: reason for ending it early: "time", "memory" (of all its processes) or "processes" (too many of them);
+            None if it ended by itself.
+        truncated: true if stdout or stderr was longer than the limit.
         duration: seconds.
         guards: those of "network", "files" and "processes" that the kernel allowed.
     """
@@ -53,12 +53,12 @@ class SandboxResult:
 
     @property
     def timed_out(self) -> bool:
-        """Whether it was ended because it took too long."""
+        """True if it was ended because it took too long."""
         return self.stopped == "time"
 
     @property
     def ok(self) -> bool:
-        """Whether it ran through without an uncaught exception."""
+        """True if it ended without an uncaught exception."""
         return self.exit_code == 0 and self.stopped is None
 
 
@@ -109,13 +109,13 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class LocalSandbox:
-    """Child processes of this one.
+    """Sandbox of local child processes.
 
     Attributes:
-        max_output: bytes of stdout and of stderr that are kept; the rest is read and dropped.
-        max_file: bytes that a file it writes may have.
-        max_processes: processes at the same time, its own included.
-        namespaces: whether to enter namespaces where the kernel allows it; without them none of the `guards` holds.
+        max_output: maximum bytes of stdout and of stderr; the rest is discarded.
+        max_file: maximum bytes of a file that the code writes.
+        max_processes: maximum number of simultaneous processes, including its own.
+        namespaces: enter namespaces where the kernel allows it; without them none of the `guards` holds.
         python: the interpreter, with its packages.
     """
 
@@ -190,7 +190,7 @@ class LocalSandbox:
         )
 
     def _read(self, streams: list[int], deadline: float) -> tuple[list[bytearray], bool]:
-        """Everything up to one byte more than is kept, until all streams are closed; whether it took too long."""
+        """Read at most one byte more than the limit until all streams are closed; also returns true on a timeout."""
         kept = {stream: bytearray() for stream in streams}
         with selectors.DefaultSelector() as selector:
             for stream in streams:
