@@ -1,12 +1,12 @@
-"""How model families write tool calls: from the text of an assistant's turn to calls.
+"""Tool-call parsers: from the text of an assistant's turn to calls, in the notation of each model family.
 
-A parser is a function `text -> AssistantTurn` in the table `TOOL_PARSERS`; `parser_for` chooses one by what the chat
-template mentions and `read_turn` applies it to tokens. A parser never raises, whatever the text: what was meant as a
-call and cannot be read becomes a `MalformedCall` with the reason. It takes time linear in the text.
+A parser is a function `text -> AssistantTurn` in the table `TOOL_PARSERS`; `parser_for` chooses one by the marks in the
+chat template and `read_turn` applies it to tokens. A family without a parser here whose tokenizer carries a response
+template is read by transformers. A parser never raises, whatever the text: a call that cannot be read becomes a
+`MalformedCall` with the reason. It takes time linear in the text.
 
-To add a family, write such a function, usually by collecting `(start, end, parts)` spans for `spans.assemble`, and
-register it: `TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>",), tokens=("<my_call>",)))`. Here
-are the notations in JSON and in Python; those with marks of their own are read in `marked`.
+To add a family, write such a function, usually by collecting `(start, end, calls)` spans for `call_spans.turn_without`,
+and register it: `TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>",), tokens=("<my_call>",)))`.
 """
 
 import re
@@ -15,24 +15,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from covey.rollout.tools.calls import AssistantTurn, MalformedCall, Unreadable, decode_json
-from covey.rollout.tools.json_scanner import Finder, Scanner, read_python_calls
-from covey.rollout.tools.parser_parts import Part, Span, answer_start, assemble, named, parts_of, tagged
-from covey.rollout.tools.parsers_xml import (
-    FUNCTION_GEMMA,
-    GEMMA_4,
-    GLM_TOKENS,
-    parse_glm,
-    parse_marked_gemma,
-    parse_qwen3_coder,
+from covey.rollout.tools.call_spans import (
+    Finder,
+    Part,
+    Scanner,
+    Span,
+    answer_start,
+    calls_between,
+    calls_in,
+    named_call,
+    turn_without,
 )
+from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall, Unreadable, decode_json, read_call
+from covey.rollout.tools.literals import read_gemma_call, read_python_calls
+from covey.rollout.tools.parsers_xml import GLM_TOKENS, parse_glm, parse_qwen3_coder
 from covey.rollout.tools.schema import from_text
+from covey.runtime.error_text import describe
 from covey.runtime.registry import Registry
 
 
 @dataclass(frozen=True)
 class ToolParser:
-    """One way of writing calls.
+    """One notation of calls.
 
     Attributes:
         parse: from the text of an assistant's turn, special tokens of the notation included, to its parts.
@@ -62,28 +66,30 @@ def read_turn(
     token_ids: Sequence[int],
     parser: ToolParser,
     tools: Sequence[dict[str, Any]] = (),
-    begun: str = "",
+    prefill: str = "",
 ) -> AssistantTurn:
-    """Decode a sampled turn and take it apart.
+    """Decode a sampled turn and parse it.
 
-    Special tokens are dropped (the end of the turn), except those of the notation. The decoded text serves reading
-    alone: the tokens themselves stay what was sampled.
+    Special tokens are dropped (the end of the turn), except those of the notation. The decoded text is used for reading
+    alone: the tokens themselves stay as they were sampled.
 
     Args:
         tokenizer: of the policy.
         token_ids: of the turn.
         parser: of the notation.
-        tools: schemas that say what arguments are, where the notation does not.
-        begun: what stood in the turn before the policy took over.
+        tools: schemas that give the types of arguments, where the notation does not.
+        prefill: text of the turn before the policy's own.
     """
-    special = {
-        number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special and str(token) not in parser.tokens
-    }
-    kept = [token for token in token_ids if token not in special]
-    text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    turn = parser.parse(begun + text)
+    turn = _read_response_template(tokenizer, token_ids, prefill) if parser is TOOL_PARSERS["json"] else None
+    if turn is None:
+        special = {
+            number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special and str(token) not in parser.tokens
+        }
+        own_ids = [token for token in token_ids if token not in special]
+        text = tokenizer.decode(own_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        turn = parser.parse(prefill + text)
     parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     for call in turn.calls:
         if call.texts is not None and call.name in parameters:
@@ -92,38 +98,79 @@ def read_turn(
     return turn
 
 
-# --- Marks of their own, before the families whose marks such a template mentions too ----------------------------
+def _read_response_template(tokenizer: Any, token_ids: Sequence[int], prefill: str) -> AssistantTurn | None:
+    """The turn as transformers reads it with the tokenizer's response template; None without one or without a call."""
+    template = getattr(tokenizer, "response_template", None)
+    if template is None:
+        return None
+    text = prefill + tokenizer.decode(token_ids)
+    try:
+        message = tokenizer.parse_response(text, prefix="")
+        calls = [read_call(call) for call in message.get("tool_calls") or ()]
+    except Exception as error:  # templates are written by the authors of models: reading with them may raise anything
+        opening = template["fields"].get("tool_calls", {}).get("open", [])
+        begun = any(mark in text for mark in ([opening] if isinstance(opening, str) else opening))
+        return AssistantTurn("", [], [MalformedCall(text, describe(error))]) if begun else None
+    good = [call for call in calls if isinstance(call, ToolCall)]
+    bad = [MalformedCall(text, reason) for reason in calls if isinstance(reason, str)]
+    return AssistantTurn(message.get("content") or "", good, bad) if calls else None
+
+
+# --- XML, before the families whose marks such a template mentions too -----------------------------------------------
 
 TOOL_PARSERS.register("qwen3_coder", ToolParser(parse_qwen3_coder, ("<parameter=",), ("<tool_call>", "</tool_call>")))
 TOOL_PARSERS.register("glm", ToolParser(parse_glm, ("<arg_key>",), GLM_TOKENS))
-for _name, _marks in {"functiongemma": FUNCTION_GEMMA, "gemma4": GEMMA_4}.items():
-    _parse = partial(parse_marked_gemma, marks=_marks)
-    TOOL_PARSERS.register(_name, ToolParser(_parse, (_marks.opening,), (_marks.opening, _marks.closing, _marks.quote)))
 
 
-# --- Hermes: Qwen 2.5 and 3, SmolLM 3 and many others ------------------------------------------------------------
+# --- Gemma models with calls of their own ----------------------------------------------------------------------------
+
+
+def parse_marked_gemma(text: str, opening: str, closing: str, quote: str, answer: str) -> AssistantTurn:
+    """`call:name{key:<escape>text<escape>,n:3,items:[1,2]}` between two marks, once for each call.
+
+    Args:
+        text: of the turn.
+        opening, closing: around a call.
+        quote: on either side of a string, which cannot hold it.
+        answer: begins the results; a turn with calls may end with it.
+    """
+
+    def read(body: str) -> list[Part]:
+        call = read_gemma_call(body, quote)
+        return [MalformedCall(body, call) if isinstance(call, Unreadable) else call]
+
+    turn = calls_between(text, opening, closing, read)
+    if turn.asks:
+        turn.content = turn.content.removesuffix(answer).rstrip()
+    return turn
+
+
+_FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
+_GEMMA_4 = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+for _name, _marks in {"functiongemma": _FUNCTION_GEMMA, "gemma4": _GEMMA_4}.items():
+    _parse = partial(parse_marked_gemma, **dict(zip(("opening", "closing", "quote", "answer"), _marks, strict=True)))
+    TOOL_PARSERS.register(_name, ToolParser(_parse, _marks[:1], _marks[:3]))
+
+
+# --- Hermes: Qwen 2.5 and 3, SmolLM 3 and many others ----------------------------------------------------------------
 
 
 def parse_hermes(text: str) -> AssistantTurn:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once for each call."""
-    return tagged(text, "<tool_call>", "</tool_call>", _read_object)
-
-
-def _read_object(text: str) -> list[Part]:
-    return parts_of(decode_json(text), text)
+    return calls_between(text, "<tool_call>", "</tool_call>", lambda body: calls_in(decode_json(body), body))
 
 
 TOOL_PARSERS.register("hermes", ToolParser(parse_hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>")))
 
 
-# --- DeepSeek ----------------------------------------------------------------------------------------------------
+# --- DeepSeek --------------------------------------------------------------------------------------------------------
 
 _DS = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")}
 
 
 def parse_deepseek(text: str) -> AssistantTurn:
     """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`; V3 has a type before it and a fence around."""
-    turn = tagged(text, _DS["call▁begin"], _DS["call▁end"], _read_deepseek)
+    turn = calls_between(text, _DS["call▁begin"], _DS["call▁end"], _read_deepseek)
     for outer in (_DS["calls▁begin"], _DS["calls▁end"]):
         turn.content = turn.content.replace(outer, "")
     turn.content = turn.content.strip()
@@ -136,21 +183,16 @@ def _read_deepseek(text: str) -> list[Part]:
         return [MalformedCall(text, f"there is no {_DS['sep']} between the tool's name and its arguments")]
     if head.strip() == "function" and "\n" in body:  # V3 and R1: function<sep>name\n```json\n{...}\n```
         head, _, body = body.partition("\n")
-    return [named(head.strip(), _unfenced(body), text)]
-
-
-def _unfenced(text: str) -> str:
-    """Without ```json before and ``` after."""
-    text = text.strip()
-    if text.startswith("```") and text.endswith("```") and len(text) >= 6:
-        text = text[3:-3].removeprefix("json")
-    return text.strip()
+    arguments = body.strip()
+    if arguments.startswith("```") and arguments.endswith("```") and len(arguments) >= 6:
+        arguments = arguments[3:-3].removeprefix("json").strip()
+    return [named_call(head.strip(), arguments, text)]
 
 
 TOOL_PARSERS.register("deepseek", ToolParser(parse_deepseek, ("<｜tool▁call",), tuple(_DS.values())))
 
 
-# --- Mistral -----------------------------------------------------------------------------------------------------
+# --- Mistral ---------------------------------------------------------------------------------------------------------
 
 _TOOL_CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _THINK = ("[THINK]", "[/THINK]")  # Magistral and later; models trained by others on top of Mistral write <think>
@@ -158,25 +200,25 @@ _THINK = ("[THINK]", "[/THINK]")  # Magistral and later; models trained by other
 
 def parse_mistral(text: str) -> AssistantTurn:
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` once for each call."""
-    scanner, opens = Scanner(text), Finder(text, _TOOL_CALLS)
+    scanner, openings = Scanner(text), Finder(text, _TOOL_CALLS)
     spans: list[Span] = []
-    start = opens(max(answer_start(text), answer_start(text, *_THINK)))
+    start = openings(max(answer_start(text), answer_start(text, *_THINK)))
     while start < len(text):
         inner = scanner.skip_space(start + len(_TOOL_CALLS))
-        limit = opens(inner)
+        limit = openings(inner)
         if text.startswith(("[", "{"), inner):
             found = scanner.value(inner)
             stop = found[1] if found else limit
-            parts = parts_of(found[0] if found else Unreadable("it is not closed"), text[inner:stop])
+            parts = calls_in(found[0] if found else Unreadable("it is not closed"), text[inner:stop])
         else:
             stop, parts = _named_mistral(text, scanner, inner, limit)
         spans.append((start, stop, parts))
-        start = opens(stop)
-    return assemble(text, spans)
+        start = openings(stop)
+    return turn_without(text, spans)
 
 
 def _named_mistral(text: str, scanner: Scanner, start: int, limit: int) -> tuple[int, list[Part]]:
-    """`name[CALL_ID]id[ARGS]{...}` from `start` on: where it stops, and the call."""
+    """End and content of the call `name[CALL_ID]id[ARGS]{...}` that begins at `start`."""
     begin = text.find("{", start, limit)
     head_end = begin if begin >= 0 else limit
     name, _, call_id = text[start:head_end].partition(_ARGS)[0].partition(_CALL_ID)
@@ -184,19 +226,20 @@ def _named_mistral(text: str, scanner: Scanner, start: int, limit: int) -> tuple
     if found is None:
         reason = "the arguments are not closed" if begin >= 0 else "there are no arguments in braces after the name"
         return limit, [MalformedCall(text[start:limit], reason)]
-    return found[1], [named(name.strip(), text[begin : found[1]], text[start : found[1]], call_id.strip())]
+    return found[1], [named_call(name.strip(), text[begin : found[1]], text[start : found[1]], call_id.strip())]
 
 
 TOOL_PARSERS.register("mistral", ToolParser(parse_mistral, (_TOOL_CALLS,), (_TOOL_CALLS, _ARGS, _CALL_ID, *_THINK)))
 
 
-# --- Llama 3 -----------------------------------------------------------------------------------------------------
+# --- Llama 3 ---------------------------------------------------------------------------------------------------------
 
 _PYTHON_TAG = "<|python_tag|>"
+_CALL_LIST = re.compile(r"\s*+\[\s*+[^\W\d][\w.]*+\(")
 
 
 def parse_llama3(text: str) -> AssistantTurn:
-    """The whole turn is `{"name": ..., "parameters": {...}}`, or what follows `<|python_tag|>`; `;` between calls.
+    """The whole turn is `{"name": ..., "parameters": {...}}`, or the text after `<|python_tag|>`; `;` between calls.
 
     After the tag a call of a built-in tool may also read `search.call(query="...")`, and the small models of 3.2 write
     `[f(a=1), g(b="x")]` as the whole turn. Without the tag an object that is no call is content.
@@ -204,13 +247,11 @@ def parse_llama3(text: str) -> AssistantTurn:
     tag = text.find(_PYTHON_TAG)
     if tag >= 0:
         body = text[tag + len(_PYTHON_TAG) :]
-        return assemble(text, [(tag, len(text), _llama_parts(body, tagged=True))])
+        return turn_without(text, [(tag, len(text), _llama_parts(body, tagged=True))])
     if _CALL_LIST.match(text):
         return _call_list(text)
-    if not text.lstrip().startswith("{"):
-        return AssistantTurn(text.strip())
-    parts = _llama_parts(text, tagged=False)
-    return assemble(text, [(0, len(text), parts)]) if parts else AssistantTurn(text.strip())
+    parts = _llama_parts(text, tagged=False) if text.lstrip().startswith("{") else []
+    return turn_without(text, [(0, len(text), parts)] if parts else [])
 
 
 def _llama_parts(text: str, tagged: bool) -> list[Part]:
@@ -223,18 +264,19 @@ def _llama_parts(text: str, tagged: bool) -> list[Part]:
         if found is None:
             if not tagged and (parts or not _CALL_LIKE.match(text, start)):
                 return parts
-            return [*parts, *_llama_rest(text[start:])]
+            calls = read_python_calls(text[start:])
+            if isinstance(calls, Unreadable) or not calls:
+                reason = "it is neither a JSON object with 'name' and 'parameters' nor tool.call(argument=...)"
+                return [*parts, MalformedCall(text[start:], reason)]
+            return [*parts, *calls]
         value, end = found
         if not tagged and not _looks_like_call(value, text[start:end]):
             return parts
-        parts += parts_of(value, text[start:end])
+        parts += calls_in(value, text[start:end])
         start = scanner.skip_space(end)
         if text.startswith(";", start):
             start = scanner.skip_space(start + 1)
     return parts
-
-
-_CALL_LIST = re.compile(r"\s*+\[\s*+[^\W\d][\w.]*+\(")
 
 
 def _call_list(text: str) -> AssistantTurn:
@@ -245,19 +287,13 @@ def _call_list(text: str) -> AssistantTurn:
     return AssistantTurn("", calls)
 
 
-def _llama_rest(text: str) -> list[Part]:
-    calls = read_python_calls(text)
-    if not isinstance(calls, Unreadable) and calls:
-        return list(calls)
-    return [MalformedCall(text, "it is neither a JSON object with 'name' and 'parameters' nor tool.call(argument=...)")]
-
-
 TOOL_PARSERS.register("llama3", ToolParser(parse_llama3, (_PYTHON_TAG, "Environment: ipython"), (_PYTHON_TAG,)))
 
 
-# --- Gemma -------------------------------------------------------------------------------------------------------
+# --- Gemma -----------------------------------------------------------------------------------------------------------
 
 _FENCED = re.compile(r"```([a-z_]*+)[ \t]*+\n(.*?)(?:```|\Z)", re.DOTALL)
+_BARE_CALL = re.compile(r"\s*+[^\W\d][\w.]*+\(")
 
 
 def parse_gemma(text: str) -> AssistantTurn:
@@ -272,25 +308,23 @@ def parse_gemma(text: str) -> AssistantTurn:
             parts: list[Part] = [MalformedCall(fence[2], calls)] if isinstance(calls, Unreadable) else [*calls]
             spans.append((*fence.span(), parts))
     if spans:
-        return assemble(text, spans)
+        return turn_without(text, spans)
     if _CALL_LIST.match(text):
         return _call_list(text)
-    if _BARE_CALL.match(text):
-        calls = read_python_calls(text)
-        if not isinstance(calls, Unreadable):
-            return AssistantTurn("", calls)
-    return parse_json(text)
+    calls = read_python_calls(text) if _BARE_CALL.match(text) else Unreadable()
+    return parse_json(text) if isinstance(calls, Unreadable) else AssistantTurn("", calls)
 
-
-_BARE_CALL = re.compile(r"\s*+[^\W\d][\w.]*+\(")
 
 TOOL_PARSERS.register("gemma", ToolParser(parse_gemma, ("tool_code", "<start_of_turn>")))
 
 
-# --- Generic JSON ------------------------------------------------------------------------------------------------
+# --- Generic JSON ----------------------------------------------------------------------------------------------------
 
 _CALL_LIKE = re.compile(r'[\[{\s]*+"(?:name|function|type|arguments|parameters)"')
 _OPENING = re.compile(r'\{(?=\s*+")|\[(?=\s*+\{\s*+")')
+_FENCE_BEFORE = re.compile(r"```[a-z_]*[ \t]*\n?\s*\Z")
+_FENCE_AFTER = re.compile(r"\s*+```")
+_LONGEST_FENCE = 40
 
 
 def parse_json(text: str) -> AssistantTurn:
@@ -306,28 +340,19 @@ def parse_json(text: str) -> AssistantTurn:
         found = scanner.value(start)
         stop = found[1] if found else start + 1
         if found and _looks_like_call(found[0], text[start:stop]):
-            spans.append(_widened(text, start, stop, parts_of(found[0], text[start:stop])))
+            before = _FENCE_BEFORE.search(text, max(0, start - _LONGEST_FENCE), start)
+            after = _FENCE_AFTER.match(text, stop)
+            outer = (before.start(), after.end()) if before and after else (start, stop)
+            spans.append((*outer, calls_in(found[0], text[start:stop])))
         elif not found and _CALL_LIKE.match(text, start):
             stop = len(text)
             spans.append((start, stop, [MalformedCall(text[start:], "the JSON object is not closed")]))
         at = _OPENING.search(text, stop)
-    return assemble(text, spans)
-
-
-_FENCE_BEFORE = re.compile(r"```[a-z_]*[ \t]*\n?\s*\Z")
-_FENCE_AFTER = re.compile(r"\s*+```")
-_FENCE_REACH = 40
-
-
-def _widened(text: str, start: int, stop: int, parts: list[Part]) -> Span:
-    """The span with the fence around it, if there is one."""
-    before = _FENCE_BEFORE.search(text, max(0, start - _FENCE_REACH), start)
-    after = _FENCE_AFTER.match(text, stop)
-    return (before.start(), after.end(), parts) if before and after else (start, stop, parts)
+    return turn_without(text, spans)
 
 
 def _looks_like_call(value: Any, text: str) -> bool:
-    """Whether a value is meant as a call: it has a name and arguments, or, unreadable, begins as if it had."""
+    """True for a value with a name and arguments, and for unreadable text that begins as if it had them."""
     if isinstance(value, Unreadable):
         return _CALL_LIKE.match(text) is not None
     if isinstance(value, list):
