@@ -448,4 +448,4 @@ def test_templates_are_made_once_for_each_set_of_tools_and_arguments():
     templates = TurnTemplates(PromptCodec(TOKENIZER, None, None), [EOS])
     one = templates.of([], {"mood": "x"})
     assert templates.of([], {"mood": "x"}) is one and templates.of([], None) is not one
-    assert json.loads(next(iter(templates._known))) == [[], {"mood": "x"}]
+    assert json.loads(next(iter(templates._cache))) == [[], {"mood": "x"}]

@@ -1,9 +1,8 @@
 """Agents: coroutines that play one rollout, and the built-in one that calls tools.
 
-An agent is any `async (row, engine) -> Rollout`: plain code around `await episode.sample()`. All agents of a generation
-run side by side, and the engine batches what they ask for. A function of the user's own has the same form
-(`covey.rollout.user_functions`). Not here: what a conversation is as tokens (`episode`), how calls are read and
-executed (`tools`).
+An agent is any `async (row, engine) -> Rollout`: plain code around `await episode.sample()`. All agents of a batch run
+concurrently, and the engine batches their requests. A user's own function has the same form
+(`covey.rollout.user_functions`). See also `episode`, the conversation as tokens, and `tools`.
 """
 
 from collections import Counter
@@ -16,7 +15,7 @@ from covey.rollout.episode import Episode, EpisodeEngine, Reply
 from covey.rollout.prompts import is_conversational, prefill
 from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.parsers import ToolParser, read_turn
-from covey.rollout.tools.toolbox import Toolbox, count_fates
+from covey.rollout.tools.toolbox import Toolbox, count_outcomes
 
 Agent = Callable[[dict[str, Any], EpisodeEngine], Awaitable[Rollout]]
 """(dataset row, engine) -> the finished rollout."""
@@ -27,7 +26,7 @@ class ToolAgent:
 
     Args:
         toolbox: the tools.
-        parser: how the model writes calls.
+        parser: of the model's notation of calls.
         max_iterations: rounds of calls that are executed; None: until the policy stops calling. A policy that calls
             once more ends with `FinishReason.TOOL_BUDGET`.
     """
@@ -38,13 +37,13 @@ class ToolAgent:
         self.max_iterations = max_iterations
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """Play the row's prompt to its end."""
+        """Play one rollout."""
         episode = engine.begin(tools=self.toolbox.schemas)
         await self.play(episode, self.toolbox)
         return episode.done()
 
     async def play(self, episode: Episode, toolbox: Toolbox) -> None:
-        """Go on with an episode until the policy answers without a call, or may not go on.
+        """Continue an episode until the policy answers without a call, or may not go on.
 
         Args:
             episode: begun with the toolbox's schemas.
@@ -69,24 +68,24 @@ class ToolAgent:
             if not episode.engine.shows_images:
                 results = [result.without_images() for result in results]
             rounds, executed = rounds + 1, executed + len(results)
-            episode.calls = dict(Counter(episode.calls) + count_fates(results))
+            episode.calls = dict(Counter(episode.calls) + count_outcomes(results))
             if not episode.write([result.message() for result in results]):
                 return
 
     def _read(self, episode: Episode, reply: Reply) -> AssistantTurn:
-        """Take the turn apart, in the episode's last message too."""
+        """Parse the turn, and replace the episode's last message by the parsed one."""
         first = len(episode.messages) == 1 and is_conversational(episode.prompt)
-        before = prefill(episode.prompt) if first else ""
-        turn = read_turn(episode.engine.tokenizer, reply.token_ids, self.parser, episode.tools, before)
+        begun = prefill(episode.prompt) if first else ""
+        turn = read_turn(episode.engine.tokenizer, reply.token_ids, self.parser, episode.tools, begun)
         episode.messages[-1] = as_message(turn, episode.messages[-1]["content"])
         return turn
 
 
 def as_message(turn: AssistantTurn, text: str) -> Message:
-    """A turn as chat templates and reward functions get it.
+    """A parsed turn as the message for chat templates and reward functions.
 
     Args:
-        turn: as it was read.
+        turn: as it was parsed.
         text: of the turn; the message holds all of it where a call in it could not be read.
     """
     message: Message = {"role": "assistant", "content": text if turn.malformed else turn.content}

@@ -19,7 +19,7 @@ from covey.core.rollout import FinishReason, Rollout
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.tool import Tool
-from covey.rollout.tools.toolbox import Failure, Toolbox, call_stats, count_fates
+from covey.rollout.tools.toolbox import Failure, Toolbox, call_stats, count_outcomes
 
 
 class Unit(enum.Enum):
@@ -209,7 +209,7 @@ def variadic(*args: int):
         (unhinted, "'unhinted' cannot be described .*missing a type hint"),
         (variadic, r"'\*args: int' cannot be given by name"),
         (len, "'len' cannot be described"),
-        (Counter.step, "its parameter 'self' is given by nobody.*`thing.step`"),
+        (Counter.step, "its parameter 'self' has no value.*`thing.step`"),
         (functools.partial(unhinted, b=1), "'unhinted' cannot be described"),
         (3, "must be functions, methods or callable objects, got 3"),
         (int, "must be functions, methods or callable objects"),
@@ -598,8 +598,8 @@ def with_calls(calls):
 
 def test_frequencies_are_calls_per_rollout_and_failures_per_call():
     box = Toolbox([add])
-    calls = count_fates(ask(box, ("add", {"a": 1}), ("add", {}), ("sub", {})))
-    malformed = count_fates(asyncio.run(box.answer(AssistantTurn("", [], [MalformedCall("{", "broken")]))))
+    calls = count_outcomes(ask(box, ("add", {"a": 1}), ("add", {}), ("sub", {})))
+    malformed = count_outcomes(asyncio.run(box.answer(AssistantTurn("", [], [MalformedCall("{", "broken")]))))
     metrics = {name: mean.value() for name, mean in call_stats([with_calls(calls), with_calls(malformed)]).items()}
     assert metrics["tools/call_frequency"] == 2.0
     assert metrics["tools/failure_frequency"] == 0.75

@@ -1,7 +1,7 @@
-"""What a tool returned, as the content of a message: text, or text and images.
+"""Rendering of tool results as the content of a message: text, or text and images.
 
 A result may be of any size, nested without end, or broken: rendering stops as soon as there is more text than is
-shown. It runs the result's own code (`__str__`, `__repr__`), so it belongs under the tool's deadline.
+shown. It runs the result's own code (`__str__`, `__repr__`), so call it under the tool's deadline.
 """
 
 import collections
@@ -23,9 +23,9 @@ BRACKETS: dict[type, tuple[str, str]] = {
     frozenset: ("frozenset({", "})"),
     collections.deque: ("deque([", "])"),
 }
-DEPTH = 50
+MAX_DEPTH = 50
 """Containers that JSON cannot hold are shown down to this depth."""
-MOST_PARTS = 1000
+MAX_PARTS = 1000
 """Members of a list that are looked at for images, and shown if there are any."""
 
 
@@ -36,29 +36,29 @@ def content_of(result: Any, limit: int) -> Content:
     and lists of images and other things, become parts.
 
     Args:
-        result: what the tool returned.
+        result: of any type.
         limit: characters of text that are kept of each part; a note says what was left out.
 
     Raises:
         TypeError: it is a generator, which is the promise of a result.
-        Exception: whatever printing it raises.
+        Exception: printing it failed.
     """
     parts = parts_of(result, limit)
     return text_of(result, limit) if parts is None else parts
 
 
 def parts_of(result: Any, limit: int) -> list[dict[str, Any]] | None:
-    """An image, or a list with images or parts among other things, as parts; None for anything else.
+    """An image, or a list that holds images or parts, as parts; None for anything else.
 
     Args:
         result: of any type.
         limit: characters of text that are kept of each part.
 
     Raises:
-        Exception: whatever printing a member of the list raises.
+        Exception: printing a member of the list failed.
     """
     if isinstance(result, list | tuple):
-        first = list(islice(result, MOST_PARTS))
+        first = list(islice(result, MAX_PARTS))
         return [_part(item, limit) for item in first] if any(_is_image(one) or _is_part(one) for one in first) else None
     return [_part(result, limit)] if _is_image(result) else None
 
@@ -85,17 +85,17 @@ def _cut(text: str, limit: int, whole: bool) -> str:
 
 
 def _printed(result: Any, limit: int) -> tuple[str, bool]:
-    """As JSON if it can be, else by `str`; containers not far beyond `limit`. And whether that is all of it."""
+    """Text as JSON, or else by `str`, not far beyond `limit`; and True if that is all of it."""
     # Written piece by piece in Python: a deadline can stop that, and it may be left in the middle.
     written = json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(result)
     try:
-        return _begin(written, 4 * limit)
+        return _take(written, 4 * limit)
     except (TypeError, ValueError, RecursionError):
-        return _begin(_shown(result), 4 * limit)
+        return _take(_shown(result), 4 * limit)
 
 
-def _begin(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
-    """The first pieces, with `limit` characters or more if there are so many, and whether these are all."""
+def _take(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
+    """The first pieces with at least `limit` characters, and True if these are all."""
     taken: list[str] = []
     length = 0
     for piece in pieces:
@@ -114,12 +114,12 @@ def _plain(result: Any) -> Any:
 
 
 def _shown(value: Any, above: tuple[int, ...] = ()) -> Iterator[str]:
-    """Like `str`, in pieces."""
+    """Pieces of `str(value)`."""
     kind = type(value)
     if kind is not dict and kind not in BRACKETS:
         yield str.__str__(repr(value) if above else str(value))
         return
-    if id(value) in above or len(above) == DEPTH:
+    if id(value) in above or len(above) == MAX_DEPTH:
         yield "..."
         return
     above = (*above, id(value))
@@ -147,6 +147,6 @@ def _is_part(item: Any) -> bool:
 
 
 def _is_image(item: Any) -> bool:
-    """Whether it is a PIL image; if PIL was never imported, nothing is."""
+    """True for a PIL image; False if PIL was never imported."""
     pil = sys.modules.get("PIL.Image")
     return pil is not None and isinstance(item, pil.Image)

@@ -1,8 +1,8 @@
-"""Arguments against a tool's JSON schema, as far as schemas made from type hints go.
+"""Validation of arguments against a tool's JSON schema, as far as schemas made from type hints go.
 
 Known: `type` (one or several), `nullable`, `enum`, `anyOf`, `items`, `prefixItems`, `properties`, `required`,
-`additionalProperties`. Other keywords allow everything. Nothing is guessed: a string of digits is no number. Only where
-a notation writes every value as plain text does `from_text` ask the schema what it is.
+`additionalProperties`. Other keywords allow everything. Values are not converted: a string of digits is no number. Only
+where a notation writes every value as plain text does `from_text` ask the schema what it is.
 """
 
 import math
@@ -20,6 +20,7 @@ _IS: dict[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
     "null": lambda value: value is None,
 }
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
 
 class WrongArgument(Exception):
@@ -31,8 +32,8 @@ def checked(value: Any, schema: dict[str, Any], where: str) -> Any:
 
     Args:
         value: a JSON value.
-        schema: what it must be.
-        where: how the message calls it.
+        schema: JSON schema.
+        where: name of the value in messages.
 
     Raises:
         WrongArgument: it is not allowed.
@@ -40,21 +41,43 @@ def checked(value: Any, schema: dict[str, Any], where: str) -> Any:
     if value is None and schema.get("nullable"):
         return None
     if "anyOf" in schema:
-        return _any_of(value, schema, where)
+        reasons = []
+        for one in schema["anyOf"]:
+            try:
+                return checked(value, one, where)
+            except WrongArgument as wrong:
+                reasons.append(str(wrong))
+        raise WrongArgument("; or ".join(reasons))
     types = schema.get("type")
     if types is not None:
-        value = _typed(value, [types] if isinstance(types, str) else list(types), where)
+        types = [types] if isinstance(types, str) else list(types)
+        if all(name in _IS and not _IS[name](value) for name in types):
+            if not ("integer" in types and isinstance(value, float) and value.is_integer()):
+                raise WrongArgument(f"{where} must be of type {' or '.join(types)}, not {shown(value)}")
+            value = int(value)
     if "enum" in schema and value not in schema["enum"]:
         raise WrongArgument(f"{where} must be one of {schema['enum']}, not {shown(value)}")
     if isinstance(value, list):
-        return _items(value, schema, where)
+        return _checked_items(value, schema, where)
     if isinstance(value, dict):
         return checked_object(value, schema, where)
     return value
 
 
+def _checked_items(value: list[Any], schema: dict[str, Any], where: str) -> list[Any]:
+    schemas = schema.get("prefixItems")
+    if schemas is None:
+        each = schema.get("items")
+        if each is None:
+            return value
+        schemas = [each] * len(value)
+    if len(value) != len(schemas):
+        raise WrongArgument(f"{where} must have {len(schemas)} items, not {len(value)}")
+    return [checked(item, one, f"{where}[{i}]") for i, (item, one) in enumerate(zip(value, schemas, strict=True))]
+
+
 def checked_object(value: dict[str, Any], schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """An object with the properties that the schema asks for; of others only if it says what they may be."""
+    """An object with the required properties; further ones as `additionalProperties` says. Raises WrongArgument."""
     properties = schema.get("properties")
     missing = [name for name in schema.get("required", ()) if name not in value]
     if missing:
@@ -66,22 +89,23 @@ def checked_object(value: dict[str, Any], schema: dict[str, Any], where: str) ->
         if properties and name in properties:
             out[name] = checked(item, properties[name], inner)
         elif others is False:
-            raise WrongArgument(f"there is no {inner}; there {_are(properties or {})}")
+            known = f"are: {', '.join(properties)}" if properties else "are none"
+            raise WrongArgument(f"there is no {inner}; there {known}")
         else:
             out[name] = checked(item, others, inner) if isinstance(others, dict) else item
     return out
 
 
 def from_text(text: str, schema: dict[str, Any]) -> Any:
-    """What `text` means in a notation that writes every value as plain text, without quotes.
+    """The value of `text` in a notation that writes every value as plain text, without quotes.
 
     It is a string where only a string is asked for. Otherwise it is the JSON value that it reads as, if the schema
-    allows that or allows no string either; Python's words for truth and nothing count as JSON's, since chat templates
-    write them. Everything else stays text, which `checked` refuses where it must not be.
+    allows that or allows no string either; Python's True, False and None count as JSON's, since chat templates write
+    them. Everything else stays text, which `checked` refuses where a string is not allowed.
 
     Args:
         text: as written.
-        schema: what the value must be; `{}` if nobody knows.
+        schema: of the value; `{}` if unknown.
 
     Example:
         >>> from_text("5", {"type": "integer"}), from_text("5", {"type": "string"}), from_text("5", {})
@@ -103,51 +127,16 @@ def from_text(text: str, schema: dict[str, Any]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: short, whatever it is."""
+    """A value in a message, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-
-
 def _types(schema: dict[str, Any]) -> set[str]:
-    """The names of what a value may be; empty if it may be anything."""
+    """Names of the types that a schema allows; empty if it allows any."""
     if "anyOf" in schema:
         each = [_types(one) for one in schema["anyOf"]]
         types = set().union(*each) if all(each) else set()
     else:
         types = {schema["type"]} if isinstance(schema.get("type"), str) else set(schema.get("type") or ())
     return types | {"null"} if types and schema.get("nullable") else types
-
-
-def _typed(value: Any, types: list[str], where: str) -> Any:
-    if any(name not in _IS or _IS[name](value) for name in types):
-        return value
-    if "integer" in types and isinstance(value, float) and value.is_integer():
-        return int(value)
-    raise WrongArgument(f"{where} must be of type {' or '.join(types)}, not {shown(value)}")
-
-
-def _any_of(value: Any, schema: dict[str, Any], where: str) -> Any:
-    reasons = []
-    for one in schema["anyOf"]:
-        try:
-            return checked(value, one, where)
-        except WrongArgument as wrong:
-            reasons.append(str(wrong))
-    raise WrongArgument("; or ".join(reasons))
-
-
-def _items(value: list[Any], schema: dict[str, Any], where: str) -> list[Any]:
-    first = schema.get("prefixItems")
-    if first is not None:
-        if len(value) != len(first):
-            raise WrongArgument(f"{where} must have {len(first)} items, not {len(value)}")
-        return [checked(item, one, f"{where}[{i}]") for i, (item, one) in enumerate(zip(value, first, strict=True))]
-    each = schema.get("items")
-    return value if each is None else [checked(item, each, f"{where}[{i}]") for i, item in enumerate(value)]
-
-
-def _are(properties: dict[str, Any]) -> str:
-    return f"are: {', '.join(properties)}" if properties else "are none"

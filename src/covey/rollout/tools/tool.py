@@ -1,4 +1,4 @@
-"""`Tool`: a callable with the schema that the policy is shown."""
+"""Tools: callables with the schema that the policy is shown."""
 
 import contextlib
 import enum
@@ -24,10 +24,10 @@ class Tool:
     """One tool.
 
     Attributes:
-        name: what the policy calls it.
+        name: of the tool for the policy.
         schema: as the chat template gets it, `{"type": "function", "function": {"name", "description", "parameters"}}`.
         function: called with the arguments by name; ordinary or `async`.
-        enums: for arguments that are members of an enumeration, or hold some: what makes them of their values.
+        enums: for arguments that are or hold members of an enumeration: converts values to members.
     """
 
     name: str
@@ -36,11 +36,7 @@ class Tool:
     enums: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse a schema that shows the policy something else.
-
-        Raises:
-            ValueError: it is no schema of a function, or of one of another name.
-        """
+        """Raise ValueError for a schema that is not of a function of this name."""
         function = self.schema.get("function") if isinstance(self.schema, dict) else None
         if not isinstance(function, dict) or function.get("name") != self.name:
             wanted = (
@@ -66,9 +62,9 @@ class Tool:
         name = _name(function)
         try:
             described = _described(function)
-            _refuse_unnamed(function)
+            _refuse_positional(function)
             schema = get_json_schema(described)
-            _refuse_unshown(function, schema)
+            _refuse_missing(function, schema)
             hints = typing.get_type_hints(described)
         except Exception as error:  # transformers raises its own kinds, and others for what it did not expect
             reason = " ".join(map(str, error.args)).rstrip(".! ")
@@ -102,7 +98,7 @@ def _name(function: Any) -> str:
 
 
 def _described(function: Any) -> Callable[..., Any]:
-    """The function whose hints and docstring speak for a callable."""
+    """The function with the type hints and docstring of a callable."""
     if isinstance(function, functools.partial):
         return _unbound(function)
     if inspect.isfunction(function) or inspect.ismethod(function):
@@ -113,25 +109,25 @@ def _described(function: Any) -> Callable[..., Any]:
 
 
 def _unbound(function: functools.partial[Any]) -> Callable[..., Any]:
-    """A stand-in with the arguments that are not bound yet, whose hints alone need to be understood."""
+    """A placeholder with the arguments that are not bound yet; hints of the others may be anything."""
     described = _described(function.func)
     signature = inspect.signature(function)
     left = [one for name, one in signature.parameters.items() if name not in function.keywords]
     hints = typing.get_type_hints(described)
 
-    def stand_in() -> None: ...
+    def placeholder() -> None: ...
 
-    stand_in.__name__ = _name(function)
-    stand_in.__doc__ = inspect.getdoc(described)
-    stand_in.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
-    stand_in.__annotations__ = {one.name: hints[one.name] for one in left if one.name in hints}
-    return stand_in
+    placeholder.__name__ = _name(function)
+    placeholder.__doc__ = inspect.getdoc(described)
+    placeholder.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+    placeholder.__annotations__ = {one.name: hints[one.name] for one in left if one.name in hints}
+    return placeholder
 
 
 def _members(hint: Any) -> Callable[[Any], Any] | None:
-    """What makes members of enumerations of a value that the schema allows; None where the hint names none.
+    """Converter from a value that the schema allows to members of enumerations; None where the hint names none.
 
-    The result raises ValueError or TypeError for a value of another kind, which in a union means: try the next.
+    It raises ValueError or TypeError for a value of another kind; in a union the next one is tried.
     """
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint
@@ -165,24 +161,19 @@ def _members(hint: Any) -> Callable[[Any], Any] | None:
     return in_union if origin in (typing.Union, types.UnionType) else in_list
 
 
-def _refuse_unshown(function: Callable[..., Any], schema: dict[str, Any]) -> None:
-    """What is no argument for the policy has to be there already."""
+def _refuse_positional(function: Callable[..., Any]) -> None:
+    """Raise ValueError for parameters that cannot be given by name, as calls give them."""
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"its parameter {str(parameter)!r} cannot be given by name.")
+
+
+def _refuse_missing(function: Callable[..., Any], schema: dict[str, Any]) -> None:
+    """Raise ValueError for a parameter without a default that the schema lacks."""
     known = schema["function"]["parameters"]["properties"]
     for parameter in inspect.signature(function).parameters.values():
         if parameter.default is parameter.empty and parameter.name not in known:
             raise ValueError(
-                f"its parameter {parameter.name!r} is given by nobody: a method is a tool as that of an object, as in"
+                f"its parameter {parameter.name!r} has no value: give a method as that of an object, as in"
                 f" `thing.{_name(function)}`."
             )
-
-
-def _refuse_unnamed(function: Callable[..., Any]) -> None:
-    """Calls come with arguments by name, each of which is in the schema."""
-    unnamed = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.VAR_KEYWORD,
-    )
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in unnamed:
-            raise ValueError(f"its parameter {str(parameter)!r} cannot be given by name.")

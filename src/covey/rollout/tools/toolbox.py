@@ -1,7 +1,7 @@
-"""`Toolbox`: the tools of a run, and what becomes of a call.
+"""Toolbox: executes the tool calls of a turn, each under a deadline.
 
-Whatever a call does, the policy gets a message it can react to: the result, or what was wrong. Nothing that a tool
-does ends a run. Not here: how calls are read (`parsers`) and how messages become tokens (`template`).
+Every call is answered by a message that the policy can react to: the result, or the mistake. Nothing that a tool does
+ends a run. See also `parsers`, which read calls, and `turn_template`, which encodes the answers.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from covey.runtime.user_code import CoroutineLoop, Raised, TimedOut, finish, is_
 
 
 class Failure(StrEnum):
-    """Why a call has no result."""
+    """Reason why a call has no result."""
 
     MALFORMED = "malformed"
     """It could not be read."""
@@ -40,7 +40,7 @@ class Failure(StrEnum):
     TIMEOUT = "timeout"
     """The tool took longer than `timeout`."""
     TOO_MANY = "too_many"
-    """The turn asked for more calls than are executed at once."""
+    """The turn had more calls than are executed at once."""
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class ToolResult:
     """The answer to one call.
 
     Attributes:
-        name: the tool's; "tool" where the call could not be read.
-        call_id: nine characters that tie the answer to its call, for templates that ask for it.
+        name: of the tool; "tool" where the call could not be read.
+        call_id: nine characters that tie the answer to its call, for templates that need it.
         content: for the policy.
         failure: None if the tool returned.
         seconds: how long the tool ran.
@@ -62,31 +62,30 @@ class ToolResult:
     seconds: float = 0.0
 
     def message(self) -> Message:
-        """As chat templates and reward functions get it."""
+        """The message for chat templates and reward functions."""
         return {"role": "tool", "name": self.name, "tool_call_id": self.call_id, "content": self.content}
 
     def without_images(self) -> "ToolResult":
-        """For a model of text alone, which is told that there is something it cannot be shown."""
+        """The result for a model of text alone: an image becomes an error."""
         if isinstance(self.content, str) or all(part["type"] == "text" for part in self.content):
             return self
         content = f"Error: {self.name} returned an image, and you can read text alone"
         return replace(self, content=content, failure=Failure.EXCEPTION)
 
 
-def count_fates(results: Iterable[ToolResult]) -> Counter[str]:
-    """How many calls had which fate: "ok" or a `Failure`. A call that could not be read is a call that failed."""
+def count_outcomes(results: Iterable[ToolResult]) -> Counter[str]:
+    """Number of calls by outcome: "ok" or a `Failure`. A call that could not be read is a call that failed."""
     return Counter("ok" if result.failure is None else result.failure.value for result in results)
 
 
 def call_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
     """`tools/call_frequency` (calls a rollout), `tools/failure_frequency` and one share for each kind of failure."""
-    fates: Counter[str] = sum((Counter(rollout.calls) for rollout in rollouts), Counter())
-    calls = fates.total()
-    shares: dict[str, Stat] = {f"tools/failures/{kind.value}": Mean(fates[kind.value], calls) for kind in Failure}
+    outcomes: Counter[str] = sum((Counter(rollout.calls) for rollout in rollouts), Counter())
+    calls = outcomes.total()
     return {
         "tools/call_frequency": Mean(calls, len(rollouts)),
-        "tools/failure_frequency": Mean(calls - fates["ok"], calls),
-        **shares,
+        "tools/failure_frequency": Mean(calls - outcomes["ok"], calls),
+        **{f"tools/failures/{kind.value}": Mean(outcomes[kind.value], calls) for kind in Failure},
     }
 
 
@@ -129,35 +128,37 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template shows to the policy."""
+        """Schemas for the chat template."""
         return [copy.deepcopy(tool.schema) for tool in self.tools.values()]
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
-        """Execute the calls of a turn side by side and answer each, in their order; malformed ones come last.
+        """Execute the calls of a turn concurrently and answer each, in their order; malformed ones come last.
 
         Args:
             turn: as a parser read it.
             first_id: number of the first call within its rollout, from which `call_id` is made where the policy wrote
                 none.
         """
-        wanted: list[ToolCall | MalformedCall] = [*turn.calls, *turn.malformed]
-        executed = wanted[: self.max_parallel_calls]
-        results = await asyncio.gather(*(self._one(call, first_id + i) for i, call in enumerate(executed)))
-        left_out = len(wanted) - len(executed)
+        calls: list[ToolCall | MalformedCall] = [*turn.calls, *turn.malformed]
+        executed = calls[: self.max_parallel_calls]
+        results = await asyncio.gather(*(self._execute(call, first_id + i) for i, call in enumerate(executed)))
+        left_out = len(calls) - len(executed)
         if left_out:
             text = f"only {len(executed)} calls of a turn are executed; {left_out} more were left out"
             results.append(_failed("tool", _call_id(first_id + len(executed)), Failure.TOO_MANY, text))
         return results
 
-    async def _one(self, call: ToolCall | MalformedCall, number: int) -> ToolResult:
+    async def _execute(self, call: ToolCall | MalformedCall, number: int) -> ToolResult:
         if isinstance(call, MalformedCall):
-            return _failed(
-                "tool", _call_id(number), Failure.MALFORMED, f"the call could not be read: {_short(call.reason)}"
-            )
+            text = f"the call could not be read: {_short(call.reason)}"
+            return _failed("tool", _call_id(number), Failure.MALFORMED, text)
         name, call_id = _short(call.name, 100), call.call_id or _call_id(number)
         tool = self.tools.get(call.name)
         if tool is None:
-            return _failed(name, call_id, Failure.UNKNOWN_TOOL, self._unknown(name))
+            close = difflib.get_close_matches(name, self.tools, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "."
+            text = f"there is no tool {name!r}{hint} The tools are: {', '.join(self.tools) or 'none'}"
+            return _failed(name, call_id, Failure.UNKNOWN_TOOL, text)
         try:
             arguments = tool.arguments(copy.deepcopy(call.arguments))
         except WrongArgument as wrong:
@@ -175,7 +176,7 @@ class Toolbox:
         return _failed(name, call_id, failure, text, perf_counter() - started)
 
     async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
-        """The rendered result. Rendering may be as slow or broken as the tool, so it is under the same deadline."""
+        """The rendered result. Rendering runs the result's own code, so it is under the same deadline."""
         render = partial(content_of, limit=self.max_result_chars)
         if is_async(tool.function):
 
@@ -190,11 +191,6 @@ class Toolbox:
             return render(finish(result) if inspect.isawaitable(result) else result)
 
         return await run_in_thread(run, self.timeout)
-
-    def _unknown(self, name: str) -> str:
-        close = difflib.get_close_matches(name, self.tools, n=1)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        return f"there is no tool {name!r}{hint} The tools are: {', '.join(self.tools) or 'none'}"
 
 
 def _failed(name: str, call_id: str, failure: Failure, text: str, seconds: float = 0.0) -> ToolResult:

@@ -1,15 +1,13 @@
-"""What a chat template writes between a turn of the policy and the next one, as tokens.
+"""Turn templates: the tokens that a chat template writes between a turn of the policy and the next one.
 
-A conversation with tools grows by appending: the tokens that the policy sampled stay what they are, never decoded and
-encoded again, and `TurnTemplate.continuation` gives the tokens that follow them, from the end of the turn through the
-results of tools to the next generation prompt. They are found by rendering a stand-in for the turn with marks in it, so
-what the policy really wrote plays no part.
+A conversation with tools grows by appending: the tokens that the policy sampled are never decoded and encoded again,
+and `TurnTemplate.continuation` gives the tokens that follow them, from the end of the turn through the results of tools
+to the next generation prompt. They are found by rendering a placeholder turn with marks in it, so they do not depend on
+what the policy wrote.
 
-That is the same conversation as the template would render only if the template is *prefix-stable*: a longer
+The result is the conversation that the template itself would render only if the template is *prefix-stable*: a longer
 conversation begins with the tokens of the shorter one. Templates that drop earlier thinking, for instance, are not.
 This is checked when a `TurnTemplate` is made.
-
-Not here: reading calls (`parsers`) and executing them (`toolbox`).
 """
 
 import json
@@ -23,18 +21,22 @@ from covey.rollout.images import as_parts, with_images
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.vision import Encoded, Vision
 
-_ASK, _SAID, _NAME, _RESULT, _THOUGHT = "coveyASK", "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"
+_TEXT, _NAME, _RESULT, _THOUGHT = "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"
+"""Marks in placeholder messages."""
+_USER: Message = {"role": "user", "content": "coveyASK"}
 _CALLS = ("object", "string", "none")
-"""How the stand-in's calls are written: arguments as an object, as a JSON string, or no calls at all."""
+"""Forms of a placeholder's calls: arguments as an object, as a JSON string, or no calls at all."""
+CACHED_TEMPLATES = 256
+"""Rows may bring arguments, and with them templates, of their own."""
 
 
 class TurnTemplate:
-    """The tokenizer's chat template, as far as it concerns conversations with tools.
+    """The tokenizer's chat template for conversations with tools.
 
     Args:
         tokenizer: of the policy.
         tools: schemas that the template is given.
-        end_ids: tokens that end a turn, besides the tokenizer's end of sequence (`<end_of_turn>`, `<|eom_id|>`).
+        end_ids: tokens that end a turn, in addition to the tokenizer's end of sequence (`<end_of_turn>`, `<|eom_id|>`).
         chat_template_kwargs: further arguments of the template.
         unstable: "raise" refuses templates that are not prefix-stable; "keep" accepts them: earlier turns then stay as
             they were sampled, also where the template would have rendered them differently.
@@ -42,7 +44,7 @@ class TurnTemplate:
 
     Attributes:
         result_role: the role under which results are rendered: "tool", or "user" where the template has no such role.
-        shows_tools: whether the template tells the policy about the tools. If not, the prompt must.
+        shows_tools: True if the template tells the policy about the tools. If not, the prompt must.
         reasons: why the template is not prefix-stable; empty if it is.
 
     Raises:
@@ -73,10 +75,10 @@ class TurnTemplate:
         self._ends = {str(tokenizer.convert_ids_to_tokens(end)): end for end in sorted(ends)}
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = sorted(special, key=len, reverse=True)
-        self.result_role, self._calls = self._find_shape()
-        self.shows_tools = self._shows_tools()
-        self.reasons = self._find_reasons([_result("1")], [_result("2")])
-        self._watches_users = unstable == "raise"
+        self.result_role, self._calls = self._find_result_format()
+        self.shows_tools = self._renders_tools()
+        self.reasons = self._instabilities([_result("1")], [_result("2")])
+        self._check_users = unstable == "raise"
         if self.reasons and unstable == "raise":
             raise ValueError(
                 f"the chat template is not prefix-stable: {'; '.join(self.reasons)}. A conversation trained on would"
@@ -95,8 +97,8 @@ class TurnTemplate:
             results: messages that answer the turn: of tools, or of a user. Their texts cannot hold control tokens:
                 one is broken up by a zero-width space, so that a result cannot end its own turn.
             ended_with: the turn's last token, if known. Where the template begins the results with it (FunctionGemma's
-                does with `<start_function_response>`), it is not said twice.
-            start: place of what follows among the tokens of its rollout.
+                does with `<start_function_response>`), it is not repeated.
+            start: index of the first of these tokens in the rollout.
 
         Raises:
             ValueError: the template cannot render them, or an image among them cannot be read or shown.
@@ -104,29 +106,24 @@ class TurnTemplate:
         images: list[Any] = []
         if self.vision is not None:
             results, images = with_images(results, ())
-        shown = self._rendered_as(results)
-        if self._watches_users and any(one["role"] == "user" for one in results):
-            self._watches_users = False
+        messages = self._result_messages(results)
+        if self._check_users and any(result["role"] == "user" for result in results):
+            self._check_users = False
             self._warn_of_users()
         try:
-            text = self._after_turn([_USER], shown)
+            text = self._after_turn([_USER], messages)
         except ValueError:
-            if len(shown) == 1:
+            if len(messages) == 1:
                 raise
-            text = self._after_one_call(shown)
-        if images:
-            return self._with_images(text, images, ended_with, start)
+            text = self._after_single_calls(messages)
         ids = self._encode_after_end(text)
-        return Encoded(ids[1:] if ended_with is not None and ids[:1] == [ended_with] else ids)
-
-    def _with_images(self, text: str, images: list[Any], ended_with: int | None, start: int) -> Encoded:
-        """Tokens of a text that follows a turn, images among them; the turn's own last token is left out again."""
-        assert self.vision is not None, "asked before"
-        ending = self._encode_after_end(text)
-        said_twice = ended_with is not None and ending[:1] == [ended_with]
+        repeated = ended_with is not None and ids[:1] == [ended_with]
+        if not images:
+            return Encoded(ids[1:] if repeated else ids)
+        assert self.vision is not None, "images were read for it"
         end = next(iter(self._ends), "")
         encoded = self.vision.encode(end + text, images, start, add_special_tokens=False)
-        skipped = int(bool(end)) + int(said_twice)
+        skipped = int(bool(end)) + int(repeated)
         (media,) = encoded.media
         media = replace(
             media,
@@ -137,7 +134,7 @@ class TurnTemplate:
         return Encoded(encoded.ids[skipped:], (media,))
 
     def ends_with(self, token: int | None) -> bool:
-        """Whether a turn whose last token this is has ended; always so where no token ends turns."""
+        """True if a turn whose last token this is has ended; always so where no token ends turns."""
         return token in self._ends.values() or not self._ends
 
     def ending(self) -> list[int]:
@@ -146,30 +143,30 @@ class TurnTemplate:
         Raises:
             ValueError: the template cannot render a turn.
         """
-        text = self._render([_USER, {"role": "assistant", "content": _SAID}], answer=False)
+        text = self._render([_USER, {"role": "assistant", "content": _TEXT}], answer=False)
         _, marked, cut = self._end_of_turn(text)
         return list(self.tokenizer(text[marked:cut], add_special_tokens=False)["input_ids"])
 
-    # --- rendering -----------------------------------------------------------------------------------------------
+    # --- rendering ---------------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Message], answer: bool = True) -> str:
-        if self.vision is not None:  # their templates may know contents that are parts and no others
+        if self.vision is not None:  # their templates may accept no contents but parts
             messages = [{**message, "content": as_parts(message.get("content"))} for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=self.tools or None, tokenize=False, add_generation_prompt=answer, **self.kwargs
             )
-        except Exception as error:  # templates are programs of their authors: they raise whatever they like
+        except Exception as error:  # templates are programs of their authors: they raise anything
             raise ValueError(
                 f"the chat template cannot render roles {[message['role'] for message in messages]}:"
                 f" {type(error).__name__}: {error}"
             ) from error
 
-    def _after_one_call(self, results: Sequence[Message]) -> str:
-        """Several results, where the template allows one call a turn: the policy may have made more all the same.
+    def _after_single_calls(self, results: Sequence[Message]) -> str:
+        """Several results where the template allows one call a turn; the policy may have made more.
 
-        They come one after another after a single call; if the template does not render that either, each as if it
-        were the only one.
+        They follow one another after a single call; if the template does not render that either, each is rendered as
+        if it were the only one.
         """
         try:
             return self._after_turn([_USER], results, self._turn(results[:1]))
@@ -186,33 +183,29 @@ class TurnTemplate:
         alone, whole = self._render([*before, turn], False), self._render([*before, turn, *results], answer)
         begin, _, cut = self._end_of_turn(alone)
         ended, at = alone[begin:cut], -1
-        for _ in range(alone[:cut].count(ended)):  # calls may look alike; what comes after them, the results may hold
+        for _ in range(alone[:cut].count(ended)):  # calls may look alike; a result may hold the text of one
             at = whole.find(ended, at + 1)
         if begin < 0 or at < 0:
             raise ValueError(f"the chat template changes a turn when results follow: {_difference(alone, whole)}")
         return whole[at + len(ended) :]
 
     def _end_of_turn(self, text: str) -> tuple[int, int, int]:
-        """Where the last mark in a rendered turn begins, where it ends, and where the turn does."""
-        begin, mark = max((text.rfind(mark), mark) for mark in (_SAID, _NAME))
+        """Begin and end of the last mark in a rendered turn, and the end of the turn."""
+        begin, mark = max((text.rfind(mark), mark) for mark in (_TEXT, _NAME))
         marked = begin + len(mark)
         cut = max((text.rfind(end, marked) + len(end) for end in self._ends if end in text[marked:]), default=None)
-        if cut is None:  # the template does not end turns with a token: all that it writes after the turn follows
-            cut = marked if mark == _SAID else len(text)
+        if cut is None:  # the template does not end turns with a token: all text after the turn follows it
+            cut = marked if mark == _TEXT else len(text)
         return begin, marked, cut
 
     def _turn(self, results: Sequence[Message], thought: str = "", number: str = "") -> Message:
-        """A stand-in for the policy's turn, with a call for each result."""
-        message: Message = {"role": "assistant", "content": thought + _SAID + number}
+        """A placeholder for the policy's turn, with a call for each result."""
+        message: Message = {"role": "assistant", "content": thought + _TEXT + number}
         if self._calls == "none" or self.result_role != "tool":
             return message
-        arguments: Any = {} if self._calls == "object" else "{}"
+        function = {"name": _NAME, "arguments": {} if self._calls == "object" else "{}"}
         calls = [
-            {
-                "type": "function",
-                "id": result.get("tool_call_id", _call_id(i)),
-                "function": {"name": _NAME, "arguments": arguments},
-            }
+            {"type": "function", "id": result.get("tool_call_id", f"call{i:05d}"), "function": dict(function)}
             for i, result in enumerate(results)
             if result["role"] == "tool"
         ]
@@ -220,13 +213,13 @@ class TurnTemplate:
             message["tool_calls"] = calls
         return message
 
-    def _rendered_as(self, results: Sequence[Message]) -> list[Message]:
+    def _result_messages(self, results: Sequence[Message]) -> list[Message]:
         """Results in the role that the template knows, without control tokens."""
         clean = [{**result, "content": self._without_control(result.get("content"))} for result in results]
         if self.result_role == "tool":
             return clean
-        if any(isinstance(r["content"], list) for r in clean):
-            return [{"role": "user", "content": _parts_of_user(clean)}]
+        if any(isinstance(result["content"], list) for result in clean):
+            return [{"role": "user", "content": _user_parts(clean)}]
         texts = [f"```tool_output\n{r['content']}\n```" if r["role"] == "tool" else r["content"] for r in clean]
         return [{"role": "user", "content": "\n".join(texts)}]
 
@@ -248,7 +241,7 @@ class TurnTemplate:
         return content
 
     def _encode_after_end(self, text: str) -> list[int]:
-        """Tokens of `text` as they are behind a token that ends a turn: some tokenizers treat a text's start apart."""
+        """Tokens of `text` behind a token that ends a turn: some tokenizers treat the beginning of a text specially."""
         if not self._ends:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         end, end_id = next(iter(self._ends.items()))
@@ -257,21 +250,21 @@ class TurnTemplate:
             raise ValueError(f"the tokenizer does not encode {end!r} as one token, so turns have no end of their own.")
         return ids[1:]
 
-    # --- what the template can do --------------------------------------------------------------------------------
+    # --- properties of the template ----------------------------------------------------------------------------------
 
-    def _find_shape(self) -> tuple[str, str]:
-        """The role and the kind of calls with which the template renders results."""
+    def _find_result_format(self) -> tuple[str, str]:
+        """The role and the form of calls with which the template renders results."""
         reason = "it leaves them out"
-        for shape in [*(("tool", calls) for calls in _CALLS), ("user", "none")]:
-            self.result_role, self._calls = shape
+        for role, calls in [*(("tool", calls) for calls in _CALLS), ("user", "none")]:
+            self.result_role, self._calls = role, calls
             try:
-                if _RESULT in self._after_turn([_USER], self._rendered_as([_result()])):
-                    return shape
+                if _RESULT in self._after_turn([_USER], self._result_messages([_result()])):
+                    return role, calls
             except ValueError as error:
                 reason = str(error)
         raise ValueError(f"the chat template does not render the results of tools: {reason}")
 
-    def _shows_tools(self) -> bool:
+    def _renders_tools(self) -> bool:
         schema = {"name": _NAME, "description": "", "parameters": {"type": "object", "properties": {}}}
         real, self.tools = self.tools, [{"type": "function", "function": schema}]
         try:
@@ -282,8 +275,8 @@ class TurnTemplate:
             self.tools = real
 
     def _warn_of_users(self) -> None:
-        """Templates may keep earlier turns when tools answer, and change them when a user does."""
-        reasons = self._find_reasons(*([{"role": "user", "content": _RESULT + number}] for number in "12"))
+        """Warn of a template that keeps earlier turns when tools answer, and changes them when a user does."""
+        reasons = self._instabilities(*([{"role": "user", "content": _RESULT + number}] for number in "12"))
         if reasons:
             warnings.warn(
                 f"the chat template is not prefix-stable where a user goes on: {'; '.join(reasons)}. Earlier turns stay"
@@ -293,15 +286,11 @@ class TurnTemplate:
                 stacklevel=2,
             )
 
-    def _find_reasons(self, *answers: list[Message]) -> list[str]:
-        """Render a conversation of two rounds and see whether each part of it begins with the shorter one.
-
-        Args:
-            answers: to the first turn and to the second.
-        """
+    def _instabilities(self, *answers: list[Message]) -> list[str]:
+        """Reasons why the template is not prefix-stable over two rounds, with an answer to each turn."""
         opening = self._render([_USER])
         thinks = "</think>" in json.dumps(self.tokenizer.chat_template) and not opening.rstrip().endswith("</think>")
-        results = [self._rendered_as(answer) for answer in answers]
+        results = [self._result_messages(answer) for answer in answers]
         turns = [
             self._turn(result, f"<think>\n{_THOUGHT}{i}\n</think>\n\n" if thinks else "", str(i))
             for i, result in enumerate(results, 1)
@@ -321,12 +310,8 @@ class TurnTemplate:
         return reasons
 
 
-REMEMBERED = 256
-"""Templates that are kept: rows may bring arguments, and with them templates, of their own."""
-
-
 class TurnTemplates:
-    """The chat template for conversations that go on, one for each set of tools and template arguments.
+    """Turn templates of one chat template, one for each set of tools and template arguments.
 
     Args:
         codec: of the prompts.
@@ -338,7 +323,7 @@ class TurnTemplates:
         self.codec = codec
         self._end_ids = tuple(end_ids)
         self._unstable = unstable
-        self._known: dict[str, TurnTemplate] = {}  # those in use, oldest first
+        self._cache: dict[str, TurnTemplate] = {}  # least recently used first
 
     def of(self, tools: Sequence[dict[str, Any]], row_kwargs: dict[str, Any] | None) -> TurnTemplate:
         """The template with these tools and arguments.
@@ -348,25 +333,21 @@ class TurnTemplates:
         """
         kwargs = self.codec.template_kwargs(row_kwargs)
         key = json.dumps([list(tools), kwargs], sort_keys=True, default=repr)
-        template = self._known.pop(key, None)
+        template = self._cache.pop(key, None)
         if template is None:
-            template = TurnTemplate(
-                self.codec.tokenizer, tools, self._end_ids, kwargs, self._unstable, self.codec.vision
-            )
-        self._known[key] = template
-        if len(self._known) > REMEMBERED:
-            del self._known[next(iter(self._known))]
+            tokenizer, vision = self.codec.tokenizer, self.codec.vision
+            template = TurnTemplate(tokenizer, tools, self._end_ids, kwargs, self._unstable, vision)
+        self._cache[key] = template
+        if len(self._cache) > CACHED_TEMPLATES:
+            del self._cache[next(iter(self._cache))]
         return template
 
 
-_USER: Message = {"role": "user", "content": _ASK}
-
-
 def _result(number: str = "") -> Message:
-    return {"role": "tool", "name": "lookup", "tool_call_id": _call_id(0), "content": _RESULT + number}
+    return {"role": "tool", "name": "lookup", "tool_call_id": "call00000", "content": _RESULT + number}
 
 
-def _parts_of_user(results: Sequence[Message]) -> list[dict[str, Any]]:
+def _user_parts(results: Sequence[Message]) -> list[dict[str, Any]]:
     """Results with images as the parts of one message, those of tools between fences."""
     parts: list[dict[str, Any]] = []
     for result in results:
@@ -378,11 +359,7 @@ def _parts_of_user(results: Sequence[Message]) -> list[dict[str, Any]]:
     return parts
 
 
-def _call_id(number: int) -> str:
-    return f"call{number:05d}"
-
-
 def _difference(one: str, other: str) -> str:
-    """Where two texts part, in words."""
+    """The position where two texts begin to differ, as an error text."""
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return f"{one[at : at + 40]!r} becomes {other[at : at + 40]!r} after {one[max(0, at - 20) : at]!r}"
