@@ -23,7 +23,7 @@ WAYS = {
     "Let processes go different ways, with callbacks of one process only for instance": "strays",
     "Trained on several processes, of which one failed while others were at work": "fails while the other is at work",
 }
-"""The rows of docs/troubleshooting.md, and the way to each."""
+"""Headings of docs/troubleshooting.md, and the way to each."""
 
 
 def goes_wrong(completions, **kwargs):

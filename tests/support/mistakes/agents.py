@@ -112,7 +112,7 @@ AGENTS = [
     Mistake(
         "Set speculative_reuse with tools or a rollout_func",
         lambda b: conversations(b, tools=[add], settings={"speculative_reuse": "exact"}),
-        ("speculative_reuse='exact'", "Leave it unset"),
+        ("speculative_reuse='exact'", "leave it unset"),
     ),
     Mistake(
         "Set max_tool_calling_iterations without tools",

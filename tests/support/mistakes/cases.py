@@ -1,6 +1,6 @@
-"""What a mistake is, and the bench on which it is made; the catalogue is in the `mistakes_*` modules beside this one.
+"""Mistakes of users and the bench on which they are made; the other modules of this package are the catalogue.
 
-To add a mistake, append it to a catalogue and a row with the same `what` to docs/troubleshooting.md.
+To add a mistake, append it to a catalogue and its advice to `advice.py`, then run `python tools/troubleshooting.py`.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,8 @@ class Mistake:
     """One wrong input, and how it shows.
 
     Attributes:
-        what: what the user did: the row of docs/troubleshooting.md. Several mistakes may share one.
+        what: the heading in docs/troubleshooting.md: what the user did. Several mistakes may share one; the page shows
+            the message of the first.
         make: does it on a bench; an error is raised on the way, or a warning is given and the run goes on.
         says: patterns that the message contains: what was given, what is allowed, what to do.
         when: the step that notices it.

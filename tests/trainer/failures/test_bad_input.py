@@ -1,44 +1,25 @@
 """Every mistake in the catalogue: one clear error or warning, as early as it can be known, and nothing is lost.
 
-docs/troubleshooting.md has one row for each; the last tests keep the two together.
+docs/troubleshooting.md shows each of these messages; `python tools/troubleshooting.py` writes it.
 """
 
 import ast
 import math
 import os
-import re
-import warnings
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from tests.support import runs, tiny
 from tests.support.failing_processes import WAYS
-from tests.support.mistakes.agents import AGENTS
+from tests.support.mistakes.advice import SECTIONS
 from tests.support.mistakes.cases import Bench
-from tests.support.mistakes.colocate import COLOCATION, SHOWN_BY_VLLM
-from tests.support.mistakes.data import DATASETS, REWARDS
-from tests.support.mistakes.environments import ENVIRONMENTS
-from tests.support.mistakes.evaluation import EVALUATION
-from tests.support.mistakes.models import ARGUMENTS, MODELS, TOKENIZERS
-from tests.support.mistakes.remote import REMOTE
-from tests.support.mistakes.runtime import RUNTIME
-from tests.support.mistakes.servers import SERVERS
-from tests.support.mistakes.settings import RESUMING, RUN_FILES, SETTINGS
-from tests.support.mistakes.vision import VISION
-from tests.support.mistakes.weights import WEIGHTS
+from tests.support.mistakes.colocate import SHOWN_BY_VLLM
+from tests.support.mistakes.data import REWARDS
+from tests.support.mistakes.page import MISTAKES, produced, read, render, same, shown
 
-MISTAKES = [*MODELS, *ARGUMENTS, *TOKENIZERS, *DATASETS, *REWARDS, *SETTINGS, *RUNTIME, *RESUMING, *RUN_FILES, *SERVERS]
-MISTAKES += WEIGHTS
-MISTAKES += COLOCATION
-MISTAKES += REMOTE
-MISTAKES += AGENTS
-MISTAKES += ENVIRONMENTS
-MISTAKES += EVALUATION
-MISTAKES += VISION
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 
@@ -51,36 +32,21 @@ def bench(tmp_path, tiny_folder, monkeypatch):
 
 @cache
 def rows() -> dict[str, str]:
-    """What Covey says, by what you did, from the page."""
-    cells = [line.strip().strip("|").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    return {what.strip(): says.strip() for what, says, _ in cells if what.strip() not in ("What you did", "---")}
+    """Messages on the page, by what the user did."""
+    return read(PAGE.read_text())
 
 
-def quoted(fragment: str) -> re.Pattern[str]:
-    """A fragment of the page as a pattern; … stands for what varies."""
-    return re.compile(".*?".join(re.escape(piece.strip()) for piece in fragment.split("…")), re.DOTALL)
+FIRST = {mistake.what: mistake for mistake in reversed(MISTAKES)}
+"""The mistakes whose messages are on the page: the first one of each description."""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.what.replace(" ", "-"))
 def test_one_clear_message(bench, mistake):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if issubclass(mistake.kind, Warning):
-            mistake.make(bench)
-        else:
-            with pytest.raises(mistake.kind) as error:
-                mistake.make(bench)
-    if issubclass(mistake.kind, Warning):
-        messages = [str(w.message) for w in caught if issubclass(w.category, mistake.kind)]
-        messages = [message for message in messages if quoted(rows()[mistake.what]).search(message)]
-        assert len(messages) == 1, "told once"
-        message = messages[0]
-    else:
-        message = str(error.value)
-        assert bench.stage == mistake.when
-    for pattern in mistake.says:
-        assert re.search(pattern, message), f"{pattern!r} is not in {message!r}"
-    assert quoted(rows()[mistake.what]).search(message), f"the page says otherwise: {message!r}"
+    message = produced(mistake, bench)
+    if mistake is FIRST[mistake.what]:
+        message = f"{mistake.kind.__name__}: {shown(message, bench)}"
+        advice = f"run: python tools/troubleshooting.py {mistake.what}"
+        assert same(message, rows()[mistake.what]), f"{advice}\n{message}\nis on the page as\n{rows()[mistake.what]}"
 
 
 SURVIVED = [m for m in REWARDS if issubclass(m.kind, Warning) and m.when == "training"]
@@ -146,18 +112,18 @@ def strings(source: Path) -> list[str]:
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
-@cache
-def messages() -> list[str]:
-    sources = [*(ROOT / "src").rglob("*.py"), Path(transformers.__file__).with_name("trainer.py")]
-    return [text for source in sources for text in strings(source)]
+def test_the_page_is_what_the_script_renders():
+    assert PAGE.read_text() == render(rows()), "run: python tools/troubleshooting.py"
 
 
-def test_the_page_has_a_row_for_every_mistake_and_no_other():
-    assert len(rows()) >= 40
-    assert set(rows()) == {mistake.what for mistake in MISTAKES} | set(WAYS) | SHOWN_BY_VLLM
+def test_the_page_has_every_mistake_and_no_other():
+    advised = [what for rows in SECTIONS.values() for what in rows]
+    assert len(advised) == len(set(advised))
+    assert set(advised) == set(FIRST) | set(WAYS) | SHOWN_BY_VLLM
 
 
-@pytest.mark.parametrize("what", rows() if PAGE.exists() else [], ids=lambda what: what.replace(" ", "-"))
-def test_the_page_quotes_the_source(what):
-    for piece in rows()[what].split("…"):
-        assert any(piece.strip() in message for message in messages()), piece
+def test_messages_that_other_tests_produce_are_in_the_source():
+    texts = [text for source in (ROOT / "src").rglob("*.py") for text in strings(source)]
+    for what in {*WAYS, *SHOWN_BY_VLLM}:
+        for piece in " ".join(rows()[what].split()).split("…"):
+            assert any(piece.strip() in text for text in texts), f"{what}: {piece}"
