@@ -41,12 +41,14 @@ def scripted(signals, log, draws, number):
     return ScoredRollouts(draws, rollouts, torch.tensor(rewards).view(len(draws), 1), columns, [{} for _ in draws])
 
 
-def chooser(algebra=ALGEBRA, rank=0, rows=10, max_rounds=3, gather=lambda mine: [mine]):
+def chooser(algebra=ALGEBRA, rank=0, rows=10, max_rounds=3, gather=lambda mine: [mine], exchange=lambda sent: sent):
     algorithm = grpo.algorithm(runs.config("unused"))
     judge = SignalFilter(partial(signal, algorithm, torch.ones(1)), torch.ones(1), False)
     stream = PromptStream(rows, 0, "refills", shuffle=False)
     dataset = [{"prompt": str(i)} for i in range(rows)]
-    return PromptChooser(dataset, algebra, rank, stream, judge, history=None, max_rounds=max_rounds, gather=gather)
+    return PromptChooser(
+        dataset, algebra, rank, stream, judge, history=None, max_rounds=max_rounds, gather=gather, exchange=exchange
+    )
 
 
 def choose(signals, prompts=(0, 1, 2), **kwargs):
@@ -143,10 +145,15 @@ def test_every_process_ends_with_its_equal_share_of_what_one_process_would_keep(
         barrier.wait()
         return list(board)
 
-    results = [None] * processes
+    results, moved = [None] * processes, []
+
+    def exchange(rank, outgoing):
+        assert outgoing[rank] is None
+        moved.extend(place for places in outgoing for place in places or ())
+        return [sent[rank] for sent in gather(rank, outgoing)]
 
     def work(rank):
-        made = chooser(algebra, rank, gather=partial(gather, rank))
+        made = chooser(algebra, rank, gather=partial(gather, rank), exchange=partial(exchange, rank))
         draws = [PromptSample({"prompt": str(p)}, p, s) for p, s in rank_share([0, 1, 2], 2, algebra, rank)]
         results[rank] = made.choose(draws, partial(scripted, {1, 3, 5}, []))
 
@@ -157,6 +164,7 @@ def test_every_process_ends_with_its_equal_share_of_what_one_process_would_keep(
         thread.join()
     alone, _ = choose({1, 3, 5})
     assert [len(trained(one)) for one in results] == [6 // processes] * processes
+    assert len(moved) == len(set(moved))  # each completion to one process, its own excepted
     assert [tokens for one in results for tokens in trained(one)] == trained(alone) == pairs(1, 3, 5)
     assert all(one.processed_tokens == alone.processed_tokens for one in results)
     assert all(one.stats == alone.stats for one in results)

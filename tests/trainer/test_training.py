@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
-from covey.core.batch import TrainBatch
+from covey.trainer.distributed.exchange import RolloutIndex
 from tests.support import runs, tiny
 from tests.support.engines import CopyEngine
 
@@ -92,7 +92,7 @@ def test_skipping_rollouts_without_signal_does_not_change_the_update(tmp_path, m
             tmp_path, parts={"reward_funcs": half}, max_steps=1, optim="sgd", max_grad_norm=0, num_generations=2
         )
         if keep_all:
-            monkeypatch.setattr(TrainBatch, "without_signal_dropped", lambda batch: batch)
+            monkeypatch.setattr(RolloutIndex, "without_signal_dropped", lambda index: index)
         compute, rollouts = trained.compute_loss, []
         monkeypatch.setattr(
             trained,
@@ -124,8 +124,10 @@ def test_a_step_on_parts_of_two_generations_divides_by_its_share_of_both(tmp_pat
     # and dapo divides by a third of the one's tokens and a third of the other's.
     trained = runs.trainer(tmp_path, steps_per_generation=3, max_steps=3, max_completion_length=30, seed=3)
     weights, tokens = [], []
-    whole, refill = trained._whole_step, trained._refill
-    monkeypatch.setattr(trained, "_whole_step", lambda parts: weights.append(whole(parts).weights) or whole(parts))
+    plan, refill = trained.passes.plan, trained._refill
+    monkeypatch.setattr(
+        trained.passes, "plan", lambda batch, *args, **kw: weights.append(batch.weights) or plan(batch, *args, **kw)
+    )
     monkeypatch.setattr(trained, "_refill", lambda batch: tokens.append(batch.sampled.sum().item()) or refill(batch))
     trained.train()
     first, second = tokens

@@ -7,20 +7,38 @@ Letters: B rollouts of a batch, T tokens that the model is run on.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from covey.core.batch import TrainBatch
-
 ENOUGH_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Tokens with which a forward pass keeps the hardware busy; more take memory and gain nothing."""
+
+
+class RolloutSizes(Protocol):
+    """Lengths that a plan is made from: a `TrainBatch`, or the index of a batch that spans processes."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64, completion tokens."""
+
+    @property
+    def groups(self) -> Tensor:
+        """[B] int64, the prompt each rollout continues: an index into `prompt_lengths`."""
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """[P] int64."""
+
+    def __len__(self) -> int: ...
+
 
 Unit = list[int]
 """Rollouts of one group that stay together."""
 
 
-def pass_tokens(batch: TrainBatch, rows: Sequence[int], layout: str) -> int:
+def pass_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> int:
     """Tokens that a forward pass over some rollouts computes.
 
     Args:
@@ -47,7 +65,7 @@ def derived_budget(rows: int, longest: int, largest: int, device_type: str) -> i
     return min(rows * longest, max(ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"]), largest))
 
 
-def pack_micro_batches(batch: TrainBatch, budget: int, layout: str, at_least: int = 1) -> list[Tensor]:
+def pack_micro_batches(batch: RolloutSizes, budget: int, layout: str, at_least: int = 1) -> list[Tensor]:
     """Cut a batch into micro-batches of at most `budget` tokens, the largest first.
 
     Rollouts of a group stay together where they fit. A rollout that is longer than the budget gets a micro-batch of its
@@ -75,7 +93,7 @@ def pack_micro_batches(batch: TrainBatch, budget: int, layout: str, at_least: in
     return [torch.tensor(rows, device=batch.lengths.device) for rows in bins]
 
 
-def balance_ranks(batch: TrainBatch, ranks: int, layout: str) -> list[Tensor]:
+def balance_ranks(batch: RolloutSizes, ranks: int, layout: str) -> list[Tensor]:
     """Divide rollouts over ranks evenly by tokens; a group stays together unless it is more than a fair share.
 
     Returns:
@@ -90,7 +108,7 @@ def balance_ranks(batch: TrainBatch, ranks: int, layout: str) -> list[Tensor]:
 class _Costs:
     """Token counts of sets of rollouts, from plain lists."""
 
-    def __init__(self, batch: TrainBatch, layout: str):
+    def __init__(self, batch: RolloutSizes, layout: str):
         self.layout = layout
         self.lengths = batch.lengths.tolist()
         self.groups = batch.groups.tolist()

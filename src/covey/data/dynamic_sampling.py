@@ -164,7 +164,8 @@ class PromptChooser:
         history: what is known about the prompts' difficulty: then it is the stream, rather than the dataloader, that
             says what a generation draws. None leaves that to the dataloader.
         max_rounds: most rounds of refilling; None: no dynamic sampling.
-        gather: called with this process's object, returns one such object per process in the order of ranks.
+        gather: collective: this process's object to those of all, in the order of ranks.
+        exchange: collective: one object for each process to one from each.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class PromptChooser:
         history: PromptHistory | None,
         max_rounds: int | None,
         gather: Callable[[Any], list[Any]],
+        exchange: Callable[[list[Any]], list[Any]],
     ):
         self.dataset = dataset
         self.algebra = algebra
@@ -187,6 +189,7 @@ class PromptChooser:
         self.history = history
         self.max_rounds = max_rounds
         self._gather = gather
+        self._exchange = exchange
 
     def choose(
         self, draws: list[PromptSample], sample: Callable[[list[PromptSample], int], ScoredRollouts]
@@ -252,22 +255,24 @@ class PromptChooser:
         )
 
     def _collect(self, mine: list[ScoredRollouts], rounds: list[SamplingRound], kept: list[Place]) -> ScoredRollouts:
-        """This process's equal share of the kept groups, fetched from wherever they were sampled."""
+        """This process's equal share of the selected groups, fetched from other processes where needed."""
         if all(number == 0 for number, _ in kept):
             return mine[0]  # every process holds its share already
         group = self.algebra.num_generations
         places = [(number, place * group + sample) for number, place in kept for sample in range(group)]
-        wanted, needed = places[share_of(len(places), self.algebra, self.rank)], set(places)
+        shares = [places[share_of(len(places), self.algebra, rank)] for rank in range(self.algebra.world_size)]
         held: dict[Place, ScoredRollout] = {}
         for number, (sampled, shared) in enumerate(zip(mine, rounds, strict=True)):
             share = share_of(len(shared.lengths), self.algebra, self.rank)
             for index, place in enumerate(range(share.start, share.stop)):
-                if (number, place) in needed:
-                    held[number, place] = sampled[index]
-        abroad = {place: one for place, one in held.items() if place not in set(wanted)}
-        for part in self._gather(abroad):
-            held.update(part)
-        return _joined([held[place] for place in wanted], [(n, place // group) for n, place in wanted])
+                held[number, place] = sampled[index]
+        outgoing: list[Any] = [{place: held[place] for place in share if place in held} or None for share in shares]
+        own, outgoing[self.rank] = outgoing[self.rank] or {}, None
+        for received in self._exchange(outgoing):
+            own.update(received or {})
+        return _joined(
+            [own[place] for place in shares[self.rank]], [(n, place // group) for n, place in shares[self.rank]]
+        )
 
     def _stats(self, rounds: list[SamplingRound]) -> dict[str, Stat]:
         stats: dict[str, Stat] = {}

@@ -363,7 +363,7 @@ def build_completions(args: Any, main_process: bool) -> CompletionLog:
     )
 
 
-def build_chooser(trainer: Any, gather: Callable[[Any], list[Any]]) -> PromptChooser | None:
+def build_chooser(trainer: Any) -> PromptChooser | None:
     """What lets rewards have a say in which prompts are trained on; None where the dataloader's order is all.
 
     Raises:
@@ -397,7 +397,8 @@ def build_chooser(trainer: Any, gather: Callable[[Any], list[Any]]) -> PromptCho
         SignalFilter(partial(signal, trainer.algorithm, weights), weights, args.mask_truncated_completions),
         history=history,
         max_rounds=args.max_resample_times if args.dynamic_sample else None,
-        gather=gather,
+        gather=trainer.collectives.named("choose the groups to train on"),
+        exchange=partial(trainer.collectives.exchange, what="exchange the groups to train on"),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch
-from covey.core.packing import derived_budget, pack_micro_batches, pass_tokens
+from covey.core.packing import RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.core.ragged import token_index
 from covey.runtime.out_of_memory import is_out_of_memory
 
@@ -51,7 +51,7 @@ class MicroBatchRunner:
         self.limit: int | None = None
         """Most tokens of a pass, learned from running out of memory; kept in checkpoints."""
 
-    def budget(self, batch: TrainBatch, rows: int) -> int:
+    def budget(self, batch: RolloutSizes, rows: int) -> int:
         """Most tokens of a pass over this batch.
 
         Derived, it is what `rows` rollouts take when padded to the longest: the memory that the user's batch size
@@ -78,7 +78,7 @@ class MicroBatchRunner:
             parts[0].skipped_tokens, parts[0].skipped_rows = batch.skipped_tokens, batch.skipped_rows
         return parts
 
-    def count(self, batch: TrainBatch, rows: int) -> int:
+    def count(self, batch: RolloutSizes, rows: int) -> int:
         """How many passes `plan` would make."""
         return len(self._planned(batch, rows))
 
@@ -204,7 +204,7 @@ class MicroBatchRunner:
                 stacklevel=3,
             )
 
-    def _planned(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[Tensor]:
+    def _planned(self, batch: RolloutSizes, rows: int, at_least: int = 1) -> list[Tensor]:
         return pack_micro_batches(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
 
     def _padded_until_proven(self) -> str:

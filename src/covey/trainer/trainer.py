@@ -165,7 +165,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         self._forget_step()
         self.engine_check = build_engine_check(self, gather("compare engine and trainer"), self._rescore)
         check_fit(self)
-        self.chooser = build.build_chooser(self, gather("choose the groups to train on"))
+        self.chooser = build.build_chooser(self)
         build.add_callbacks(self)
         given = {id(callback) for callback in callbacks or ()} | {c for c in callbacks or () if isinstance(c, type)}
         handled = self.callback_handler.callbacks
@@ -369,7 +369,9 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
 
     def load_method_state(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        self.experience.load_state_dict(state["experience"], self.accelerator.device)
+        self.experience.load_state_dict(
+            state["experience"], self.accelerator.device, self.collectives.rank, self.collectives.size
+        )
         self.metrics.load_state_dict(state["metrics"])
         self.entropy.load_state_dict(state["entropy"])
         if state["reference"] is not None and self.reference is not None:

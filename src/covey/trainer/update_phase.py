@@ -8,6 +8,7 @@ the last of its generations is sampled, then run pass by pass. Not here: how exp
 import functools
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,23 +16,25 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.algorithms.algorithm import Algorithm
-from covey.core.batch import TrainBatch, join
+from covey.core.batch import TrainBatch
 from covey.core.metrics import Mean, Stat
 from covey.core.model import inference_mode_of
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
+from covey.core.weighting import mean_over_update
 from covey.observability.timeline import PhaseTimer
 from covey.policy.layouts.selection import slowest
 from covey.policy.moe import RouterLoads
 from covey.policy.scoring import TokenScorer
 from covey.policy.unwrap import Unwrap
+from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_generations, pool
 from covey.trainer.distributed.gradients import average_gradients
 from covey.trainer.distributed.sharding import Sharding, ready_to_train
 from covey.trainer.entropy import EntropyController, exact_quantile
 from covey.trainer.evaluation.phase import SampledEvaluation
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.moe_balance import ExpertBalance
-from covey.trainer.rollout_buffer import PartOfStep, RolloutBuffer, nominal_parts, pool, weigh
+from covey.trainer.rollout_buffer import PartOfStep, RolloutBuffer, batch_counts, nominal_parts
 
 
 class PolicyUpdates(SampledEvaluation):
@@ -142,12 +145,10 @@ class PolicyUpdates(SampledEvaluation):
         return inputs  # planned and on the device already
 
     def _refill(self, batch: TrainBatch) -> None:
-        """Put a generation up for training: the share of every process, which each process then knows in full."""
-        ranks = self.accelerator.num_processes
-        gather = self.collectives.named("share out what was sampled")
-        pooled = batch if ranks == 1 else pool(batch, gather)
-        parts = nominal_parts(len(pooled), self.args.per_device_train_batch_size, ranks)
-        self.experience.refill(pooled, parts, self.args.num_iterations)
+        """Put this process's share of a generation into the buffer, with the sizes of all others. Collective."""
+        own, index = pool(batch, self.collectives)
+        parts = nominal_parts(len(index), self.args.per_device_train_batch_size, self.collectives.size)
+        self.experience.refill(own, index, parts, self.args.num_iterations)
 
     def _plan(self, micro_steps: int) -> None:
         """Plan the optimizer step, once its last generation is there: rollouts to ranks, and to passes."""
@@ -156,46 +157,45 @@ class PolicyUpdates(SampledEvaluation):
         if part.micro_batches < micro_steps:  # another generation follows, and averages are over both
             self.experience.spread([], part.micro_batches)
             return
-        stretch = self._whole_step(self._parts_of_step)
-        self._settle_layout(stretch)
+        own, index = self._whole_step(self._parts_of_step)
+        self._settle_layout(own.batch)
         if not self._every_rollout_counts:
-            stretch = stretch.without_signal_dropped()
-        shares = balance_ranks(stretch, self.accelerator.num_processes, self.scorer.layout)
+            index = index.without_signal_dropped()
+        shares = balance_ranks(index, self.collectives.size, self.scorer.layout)
         rows = self.args.per_device_train_batch_size
-        most = max(self.passes.count(stretch.select(share), rows) for share in shares) if len(shares) > 1 else 1
-        mine = stretch.select(shares[self.accelerator.process_index])
+        most = max(self.passes.count(index.select(share), rows) for share in shares) if len(shares) > 1 else 1
+        mine = own.fetch(index, shares, self.collectives)
         if self.args.top_entropy_quantile < 1.0:
             mine.entropy_threshold = self._entropy_threshold(mine)
         if self.accelerator.is_main_process:
-            mine.skipped_tokens, mine.skipped_rows = stretch.skipped_tokens, stretch.skipped_rows
+            mine.skipped_tokens, mine.skipped_rows = index.skipped_tokens, index.skipped_rows
         planned = self.passes.plan(mine, rows, at_least=most)
         self._step_passes += len(planned)
         self.metrics.add(self._plan_stats(planned, mine.skipped_rows), "train")
         if self.sharding.gradients:
-            planned += [stretch.idle() for _ in range(most - len(planned))]
+            planned += [own.batch.idle() for _ in range(most - len(planned))]
         if self.balance.enabled:
             taken = sum(part.micro_batches for part in self._parts_of_step)
             self._balance(mine, taken / self.args.gradient_accumulation_steps, len(planned))
         self.experience.spread(planned, part.micro_batches)
 
-    def _whole_step(self, parts: list[PartOfStep]) -> TrainBatch:
+    def _whole_step(self, parts: list[PartOfStep]) -> tuple[OwnRollouts, RolloutIndex]:
         """The rollouts of an optimizer step; those of several generations get weights from the counts of all."""
         if len(parts) == 1:
-            return parts[0].batch
-        batch = join([part.batch for part in parts])
+            return parts[0].own, parts[0].index
+        own, index = join_generations([(part.own, part.index) for part in parts])
         rows, taken = self.args.per_device_train_batch_size, sum(part.micro_batches for part in parts)
-        weigh(
-            batch,
-            self.algorithm.weighting,
+        counts = batch_counts(
+            index.sampled_lengths,
             rows_per_part=rows,
-            total_rows=len(batch),
+            total_rows=len(index),
             total_tokens=sum(part.tokens for part in parts),
-            total_parts=len(batch) // rows,
+            total_parts=len(index) // rows,
             updates=taken / self.args.gradient_accumulation_steps,
             max_completion_length=self.args.max_completion_length,
-            entropy_bonus=self.entropy.enabled,
         )
-        return batch
+        entropy_weights = mean_over_update(counts) if self.entropy.enabled else None
+        return own, replace(index, weights=self.algorithm.weighting(counts), entropy_weights=entropy_weights)
 
     def _balance(self, batch: TrainBatch, share: float, passes: int) -> None:
         """Let the load-balancing loss know what is trained on. Collective."""

@@ -1,12 +1,12 @@
-"""How the processes of a run meet: every exchange has a name and a deadline, and nobody waits for who will not come.
+"""Collectives with names, deadlines and failure reports.
 
-Before a process waits for the others, and whenever it turns to something else, it leaves a note in the run's key-value
-store, which can be read without the others taking part. If they do not come, or one of them has ended, the error tells
-from those notes what each was doing. Objects travel over a gloo group of their own: its waits can be watched and given
-up, unlike those of NCCL, whose collectives start only once everybody has arrived (`together`). Not here: what is
-exchanged. A further exchange is a call of `gather`, or of `together` around a torch collective.
+Each process writes its current activity to the run's key-value store, which can be read without the others taking part.
+If a process is late or has ended, the error lists what every process was doing. Objects travel over a gloo group of
+their own, because waiting for gloo can be interrupted; collectives of NCCL start only after all processes have met
+(`Collectives.together`). To add an exchange, call `gather` or `exchange`, or use `together` around a torch collective.
 """
 
+import io
 import itertools
 import json
 import pickle
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from covey.trainer.distributed.interruption import PeerFailure, interrupted_when
@@ -27,26 +28,28 @@ from covey.trainer.distributed.interruption import PeerFailure, interrupted_when
 T = TypeVar("T")
 
 LOOK_EVERY = 1.0
-"""Seconds between two looks at whether another process has failed, while waiting."""
+"""Seconds between two checks for failures of other processes, while waiting."""
 STORE_SECONDS = 10.0
-"""Seconds that the store has to answer; it is gone when the process that holds it is."""
+"""Deadline of the store, which ends with the process that holds it."""
 GROUP_GRACE = 5.0
-"""Seconds by which gloo's own deadline is later than ours, so that ours speaks first."""
+"""Seconds by which gloo's own deadline is later than ours, so that ours is the one that is reported."""
+ALIGNMENT = 16
+"""Bytes; tensors in a message begin at multiples of it, as views of any dtype require."""
 
 _numbers = itertools.count()
 
 
 class CollectiveError(RuntimeError):
-    """The processes of a run did not come together: one is late, has failed or is gone."""
+    """A collective failed: another process is late, has failed or is gone."""
 
 
 class Collectives:
     """Exchanges between the processes of a run. With one process every call returns at once.
 
     Args:
-        rank, size: this process, and how many there are.
-        seconds: how long a process waits for the others.
-        step: the optimizer step, for messages.
+        rank, size: this process, and the number of processes.
+        seconds: deadline of each wait for the other processes.
+        step: returns the current optimizer step, for messages.
 
     Example:
         >>> alone = Collectives(rank=0, size=1, seconds=1800.0, step=lambda: 12)
@@ -58,54 +61,78 @@ class Collectives:
         self.rank, self.size, self.seconds = rank, size, seconds
         self._step = step
         self._watched = False
-        self._stretches = 0
+        self._runs = 0
         self._failures: list[str] = []
-        """Where a failure of others would stand: of this stretch, and of the one before unless it failed here, too."""
+        """Store keys of failures: of this run of `ending_all`, and of the one before unless it failed here, too."""
         if size > 1:
-            # Every process makes its trainers in the same order, so this number is the same on all of them.
+            # Every process creates its trainers in the same order, so the number is the same on all of them.
             self._store = dist.PrefixStore(f"covey/{next(_numbers)}", _get_default_store())
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds + GROUP_GRACE))
             self.note("starting")
 
     def gather(self, mine: Any, what: str) -> list[Any]:
-        """Exchange objects: this process's in, those of all processes out, in the order of ranks.
+        """Exchange objects: each process gives one and receives those of all, in the order of ranks.
 
         Args:
-            mine: anything that pickles; tensors on the CPU.
-            what: what this is for, as in "gather the rewards of generation 12"; the same on every process.
+            mine: a picklable object; its tensors arrive on the CPU.
+            what: purpose, as in "gather the rewards of generation 12"; the same on every process.
 
         Raises:
-            CollectiveError: another process is late, has failed or is gone; or it gathers something else.
+            CollectiveError: another process is late, has failed or is gone, or gathers for another purpose.
         """
         if self.size == 1:
             return [mine]
         with self._waiting(what) as finish:
-            data = torch.frombuffer(bytearray(pickle.dumps((what, mine))), dtype=torch.uint8)
+            data = pack((what, mine))
             sizes = list(torch.zeros(self.size, 1, dtype=torch.int64))
             finish(dist.all_gather(sizes, torch.tensor([len(data)]), self._group, async_op=True))
             parts = list(torch.empty(self.size, int(max(sizes)), dtype=torch.uint8))
             padded = torch.nn.functional.pad(data, (0, len(parts[0]) - len(data)))
             finish(dist.all_gather(parts, padded, self._group, async_op=True))
-        found = [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, sizes, strict=True)]
-        if any(other != what for other, _ in found):
-            doing = "; ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(found))
+        received = [unpack(part) for part in parts]
+        if any(other != what for other, _ in received):
+            doing = "; ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(received))
             raise CollectiveError(f"step {self._step()}: the processes are not at the same point of the run: {doing}.")
-        return [theirs for _, theirs in found]
+        return [theirs for _, theirs in received]
+
+    def exchange(self, outgoing: list[Any], what: str) -> list[Any]:
+        """Send one object to each process, and receive one from each, in the order of ranks.
+
+        Args:
+            outgoing: a picklable object for each rank; None sends nothing. Tensors travel as raw bytes and arrive on
+                the CPU.
+            what: as for `gather`.
+
+        Raises:
+            CollectiveError: as for `gather`.
+        """
+        if self.size == 1:
+            return outgoing
+        messages = [torch.empty(0, dtype=torch.uint8) if one is None else pack(one) for one in outgoing]
+        sizes = self.gather([len(message) for message in messages], what)
+        incoming = [theirs[self.rank] for theirs in sizes]
+        received = torch.empty(sum(incoming), dtype=torch.uint8)
+        if any(map(any, sizes)):
+            with self._waiting(what) as finish:
+                own = [len(message) for message in messages]
+                sent = torch.cat(messages)
+                finish(dist.all_to_all_single(received, sent, incoming, own, group=self._group, async_op=True))
+        return [unpack(part) if len(part) else None for part in received.split(incoming)]
 
     def named(self, what: str) -> Callable[[Any], list[Any]]:
         """`gather` for one purpose."""
         return partial(self.gather, what=what)
 
     def meet(self, what: str) -> None:
-        """Wait until every process is here."""
+        """Wait for all processes."""
         self.gather(None, what)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around collectives of torch: they start once every process has arrived, and their errors get a name.
+        """Start collectives of torch only when every process has arrived, and name their errors.
 
         Raises:
-            CollectiveError: another process does not come, has failed or is gone.
+            CollectiveError: another process is late, has failed or is gone.
         """
         self.meet(what)
         try:
@@ -117,10 +144,10 @@ class Collectives:
 
     @contextmanager
     def ending_all(self) -> Iterator[None]:
-        """An exception that leaves this context ends the other processes too.
+        """End the other processes too when an exception leaves this context.
 
-        They find out where they wait for one another; one that is at work elsewhere is interrupted. Processes that have
-        all failed may begin anew.
+        They notice it where they wait for one another; one that is busy elsewhere is interrupted. The context can be
+        entered again after all processes have failed.
 
         Raises:
             CollectiveError: another process failed while this one was at work.
@@ -129,8 +156,8 @@ class Collectives:
             yield
             return
         self._watched = True
-        self._stretches += 1
-        self._failures = [*self._failures[-1:], f"failed/{self._stretches}"]
+        self._runs += 1
+        self._failures = [*self._failures[-1:], f"failed/{self._runs}"]
         try:
             with interrupted_when(self._others_failure):
                 yield
@@ -147,14 +174,14 @@ class Collectives:
             self._watched = False
 
     def note(self, doing: str) -> None:
-        """Leave word of what this process turns to."""
+        """Write the current activity of this process to the store."""
         if self.size > 1:
             note = json.dumps({"step": self._step(), "doing": doing, "since": time.time()})
             _within(STORE_SECONDS, lambda: self._store.set(f"doing/{self.rank}", note), None)
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[Callable[[Any], None]]:
-        """Gives a function that waits for a piece of work, all pieces together no longer than the deadline."""
+        """Yield a function that waits for one piece of work; all pieces share one deadline."""
         deadline = time.monotonic() + self.seconds
         self.note(f"waiting to {what}")
 
@@ -174,7 +201,7 @@ class Collectives:
         self.note(f"at work since it could {what}")
 
     def _others_failure(self) -> str | None:
-        """What to say to whoever is at work while another process has failed; None while none has."""
+        """Message for this process when another fails while it is busy; None while none has failed."""
         failure = self._failure()
         if failure is None:
             return None
@@ -184,9 +211,9 @@ class Collectives:
         )
 
     def _broken(self, what: str, error: BaseException) -> CollectiveError:
-        """A process is gone; most have said why."""
-        said = str(error).split("\n")[0][:300]
-        return self._error(what, "another process failed" if self._failure() else f"the connection broke ({said})")
+        """Error of a broken connection: a process is gone, and most have published the reason."""
+        reason = str(error).split("\n")[0][:300]
+        return self._error(what, "another process failed" if self._failure() else f"the connection broke ({reason})")
 
     def _error(self, what: str, problem: str) -> CollectiveError:
         return CollectiveError(
@@ -195,7 +222,7 @@ class Collectives:
         )
 
     def _report(self, failure: dict[str, Any] | None) -> str:
-        """Who failed, if that is known, and what every process was doing last."""
+        """The process that failed, if known, and the last activity of every process."""
         if failure is not None:
             happened = f"Rank {failure['rank']} ended at step {failure['step']} with {failure['error']}"
         else:
@@ -207,7 +234,7 @@ class Collectives:
         return "\n".join([happened, "What each process was doing last:", *map(_as_line, itertools.count(), notes)])
 
     def _publish(self, error: BaseException, key: str) -> None:
-        """Let the others know; the first failure is the one that counts."""
+        """Publish an error to the other processes; the first failure is the one that is reported."""
         failure = {"rank": self.rank, "step": self._step(), "error": f"{type(error).__name__}: {error}"[:4000]}
         _within(STORE_SECONDS, lambda: self._store.compare_set(key, "", json.dumps(failure)), None)
 
@@ -215,12 +242,67 @@ class Collectives:
         return next((found for found in self._read(self._failures) if found is not None), None)
 
     def _read(self, keys: list[str]) -> list[dict[str, Any] | None]:
-        """What the store holds under each key; None where there is nothing or nobody answers."""
+        """Values of the store; None for an absent key, or if the store does not answer."""
 
         def read() -> list[dict[str, Any] | None]:
             return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 
         return _within(STORE_SECONDS, read, [None] * len(keys))
+
+
+def pack(value: Any) -> Tensor:
+    """A picklable object as bytes: length of the pickle, the pickle, then its tensors as they lie in memory."""
+    file = io.BytesIO()
+    pickler = _TensorPickler(file)
+    pickler.dump(value)
+    data = file.getvalue()
+    head = len(data).to_bytes(8, "little") + data
+    head += bytes(-len(head) % ALIGNMENT)
+    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *pickler.parts])
+
+
+def unpack(message: Tensor) -> Any:
+    """The object that was packed; its tensors are views of the message."""
+    end = 8 + int.from_bytes(message[:8].numpy().tobytes(), "little")
+    unpickler = _TensorUnpickler(io.BytesIO(message[8:end].numpy().tobytes()))
+    unpickler.data = message[end + -end % ALIGNMENT :]
+    return unpickler.load()
+
+
+class _TensorPickler(pickle.Pickler):
+    """Sets tensors aside, once each: the pickle holds their place among the parts, dtype and shape."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=5)
+        self.parts: list[Tensor] = []
+        self._size = 0
+        self._known: dict[int, tuple[Tensor, Any]] = {}  # holds the tensors, so that no other gets the same id
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return None
+        if id(obj) not in self._known:
+            data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._known[id(obj)] = obj, (self._size, obj.dtype, obj.shape)
+            padding = -len(data) % ALIGNMENT
+            self.parts += [data, data.new_zeros(padding)]
+            self._size += len(data) + padding
+        return self._known[id(obj)][1]
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    data: Tensor
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file)
+        self._tensors: dict[Any, Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        if pid not in self._tensors:  # one tensor stays one
+            start, dtype, shape = pid
+            data = self.data[start : start + shape.numel() * dtype.itemsize]
+            self._tensors[pid] = data.view(dtype).view(shape)
+        return self._tensors[pid]
 
 
 def _as_line(rank: int, note: dict[str, Any] | None) -> str:
@@ -230,14 +312,14 @@ def _as_line(rank: int, note: dict[str, Any] | None) -> str:
 
 
 def is_of_torch_distributed(error: BaseException) -> bool:
-    """Whether an error says that the connection between processes failed, rather than anything of this process."""
+    """True for a failed connection between processes, rather than a failure of this process."""
     if isinstance(error, CollectiveError):
         return False  # it has a name already
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _done(work: Any, seconds: float) -> bool:
-    """Whether a collective is done after waiting for at most `seconds`; raises what it ended with."""
+    """Wait for a collective for at most `seconds`; True when it is done. Raises the error it ended with."""
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError:
@@ -248,13 +330,13 @@ def _done(work: Any, seconds: float) -> bool:
 
 
 def _within(seconds: float, function: Callable[[], T], otherwise: T) -> T:
-    """`function()`, or `otherwise` if it raises or takes longer: the store may be gone with who held it."""
+    """`function()`, or `otherwise` if it raises or takes longer, as when the process that holds the store is gone."""
     outcome = [otherwise]
 
     def run() -> None:
         try:
             outcome[0] = function()
-        except Exception:  # no store, no note
+        except Exception:  # the store is gone
             return
 
     thread = threading.Thread(target=run, name="covey-store", daemon=True)

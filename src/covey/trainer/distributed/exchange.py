@@ -1,0 +1,266 @@
+"""Rollouts of all processes: every process knows their sizes, and fetches the ones it trains on.
+
+A generation is planned from `RolloutIndex`, a few numbers per rollout that all processes share. Tokens, log-probs and
+images stay where they were sampled (`OwnRollouts`) until a plan assigns them to another process; then they travel once,
+as tensors, between these two processes. Traffic per process is its share of the generation, whatever their number.
+
+Letters: B rollouts of all processes, P distinct prompts.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.core.batch import UNREPORTED, TrainBatch, join
+from covey.core.media import Media
+from covey.core.ragged import expand, segment_sum, token_index
+from covey.trainer.distributed.collectives import Collectives
+
+Moves = tuple[tuple[tuple[int, ...], ...], ...]
+"""[sender][receiver]: the sender's rollouts that the receiver trains on, by their number in the sender's batch."""
+
+
+@dataclass(frozen=True)
+class RolloutIndex:
+    """Sizes and places of rollouts, on the CPU and equal on every process.
+
+    Attributes:
+        owners: [B] int64, the process that holds each rollout.
+        rows: [B] int64, its number in that process's batch.
+        lengths, sampled_lengths: [B] int64, completion tokens, and those of them that are learned from.
+        has_signal: [B] bool, some learned token has an advantage other than 0.
+        groups: [B] int64, the prompt that each rollout continues: an index into `prompt_lengths`.
+        prompt_lengths: [P] int64.
+        prompt_keys: [P, 2] int64, hash of each prompt's tokens.
+        weights, entropy_weights: [B] float32, weights of each rollout's learned tokens in place of those in the batch.
+        skipped_tokens, skipped_rows: learned tokens, and rollouts that have such, that were dropped.
+    """
+
+    owners: Tensor
+    rows: Tensor
+    lengths: Tensor
+    sampled_lengths: Tensor
+    has_signal: Tensor
+    groups: Tensor
+    prompt_lengths: Tensor
+    prompt_keys: Tensor
+    weights: Tensor | None = None
+    entropy_weights: Tensor | None = None
+    skipped_tokens: int = 0
+    skipped_rows: int = 0
+
+    @classmethod
+    def of(cls, batch: TrainBatch, owner: int = 0) -> "RolloutIndex":
+        """The index of one process's batch."""
+        keys = [hashlib.blake2b(ids.cpu().numpy().tobytes(), digest_size=16).digest() for ids in batch.prompts()]
+        numbers = [[int.from_bytes(key[i : i + 8], "little", signed=True) for i in (0, 8)] for key in keys]
+        assert batch.advantages is not None, "credit is assigned before rollouts are shared"
+        signal = segment_sum((batch.advantages != 0).long() * batch.sampled, batch.lengths) > 0
+        return cls(
+            owners=torch.full((len(batch),), owner),
+            rows=torch.arange(len(batch)),
+            lengths=batch.lengths.cpu(),
+            sampled_lengths=batch.sampled_lengths.cpu(),
+            has_signal=signal.cpu(),
+            groups=batch.groups.cpu(),
+            prompt_lengths=batch.prompt_lengths.cpu(),
+            prompt_keys=torch.tensor(numbers, dtype=torch.long).view(-1, 2),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def select(self, rollouts: Tensor) -> "RolloutIndex":
+        """Some rollouts in the given order, with the prompts that they continue."""
+        prompts, groups = self.groups[rollouts].unique(return_inverse=True)
+        return RolloutIndex(
+            owners=self.owners[rollouts],
+            rows=self.rows[rollouts],
+            lengths=self.lengths[rollouts],
+            sampled_lengths=self.sampled_lengths[rollouts],
+            has_signal=self.has_signal[rollouts],
+            groups=groups,
+            prompt_lengths=self.prompt_lengths[prompts],
+            prompt_keys=self.prompt_keys[prompts],
+            weights=None if self.weights is None else self.weights[rollouts],
+            entropy_weights=None if self.entropy_weights is None else self.entropy_weights[rollouts],
+        )
+
+    def without_signal_dropped(self) -> "RolloutIndex":
+        """As `TrainBatch.without_signal_dropped`, for the rollouts of all processes."""
+        signal = self.has_signal.nonzero()[:, 0]
+        left = self.select(signal if len(signal) else self.lengths.argmin()[None]) if len(self) else self
+        return replace(
+            left,
+            skipped_tokens=int(self.sampled_lengths.sum() - left.sampled_lengths.sum()),
+            skipped_rows=int((self.sampled_lengths > 0).sum() - (left.sampled_lengths > 0).sum()),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and numbers, from which `RolloutIndex(**state)` makes an equal index."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None = None) -> RolloutIndex:
+    """Concatenate indexes, rollouts in order; equal prompts are counted once.
+
+    Args:
+        indexes: of several processes, or of several generations.
+        offsets: of generations: rollouts of each process in the generations before.
+    """
+    lengths: dict[tuple[int, ...], int] = {}
+    for index in indexes:
+        for key, length in zip(index.prompt_keys.tolist(), index.prompt_lengths.tolist(), strict=True):
+            lengths[tuple(key)] = length
+    numbers = {key: number for number, key in enumerate(lengths)}
+    groups = [
+        torch.tensor([numbers[tuple(key)] for key in index.prompt_keys.tolist()], dtype=torch.long)[index.groups]
+        for index in indexes
+    ]
+    rows = [index.rows + offset for index, offset in zip(indexes, offsets or [0] * len(indexes), strict=True)]
+    return RolloutIndex(
+        owners=torch.cat([index.owners for index in indexes]),
+        rows=torch.cat(rows),
+        lengths=torch.cat([index.lengths for index in indexes]),
+        sampled_lengths=torch.cat([index.sampled_lengths for index in indexes]),
+        has_signal=torch.cat([index.has_signal for index in indexes]),
+        groups=torch.cat(groups),
+        prompt_lengths=torch.tensor(list(lengths.values()), dtype=torch.long),
+        prompt_keys=torch.tensor(list(lengths), dtype=torch.long).view(-1, 2),
+    )
+
+
+def moves(index: RolloutIndex, shares: Sequence[Tensor]) -> Moves:
+    """Transfers that give each process the rollouts that it trains on, those that it holds already included.
+
+    Args:
+        index: the rollouts of an optimizer step.
+        shares: for each process, numbers of rollouts in the index.
+
+    Example:
+        Process 0 holds rollouts 0 and 1, process 1 holds 2 and 3. With shares [[0, 2], [1, 3]] each keeps its first and
+        sends the other: ((0,), (1,)), ((0,), (1,)).
+    """
+    places = list(zip(index.owners.tolist(), index.rows.tolist(), strict=True))
+    rows: list[list[set[int]]] = [[set() for _ in shares] for _ in shares]
+    for receiver, share in enumerate(shares):
+        for rollout in share.tolist():
+            sender, row = places[rollout]
+            rows[sender][receiver].add(row)
+    return tuple(tuple(tuple(sorted(to)) for to in sender) for sender in rows)
+
+
+class OwnRollouts:
+    """Rollouts that this process sampled, and those that it received from others.
+
+    Args:
+        batch: this process's share of a generation, or of all generations of an optimizer step.
+        rank: this process.
+    """
+
+    def __init__(self, batch: TrainBatch, rank: int):
+        self.batch = batch
+        self.rank = rank
+        self._fetched: dict[Moves, tuple[TrainBatch, dict[tuple[int, int], int]]] = {}
+        self._sent: dict[int, set[int]] = {}  # images that each process received, by id
+        self._received: dict[int, dict[int, Media]] = {}  # images of each process
+
+    def fetch(self, index: RolloutIndex, shares: Sequence[Tensor], collectives: Collectives) -> TrainBatch:
+        """The rollouts of this process's share, from wherever they are. Collective.
+
+        Args:
+            index: the rollouts of an optimizer step, equal on every process.
+            shares: for each process, numbers of rollouts in the index.
+        """
+        share = index.select(shares[self.rank])
+        if collectives.size == 1:
+            return _like(share, self._select(share.rows))
+        plan = moves(index, shares)
+        if plan not in self._fetched:  # else an earlier iteration over the same rollouts
+            self._fetched[plan] = self._collect(plan, collectives)
+        batch, numbers = self._fetched[plan]
+        places = zip(share.owners.tolist(), share.rows.tolist(), strict=True)
+        order = torch.tensor([numbers[place] for place in places], dtype=torch.long, device=batch.lengths.device)
+        return _like(share, batch.select(order))
+
+    def _collect(self, plan: Moves, collectives: Collectives) -> tuple[TrainBatch, dict[tuple[int, int], int]]:
+        """The rollouts that a plan assigns to this process, in any order, and the number of each."""
+        rank = self.rank
+        others = [receiver for receiver, rows in enumerate(plan[rank]) if receiver != rank and rows]
+        outgoing = [self._message(plan[rank][to], to) if to in others else None for to in range(len(plan))]
+        incoming = collectives.exchange(outgoing, "exchange rollouts")
+        senders = [sender for sender in range(len(plan)) if plan[sender][rank]]
+        parts = [
+            self._select(plan[rank][rank]) if sender == rank else self._read(incoming[sender], sender)
+            for sender in senders
+        ]
+        numbers = [(sender, row) for sender in senders for row in plan[sender][rank]]
+        batch = join(parts) if parts else self._select(())
+        return batch, {place: number for number, place in enumerate(numbers)}
+
+    def _select(self, rows: Sequence[int] | Tensor) -> TrainBatch:
+        return self.batch.select(torch.as_tensor(rows, dtype=torch.long, device=self.batch.lengths.device))
+
+    def _message(self, rows: Sequence[int], receiver: int) -> Any:
+        """Rollouts for another process: the batch, its images by id, and the images that it does not have yet."""
+        batch = self._select(rows)
+        if batch.media is None:
+            return batch, None, {}
+        sent = self._sent.setdefault(receiver, set())
+        images = {id(item): replace(item, images=()) for media in batch.media for item in media}
+        new = {key: item for key, item in images.items() if key not in sent}
+        sent.update(new)
+        return replace(batch, media=None), [[id(item) for item in media] for media in batch.media], new
+
+    def _read(self, message: Any, sender: int) -> TrainBatch:
+        batch, media, new = message
+        received = self._received.setdefault(sender, {})
+        received.update(new)
+        if media is not None:
+            batch.media = [tuple(received[key] for key in keys) for keys in media]
+        return batch.to(self.batch.lengths.device)
+
+
+def _like(share: RolloutIndex, batch: TrainBatch) -> TrainBatch:
+    """The same rollouts with the prompts in the order of the index, and its weights."""
+    first = {group: number for number, group in reversed(list(enumerate(share.groups.tolist())))}
+    device = batch.lengths.device
+    own = batch.groups[torch.tensor([first[group] for group in range(len(first))], dtype=torch.long, device=device)]
+    batch.prompt_ids = batch.prompt_ids[token_index(own, batch.prompt_lengths)]
+    batch.prompt_lengths, batch.groups = share.prompt_lengths.to(device), share.groups.to(device)
+    for name in ("weights", "entropy_weights"):
+        if (weights := getattr(share, name)) is not None:
+            setattr(batch, name, torch.where(batch.sampled, expand(weights.to(device), batch.lengths), 0.0))
+    return batch
+
+
+def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, RolloutIndex]:
+    """A generation of all processes, in the order of ranks: this process's rollouts, and the index of all. Collective.
+
+    Args:
+        batch: this process's share, as many rollouts as the others'; a group may span processes.
+    """
+    present = [name for name in (*UNREPORTED, "media") if getattr(batch, name) is not None]
+    facts = RolloutIndex.of(batch, collectives.rank), present
+    everyone = collectives.gather(facts, "share the sizes of rollouts")
+    reported = {name for _, names in everyone for name in names}
+    filled: dict[str, Any] = {
+        name: torch.full(batch.sampled.shape, UNREPORTED[name], device=batch.sampled.device)
+        for name in reported.difference(present, ("media",))
+    }
+    if batch.media is None and "media" in reported:
+        filled["media"] = [()] * len(batch)
+    own = OwnRollouts(replace(batch, **filled), collectives.rank)
+    return own, join_indexes([index for index, _ in everyone])
+
+
+def join_generations(parts: Sequence[tuple[OwnRollouts, RolloutIndex]]) -> tuple[OwnRollouts, RolloutIndex]:
+    """Generations that one optimizer step trains on, as one."""
+    batches = [own.batch for own, _ in parts]
+    offsets = [0, *accumulate(map(len, batches))][:-1]
+    return OwnRollouts(join(batches), parts[0][0].rank), join_indexes([index for _, index in parts], offsets)
