@@ -32,13 +32,13 @@ from covey.rewards import (
 )
 from covey.rewards.matching import last_number
 from covey.rewards.resolve import resolve_reward
-from covey.runtime.deadlines import WorkerFailed
+from covey.runtime.child_process import WorkerFailed
 
 INTERFACE = json.loads((Path(__file__).parents[1] / "data" / "interface.json").read_text())
 
 MODULES = (
     *("accuracy", "batch", "errors", "format", "functions", "length", "matching", "models", "repetition", "resolve"),
-    *("call", "suite", "text", "runtime.deadlines"),
+    *("call", "suite", "text", "runtime.child_process"),
 )
 
 

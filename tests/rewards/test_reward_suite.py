@@ -241,7 +241,7 @@ def test_anything_else_names_the_function_and_shows_a_sample(score, returned, me
         (1e39, r"returned 1e\+39 \(float\)"),
         (10**400, "Give finite numbers"),
         (1j, r"returned 1j \(complex\)"),
-        (Unprintable(), r"what cannot be printed: RuntimeError: no words"),
+        (Unprintable(), r"cannot be printed: RuntimeError: no words"),
     ],
 )
 def test_what_is_no_reward_costs_its_own_sample(score, bad, message):

@@ -155,14 +155,14 @@ def test_what_an_interrupted_caller_waited_for_does_not_go_on(monkeypatch):
         finally:
             ended.append(True)
 
-    def interrupted(thread, future):
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), thread._loop).result(20)  # it is under way
+    def interrupted(thread, future, seconds):
+        thread.start(asyncio.sleep(0)).result(20)  # it is under way
         raise KeyboardInterrupt
 
     async def notebook():
         run_async(rollout())
 
-    monkeypatch.setattr("covey.runtime.sampling_thread.SamplingThread.wait", interrupted)
+    monkeypatch.setattr("covey.runtime.loop_thread.LoopThread.wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(notebook())
     assert ended == [True]

@@ -15,7 +15,7 @@ from typing import Any
 
 from covey.rewards.decorators import answers, per_completion
 from covey.rewards.text import completion_text
-from covey.runtime.deadlines import ScriptWorker, WorkerFailed
+from covey.runtime.child_process import ScriptWorker, WorkerFailed
 
 CHECK_SECONDS = 5.0
 """Deadline for parsing and comparing one pair."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from covey.core.rollout import FinishReason, Rollout
 from covey.rewards.errors import RewardError, describe_sample
-from covey.runtime.copies import ATOMS
+from covey.runtime.user_code import ATOMS
 
 RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
 """Arguments that are always given; a dataset column of that name could not be."""

@@ -20,11 +20,14 @@ from covey.rewards.errors import MissingArgument, RewardError
 from covey.rewards.functions import FunctionReward, Unusable, Values
 from covey.rewards.models import ModelReward
 from covey.rewards.steps import total
-from covey.runtime.deadlines import DeadlineExceeded, await_with_deadline, call_with_deadline
-from covey.runtime.error_text import describe
+from covey.runtime.deadlines import CallTimeout, Interrupt, await_with_deadline, call_with_deadline
+from covey.runtime.user_code import format_error
+
+LOOP_GRACE = 1.0
+"""Seconds that an async function may be late with its result; then its event loop counts as blocked."""
 
 WithDeadline = Callable[[Callable[[], Any], float], Any]
-"""(function without arguments, seconds) -> what it returns; `DeadlineExceeded` once they have passed."""
+"""(function without arguments, seconds) -> what it returns; `CallTimeout` once they have passed."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Attempt:
 
     Attributes:
         values, log: None if it failed.
-        error: what it raised, or `DeadlineExceeded`.
+        error: what it raised, or `CallTimeout`.
         text: the error in words.
     """
 
@@ -45,7 +48,7 @@ class Attempt:
     @property
     def late(self) -> bool:
         """Whether it was not done by the deadline."""
-        return isinstance(self.error, DeadlineExceeded)
+        return isinstance(self.error, CallTimeout)
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Outcome:
     @classmethod
     def timed_out(cls, size: int, seconds: float) -> "Outcome":
         """Nothing was scored in time."""
-        return cls([math.nan] * size, [None] * size, 0, size, 0, DeadlineExceeded(), Log(size), seconds)
+        return cls([math.nan] * size, [None] * size, 0, size, 0, CallTimeout(), Log(size), seconds)
 
     @classmethod
     def joined(cls, parts: "list[Outcome]") -> "Outcome":
@@ -153,7 +156,7 @@ class Outcome:
         """Why samples failed."""
         if self.error is None:
             return "it returned NaN; None is how to abstain"
-        if isinstance(self.error, DeadlineExceeded):
+        if isinstance(self.error, CallTimeout):
             return f"no answer within {timeout:g} s"
         return self.text
 
@@ -189,7 +192,7 @@ def _score(
         def tried() -> Attempt:
             try:
                 return Attempt(function(some, trainer_state, log), log)
-            except DeadlineExceeded:
+            except Interrupt:
                 raise
             except BaseException as error:  # SystemExit too, as code that a completion holds may raise it
                 if _is_interrupt(error):
@@ -198,7 +201,7 @@ def _score(
 
         try:
             return call(tried, timeout - (time.monotonic() - start))
-        except DeadlineExceeded as error:
+        except CallTimeout as error:
             return Attempt(error=error)
 
     whole = attempt(batch)
@@ -212,7 +215,7 @@ def _is_interrupt(error: BaseException) -> bool:
 
 
 def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, RewardError) else describe(error)
+    return str(error) if isinstance(error, RewardError) else format_error(error)
 
 
 async def score_async(function: FunctionReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> Outcome:
@@ -229,7 +232,7 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
     async def attempt(some: RewardBatch) -> Attempt:
         try:
             return await await_with_deadline(tried(some), timeout - (time.monotonic() - start))
-        except DeadlineExceeded as error:
+        except CallTimeout as error:
             return Attempt(error=error)
 
     whole = await attempt(batch)

@@ -16,8 +16,7 @@ from covey.rewards.batch import Log, RewardBatch
 from covey.rewards.decorators import judges_each
 from covey.rewards.errors import MissingArgument, RewardError
 from covey.rewards.steps import STEPS, as_steps, is_steps
-from covey.runtime.copies import PlainCopies
-from covey.runtime.error_text import shown
+from covey.runtime.user_code import PlainCopies, format_value, is_async, unwrap_partial
 
 Value = float | None | StepRewards
 Values = Sequence[Value]
@@ -39,13 +38,6 @@ class Unusable(float):
         return made
 
 
-def is_async(function: Callable) -> bool:
-    """Whether calling `function` gives a coroutine: `async def`, or an object whose `__call__` is one."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
 def function_name(function: Callable) -> str:
     """The name of a callable in metrics: its `__name__`, that of what a `partial` wraps, or its class's.
 
@@ -53,8 +45,7 @@ def function_name(function: Callable) -> str:
         >>> function_name(functools.partial(max, 1))
         'max'
     """
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = unwrap_partial(function)
     name = getattr(function, "__name__", None) or type(function).__name__
     return name.strip("<>")  # "<lambda>" would be an odd metric name
 
@@ -156,7 +147,7 @@ def as_values(returned: Any, size: int) -> Values:
     expected = f"expected a list of {size} numbers (or None), one per completion"
     items = _listed(returned)
     if items is None:
-        raise RewardError(f"it returned {shown(returned)}; {expected}.{_hint(returned)}")
+        raise RewardError(f"it returned {format_value(returned)}; {expected}.{_hint(returned)}")
     if len(items) != size:
         raise RewardError(f"it returned {len(items)} rewards for {size} completions; {expected}.")
     return [_value(item, expected) for item in items]
@@ -172,7 +163,7 @@ def _value(item: Any, expected: str) -> Value:
     hint = " Give finite numbers of ordinary size, None where there is no reward." if endless else ""
     if is_steps(item) and not endless:
         hint = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
-    return Unusable(f"it returned {shown(item)} for a completion; {expected}, {STEPS}.{hint}")
+    return Unusable(f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{hint}")
 
 
 def _listed(returned: Any) -> list | None:

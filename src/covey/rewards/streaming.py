@@ -7,17 +7,18 @@ an ordinary one scores one part after another, on a thread of its own. Not here:
 (`covey.rewards.suite`), reward models (a batch of their own, after sampling).
 """
 
-import queue
-import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from covey.core.rollout import Rollout
 from covey.rewards.batch import RewardBatch
-from covey.rewards.call import Outcome, score, score_async
+from covey.rewards.call import LOOP_GRACE, Outcome, score, score_async
 from covey.rewards.functions import FunctionReward
-from covey.runtime.deadlines import LOOP_GRACE, BackgroundLoop, CallThread, DeadlineExceeded
+from covey.runtime.deadlines import CallThread, CallTimeout
+from covey.runtime.loop_thread import LoopThread
+from covey.runtime.worker_thread import WorkerThread
 
 LATE_PARTS = 3
 """After this many calls in which an ordinary function was late, it is not called for the rest of the generation."""
@@ -41,7 +42,8 @@ class RewardStream:
         >>> def short(completions):
         ...     return [-float(len(text)) for text in completions]
         >>> rollouts = [Rollout([1], [2], [True], None, text, FinishReason.STOP) for text in ("four", "a")]
-        >>> with RewardStream({0: FunctionReward(short, "short")}, {}, BackgroundLoop(), None, timeout=60.0) as stream:
+        >>> each, loop = {0: FunctionReward(short, "short")}, LoopThread("rewards")
+        >>> with RewardStream(each, {}, loop, None, timeout=60.0) as stream:
         ...     stream.on_rollouts(1, [{"prompt": "?"}], rollouts[1:])
         ...     stream.on_rollouts(0, [{"prompt": "?"}], rollouts[:1])
         ...     stream.outcome(0).values
@@ -52,7 +54,7 @@ class RewardStream:
         self,
         each: dict[int, FunctionReward],
         groups: dict[int, FunctionReward],
-        loop: BackgroundLoop,
+        loop: LoopThread,
         trainer_state: Any,
         timeout: float,
     ):
@@ -121,7 +123,7 @@ class RewardStream:
 class _AsyncLane:
     """Scores with an async function, all parts at the same time."""
 
-    def __init__(self, function: FunctionReward, loop: BackgroundLoop, trainer_state: Any, timeout: float):
+    def __init__(self, function: FunctionReward, loop: LoopThread, trainer_state: Any, timeout: float):
         self._function, self._loop, self._state, self._timeout = function, loop, trainer_state, timeout
         self._begun: dict[Future[Outcome], tuple[float, int]] = {}
         self.spans: list[Span] = []
@@ -137,7 +139,7 @@ class _AsyncLane:
         begun, size = self._begun[future]
         try:
             return self._loop.wait(future, begun + self._timeout + LOOP_GRACE - time.monotonic())
-        except DeadlineExceeded:
+        except CallTimeout:
             return Outcome.timed_out(size, self._timeout)
 
     def close(self) -> None:
@@ -152,33 +154,21 @@ class _ThreadLane:
         self._late = 0
         self.spans: list[Span] = []
         self._call = CallThread()  # here, for it takes over the settings of this thread
-        self._queue: queue.SimpleQueue[tuple[RewardBatch, Future[Outcome]] | None] = queue.SimpleQueue()
-        self._served = False
+        self._worker = WorkerThread("covey-rewards")
+        self._started = False
 
     def start(self, batch: RewardBatch) -> "Future[Outcome]":
-        if not self._served:
-            self._served = True
-            threading.Thread(target=self._serve, name="covey-rewards", daemon=True).start()
-        future: Future[Outcome] = Future()
-        self._queue.put((batch, future))
-        return future
+        self._started = True
+        return self._worker.submit(partial(self._score, batch))
 
     def result(self, future: "Future[Outcome]") -> Outcome:
         return future.result()  # ends: each call before it and its own has a deadline
 
     def close(self) -> None:
-        """End the thread after what it is at."""
-        self._queue.put(None)
-
-    def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
-            batch, future = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(self._score(batch))
-                except BaseException as error:  # carried to who waits
-                    future.set_exception(error)
-        self._call.close()
+        """End both threads after the current call."""
+        if self._started:
+            self._worker.submit(self._call.close)
+            self._worker.close()
 
     def _score(self, batch: RewardBatch) -> Outcome:
         if self._late >= LATE_PARTS:

@@ -20,13 +20,14 @@ from covey.core.credit import StepRewards
 from covey.core.metrics import Mean, Stat, Sum
 from covey.core.rollout import FinishReason, Rollout
 from covey.rewards.batch import NOT_FORWARDED, RESERVED, RewardBatch, RewardContext
-from covey.rewards.call import Outcome, score, score_async
+from covey.rewards.call import LOOP_GRACE, Outcome, score, score_async
 from covey.rewards.errors import RewardError, RewardWarning
 from covey.rewards.functions import FunctionReward, function_name
 from covey.rewards.models import ModelReward, is_reward_model, load_reward_model, model_name
 from covey.rewards.steps import NoSuchEnd, resolve
 from covey.rewards.streaming import RewardStream
-from covey.runtime.deadlines import LOOP_GRACE, BackgroundLoop, DeadlineExceeded
+from covey.runtime.deadlines import CallTimeout
+from covey.runtime.loop_thread import LoopThread
 
 FAILED_BATCHES = 3
 """After this many batches in a row on which a function failed entirely, the run stops."""
@@ -111,7 +112,7 @@ class RewardSuite:
             )
         ]
         self._tokenizer = tokenizer
-        self._loop = BackgroundLoop()
+        self._loop = LoopThread("covey-async-rewards")
         self._has_scored = [False] * len(given)
         self._failed_batches = [0] * len(given)
         self._warned: set[tuple[str, str]] = set()
@@ -192,7 +193,7 @@ class RewardSuite:
             for index, future in pending.items():
                 try:
                     outcomes[index] = self._loop.wait(future, self.timeout + LOOP_GRACE)
-                except DeadlineExceeded:
+                except CallTimeout:
                     outcomes[index] = Outcome.timed_out(len(batch), self.timeout)
         finally:
             for future in pending.values():

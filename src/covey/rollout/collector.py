@@ -24,7 +24,7 @@ from covey.rollout.speculation import Speculation
 from covey.rollout.tasks import PromptSample as PromptSample
 from covey.rollout.tasks import SampleGroup
 from covey.rollout.user_batch_function import BatchFunction
-from covey.runtime.sampling_thread import SamplingThread
+from covey.runtime.loop_thread import LoopThread
 
 T = TypeVar("T")
 
@@ -260,8 +260,8 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    thread = SamplingThread()
+    thread = LoopThread("covey-sampling", no_grad=True)
     try:
         return thread.run(work)
     finally:
-        thread.close()  # also when the wait is interrupted: what it waited for must not go on
+        thread.close(seconds=5.0)  # also when the wait is interrupted: what it waited for must not go on

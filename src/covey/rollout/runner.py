@@ -24,8 +24,8 @@ from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction
 from covey.rollout.validation import RolloutValidator
-from covey.runtime.error_text import describe
-from covey.runtime.user_code import Raised, TimedOut, run_in_thread
+from covey.runtime.deadlines import CallTimeout, run_in_thread
+from covey.runtime.user_code import UserCodeError, format_error
 
 SALVAGE_SECONDS = 5.0
 """Deadline for reading the tokens of a rollout that failed."""
@@ -173,10 +173,10 @@ class GroupRunner:
                 else:
                     rollouts = [await play(row, engine)]
         except Exception as error:
-            if isinstance(error, TimedOut | TimeoutError):
+            if isinstance(error, TimeoutError):
                 text = f"the rollout took longer than rollout_timeout={timeout:g} s"
             else:
-                text = error.told() if isinstance(error, Raised) else describe(error)
+                text = error.release() if isinstance(error, UserCodeError) else format_error(error)
             rollouts = [await self._failed(sample.row, engine, text) for sample in samples]
         finally:
             engine.close()  # tasks that the rollout started may still be at work
@@ -195,7 +195,7 @@ class GroupRunner:
             return rollout if limits is None else limits.checked(rollout)
 
         if engine.episodes:
-            with suppress(Raised, TimedOut):  # the user's code may have put anything into its episode
+            with suppress(UserCodeError, CallTimeout):  # the user's code may have put anything into its episode
                 return await run_in_thread(salvage, SALVAGE_SECONDS)
         try:
             return failed_rollout(self.codec, row, error, self.codec.read_row(row).ids)

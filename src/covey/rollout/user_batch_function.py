@@ -21,7 +21,8 @@ from covey.rollout.prompts import PromptCodec, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.user_functions import RolloutError, RolloutValidator
 from covey.rollout.vision import Encoded, Vision
-from covey.runtime.user_code import Raised, TimedOut, run_in_thread
+from covey.runtime.deadlines import CallTimeout, run_in_thread
+from covey.runtime.user_code import UserCodeError
 
 
 class _Sampling:
@@ -171,12 +172,12 @@ class BatchFunction:
 
         try:
             return await run_in_thread(run, self._timeout)
-        except TimedOut:
+        except CallTimeout:
             raise RolloutError(
                 f"rollout_func took longer than rollout_timeout={self._timeout:g} s for {len(prompts)} prompts. Raise"
                 " rollout_timeout, or find out what it waits for."
             ) from None
-        except Raised as raised:
+        except UserCodeError as raised:
             if isinstance(raised.error, Exception):
                 raise raised.error from None
             raise RolloutError(f"rollout_func raised {raised.text}") from raised.error  # SystemExit would end silently

@@ -22,7 +22,8 @@ from covey.core.rollout import Completion, Rollout
 from covey.rollout.episode import EpisodeEngine, Generate
 from covey.rollout.validation import RolloutError as RolloutError
 from covey.rollout.validation import RolloutValidator as RolloutValidator
-from covey.runtime.user_code import CoroutineLoop, Handovers, Raised, is_async
+from covey.runtime.loop_thread import CallbackRelay, LoopThread
+from covey.runtime.user_code import UserCodeError, is_async
 
 T = TypeVar("T")
 
@@ -40,14 +41,14 @@ class _Apart:
         self._function = function
         self._timeout = timeout
         self._limits = limits
-        self._loop = CoroutineLoop()
-        self._handovers = Handovers()
+        self._loop = LoopThread("covey-async-tools")
+        self._relay = CallbackRelay()
 
     async def _read(self, engine: EpisodeEngine, read: Callable[[Any], T], *arguments: Any) -> T:
         """What `read` makes of what the function returns; there too, for that may hang or change as long as it likes.
 
         Raises:
-            TimedOut, Raised: as `CoroutineLoop.run`.
+            CallTimeout, UserCodeError: as `LoopThread.call`.
             RolloutError: what `read` says of it.
         """
         engine.wrap_generate(partial(self._across, asyncio.get_running_loop()))
@@ -56,8 +57,8 @@ class _Apart:
             return read(await self._function(*arguments))
 
         try:
-            return await self._loop.run(play, self._timeout)
-        except Raised as raised:
+            return await self._loop.call(play, self._timeout)
+        except UserCodeError as raised:
             if isinstance(raised.error, RolloutError):
                 raise raised.error from None
             raise
@@ -67,7 +68,7 @@ class _Apart:
 
         async def from_there(request: SampleRequest) -> list[Completion]:
             answer: Future[list[Completion]] = Future()
-            self._handovers.to(home).give(lambda: _answer(generate(request), answer))
+            self._relay.send(home, lambda: _answer(generate(request), answer))
             return await asyncio.wrap_future(answer)
 
         return from_there
@@ -80,7 +81,7 @@ class RolloutFunction(_Apart):
         """Play one rollout.
 
         Raises:
-            TimedOut, Raised: it took too long, or raised.
+            CallTimeout, UserCodeError: it took too long, or raised.
             RolloutError: what it returned is no rollout that can be trained on.
         """
         return await self._read(engine, self._one, row, engine)
@@ -101,7 +102,7 @@ class GroupFunction(_Apart):
         """Play n completions of a prompt.
 
         Raises:
-            TimedOut, Raised: it took too long, or raised.
+            CallTimeout, UserCodeError: it took too long, or raised.
             RolloutError: what it returned are not n rollouts that can be trained on.
         """
         return await self._read(engine, partial(self._several, n), row, engine, n)

@@ -1,69 +1,73 @@
-"""Waiting that ends: the three ways in which rewards run under a deadline.
+"""Functions and coroutines under a deadline.
 
-`call_with_deadline` runs an ordinary function, `BackgroundLoop` runs coroutines and `ScriptWorker` runs code that can
-hang where nothing but killing its process helps. Nothing here knows what a reward is.
-
-An ordinary function stays on the main thread when it is called there, and is interrupted
-(`covey.runtime.main_thread_deadline`). Elsewhere it runs on a thread of its own that is left behind when it is late.
+On the main thread a call is interrupted by a signal, as by Ctrl-C, because reward functions are written for it:
+`signal.alarm`, sqlite connections, the current CUDA device and torch's gradient mode belong to a thread. Elsewhere it
+runs on a thread of its own, which is abandoned when it is late. Code that only a killed process stops runs in a
+`covey.runtime.child_process.ScriptWorker`.
 """
 
+import _thread
 import asyncio
-import atexit
-import json
-import os
-import queue
-import subprocess
-import sys
+import concurrent.futures
+import contextvars
+import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 
-from covey.runtime.loop_thread import LoopThread
-from covey.runtime.main_thread_deadline import CAN_INTERRUPT, call_interruptibly
-from covey.runtime.main_thread_deadline import CallTimeout as DeadlineExceeded
-from covey.runtime.subprocess_guarded import Child
+import torch
+
+from covey.runtime.worker_thread import WorkerThread
 
 T = TypeVar("T")
 
-LOOP_GRACE = 2.0
-"""Seconds after the deadline at which an event loop that does not answer is given up."""
+CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")
+
+INTERRUPT_INTERVAL = 1.0
+"""Seconds between two interrupts of a call, for its cleanup."""
+
+SPACED_INTERRUPTS = 3
+"""Interrupts that a call may catch; from then on every instruction outside the handler raises until the call ends."""
+
+
+class CallTimeout(TimeoutError):
+    """The deadline of a call has passed."""
+
+
+class Interrupt(BaseException):
+    """Raised in a late function on the main thread. Not an `Exception`: `except Exception` does not catch it."""
 
 
 def call_with_deadline(function: Callable[[], T], seconds: float) -> T:
-    """Return `function()`, or raise `DeadlineExceeded` once `seconds` have passed."""
+    """Return `function()`.
+
+    On the main thread a late function is interrupted; one that catches that is interrupted again every second, and
+    finally at every instruction. C code that neither returns nor checks for signals cannot be interrupted.
+
+    Raises:
+        CallTimeout: it did not return within `seconds`.
+    """
     if seconds <= 0:
-        raise DeadlineExceeded
+        raise CallTimeout
     if CAN_INTERRUPT and threading.current_thread() is threading.main_thread():
-        return call_interruptibly(function, seconds)
-    return _call_on_thread(function, seconds)
-
-
-def _call_on_thread(function: Callable[[], T], seconds: float) -> T:
-    """Run `function` on a daemon thread that has the caller's settings; leave it if it is late."""
-    settings = settings_of_this_thread()
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            with settings():
-                future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="covey-reward", daemon=True).start()
-    if not _finished(future, seconds):
-        raise DeadlineExceeded
-    return future.result()
+        return _call_interruptibly(function, seconds)
+    calls = CallThread()
+    try:
+        return calls(function, seconds)
+    finally:
+        calls.close()
 
 
 class CallThread:
-    """Runs calls under a deadline on a thread that is kept, which many short calls need: to start one can take longer.
+    """Calls under a deadline on one thread, since starting one can take longer than a short call.
 
-    A thread whose call is late is left behind, and the next call starts another. It has the settings of the thread that
-    made this object. Called by one thread at a time.
+    A thread whose call is late is abandoned, and the next call starts another. It has the torch settings of the thread
+    that made this object. One thread at a time may call it.
 
     Example:
         >>> calls = CallThread()
@@ -73,43 +77,30 @@ class CallThread:
     """
 
     def __init__(self) -> None:
-        self._settings = settings_of_this_thread()
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] | None = None
+        self._settings = torch_settings()
+        self._worker: WorkerThread | None = None
 
     def __call__(self, function: Callable[[], T], seconds: float) -> T:
-        """Return `function()`, or raise `DeadlineExceeded` once `seconds` have passed."""
+        """Return `function()`, or raise `CallTimeout`."""
         if seconds <= 0:
-            raise DeadlineExceeded
-        if self._queue is None:
-            self._queue = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(self._queue,), name="covey-reward", daemon=True).start()
-        future: Future[T] = Future()
-        self._queue.put((function, future))
-        if not _finished(future, seconds):
+            raise CallTimeout
+        if self._worker is None:
+            self._worker = WorkerThread("covey-reward", self._settings)
+        future = self._worker.submit(function)
+        if not concurrent.futures.wait([future], seconds).done:
             self.close()
-            raise DeadlineExceeded
+            raise CallTimeout
         return future.result()
 
     def close(self) -> None:
-        """End the thread after what it is at."""
-        if self._queue is not None:
-            self._queue.put(None)
-        self._queue = None
-
-    def _serve(self, calls: "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]") -> None:
-        with self._settings():
-            while (item := calls.get()) is not None:
-                function, future = item
-                try:
-                    future.set_result(function())
-                except BaseException as error:
-                    future.set_exception(error)
+        """End the thread after its call."""
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
 
 
-def settings_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
-    """Torch's gradient mode and CUDA device, which belong to a thread, to be entered on another."""
-    import torch
-
+def torch_settings() -> Callable[[], AbstractContextManager[None]]:
+    """Context manager that gives another thread the gradient mode and the CUDA device of this one."""
     grad_enabled = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -121,145 +112,134 @@ def settings_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
     return settings
 
 
-def _finished(future: "Future[Any]", seconds: float) -> bool:
-    """Whether `future` is done after waiting for at most `seconds`."""
-    with suppress(TimeoutError):
-        future.exception(timeout=max(seconds, 0.0))
-    return future.done()
+# ---- from coroutines -------------------------------------------------------------------------------------------------
 
 
-class BackgroundLoop:
-    """An event loop on a daemon thread, so that coroutines run beside whatever the caller does next.
+async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
+    """Return `function()`, run on a new thread, which is stopped when it is late.
 
-    It lives as long as this object, so clients and locks that reward functions keep between calls stay valid. A loop
-    that a coroutine blocks (with `time.sleep`, say) is left behind, and the next call starts another.
+    Raises:
+        CallTimeout: it did not return within `seconds`.
+        UserCodeError: it raised.
     """
+    worker = WorkerThread("covey-tool", wrap_errors=True)
+    future = worker.submit(partial(contextvars.copy_context().run, function))
+    worker.close()
+    try:
+        return await await_future(future, seconds)
+    except (CallTimeout, asyncio.CancelledError):
+        worker.stop()
+        raise
 
-    def __init__(self) -> None:
-        self._served: LoopThread | None = None
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Schedule `coroutine` and return at once."""
-        if self._served is None:
-            self._served = LoopThread(self, "covey-async-rewards")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._served.loop)
+async def await_future(future: "Future[T]", seconds: float) -> T:
+    """Result of a future that another thread settles; the future is cancelled where it is no longer awaited.
 
-    def wait(self, future: "Future[T]", seconds: float) -> T:
-        """The result of `future`; `DeadlineExceeded`, and a fresh loop next time, if it takes longer."""
-        if not _finished(future, seconds):
-            if self._served is not None:
-                self._served.end()  # as soon as it is no longer blocked
-            self._served = None
-            raise DeadlineExceeded
-        return future.result()
+    Raises:
+        CallTimeout: it was not settled within `seconds`.
+    """
+    waiting = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait({waiting}, timeout=max(seconds, 0.0))
+        if waiting.done():
+            return waiting.result()
+        raise CallTimeout
+    finally:
+        waiting.cancel()
 
 
 async def await_with_deadline(coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
-    """Return `await coroutine`, or raise `DeadlineExceeded` after `seconds` without waiting for it to stop."""
+    """Return `await coroutine`, or cancel it after `seconds` without waiting for its end.
+
+    Raises:
+        CallTimeout: it was late.
+    """
     task = asyncio.ensure_future(coroutine)
     await asyncio.wait({task}, timeout=max(seconds, 0.0))
     if not task.done():
         task.cancel()
-        raise DeadlineExceeded
+        raise CallTimeout
     return task.result()
 
 
-class WorkerFailed(Exception):
-    """A worker process did not answer a request: it was too slow, ran out of memory or crashed."""
+# ---- on the main thread ----------------------------------------------------------------------------------------------
+
+_next_interrupt = 0.0
+"""Time of the innermost call's next interrupt (`time.monotonic`)."""
+
+_interrupts = 0
+"""Interrupts that the innermost call has met."""
 
 
-class ScriptWorker:
-    """A child process that answers JSON lines, started on first use and killed when an answer takes too long.
+def _call_interruptibly(function: Callable[[], T], seconds: float) -> T:
+    """Run `function` under two clocks that send the same signal, after `seconds` and then every second.
 
-    It ends with this process, also when that is killed: an expression that takes for ever does not outlive its run.
+    A thread follows the wall clock and reaches code that waits; a timer follows CPU time and reaches code that computes
+    without ever letting another thread run. The handler stays installed: a last signal must not find the default
+    action, which ends the process.
+    """
+    global _next_interrupt, _interrupts
+    outer = _next_interrupt, _interrupts
+    main_thread, done = threading.get_ident(), threading.Event()
 
-    The script prints `{"ready": true}` once it can work and then one line for each line it reads. It is run by path,
-    not through `multiprocessing`: that would either run the user's training script a second time or fork a process
-    that holds CUDA and threads.
+    def send_signals() -> None:
+        wait = seconds
+        while not done.wait(wait):
+            signal.pthread_kill(main_thread, signal.SIGVTALRM)
+            wait = INTERRUPT_INTERVAL
 
-    Args:
-        script: the file to run with this interpreter and its `sys.path`.
-        start_seconds: deadline for becoming ready (imports).
+    clock = threading.Thread(target=send_signals, name="covey-deadline", daemon=True)
+    try:
+        _next_interrupt, _interrupts = time.monotonic() + seconds, 0
+        signal.signal(signal.SIGVTALRM, _on_signal)
+        clock.start()
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, INTERRUPT_INTERVAL)
+        return _interruptible(function)
+    except Interrupt:
+        raise CallTimeout from None
+    finally:
+        _next_interrupt, _interrupts = outer
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        done.set()
+        if clock.ident is not None:
+            clock.join()
+
+
+def _interruptible(function: Callable[[], T]) -> T:
+    """Marks the stack: only frames above this one are interrupted."""
+    return function()
+
+
+def _on_signal(signum: int, frame: FrameType | None) -> None:
+    global _next_interrupt, _interrupts
+    now = time.monotonic()
+    if now < _next_interrupt or not _is_interruptible(frame):
+        return
+    _interrupts += 1
+    if _interrupts <= SPACED_INTERRUPTS:
+        _next_interrupt = now + INTERRUPT_INTERVAL
+    else:
+        _SIGNAL.again  # noqa: B018 (it has an effect)
+    raise Interrupt
+
+
+class _Signal(int):
+    """Signal that this thread sends to itself and handles only once the calling function has returned.
+
+    A property that is a C function is not a call after which Python handles signals. So the signal is handled in the
+    frame that catches the previous one: in the body of its `except`, or in the code that follows.
     """
 
-    def __init__(self, script: Path, start_seconds: float = 120.0):
-        self.script = script
-        self.start_seconds = start_seconds
-        self._lock = threading.Lock()
-        self._process: Child | None = None
-        self._replies: queue.Queue[str | None] = queue.Queue()
-        self._owner = os.getpid()
-        atexit.register(self.close)
-
-    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send `request`, return the reply.
-
-        Raises:
-            WorkerFailed: no reply within `seconds`, or it died or reported an error. The process was ended and the next
-                call starts another.
-            RuntimeError: the script does not start.
-        """
-        with self._lock:
-            process = self._running().process
-            try:
-                assert process.stdin is not None
-                process.stdin.write(json.dumps(request) + "\n")
-                process.stdin.flush()
-                return self._reply(seconds)
-            except BrokenPipeError as error:
-                self.close()
-                raise WorkerFailed(f"{self.script.name} died") from error
-            except BaseException:  # an answer that arrives later must not be taken for the next one's
-                self.close()
-                raise
-
-    def close(self) -> None:
-        """Kill the process, if this process started one."""
-        if self._process is not None:
-            self._process.end()
-        self._process = None
-
-    def _running(self) -> Child:
-        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
-            return self._process
-        self.close()
-        self._owner = os.getpid()
-        self._replies = queue.Queue()
-        self._process = Child(
-            [sys.executable, "-P", str(self.script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-        lines = self._process.process.stdout
-        threading.Thread(target=_forward_lines, args=(lines, self._replies), daemon=True).start()
-        try:
-            self._reply(self.start_seconds)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, WorkerFailed):
-                raise RuntimeError(f"{self.script.name} did not start: {error}") from error
-            raise
-        return self._process
-
-    def _reply(self, seconds: float) -> dict[str, Any]:
-        try:
-            line = self._replies.get(timeout=seconds)
-        except queue.Empty:
-            raise WorkerFailed(f"no answer within {seconds:g} s") from None
-        if line is None:
-            raise WorkerFailed("the process died")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise WorkerFailed(reply["error"])
-        return reply
+    again = property(_thread.interrupt_main)
 
 
-def _forward_lines(stream: Any, into: "queue.Queue[str | None]") -> None:
-    """Copy the lines of a pipe to a queue, then None; a queue can be waited on with a deadline on every platform."""
-    for line in stream:
-        into.put(line)
-    into.put(None)
+_SIGNAL = _Signal(getattr(signal, "SIGVTALRM", signal.SIGINT))
+
+
+def _is_interruptible(frame: FrameType | None) -> bool:
+    """True if the code that the signal interrupted belongs to the function of the innermost call."""
+    while frame is not None and frame.f_code is not _call_interruptibly.__code__:
+        if frame.f_code is _interruptible.__code__:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,105 +1,289 @@
-"""An event loop on a thread of its own for other people's coroutines, whatever these do to it.
-
-Not here: which coroutines, and how long they may take (`covey.runtime.user_code`, `covey.runtime.deadlines`).
-"""
+"""Event loops on daemon threads, for work in the background and for coroutines of users."""
 
 import asyncio
+import concurrent.futures
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-LOOK_SECONDS = 1.0
-"""Between two looks at whether anybody still refers to the owner."""
+import torch
 
-ENDING_SECONDS = 1.0
-"""For tasks that are given up to clean up."""
+from covey.runtime.deadlines import CallTimeout, await_future
+from covey.runtime.user_code import settle
+from covey.runtime.worker_thread import stop_thread
+
+T = TypeVar("T")
+
+OWNER_CHECK_SECONDS = 1.0
+"""Between two checks that the owner of a loop still exists."""
+
+CLEANUP_SECONDS = 1.0
+"""For cancelled tasks."""
+
+RESPONSE_SECONDS = 1.0
+"""A loop that runs no callback for this long is blocked."""
 
 
 class LoopThread:
-    """An event loop on a daemon thread.
+    """Event loop on a daemon thread, started with the first coroutine.
 
-    A task that raises SystemExit or stops the loop does not end it for the others. It ends when it is told to, or soon
-    after nobody refers to its owner any more; if something blocks it, when that is over.
+    The loop ends with `close`, or soon after the last reference to this object. A coroutine that raises SystemExit or
+    stops the loop ends only itself. If one blocks the loop beyond a deadline, the next coroutine gets a new loop, and
+    the blocked one is stopped and ends with the last of its coroutines.
 
     Args:
-        owner: who it belongs to.
         name: of the thread.
-
-    Attributes:
-        loop, thread: as above.
-        unwanted: it ends as soon as nobody uses it (`used`).
+        no_grad: gradients are off there, and the CUDA device is that of the thread that makes this object.
 
     Example:
-        >>> class Owner: ...
-        >>> owner = Owner()
-        >>> ours = LoopThread(owner, "an-example")
-        >>> asyncio.run_coroutine_threadsafe(asyncio.sleep(0, "done"), ours.loop).result()
+        >>> thread = LoopThread("an-example")
+        >>> thread.run(asyncio.sleep(0, "done"))
         'done'
-        >>> ours.end()
+        >>> thread.close(seconds=5.0)
+        True
     """
 
-    def __init__(self, owner: Any, name: str):
-        self.loop = asyncio.new_event_loop()
-        self.unwanted = False
-        self._ending, self._answered = threading.Event(), threading.Event()
-        self._users = 0
+    def __init__(self, name: str, no_grad: bool = False):
+        self._name, self._no_grad = name, no_grad
+        self._device = torch.cuda.current_device() if no_grad and torch.cuda.is_initialized() else None
+        self._current: _RunningLoop | None = None
         self._lock = threading.Lock()
-        # The thread refers neither to the owner nor to this object, so that both can be collected as garbage.
-        work = partial(_serve, self.loop, self._ending, weakref.ref(owner))
+        self._relay = CallbackRelay()
+
+    @property
+    def running(self) -> bool:
+        """True between the first coroutine and `close`."""
+        return self._current is not None
+
+    def is_current_thread(self) -> bool:
+        """True for code that runs on the loop, and so must not wait for it."""
+        return self._current is not None and threading.current_thread() is self._current.thread
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Schedule a coroutine, from any thread."""
+        try:
+            current = self._ensure_running()
+            future = asyncio.run_coroutine_threadsafe(work, current.loop)
+        except RuntimeError:
+            work.close()
+            raise
+        current.track(future)
+        return future
+
+    def wait(self, future: "Future[T]", seconds: float | None = None) -> T:
+        """Result of what `start` returned, for a thread without an event loop.
+
+        Raises:
+            CallTimeout: it took longer than `seconds`; it is cancelled.
+            RuntimeError: the loop was closed before it ended.
+        """
+        if not concurrent.futures.wait([future], seconds).done:
+            future.cancel()
+            current = self._current
+            if current and not concurrent.futures.wait([current.ping()], RESPONSE_SECONDS).done:
+                self._replace(current)
+            raise CallTimeout
+        return future.result()
+
+    def run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        """Result of a coroutine; Ctrl-C and the deadline cancel it.
+
+        Raises:
+            CallTimeout: it took longer than `seconds`.
+        """
+        future = self.start(work)
+        try:
+            return self.wait(future, seconds)
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def call(self, function: Callable[[], Awaitable[T]], seconds: float) -> T:
+        """Return `await function()` of a user, for another event loop.
+
+        Calls of one iteration of the caller's loop begin in one iteration of this one.
+
+        Raises:
+            CallTimeout: it took longer than `seconds`; it is cancelled.
+            UserCodeError: it raised.
+        """
+        current = self._ensure_running()
+        future: Future[T] = Future()
+        task: list[asyncio.Task[None]] = []
+
+        async def work() -> None:
+            try:
+                settle(future, await function())
+            except BaseException as error:  # SystemExit would end the loop
+                settle(future, error=error)
+
+        current.track(future)
+        self._relay.send(current.loop, lambda: task.append(current.loop.create_task(work())))
+        try:
+            return await await_future(future, seconds)
+        except (CallTimeout, asyncio.CancelledError):
+            self._relay.send(current.loop, lambda: task[0].cancel())
+            try:
+                await await_future(current.ping(), RESPONSE_SECONDS)
+            except CallTimeout:
+                self._replace(current)
+            raise
+        finally:
+            future.cancel()
+
+    def close(self, seconds: float = 0.0) -> bool:
+        """Cancel all coroutines and end the thread; a later coroutine starts another.
+
+        Args:
+            seconds: to wait for that.
+
+        Returns:
+            True if the thread has ended.
+        """
+        with self._lock:
+            current, self._current = self._current, None
+        return current is None or current.end(seconds)
+
+    def _ensure_running(self) -> "_RunningLoop":
+        with self._lock:
+            if self._current is None or not self._current.thread.is_alive():
+                self._current = _RunningLoop(self, self._name, self._no_grad, self._device)
+            return self._current
+
+    def _replace(self, blocked: "_RunningLoop") -> None:
+        with self._lock:
+            if self._current is blocked:
+                self._current = None
+        blocked.replaced = True
+        blocked.is_blocked()
+        stop_thread(blocked.thread, blocked.is_blocked)
+        blocked.end_if_unused()
+
+
+class _RunningLoop:
+    """One event loop and its thread, which refer to their owner weakly.
+
+    Attributes:
+        replaced: by another loop; this one ends with the last future that it works for.
+    """
+
+    def __init__(self, owner: LoopThread, name: str, no_grad: bool, device: int | None):
+        self.loop = asyncio.new_event_loop()
+        self.replaced = False
+        self._futures: set[Future[Any]] = set()
+        self._cleanup_seconds = CLEANUP_SECONDS
+        self._ending = self._ended = False
+        self._last_ping: Future[None] | None = None
+        work = partial(self._serve, weakref.ref(owner), no_grad, device)
         self.thread = threading.Thread(target=work, name=name, daemon=True)
         self.thread.start()
 
+    def track(self, future: "Future[Any]") -> None:
+        """Fail `future` if the loop ends before it does."""
+        self._futures.add(future)
+        future.add_done_callback(self._forget)
+        if self._ended:
+            self._fail_unfinished()
+
+    def ping(self) -> "Future[None]":
+        """Future that the loop settles in its next iteration."""
+        answer: Future[None] = Future()
+        try:
+            self.loop.call_soon_threadsafe(settle, answer)
+        except RuntimeError:  # closed
+            answer.set_result(None)
+        return answer
+
     def is_blocked(self) -> bool:
-        """Whether it has done nothing since this was last asked, which should be a while ago."""
-        blocked = self.thread.is_alive() and not self._answered.is_set()
-        self._answered = threading.Event()
-        with suppress(RuntimeError):  # it has ended
-            self.loop.call_soon_threadsafe(self._answered.set)
+        """True if the loop has not run since the previous call of this method, which should be a while ago."""
+        blocked = self.thread.is_alive() and self._last_ping is not None and not self._last_ping.done()
+        self._last_ping = self.ping()
         return blocked
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Within this context the loop is needed."""
-        with self._lock:
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                idle = not self._users
-            if idle and self.unwanted:
-                self.end()
-
-    def end(self) -> None:
-        """Give up what is under way, and let the thread end. Does not wait for that."""
-        self._ending.set()
-        with suppress(RuntimeError):  # it has ended
+    def end(self, seconds: float = 0.0) -> bool:
+        """End the loop, and wait at most `seconds` for that. Returns True if it has ended."""
+        self._cleanup_seconds = seconds / 2 or CLEANUP_SECONDS
+        self._ending = True
+        with suppress(RuntimeError):  # closed
             self.loop.call_soon_threadsafe(self.loop.stop)
+        if seconds and threading.current_thread() is not self.thread:  # garbage is collected in any thread
+            self.thread.join(seconds)
+        return not self.thread.is_alive()
+
+    def end_if_unused(self) -> None:
+        """End the loop if it was replaced and nobody waits for it any more."""
+        if self.replaced and not self._futures:
+            self.end()
+
+    def _forget(self, future: "Future[Any]") -> None:
+        self._futures.discard(future)
+        self.end_if_unused()
+
+    def _serve(self, owner: "weakref.ref[LoopThread]", no_grad: bool, device: int | None) -> None:
+        def check_owner() -> None:  # a finalizer would run in the middle of whatever code collects garbage
+            if owner() is None:
+                self.end()
+            self.loop.call_later(OWNER_CHECK_SECONDS, check_owner)
+
+        try:
+            with suppress(BaseException), torch.set_grad_enabled(not no_grad):  # StopThread may arrive late
+                if device is not None:
+                    torch.cuda.set_device(device)
+                self.loop.call_soon(check_owner)
+                while not (self._ending or self.loop.is_closed()):
+                    with suppress(BaseException):
+                        self.loop.run_forever()
+                tasks = asyncio.all_tasks(self.loop)
+                for task in tasks:
+                    task.cancel()
+                with suppress(BaseException):
+                    if tasks:
+                        self.loop.run_until_complete(asyncio.wait(tasks, timeout=self._cleanup_seconds))
+                    self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+                self.loop.close()
+        finally:
+            self._ended = True
+            self._fail_unfinished()
+
+    def _fail_unfinished(self) -> None:
+        for future in list(self._futures):
+            settle(future, error=RuntimeError("the event loop was closed before this coroutine ended"), wrap=False)
 
 
-def _serve(loop: asyncio.AbstractEventLoop, ending: threading.Event, owner: "weakref.ref[Any]") -> None:
-    """Run a loop until it is to end."""
+class CallbackRelay:
+    """Callbacks for other event loops.
 
-    def look() -> None:  # and no finalizer, which would run in the middle of whatever code collects garbage
-        if owner() is None:
-            ending.set()
-            loop.stop()
-        loop.call_later(LOOK_SECONDS, look)
+    Those of one iteration of the sending loop run in one iteration of the receiving loop, in their order: what begins
+    at the same moment in one thread begins at the same moment in the other, however the threads are scheduled.
+    """
 
-    with suppress(BaseException):  # such as the one that stops a spinning thread, and came late
-        loop.call_soon(look)
-        while not (ending.is_set() or loop.is_closed()):
-            with suppress(BaseException):
-                loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        with suppress(BaseException):
-            if tasks:
-                loop.run_until_complete(asyncio.wait(tasks, timeout=ENDING_SECONDS))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+    def __init__(self) -> None:
+        self._queues: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, tuple[asyncio.AbstractEventLoop, list[Callable[[], Any]]]
+        ] = weakref.WeakKeyDictionary()
+
+    def send(self, receiver: asyncio.AbstractEventLoop, callback: Callable[[], Any]) -> None:
+        """Run `callback()` in the loop `receiver`. Called from a running loop."""
+        sender = asyncio.get_running_loop()
+        queue = self._queues.get(sender)
+        if queue is None or queue[0] is not receiver:
+            queue = self._queues[sender] = (receiver, [])
+        queue[1].append(callback)
+        if len(queue[1]) == 1:
+            sender.call_soon(_flush, *queue)
+
+
+def _flush(receiver: asyncio.AbstractEventLoop, queue: list[Callable[[], Any]]) -> None:
+    callbacks = list(queue)
+    queue.clear()
+
+    def run() -> None:
+        for callback in callbacks:
+            callback()
+
+    with suppress(RuntimeError):  # closed
+        receiver.call_soon_threadsafe(run)

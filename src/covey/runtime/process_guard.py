@@ -1,6 +1,6 @@
 """A program between this process and a command: the command and all its descendants end when the process does.
 
-`covey.runtime.subprocess_guarded` runs this file by its path, so it imports the standard library alone, and of that
+`covey.runtime.child_process` runs this file by its path, so it imports the standard library alone, and of that
 what starts fast. It is the parent of the command, waits for one of three ends, and leaves nothing behind after any:
 
 - the command ends: whatever it started is ended too, and its exit status becomes this program's (128 + n for signal n,

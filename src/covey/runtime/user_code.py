@@ -1,229 +1,236 @@
-"""Running code that may hang, from a coroutine that must not.
-
-`run_in_thread` gives each call of an ordinary function a thread of its own: one that never returns costs itself and
-nobody else, and is not waited for when the process ends. `CoroutineLoop` runs coroutines on one event loop of their
-own, so that clients which tools keep between calls stay valid, and replaces that loop should one of them block it.
-"""
+"""Protection against code that users wrote: its exceptions, the data it is given, and the process state it changes."""
 
 import asyncio
-import contextvars
+import functools
 import inspect
-import threading
-from collections.abc import Awaitable, Callable, Coroutine
+import os
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import NoneType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
-from covey.runtime.error_text import describe
-from covey.runtime.kill_thread import Stop, stop_thread
-from covey.runtime.loop_thread import LoopThread
+import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
+MAX_MESSAGE_CHARS = 500
+MAX_VALUE_CHARS = 120
 
-class TimedOut(Exception):
-    """The deadline passed."""
 
-
-class Raised(Exception):
-    """The code raised.
+class UserCodeError(Exception):
+    """Exception raised by a user's code; wrapped, since some exceptions cannot pass through a coroutine.
 
     Attributes:
-        error: what, wrapped, since not every exception may pass through a coroutine.
-        text: kind and message, as `describe` gives them: read where the code ran, under its deadline.
+        error: the exception.
+        text: its type and message, formatted where the code ran, under its deadline.
     """
 
     def __init__(self, error: BaseException):
-        self.text = describe(error)
+        self.text = format_error(error)
         super().__init__(self.text)
         self.error = error
 
-    def told(self) -> str:
-        """The text, where that is all that is needed: the error and all that its traceback keeps alive is let go."""
+    def release(self) -> str:
+        """Return the text and drop the exception, whose traceback keeps the user's objects alive."""
         self.error = RuntimeError(self.text)
         return self.text
 
 
-async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
-    """Return `function()`, run on a new thread; raise `TimedOut` once `seconds` have passed, `Raised` if it raises.
-
-    A late thread is told to stop, which reaches Python code and not a call into C that does not return.
-    """
-    future: Future[T] = Future()
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        with suppress(Stop):  # it may come when all is done
-            try:
-                settle(future, result=context.run(function))
-            except BaseException as error:  # SystemExit too: it must not pass for an answer
-                settle(future, error=error)
-
-    thread = threading.Thread(target=work, name="covey-tool", daemon=True)
-    thread.start()
-    try:
-        return await _within(future, seconds)
-    except (TimedOut, asyncio.CancelledError):
-        stop_thread(thread)
-        raise
-
-
-async def _within(future: "Future[T]", seconds: float) -> T:
-    waiting = asyncio.wrap_future(future)
-    try:
-        await asyncio.wait({waiting}, timeout=max(seconds, 0.0))
-        if waiting.done():
-            return waiting.result()
-        raise TimedOut
-    finally:
-        waiting.cancel()  # nobody will ask what becomes of it
-
-
-def settle(future: "Future[Any]", result: Any = None, error: BaseException | None = None) -> None:
-    """Answer whoever waits for a future, with a result or with `Raised`."""
-    with suppress(InvalidStateError):  # nobody waits any more
-        future.set_result(result) if error is None else future.set_exception(Raised(error))
-
-
-class Handover:
-    """Callbacks for another event loop. Those of one turn of the loop that gives them run in one turn of the other.
-
-    So what begins at the same moment here begins at the same moment there, however the two threads take turns.
+def settle(future: "Future[T]", result: Any = None, error: BaseException | None = None, wrap: bool = True) -> None:
+    """Set the result or the error of a future, unless it has been cancelled.
 
     Args:
-        there: the loop that runs them.
+        wrap: set `UserCodeError(error)`.
     """
-
-    def __init__(self, there: asyncio.AbstractEventLoop):
-        self.there = there
-        self._waiting: list[Callable[[], Any]] = []
-
-    def give(self, callback: Callable[[], Any]) -> None:
-        """Have it run there. Called from a loop, always the same one; callbacks keep their order."""
-        self._waiting.append(callback)
-        if len(self._waiting) == 1:
-            asyncio.get_running_loop().call_soon(self._give_all)
-
-    def _give_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-
-        def run() -> None:
-            for callback in waiting:
-                callback()
-
-        with suppress(RuntimeError):  # it is closed: nobody there waits any more
-            self.there.call_soon_threadsafe(run)
+    with suppress(InvalidStateError):
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(UserCodeError(error) if wrap else error)
 
 
-class Handovers:
-    """From any event loop to another, one `Handover` for each pair."""
+def format_error(error: BaseException) -> str:
+    """Type and message of an exception, even of one whose `__str__` fails.
 
-    def __init__(self) -> None:
-        self._from: WeakKeyDictionary[asyncio.AbstractEventLoop, Handover] = WeakKeyDictionary()
+    `__str__` is the user's code and may not return: call this under the deadline of the code that raised.
 
-    def to(self, there: asyncio.AbstractEventLoop) -> Handover:
-        """From the loop that is running."""
-        here = asyncio.get_running_loop()
-        known = self._from.get(here)
-        if known is None or known.there is not there:
-            known = self._from[here] = Handover(there)
-        return known
-
-
-class CoroutineLoop:
-    """An event loop on a daemon thread, shared by the async tools of a run and started with the first call.
-
-    It lives until `close`, or until nobody refers to this object any more.
+    Example:
+        >>> format_error(ValueError("no")), format_error(KeyError())
+        ('ValueError: no', 'KeyError')
     """
-
-    def __init__(self) -> None:
-        self._served: LoopThread | None = None
-        self._lock = threading.Lock()
-        self._handovers = Handovers()
-
-    async def run(self, start: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """Return `await start()`, or raise `TimedOut` once `seconds` have passed or `Raised` if it raises.
-
-        What is run in one turn of the caller's loop begins in one turn of this one. A late coroutine is cancelled. If
-        it blocks the loop, the next call gets a new one; other calls that are under way on the blocked loop wait for it
-        until their own deadlines.
-        """
-        served = self._running()
-        loop = served.loop
-        future: Future[T] = Future()
-        task: list[asyncio.Task[None]] = []
-
-        async def work() -> None:
-            try:
-                settle(future, result=await start())
-            except BaseException as error:  # SystemExit would end the loop for everybody
-                settle(future, error=error)
-
-        there = self._handovers.to(loop)
-        there.give(lambda: task.append(loop.create_task(work())))
-        with served.used():
-            try:
-                return await _within(future, seconds)
-            except (TimedOut, asyncio.CancelledError):
-                there.give(lambda: task[0].cancel())
-                if not await _responds(loop):
-                    self._abandon(served)
-                raise
-
-    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run a coroutine on the loop and come back at once. For code that is trusted not to block."""
-        return asyncio.run_coroutine_threadsafe(work, self._running().loop)
-
-    def close(self) -> None:
-        """Let the thread end; the next call starts another."""
-        with self._lock:
-            served, self._served = self._served, None
-        if served is not None:
-            served.end()
-
-    def is_here(self) -> bool:
-        """Whether this code runs on the loop's thread, where nothing may wait for the loop."""
-        return self._served is not None and threading.current_thread() is self._served.thread
-
-    def _running(self) -> LoopThread:
-        with self._lock:
-            if self._served is None or not self._served.thread.is_alive():
-                self._served = LoopThread(self, "covey-async-tools")
-            return self._served
-
-    def _abandon(self, served: LoopThread) -> None:
-        """Have the next call start another loop; this one ends with the last call that is under way on it."""
-        with self._lock:
-            if self._served is served:
-                self._served = None
-        served.unwanted = True
-        served.is_blocked()
-        stop_thread(served.thread, served.is_blocked)
-
-
-_RESPONSE_SECONDS = 1.0
-
-
-async def _responds(loop: asyncio.AbstractEventLoop) -> bool:
-    answer: Future[None] = Future()
+    kind = type(error).__name__
     try:
-        loop.call_soon_threadsafe(lambda: settle(answer))
-        await _within(answer, _RESPONSE_SECONDS)
-    except (TimedOut, RuntimeError):  # the latter from a loop that is closed
-        return False
-    return True
+        text = str.__str__(str(error))
+    except BaseException:
+        return kind
+    if len(text) > MAX_MESSAGE_CHARS:
+        text = f"{text[:MAX_MESSAGE_CHARS]}..."
+    return f"{kind}: {text}" if text else kind
+
+
+def format_value(value: Any) -> str:
+    """Shortened `repr` and type of a value, even of one whose `__repr__` fails.
+
+    Example:
+        >>> format_value("1")
+        "'1' (str)"
+    """
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"a value that cannot be printed: {format_error(error)}"
+    if len(text) > MAX_VALUE_CHARS:
+        text = f"{text[:MAX_VALUE_CHARS]}..."
+    return f"{text} ({type(value).__name__})"
+
+
+def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `functools.partial` wraps, if it does."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine: an `async def`, or an object whose `__call__` is one."""
+    """True for an `async def` and an object with an async `__call__`, also in a `functools.partial`."""
+    function = unwrap_partial(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def finish(awaitable: Awaitable[T]) -> T:
-    """Wait, on a thread without a loop, for what an ordinary function returned to be awaited."""
+def run_awaitable(awaitable: Awaitable[T]) -> T:
+    """Result of an awaitable that an ordinary function returned; for a thread without an event loop."""
 
     async def wait() -> T:
         return await awaitable
 
     return asyncio.run(wait())
+
+
+# ---- data that users' code is given or returns -----------------------------------------------------------------------
+
+ATOMS = frozenset({int, float, bool, str, bytes, complex, NoneType})
+"""Types of immutable values."""
+
+SAVEABLE = (type(None), bool, int, float, str, Tensor)
+
+
+class PlainCopies:
+    """Deep copies of lists, tuples, dictionaries and sets; all other objects are shared.
+
+    An object that occurs several times is copied once.
+
+    Example:
+        >>> shared = [1, 2]
+        >>> copied = PlainCopies().copy([shared, shared, {"a": shared}])
+        >>> copied[0].append(3)
+        >>> shared, copied
+        ([1, 2], [[1, 2, 3], [1, 2, 3], {'a': [1, 2, 3]}])
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Any, Any]] = {}  # with the originals, or their ids could be used again
+
+    def copy(self, value: Any) -> Any:
+        """Copy `value`, or return it if it is no container or immutable."""
+        kind = type(value)
+        if kind not in (list, tuple, dict, set):
+            return value
+        if id(value) in self._copies:
+            return self._copies[id(value)][1]
+        if kind is not dict and ATOMS.issuperset(map(type, value)):
+            copied: Any = value if kind is tuple else value.copy()  # the fast path for long lists of numbers
+            self._copies[id(value)] = value, copied
+        elif kind is tuple:
+            copied = tuple([self.copy(item) for item in value])
+            self._copies[id(value)] = value, copied
+        else:
+            copied = kind()
+            self._copies[id(value)] = value, copied  # before the items, since it may contain itself
+            if kind is dict:
+                copied.update((key, self.copy(item)) for key, item in value.items())
+            else:
+                extend = copied.extend if kind is list else copied.update
+                extend([self.copy(item) for item in value])
+        return copied
+
+
+def unsaveable_part(value: Any, name: str) -> str | None:
+    """Description of the first part of a value that no checkpoint can hold; None if there is none.
+
+    Checkpoints hold numbers, text, tensors, and lists, tuples, sets and dictionaries of them: values that are loaded
+    without running code. Subclasses, such as numpy's numbers, bring code.
+
+    Example:
+        >>> unsaveable_part({"scores": [1.0, 2.0], "judge": object()}, "extras")
+        "extras['judge'] is a object"
+        >>> unsaveable_part([1, ("a", None)], "extras")
+    """
+    kind = type(value)
+    if kind in SAVEABLE:
+        return None
+    if kind is dict:
+        for key in value:
+            if type(key) not in SAVEABLE:
+                return f"a key of {name} is a {type(key).__name__}"
+        items = value.items()
+    elif kind in (list, tuple, set):
+        items = enumerate(value)
+    else:
+        return f"{name} is a {kind.__name__}"
+    parts = (unsaveable_part(item, f"{name}[{key!r}]") for key, item in items)
+    return next((part for part in parts if part is not None), None)
+
+
+# ---- state of the process --------------------------------------------------------------------------------------------
+
+
+class ProcessStateWarning(UserWarning):
+    """A tool, an environment or a reward changed the state of the process; the change was reverted."""
+
+
+@contextmanager
+def preserve_process_state() -> Iterator[None]:
+    """Revert, with a warning, changes of the working directory and of torch's settings.
+
+    Checkpoints would be written elsewhere, and training would change. Environment variables and random states are not
+    covered: code may have reasons to change them.
+    """
+    before = _process_state()
+    try:
+        yield
+    finally:
+        for name, value in _process_state().items():
+            if value != before[name] and before[name] is not None:
+                with suppress(OSError):  # the directory was deleted
+                    _SETTERS[name](before[name])
+                warnings.warn(
+                    f"{name} was changed from {before[name]} to {value} while rollouts were sampled and rewarded, and"
+                    " was changed back. Let tools, environments and rewards leave it as it is: it belongs to the whole"
+                    " process.",
+                    ProcessStateWarning,
+                    stacklevel=3,
+                )
+
+
+def _process_state() -> dict[str, Any]:
+    try:
+        directory = os.getcwd()
+    except OSError:  # it was deleted
+        directory = None
+    return {
+        "the working directory": directory,
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's number of threads": torch.get_num_threads(),
+        "torch's gradient mode": torch.is_grad_enabled(),  # of this thread
+    }
+
+
+_SETTERS: dict[str, Callable[[Any], Any]] = {
+    "the working directory": os.chdir,
+    "torch's default dtype": torch.set_default_dtype,
+    "torch's number of threads": torch.set_num_threads,
+    "torch's gradient mode": torch.set_grad_enabled,
+}

@@ -10,7 +10,7 @@ is under way.
 
 All decisions are made in the main thread, alike on every process; only the engine is waited for in the background. Not
 here: the prompts of a generation that the dataloader has not come to (`covey.data.prompt_source`), the thread
-(`covey.runtime.sampling_thread`), and what stale samples mean for the loss (`covey.trainer.staleness`).
+(`covey.runtime.loop_thread`), and what stale samples mean for the loss (`covey.trainer.staleness`).
 """
 
 import threading
@@ -30,8 +30,8 @@ from covey.core.rollout import FinishReason, Rollout
 from covey.data.prompt_source import PromptSource
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.environments.agent import OBJECTS
-from covey.runtime.checkpointable import odd_part
-from covey.runtime.sampling_thread import SamplingThread
+from covey.runtime.loop_thread import LoopThread
+from covey.runtime.user_code import unsaveable_part
 from covey.trainer.rollout_events import RolloutListener
 
 SUBMITTED = 30.0
@@ -161,7 +161,7 @@ class AsyncRollouts:
         self._send_weights = send_weights
         self._watch = watch
         self._waiting = waiting
-        self._thread = SamplingThread()
+        self._thread = LoopThread("covey-sampling", no_grad=True)
         self._in_front = collector.run
         collector.run = self._thread.run
         self._flights: deque[InFlightBatch] = deque()
@@ -293,7 +293,9 @@ def _plain(rollout: Rollout) -> dict[str, Any]:
 
 
 def _odd_part(fields: dict[str, Any]) -> str | None:
-    return next((odd for odd in (odd_part(value, name) for name, value in fields.items()) if odd is not None), None)
+    return next(
+        (odd for odd in (unsaveable_part(value, name) for name, value in fields.items()) if odd is not None), None
+    )
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:

@@ -24,7 +24,7 @@ from covey.rollout.environments.methods import required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning
 from covey.rollout.tools.tool import Tool
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
-from covey.runtime.error_text import describe
+from covey.runtime.user_code import format_error
 
 
 class PlayedEnvironment(RolloutFunction):
@@ -54,7 +54,7 @@ def _close(environment: Any) -> None:
         if callable(close):
             close()
     except Exception as error:
-        message = f"an environment could not be closed: {describe(error)}."
+        message = f"an environment could not be closed: {format_error(error)}."
         warnings.warn(message, EnvironmentWarning, stacklevel=3)
 
 

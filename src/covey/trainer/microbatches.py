@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from covey.core.batch import TrainBatch
 from covey.core.packing import RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.core.ragged import token_index
-from covey.runtime.out_of_memory import is_out_of_memory
+from covey.runtime.process_memory import is_out_of_memory
 
 
 class MicroBatchRunner:

@@ -22,7 +22,7 @@ from covey.rewards import RewardSuite
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.rollout.user_batch_function import BatchFunction
-from covey.runtime.process_state import kept_surroundings
+from covey.runtime.user_code import preserve_process_state
 from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
 from covey.trainer.build import build_ahead
 from covey.trainer.build_rollouts import FailureMonitor, agent_stats, failure_stats, without_failed
@@ -70,7 +70,7 @@ class SampledGenerations(PolicyUpdates):
                 self.metrics.add(staleness_stats(rollouts, self.state.global_step), "train")
             else:
                 self._bring_weights()
-                with self.phases("generate"), kept_surroundings():
+                with self.phases("generate"), preserve_process_state():
                     rollouts = self.collector.collect(draws, self.sampling, key, reuse, watched)
             self.rollout_watch.judge(rollouts)
             if self.collector.spec is not None:
@@ -78,7 +78,7 @@ class SampledGenerations(PolicyUpdates):
             elif self.collector.codec.vision is not None:  # a picture may be broken, or larger than the context
                 self.metrics.add(failure_stats(rollouts), self.mode)
             try:
-                with self.phases("reward"), kept_surroundings():
+                with self.phases("reward"), preserve_process_state():
                     rows = [draw.row for draw in draws]
                     scored = self.rewards(rows, rollouts, notes.context(self.state), watched.stream)
             finally:

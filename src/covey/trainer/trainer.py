@@ -28,7 +28,7 @@ from covey.observability.metrics import MetricLog, generation_stats
 from covey.observability.timeline import PhaseTimer, Timeline
 from covey.policy.loading import has_dropout
 from covey.rollout.collector import PromptSample
-from covey.runtime.allocator import keep_freed_memory
+from covey.runtime.process_memory import reuse_freed_memory
 from covey.trainer import build
 from covey.trainer.build_rollouts import FailureMonitor
 from covey.trainer.distributed.sharding import shard_on_cpu, sharding_of
@@ -131,7 +131,7 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         self.sharding = sharding_of(self.accelerator)
         self.collectives = build.build_collectives(self)
         if self.accelerator.device.type == "cpu":
-            keep_freed_memory()
+            reuse_freed_memory()
         self.compute_loss_func = policy_loss  # never called: it tells Trainer that the loss is already normalised
         self.algorithm: Algorithm = self.make_algorithm(args)
         self.algebra = args.algebra(args.world_size)

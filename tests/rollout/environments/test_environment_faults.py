@@ -92,7 +92,7 @@ FAULTS = [
     (Tools, "reset", terrible, "Tools.reset raised Terrible"),
     (Tools, "reset", hang, "Tools.reset took longer than tool_timeout=0.4 s"),
     (Tools, "reset", lambda: 5, "Tools.reset returned 5 (int)"),
-    (Tools, "reset", Unprintable, "Tools.reset returned what cannot be printed"),
+    (Tools, "reset", Unprintable, "Tools.reset returned a value that cannot be printed"),
     (Tools, "reset", Endless, "Tools.reset took longer than tool_timeout=0.4 s"),
     (Text, "step", lambda: ("on", Endless(), False, {}), "Text.step took longer than tool_timeout=0.4 s"),
     (Tools, "reset", lambda: [{"content": "no role"}], "Tools.reset returned [{'content': 'no role'}]"),

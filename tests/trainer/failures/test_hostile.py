@@ -29,11 +29,11 @@ MOST_SECONDS = 20.0
 
 
 PATIENCE = {
-    "covey.runtime.loop_thread.LOOK_SECONDS": 0.05,
-    "covey.runtime.kill_thread.SECONDS": 0.1,
-    "covey.runtime.main_thread_deadline.GRACE": 0.1,
+    "covey.runtime.loop_thread.OWNER_CHECK_SECONDS": 0.05,
+    "covey.runtime.worker_thread.STOP_INTERVAL": 0.1,
+    "covey.runtime.deadlines.INTERRUPT_INTERVAL": 0.1,
     "covey.rewards.suite.LOOP_GRACE": 0.3,
-    "covey.runtime.user_code._RESPONSE_SECONDS": 0.3,
+    "covey.runtime.loop_thread.RESPONSE_SECONDS": 0.3,
 }
 """What is waited for beyond deadlines: a second each, as a rule."""
 

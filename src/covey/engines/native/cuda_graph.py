@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.engines.native.shared_prefix_cache import SharedPrefixCache
-from covey.runtime.out_of_memory import is_out_of_memory
+from covey.runtime.process_memory import is_out_of_memory
 
 LEAST_SEQUENCES = 8
 """Fewer sequences are computed as this many."""

@@ -29,7 +29,7 @@ from covey.engines.native.prefill import PrefixStore, compute_dtype, continue_pr
 from covey.engines.native.sampling import concatenate, score_tokens
 from covey.engines.native.sequences import Batch, SequenceState, compaction_moves, sequences_of
 from covey.engines.native.shared_prefix_cache import SHARED_PREFIX_ATTENTION, SharedPrefixCache
-from covey.runtime.out_of_memory import is_out_of_memory
+from covey.runtime.process_memory import is_out_of_memory
 
 PREFILL_TOKENS = 4096
 """Most (padded) tokens in one forward pass over prompts or drafts."""

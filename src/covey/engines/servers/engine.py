@@ -27,7 +27,7 @@ from covey.engines.servers.protocols import SampledChunk, ServerApi, WeightTrans
 from covey.engines.servers.server_pool import QUICK_SECONDS, PoolMember, ServerPool
 from covey.engines.servers.sleep import SleepMode
 from covey.engines.servers.weights.versions import ServerWeights
-from covey.runtime.background_loop import BackgroundLoop
+from covey.runtime.loop_thread import LoopThread
 
 EMPTY_ABORTS = 10
 """How often in a row a server may break a completion off without having sampled a token."""
@@ -83,13 +83,13 @@ class RemoteEngine:
         self._sync_timeout = sync_timeout
         self._sleeps = sleeps
         self._awake = 0
-        self._thread = BackgroundLoop("covey-servers")
+        self._thread = LoopThread("covey-servers")
         weakref.finalize(self, _give_back, self._thread, list(servers), transport)  # when the program ends, as well
         try:
             self._fleet = self._thread.run(self._start(servers, timeout, concurrency, model_name, resend))
         except BaseException:
             self._thread.run(_close_all(servers), QUICK_SECONDS)
-            self._thread.close()
+            self._thread.close(seconds=10.0)
             raise
         facts = [member.facts for member in self._fleet.members]
         self._max_context = _smallest([max_context, *(fact.max_context for fact in facts)])
@@ -143,7 +143,7 @@ class RemoteEngine:
             ServerError: answers could not be used, several times.
             NoServerLeft: all servers failed and none came back.
         """
-        return await self._thread.wait_for(self._generate(request))
+        return await asyncio.wrap_future(self._thread.start(self._generate(request)))
 
     async def _generate(self, request: SampleRequest) -> list[Completion]:
         params = replace(request.params, max_tokens=request.token_budget(self._max_context))
@@ -295,23 +295,23 @@ class RemoteEngine:
 
     def close(self) -> None:
         """Give connections, groups and the thread back; completions under way are lost."""
-        if not self._thread.closed:
+        if self._thread.running:
             try:
                 self._thread.run(self._close(), 2 * QUICK_SECONDS)
             finally:
-                self._thread.close()
+                self._thread.close(seconds=10.0)
 
     async def _close(self) -> None:
         self._fleet.close()
         await _let_go([member.server for member in self._fleet.members], self.transport)
 
 
-def _give_back(thread: BackgroundLoop, servers: Sequence[ServerClient], transport: WeightTransport) -> None:
+def _give_back(thread: LoopThread, servers: Sequence[ServerClient], transport: WeightTransport) -> None:
     """`close` for an engine that nobody closed."""
-    if not thread.closed and not thread.inside:
+    if thread.running and not thread.is_current_thread():
         with contextlib.suppress(Exception):
             thread.run(_let_go(servers, transport), QUICK_SECONDS)
-    thread.close()
+    thread.close(seconds=10.0)
 
 
 async def _let_go(servers: Sequence[ServerClient], transport: WeightTransport) -> None:

@@ -1,7 +1,7 @@
 """Starting an inference server as a child and waiting until it answers.
 
 Nothing here knows what kind of server it is: a command, how one sees that it is ready, and a deadline. The server ends
-with this process, whatever ends it (`covey.runtime.subprocess_guarded`).
+with this process, whatever ends it (`covey.runtime.child_process`).
 """
 
 import os
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from covey.runtime.subprocess_guarded import Child
+from covey.runtime.child_process import ChildProcess
 
 TAIL_LINES = 30
 """Of the log that an error repeats: enough for a traceback."""
@@ -68,7 +68,7 @@ class ServerProcess:
         self.deadline = deadline
         self.env = dict(env or {})
         self.name = name
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._stop: Callable[[], object] = lambda: None
 
     def start(self) -> "ServerProcess":
@@ -82,7 +82,7 @@ class ServerProcess:
             raise RuntimeError(f"{self.name} runs already (process {self.pid}); stop it before starting it again.")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
-            self._child = Child(
+            self._child = ChildProcess(
                 self.command,
                 grace=STOP_SECONDS,
                 stdin=subprocess.DEVNULL,
@@ -125,7 +125,7 @@ class ServerProcess:
     ) -> None:
         self.stop()
 
-    def _wait(self, child: Child, until: float) -> None:
+    def _wait(self, child: ChildProcess, until: float) -> None:
         while True:
             status = child.poll()
             if status is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from covey.core.batch import TrainBatch
 from covey.core.model import decoder_of, name_of, sdpa_suits
 from covey.policy.attention import PACKED_ATTENTION
-from covey.runtime.out_of_memory import is_out_of_memory
+from covey.runtime.process_memory import is_out_of_memory
 
 ROW_LAYOUTS = ("shared_prefix", "packed")
 """Layouts that put many sequences in one row, fastest first."""

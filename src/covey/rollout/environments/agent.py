@@ -31,7 +31,7 @@ from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.result_text import content_of
 from covey.rollout.tools.tool import Tool
 from covey.rollout.tools.toolbox import Failure, Toolbox, ToolResult
-from covey.runtime.user_code import Raised
+from covey.runtime.user_code import UserCodeError
 
 OBJECTS, REWARD = "environments", "environment_reward"
 """What reward functions get as keyword arguments: the objects, and the reward that each gave its rollout."""
@@ -174,7 +174,7 @@ class EnvironmentToolbox(Toolbox):
         async def call(**arguments: Any) -> Any:
             try:
                 result = await held.caller.raw_call(f"{held.kind}.{tool.name}", method, as_is, **arguments)
-            except Raised as raised:
+            except UserCodeError as raised:
                 raise raised.error from None
             # Here nothing of the environment may run any more: rendering is under its deadline, on its own thread.
             return await held.caller.raw_call(

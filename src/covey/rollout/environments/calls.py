@@ -7,15 +7,13 @@ can be kept. Not here: which environments there are (`pool`), and what is made o
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
-from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
-from covey.runtime.kill_thread import Stop, stop_thread
-from covey.runtime.user_code import CoroutineLoop, Raised, TimedOut, finish, is_async, settle
+from covey.runtime.deadlines import CallTimeout, await_future
+from covey.runtime.loop_thread import LoopThread
+from covey.runtime.user_code import UserCodeError, is_async, run_awaitable
+from covey.runtime.worker_thread import WorkerThread
 
 
 class EnvironmentFailed(Exception):
@@ -25,49 +23,6 @@ class EnvironmentFailed(Exception):
 def as_is(answer: Any) -> Any:
     """An answer that is not looked at."""
     return answer
-
-
-class EnvironmentThread:
-    """A thread on which the ordinary methods of one environment run. Started with the first of them."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._at_work = False
-
-    def submit(self, function: Callable[[], Any]) -> "Future[Any]":
-        """`function()` once what came before is done; the future's exception is `Raised`."""
-        future: Future[Any] = Future()
-        self._jobs.put((future, function))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="covey-environment", daemon=True)
-            self._thread.start()
-        return future
-
-    def give_up(self) -> None:
-        """Stop what runs, as far as a thread can be stopped, and take no more."""
-        self._jobs.put(None)
-        if self._thread is not None:
-            stop_thread(self._thread, lambda: self._at_work)
-
-    def end(self) -> None:
-        """Take no more once what was submitted is done."""
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        with suppress(Stop):  # told to stop while it was about to
-            while (job := self._jobs.get()) is not None:
-                future, function = job
-                if not future.set_running_or_notify_cancel():
-                    continue
-                self._at_work = True
-                try:
-                    settle(future, result=function())
-                except BaseException as error:  # SystemExit too: it must not pass for an answer
-                    self._at_work = False
-                    settle(future, error=error)
-                self._at_work = False
-                del job, future, function  # a waiting thread must not keep the last answer alive
 
 
 class Caller:
@@ -81,11 +36,11 @@ class Caller:
         lost: why the environment can be used no more, or None. A call that was given up may still be at work on it.
     """
 
-    def __init__(self, loop: CoroutineLoop, seconds: float):
+    def __init__(self, loop: LoopThread, seconds: float):
         self.seconds = seconds
         self.lost: str | None = None
         self._loop = loop
-        self._thread = EnvironmentThread()
+        self._thread = WorkerThread("covey-environment", wrap_errors=True)
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def call(
@@ -104,9 +59,9 @@ class Caller:
         """
         try:
             return await self.raw_call(name, function, read, *args, **kwargs)
-        except TimedOut:
+        except CallTimeout:
             raise EnvironmentFailed(f"{name} took longer than tool_timeout={self.seconds:g} s") from None
-        except Raised as raised:
+        except UserCodeError as raised:
             if isinstance(raised.error, EnvironmentFailed):
                 raise raised.error from None
             raise EnvironmentFailed(f"{name} raised {raised.text}") from raised.error
@@ -117,7 +72,7 @@ class Caller:
         """The same, for callers that tell failures apart.
 
         Raises:
-            TimedOut, Raised: as `covey.runtime.user_code.run_in_thread`.
+            CallTimeout, UserCodeError: as `covey.runtime.deadlines.run_in_thread`.
             EnvironmentFailed: an earlier call was given up.
         """
         if self.lost is not None:
@@ -131,27 +86,22 @@ class Caller:
 
         def run() -> Any:
             result = function(*args, **kwargs)
-            return read(finish(result) if inspect.isawaitable(result) else result)
+            return read(run_awaitable(result) if inspect.isawaitable(result) else result)
 
         return await self._on_thread(name, run)
 
     def end(self) -> None:
         """Let the thread go."""
-        self._thread.end()
+        self._thread.close()
 
     async def _on_thread(self, name: str, run: Callable[[], Any]) -> Any:
         future = self._thread.submit(run)
-        waiting = asyncio.wrap_future(future)
         try:
-            await asyncio.wait({waiting}, timeout=self.seconds)
-            if waiting.done():
-                return waiting.result()
-            raise TimedOut
-        except (TimedOut, asyncio.CancelledError):
-            waiting.cancel()
+            return await await_future(future, self.seconds)
+        except (CallTimeout, asyncio.CancelledError):
             if not (future.cancel() or future.done()):  # it has begun
                 self.lose(name)
-                self._thread.give_up()
+                self._thread.stop()
             raise
 
     async def _on_loop(self, name: str, start: Callable[[], Awaitable[Any]]) -> Any:
@@ -164,8 +114,8 @@ class Caller:
                 return await start()
 
         try:
-            return await self._loop.run(take_turn, self.seconds)
-        except (TimedOut, asyncio.CancelledError):
+            return await self._loop.call(take_turn, self.seconds)
+        except (CallTimeout, asyncio.CancelledError):
             if begun:
                 self.lose(name)
             raise

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from covey.rollout.environments.calls import Caller, EnvironmentFailed, as_is
-from covey.runtime.error_text import describe
-from covey.runtime.user_code import CoroutineLoop
+from covey.runtime.loop_thread import LoopThread
+from covey.runtime.user_code import format_error
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class EnvironmentPool:
         self.factory = factory
         self.seconds = seconds
         self.limit = limit
-        self.loop = CoroutineLoop()
+        self.loop = LoopThread("covey-async-tools")
         self._shelf = _Shelf()
         self._closing: set[Future[None]] = set()
         self._making = 0
@@ -195,7 +195,7 @@ class _Shelf:
         return everything
 
 
-def _close_all(shelf: _Shelf, loop: CoroutineLoop, closing: "set[Future[None]]", seconds: float) -> None:
+def _close_all(shelf: _Shelf, loop: LoopThread, closing: "set[Future[None]]", seconds: float) -> None:
     everything = shelf.clear()
     waiting = list(closing)
     try:
@@ -203,7 +203,7 @@ def _close_all(shelf: _Shelf, loop: CoroutineLoop, closing: "set[Future[None]]",
     except RuntimeError:  # the interpreter is shutting down and starts no more threads
         for held in everything:
             _close_here(held, shelf)
-    if loop.is_here():  # collected as garbage there: the closing cannot be waited for
+    if loop.is_current_thread():  # collected as garbage there: the closing cannot be waited for
         return
     late = concurrent.futures.wait(waiting, timeout=seconds + CLOSING_GRACE).not_done
     shelf.unclosed += ["it took too long"] * len(late)
@@ -215,7 +215,7 @@ def _close_all(shelf: _Shelf, loop: CoroutineLoop, closing: "set[Future[None]]",
         warnings.warn(message, EnvironmentWarning, stacklevel=3)
 
 
-async def _close(held: Held, shelf: _Shelf, loop: CoroutineLoop, seconds: float) -> None:
+async def _close(held: Held, shelf: _Shelf, loop: LoopThread, seconds: float) -> None:
     """Close an environment; what goes wrong is noted."""
     close = getattr(held.environment, "close", None)
     try:
@@ -225,7 +225,7 @@ async def _close(held: Held, shelf: _Shelf, loop: CoroutineLoop, seconds: float)
             await caller.call(f"{held.kind}.close", close, as_is)
             caller.end()
     except Exception as error:
-        shelf.unclosed.append(str(error) if isinstance(error, EnvironmentFailed) else describe(error))
+        shelf.unclosed.append(str(error) if isinstance(error, EnvironmentFailed) else format_error(error))
     finally:
         held.caller.end()
 
@@ -236,4 +236,4 @@ def _close_here(held: Held, shelf: _Shelf) -> None:
         if callable(close):
             close()
     except Exception as error:
-        shelf.unclosed.append(describe(error))
+        shelf.unclosed.append(format_error(error))

@@ -15,7 +15,7 @@ from covey.rollout.environments.calls import EnvironmentFailed
 from covey.rollout.images import as_parts
 from covey.rollout.prompts import is_conversational
 from covey.rollout.tools.result_text import parts_of
-from covey.runtime.error_text import shown
+from covey.runtime.user_code import format_value
 
 Observation = str | list[Message] | list[dict[str, Any]]
 """What the policy is told: text, messages, or parts of one, such as `{"type": "image", "image": ...}`."""
@@ -55,8 +55,8 @@ def checked_observation(value: Any, where: str) -> Observation | None:
     if parts is not None:
         return copy.deepcopy(parts)  # an environment may draw its next picture over this one
     raise EnvironmentFailed(
-        f"{where} returned {shown(value)}; it must return text, an image, a list of text and images, a list of messages"
-        " with 'role' and 'content', or None"
+        f"{where} returned {format_value(value)}; it must return text, an image, a list of text and images, a list of"
+        " messages with 'role' and 'content', or None"
     )
 
 
@@ -68,13 +68,13 @@ def checked_step(value: Any, where: str) -> Step:
     """
     if not isinstance(value, tuple) or len(value) not in (4, 5):
         raise EnvironmentFailed(
-            f"{where} returned {shown(value)}; it must return (observation, reward, done, info) or"
+            f"{where} returned {format_value(value)}; it must return (observation, reward, done, info) or"
             " (observation, reward, terminated, truncated, info)"
         )
     done, cut = value[2], value[3] if len(value) == 5 else False
     for flag in (done, cut):
         if not isinstance(flag, bool) and type(flag).__name__ not in ("bool", "bool_"):  # numpy's has another name
-            raise EnvironmentFailed(f"{where} returned {shown(flag)} where it says whether the episode is over")
+            raise EnvironmentFailed(f"{where} returned {format_value(flag)} where it says whether the episode is over")
     observation = checked_observation(value[0], where)
     reward = checked_number(value[1], where)
     if observation is None and not (done or cut):
@@ -90,7 +90,7 @@ def checked_reward(value: Any, where: str) -> Reward:
     """
     if isinstance(value, list):
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
-            raise EnvironmentFailed(f"{where} returned {shown(value)}; steps are a list of (end, reward)")
+            raise EnvironmentFailed(f"{where} returned {format_value(value)}; steps are a list of (end, reward)")
         return [(end, checked_number(reward, where)) for end, reward in value]
     return checked_number(value, where)
 
@@ -107,7 +107,9 @@ def checked_number(value: Any, where: str) -> float | None:
     if not isinstance(number, numbers.Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         number = value.item()
     if not isinstance(number, numbers.Real) or not math.isfinite(number):
-        raise EnvironmentFailed(f"{where} returned the reward {shown(value)}; it must be a finite number or None")
+        raise EnvironmentFailed(
+            f"{where} returned the reward {format_value(value)}; it must be a finite number or None"
+        )
     return float(number)
 
 
@@ -130,7 +132,7 @@ def opened_with(prompt: Any, opening: Observation | None, where: str) -> list[Me
             raise EnvironmentFailed(f"the row has no prompt, and {where} returned none")
         return as_messages(opening)
     if not is_conversational(prompt):
-        raise EnvironmentFailed(f"an environment needs a prompt of messages, and the row's is {shown(prompt)}")
+        raise EnvironmentFailed(f"an environment needs a prompt of messages, and the row's is {format_value(prompt)}")
     messages: list[Message] = copy.deepcopy(prompt)
     if opening is None or opening == "":
         return messages

@@ -22,8 +22,9 @@ from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.result_text import Content, content_of, text_of
 from covey.rollout.tools.schema import WrongArgument
 from covey.rollout.tools.tool import Tool
-from covey.runtime.error_text import describe
-from covey.runtime.user_code import CoroutineLoop, Raised, TimedOut, finish, is_async, run_in_thread
+from covey.runtime.deadlines import CallTimeout, run_in_thread
+from covey.runtime.loop_thread import LoopThread
+from covey.runtime.user_code import UserCodeError, format_error, is_async, run_awaitable
 
 
 class Failure(StrEnum):
@@ -110,7 +111,7 @@ class Toolbox:
         timeout: float = 60.0,
         max_result_chars: int = 20_000,
         max_parallel_calls: int = 32,
-        loop: CoroutineLoop | None = None,
+        loop: LoopThread | None = None,
     ):
         limits = {"timeout": timeout, "max_result_chars": max_result_chars, "max_parallel_calls": max_parallel_calls}
         for name, limit in limits.items():
@@ -124,7 +125,7 @@ class Toolbox:
             if tool.name in self.tools:
                 raise ValueError(f"two tools are called {tool.name!r}; give one of them another name.")
             self.tools[tool.name] = tool
-        self._loop = loop or CoroutineLoop()
+        self._loop = loop or LoopThread("covey-async-tools")
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -167,12 +168,12 @@ class Toolbox:
         try:
             content = await self._call(tool, arguments)
             return ToolResult(name, call_id, content, None, perf_counter() - started)
-        except TimedOut:
+        except CallTimeout:
             failure, text = Failure.TIMEOUT, f"{name} took longer than {self.timeout:g} s and was given up"
-        except Raised as raised:
-            failure, text = Failure.EXCEPTION, _short(raised.told())
+        except UserCodeError as raised:
+            failure, text = Failure.EXCEPTION, _short(raised.release())
         except RuntimeError as error:  # no thread could be started
-            failure, text = Failure.EXCEPTION, describe(error)
+            failure, text = Failure.EXCEPTION, format_error(error)
         return _failed(name, call_id, failure, text, perf_counter() - started)
 
     async def _call(self, tool: Tool, arguments: dict[str, Any]) -> Content:
@@ -184,11 +185,11 @@ class Toolbox:
                 result = await tool.function(**arguments)
                 return render(await result if inspect.isawaitable(result) else result)
 
-            return await self._loop.run(run_async, self.timeout)
+            return await self._loop.call(run_async, self.timeout)
 
         def run() -> Content:
             result = tool.function(**arguments)
-            return render(finish(result) if inspect.isawaitable(result) else result)
+            return render(run_awaitable(result) if inspect.isawaitable(result) else result)
 
         return await run_in_thread(run, self.timeout)
 

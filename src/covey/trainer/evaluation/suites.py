@@ -24,7 +24,7 @@ from covey.core.estimates import interval_of_mean, interval_of_share, maj_at_k, 
 from covey.rewards.decorators import extract_of
 from covey.rewards.functions import FunctionReward
 from covey.rewards.suite import RewardSuite
-from covey.runtime.error_text import describe, shown
+from covey.runtime.user_code import format_error, format_value
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of a suite that are the sampler's as they are."""
@@ -244,7 +244,8 @@ class Grader:
             return _as_vote(extract(completion))
         except Exception as error:  # of a user
             warnings.warn(
-                f"what reads the answers of an evaluation suite raised {describe(error)} for {shown(completion)}, which"
+                f"what reads the answers of an evaluation suite raised {format_error(error)} for"
+                f" {format_value(completion)}, which"
                 " counts as no answer. Return None where there is none to silence this.",
                 stacklevel=2,
             )

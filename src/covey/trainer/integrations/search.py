@@ -16,7 +16,7 @@ from typing import Any
 from transformers.trainer_utils import BestRun
 
 from covey.config.base import OnlineConfig
-from covey.runtime.error_text import describe
+from covey.runtime.user_code import format_error
 from covey.trainer.checkpoint import AtomicCheckpoints
 from covey.trainer.distributed.collectives import CollectiveError
 
@@ -196,7 +196,7 @@ class _Trials:
     def fail(self, error: BaseException) -> None:
         """In the first process: no trial follows, for the search has failed; the others may have, too, and be gone."""
         with suppress(CollectiveError):
-            self._tell(("failed", describe(error)), "begin a trial")
+            self._tell(("failed", format_error(error)), "begin a trial")
 
     def _run(self, trial: Any, changes: dict[str, Any], name: str) -> tuple[Any, bool]:
         """The objective of a trial, and whether it was ended before its time."""

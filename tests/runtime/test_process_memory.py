@@ -1,16 +1,21 @@
-"""Freed memory is reused rather than mapped anew."""
+"""Reuse of freed memory, and errors that mean memory ran out."""
 
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from covey.runtime.allocator import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, _tell
+from covey.runtime.process_memory import (
+    M_MMAP_THRESHOLD,
+    M_TRIM_THRESHOLD,
+    _configure,
+    is_out_of_memory,
+)
 
 COUNT = """
 import resource, torch
-from covey.runtime.allocator import keep_freed_memory
-keep = {keep} and keep_freed_memory()
+keep = {keep} and reuse_freed_memory()
 def work():
     for _ in range(20):
         torch.ones(12_000_000)
@@ -28,7 +33,7 @@ def faults(keep: bool) -> tuple[int, bool]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
-def test_large_tensors_fault_their_pages_in_once():
+def test_large_tensors_reuse_pages():
     count, kept = faults(True)
     if not kept:
         pytest.skip("another C library")
@@ -40,7 +45,7 @@ def test_large_tensors_fault_their_pages_in_once():
     [(1 << 40, 1 << 30), (1 << 25, 1 << 25), (1 << 20, None)],
     ids=["any size", "32 MiB at most", "less"],
 )
-def test_a_library_that_refuses_large_blocks_keeps_those_it_can(most, accepted):
+def test_a_libc_that_refuses_large_blocks_gets_smaller_ones(most, accepted):
     taken = {}
 
     def mallopt(setting, value):
@@ -49,6 +54,26 @@ def test_a_library_that_refuses_large_blocks_keeps_those_it_can(most, accepted):
         taken[setting] = value
         return 1
 
-    assert _tell(mallopt) == (accepted is not None)
+    assert _configure(mallopt) == (accepted is not None)
     assert taken.get(M_MMAP_THRESHOLD) == accepted
     assert (M_TRIM_THRESHOLD in taken) == (accepted is not None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    ],
+    ids=repr,
+)
+def test_out_of_memory_errors_are_recognised(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("out of memory"), KeyError("key")])
+def test_other_errors_are_not_out_of_memory(error):
+    assert not is_out_of_memory(error)

@@ -16,18 +16,18 @@ def tools(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["references_tools.py:add", "references_tools:add", " references_tools.add "])
-def test_a_function_has_three_names(tools, text):
+def test_three_forms_name_a_function(tools, text):
     assert resolve(text, "tool")(2, 3) == 5
 
 
-def test_a_file_is_run_once_whatever_is_taken_from_it(tools):
+def test_a_file_is_run_once_for_several_names(tools):
     path = tools / "references_tools.py"
     path.write_text("made = []\nmade.append(1)\n\ndef first(): return made\n\ndef second(): return made\n")
     first, second = (resolve(f"{path}:{name}", "tool") for name in ("first", "second"))
     assert first() is second() and first() == [1]
 
 
-def test_a_file_that_fails_leaves_no_half_of_it_behind(tools):
+def test_a_file_that_raises_leaves_no_module_behind(tools):
     (tools / "references_broken.py").write_text("def add(a, b): return a + b\n\n1 / 0\n")
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -45,14 +45,14 @@ def test_a_file_that_fails_leaves_no_half_of_it_behind(tools):
         ("no_such_module:add", r"there is no module 'no_such_module'"),
     ],
 )
-def test_what_names_nothing_says_why(tools, text, message):
+def test_an_unusable_reference_says_why(tools, text, message):
     with pytest.raises(ValueError, match=message):
         resolve(text, "tool")
 
 
-def test_what_cannot_be_called_is_found_where_that_is_allowed(tools):
+def test_a_value_is_found_with_needs_call_false(tools):
     assert resolve("references_tools:NOTHING", "setting", needs_call=False) == 5
 
 
-def test_ids_of_models_are_no_references():
+def test_model_ids_are_no_references():
     assert not any(map(is_reference, ("org/model-1.5", "Qwen2.5-0.5B", "add", "C:/models", "")))

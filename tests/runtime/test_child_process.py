@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.runtime.subprocess_guarded import Child
+from covey.runtime.child_process import ChildProcess, ScriptWorker, WorkerFailed
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="who is left is read from Linux's /proc")
 
@@ -29,8 +29,7 @@ time.sleep(600)
 
 TRAINER = """
 import os, sys, time
-from covey.runtime.subprocess_guarded import Child
-child = Child([sys.executable, sys.argv[1], sys.argv[2], "2"], grace=0.2)
+child = ChildProcess([sys.executable, sys.argv[1], sys.argv[2], "2"], grace=0.2)
 if "fork" in sys.argv and os.fork() == 0:  # holds a copy of everything, like a worker of a data loader
     open(f"{sys.argv[2]}/forked", "w").write(str(os.getpid()))
     time.sleep(600)
@@ -86,7 +85,7 @@ def trainer(tmp_path: Path, family: Path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
-def test_whatever_ends_the_trainer_nothing_that_it_started_is_left(trainer, number):
+def test_children_end_with_the_trainer_whatever_ends_it(trainer, number):
     process, ids = trainer()
     assert all(map(alive, ids))
     process.send_signal(number)
@@ -94,7 +93,7 @@ def test_whatever_ends_the_trainer_nothing_that_it_started_is_left(trainer, numb
     wait_until(lambda: not any(map(alive, ids)))
 
 
-def test_a_forked_sibling_that_lives_on_does_not_keep_children_alive(trainer, tmp_path: Path):
+def test_a_forked_process_does_not_keep_children_alive(trainer, tmp_path: Path):
     process, ids = trainer("fork")
     (forked,) = read_ids(tmp_path, ("forked",))
     try:
@@ -106,8 +105,8 @@ def test_a_forked_sibling_that_lives_on_does_not_keep_children_alive(trainer, tm
         os.kill(forked, signal.SIGKILL)
 
 
-def test_a_child_that_dies_takes_its_own_children_along_and_leaves_its_status(tmp_path: Path, family: Path):
-    child = Child([sys.executable, str(family), str(tmp_path), "2"], grace=60.0)
+def test_a_child_that_dies_takes_its_descendants_along(tmp_path: Path, family: Path):
+    child = ChildProcess([sys.executable, str(family), str(tmp_path), "2"], grace=60.0)
     first, *others = read_ids(tmp_path, ("2", "1", "0"))
     os.kill(first, signal.SIGKILL)
     assert child.process.wait(20) == 128 + signal.SIGKILL
@@ -115,14 +114,14 @@ def test_a_child_that_dies_takes_its_own_children_along_and_leaves_its_status(tm
 
 
 def test_the_child_dies_with_its_guard(tmp_path: Path, family: Path):
-    child = Child([sys.executable, str(family), str(tmp_path), "0"])
+    child = ChildProcess([sys.executable, str(family), str(tmp_path), "0"])
     (only,) = read_ids(tmp_path, ("0",))
     os.kill(child.pid, signal.SIGKILL)
     child.end()
     wait_until(lambda: not alive(only))
 
 
-def test_ending_leaves_time_to_end_well(tmp_path: Path):
+def test_a_child_has_time_to_end_by_itself(tmp_path: Path):
     saved = tmp_path / "saved"
     code = f"""
 import signal, sys, time
@@ -134,15 +133,15 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(600)
 """
-    child = Child([sys.executable, "-c", code], grace=30.0, stdout=subprocess.PIPE)
+    child = ChildProcess([sys.executable, "-c", code], grace=30.0, stdout=subprocess.PIPE)
     assert child.process.stdout.readline() == b"ready\n"
     child.end()
     assert saved.exists()
     assert child.poll() == 7
 
 
-def test_ending_does_not_wait_for_those_that_do_not_listen(tmp_path: Path, family: Path):
-    child = Child([sys.executable, str(family), str(tmp_path), "2"], grace=0.1)
+def test_descendants_that_ignore_sigterm_are_killed(tmp_path: Path, family: Path):
+    child = ChildProcess([sys.executable, str(family), str(tmp_path), "2"], grace=0.1)
     ids = read_ids(tmp_path, ("2", "1", "0"))
     child.end()
     assert not any(map(alive, ids))
@@ -152,19 +151,19 @@ def test_ending_does_not_wait_for_those_that_do_not_listen(tmp_path: Path, famil
 @pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("pass", 0), ("import os; os.abort()", 134)])
 def test_a_child_keeps_its_exit_status_streams_and_signals(code: str, status: int):
     command = [sys.executable, "-c", f"print(input(), flush=True)\n{code}"]
-    child = Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = ChildProcess(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.process.communicate(b"hello\n", timeout=20)[0] == b"hello\n"
     assert child.poll() == status
 
 
-def test_a_program_that_does_not_exist_is_named(tmp_path: Path):
-    child = Child(["no-such-program"], stderr=subprocess.PIPE)
+def test_a_missing_program_is_named(tmp_path: Path):
+    child = ChildProcess(["no-such-program"], stderr=subprocess.PIPE)
     assert child.process.communicate(timeout=20)[1] == b"no-such-program: No such file or directory\n"
     assert child.poll() == 127
 
 
 def test_a_forked_process_ends_nothing(tmp_path: Path):
-    child = Child([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = ChildProcess([sys.executable, "-c", "import time; time.sleep(600)"])
     if (forked := os.fork()) == 0:
         child.end()
         os._exit(0 if child.poll() is None else 1)
@@ -173,3 +172,70 @@ def test_a_forked_process_ends_nothing(tmp_path: Path):
     assert child.poll() is None
     child.end()
     assert child.poll() is not None
+
+
+# ---- workers that answer JSON lines ----------------------------------------------------------------------------------
+
+
+ECHO = """
+import json, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    time.sleep(request.get("sleep", 0))
+    if request.get("die"):
+        sys.exit(1)
+    print(json.dumps(request), flush=True)
+"""
+
+
+@pytest.fixture
+def echo(tmp_path: Path):
+    script = tmp_path / "echo.py"
+    script.write_text(ECHO)
+    worker = ScriptWorker(script)
+    yield worker
+    worker.close()
+
+
+def test_a_late_worker_is_killed_and_its_answer_dropped(echo):
+    assert echo.ask({"n": 1}, 5.0) == {"n": 1}
+    first = echo._process.pid
+    with pytest.raises(WorkerFailed, match=r"no answer within 0\.2 s"):
+        echo.ask({"n": 2, "sleep": 1.0}, 0.2)
+    assert echo.ask({"n": 3}, 5.0) == {"n": 3}
+    assert echo._process.pid != first
+
+
+def test_a_worker_that_dies_is_replaced(echo):
+    with pytest.raises(WorkerFailed, match="died"):
+        echo.ask({"die": True}, 5.0)
+    assert echo.ask({"n": 1}, 5.0) == {"n": 1}
+
+
+def test_a_busy_worker_ends_when_its_run_is_killed(tmp_path: Path):
+    script, started = tmp_path / "endless.py", tmp_path / "started"
+    script.write_text(
+        f"""
+import json, os, re
+print(json.dumps({{"ready": True}}), flush=True)
+input()
+open({str(started)!r}, "w").write(str(os.getpid()))
+re.match("(a*)*b", "a" * 60)  # takes longer than anybody lives, and never lets another thread run
+"""
+    )
+    run = (
+        f"from pathlib import Path; from covey.runtime.child_process import ScriptWorker as W; W(Path({str(script)!r}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", f"{run}.ask({{}}, 600.0)"])
+    wait_until(lambda: started.exists() and started.read_text(), 60.0)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not alive(int(started.read_text())))
+
+
+def test_a_worker_that_cannot_start_raises(tmp_path: Path):
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit(1)")
+    with pytest.raises(RuntimeError, match=r"broken\.py did not start"):
+        ScriptWorker(script).ask({}, 5.0)

@@ -1,0 +1,105 @@
+"""Calls under a deadline: functions that sleep, compute, backtrack and catch everything."""
+
+import contextlib
+import re
+import threading
+import time
+
+import pytest
+
+from covey.runtime.deadlines import CallTimeout, call_with_deadline
+
+
+def sleeps():
+    time.sleep(30)
+
+
+def backtracks():
+    re.match(r"(a+)+$", "a" * 40 + "b")  # holds the interpreter lock for minutes
+
+
+def swallows():
+    try:
+        time.sleep(30)
+    except Exception:  # what a cautious reward function does
+        return 0.0
+
+
+def timed(function):
+    start = time.monotonic()
+    with pytest.raises(CallTimeout):
+        function()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("hanging", [sleeps, backtracks, swallows])
+def test_a_call_on_the_main_thread_is_interrupted(hanging):
+    assert timed(lambda: call_with_deadline(hanging, 0.2)) < 2.0
+
+
+def computes_and_catches_everything():
+    while True:
+        try:
+            while True:
+                pass
+        except:  # noqa: E722 (the point)
+            continue
+
+
+def waits_and_catches_everything():
+    while True:
+        try:
+            time.sleep(30)
+        except BaseException:
+            time.sleep(30)
+
+
+def catches_everything_twice():
+    while True:
+        with contextlib.suppress(BaseException):
+            computes_and_catches_everything()
+
+
+@pytest.mark.parametrize(
+    "stubborn", [computes_and_catches_everything, waits_and_catches_everything, catches_everything_twice]
+)
+def test_a_main_thread_call_ends_whatever_it_catches(stubborn, monkeypatch):
+    monkeypatch.setattr("covey.runtime.deadlines.INTERRUPT_INTERVAL", 0.1)
+    assert timed(lambda: call_with_deadline(stubborn, 0.2)) < 5.0
+
+
+def test_interrupts_are_raised_only_in_the_function(monkeypatch):
+    """Calls that end at about their deadline: interrupts come before, at and after the end."""
+    monkeypatch.setattr("covey.runtime.deadlines.INTERRUPT_INTERVAL", 0.001)
+    until, ends = time.monotonic() + 1.0, set()
+    while time.monotonic() < until:
+        for seconds in (0.003, 0.006, 0.012, 0.024):
+            end = time.monotonic() + 0.01
+
+            def spin(end=end):
+                while time.monotonic() < end:
+                    pass
+
+            try:
+                call_with_deadline(spin, seconds)
+                ends.add("in time")
+            except CallTimeout:
+                ends.add("late")
+    time.sleep(0.05)
+    assert ends == {"in time", "late"}
+    assert not [thread for thread in threading.enumerate() if thread.name == "covey-deadline"]
+
+
+def test_a_late_call_on_another_thread_is_abandoned():
+    outcome = []
+    thread = threading.Thread(target=lambda: outcome.append(timed(lambda: call_with_deadline(sleeps, 0.2))))
+    thread.start()
+    thread.join(5)
+    assert outcome and outcome[0] < 2.0
+
+
+def test_a_call_in_time_returns_or_raises_as_the_function():
+    assert call_with_deadline(lambda: 4, 5.0) == 4
+    with pytest.raises(ZeroDivisionError):
+        call_with_deadline(lambda: 1 / 0, 5.0)
+    time.sleep(0.01)  # and nothing strikes afterwards

@@ -1,0 +1,239 @@
+"""Event loops on threads: results, errors, deadlines, and coroutines that block, spin or stop the loop."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+
+import pytest
+
+from covey.runtime.deadlines import CallTimeout
+from covey.runtime.loop_thread import LoopThread
+from covey.runtime.user_code import UserCodeError
+
+
+@pytest.fixture
+def thread():
+    thread = LoopThread("covey-sampling", no_grad=True)
+    yield thread
+    thread.close(seconds=5.0)
+
+
+async def current_loop():
+    return asyncio.get_running_loop()
+
+
+async def answer(value):
+    await asyncio.sleep(0.01)
+    return value
+
+
+def test_coroutines_run_while_the_caller_goes_on(thread):
+    first, second = thread.start(answer(1)), thread.start(answer(2))
+    assert (thread.wait(second), thread.wait(first)) == (2, 1)
+
+
+def test_all_coroutines_share_one_event_loop(thread):
+    assert thread.run(current_loop()) is thread.run(current_loop())
+
+
+def test_an_error_is_raised_where_its_result_is_awaited(thread):
+    async def fail():
+        raise ConnectionError("the server is gone")
+
+    work = thread.start(fail())
+    assert thread.run(answer(3)) == 3
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        thread.wait(work)
+
+
+def test_a_timeout_inside_the_coroutine_is_its_own_error(thread):
+    async def late():
+        raise TimeoutError("no answer within 3 s")
+
+    with pytest.raises(TimeoutError, match="no answer within 3 s"):
+        thread.run(late())
+
+
+def test_closing_cancels_coroutines_and_lets_them_clean_up(thread):
+    cleaned = []
+
+    async def endless():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append(True)
+
+    work = thread.start(endless())
+    thread.run(answer(0))
+    assert thread.close(5.0)
+    assert cleaned == [True] and work.cancelled()
+    assert "covey-sampling" not in {other.name for other in threading.enumerate()}
+
+
+def test_closing_a_blocked_loop_returns_at_its_deadline(thread):
+    blocked, release = threading.Event(), threading.Event()
+
+    async def blocks_the_loop():
+        blocked.set()
+        release.wait(30)
+
+    thread.start(blocks_the_loop())
+    assert blocked.wait(20)
+    began = time.monotonic()
+    assert not thread.close(0.3)
+    assert time.monotonic() - began < 5
+    release.set()
+
+
+def test_waiting_for_a_coroutine_of_a_closed_loop_raises(thread, monkeypatch):
+    monkeypatch.setattr("covey.runtime.loop_thread.CLEANUP_SECONDS", 0.1)
+
+    async def ignores_cancellation():
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    work = thread.start(ignores_cancellation())
+    thread.run(answer(0))
+    assert thread.close(5.0)
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.wait(work)
+
+
+def test_a_loop_that_is_blocked_beyond_a_deadline_is_replaced(thread, monkeypatch):
+    monkeypatch.setattr("covey.runtime.loop_thread.RESPONSE_SECONDS", 0.1)
+    release = threading.Event()
+
+    async def blocks_the_loop():
+        release.wait(30)
+
+    with pytest.raises(CallTimeout):
+        thread.run(blocks_the_loop(), seconds=0.1)
+    assert thread.run(answer(1), seconds=5.0) == 1
+    release.set()
+
+
+def test_a_late_coroutine_is_cancelled_and_the_loop_goes_on(thread):
+    ended = []
+
+    async def late():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    before = thread.run(current_loop())
+    with pytest.raises(CallTimeout):
+        thread.run(late(), seconds=0.1)
+    assert thread.run(current_loop()) is before and ended == [True]
+
+
+# ---- coroutines of users ---------------------------------------------------------------------------------------------
+
+
+def wait_until(condition, seconds=10.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+async def fine():
+    await asyncio.sleep(0.05)
+    return "fine"
+
+
+async def exits():
+    raise SystemExit(0)
+
+
+async def starts_what_exits():
+    asyncio.get_running_loop().create_task(exits())
+    return await fine()
+
+
+async def stops_the_loop():
+    asyncio.get_running_loop().stop()
+    return await fine()
+
+
+async def spins():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("hostile", [starts_what_exits, stops_the_loop])
+def test_a_coroutine_that_stops_the_loop_stops_no_other(hostile):
+    loop = LoopThread("covey-async-tools")
+
+    async def both():
+        return await asyncio.gather(loop.call(fine, 5.0), loop.call(hostile, 5.0))
+
+    assert asyncio.run(both()) == ["fine", "fine"]
+
+
+def test_system_exit_in_a_coroutine_is_its_error():
+    with pytest.raises(UserCodeError) as raised:
+        asyncio.run(LoopThread("covey-async-tools").call(exits, 5.0))
+    assert raised.value.text == "SystemExit: 0" and isinstance(raised.value.error, SystemExit)
+
+
+def test_a_spinning_coroutine_is_stopped_and_others_go_on():
+    loop = LoopThread("covey-async-tools")
+
+    async def both():
+        spinning = asyncio.ensure_future(loop.call(spins, 0.2))
+        other = await loop.call(fine, 20.0)
+        await asyncio.wait({spinning})
+        return other, spinning.exception(), await loop.call(fine, 5.0)
+
+    before, late, after = asyncio.run(both())
+    assert (before, type(late), after) == ("fine", CallTimeout, "fine")
+
+
+def test_several_spinning_coroutines_are_stopped():
+    before, loop = threads(), LoopThread("covey-async-tools")
+
+    async def several():
+        spinning = [asyncio.ensure_future(loop.call(spins, 0.2)) for _ in range(3)]
+        await asyncio.wait(spinning)
+        return [one.exception() for one in spinning]
+
+    assert [type(one) for one in asyncio.run(several())] == [CallTimeout] * 3
+    wait_until(lambda: threads() <= before)
+
+
+def threads():
+    return {one for one in threading.enumerate() if one.name == "covey-async-tools"}
+
+
+def test_a_replaced_loop_ends_when_it_is_no_longer_blocked():
+    before, release = threads(), threading.Event()
+    loop = LoopThread("covey-async-tools")
+
+    async def blocks():
+        release.wait()
+
+    async def use():
+        with pytest.raises(CallTimeout):
+            await loop.call(blocks, 0.1)
+        return await loop.call(fine, 5.0)
+
+    assert asyncio.run(use()) == "fine"
+    assert len(threads() - before) == 2
+    release.set()
+    wait_until(lambda: len(threads() - before) == 1)
+    loop.close()
+    wait_until(lambda: threads() <= before)
+
+
+def test_a_loop_ends_with_the_last_reference_to_it():
+    before = threads()
+    loop = LoopThread("covey-async-tools")
+    assert asyncio.run(loop.call(fine, 5.0)) == "fine"
+    del loop
+    gc.collect()
+    wait_until(lambda: threads() <= before)
