@@ -29,6 +29,7 @@ time.sleep(600)
 
 TRAINER = """
 import os, sys, time
+from covey.runtime.child_process import ChildProcess
 child = ChildProcess([sys.executable, sys.argv[1], sys.argv[2], "2"], grace=0.2)
 if "fork" in sys.argv and os.fork() == 0:  # holds a copy of everything, like a worker of a data loader
     open(f"{sys.argv[2]}/forked", "w").write(str(os.getpid()))

@@ -15,6 +15,7 @@ from covey.runtime.process_memory import (
 
 COUNT = """
 import resource, torch
+from covey.runtime.process_memory import reuse_freed_memory
 keep = {keep} and reuse_freed_memory()
 def work():
     for _ in range(20):

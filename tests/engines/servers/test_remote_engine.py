@@ -669,7 +669,7 @@ def test_servers_sleep_outside_awake_and_wake_for_weights(servers, engines):
 def test_an_engine_that_nobody_holds_any_more_ends_also_while_it_looks_after_a_dead_server(servers):
     server = servers()
     engine = RemoteEngine([ServerClient(server.url)], VllmDialect(), FolderTransport(), ends=ENDS, timeout=0.5)
-    thread = engine._thread._thread
+    thread = engine._thread._current.thread
     server.kill()
     with pytest.raises(NoServerLeft):
         generate(engine)
