@@ -30,8 +30,8 @@ from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall, Un
 from covey.rollout.tools.literals import read_gemma_call, read_python_calls
 from covey.rollout.tools.parsers_xml import GLM_TOKENS, parse_glm, parse_qwen3_coder
 from covey.rollout.tools.schema import from_text
-from covey.runtime.error_text import describe
 from covey.runtime.registry import Registry
+from covey.runtime.user_code import format_error
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _read_response_template(tokenizer: Any, token_ids: Sequence[int], prefill: s
     except Exception as error:  # templates are written by the authors of models: reading with them may raise anything
         opening = template["fields"].get("tool_calls", {}).get("open", [])
         begun = any(mark in text for mark in ([opening] if isinstance(opening, str) else opening))
-        return AssistantTurn("", [], [MalformedCall(text, describe(error))]) if begun else None
+        return AssistantTurn("", [], [MalformedCall(text, format_error(error))]) if begun else None
     good = [call for call in calls if isinstance(call, ToolCall)]
     bad = [MalformedCall(text, reason) for reason in calls if isinstance(reason, str)]
     return AssistantTurn(message.get("content") or "", good, bad) if calls else None
