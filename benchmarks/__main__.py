@@ -1,11 +1,11 @@
-"""`make bench`: every measurement, written to RESULTS.md, results.json and the plots beside this file.
+"""`make bench`: every measurement, written to RESULTS.md, results.json and plots in this folder.
 
     python -m benchmarks --rounds 3 --part step --part decode
 
-Measurements are appended to a file in `--records` one by one. A run that was interrupted goes on where it stopped when
-it is started again; `--fresh` begins anew, `--summary` only writes what is known. A part that fails is named on the
-page, and the others go on. `--quick` runs everything in miniature, into a folder of its own, to see that it works: its
-figures mean nothing.
+Measurements are appended to a file in `--records` one by one. An interrupted run continues when it is
+started again; `--fresh` starts over, `--summary` only writes the pages. A part that fails is named on the page, and the
+others continue. `--quick` runs everything in miniature, into a folder of its own, to check that it works: its figures
+mean nothing.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Does a slow tool hold up anybody but its own rollout, and does a slow reward hold up anybody?
+"""Time lost to slow tools and slow rewards by rollouts that do not wait for them.
 
     python -m benchmarks.concurrency
 
@@ -85,7 +85,7 @@ class Played:
         return max(self.ends)
 
     def digests(self) -> list[str]:
-        """Of what each says."""
+        """Digests of the completions."""
         return [hashlib.sha256(repr(rollout.completion_ids).encode()).hexdigest()[:12] for rollout in self.rollouts]
 
 
@@ -148,7 +148,7 @@ def play(
 
 
 def draws() -> list[PromptSample]:
-    """What is played."""
+    """Prompt samples of the workload."""
     rows = [
         {"prompt": [{"role": "user", "content": f"Question {i}"}], "solution": str(i), "answer": str(i)}
         for i in range(PROMPTS)

@@ -37,7 +37,7 @@ VOCABULARY = range(3, 49152)
 
 
 def work_of(workload: Workload, step: int) -> dict[str, Any]:
-    """What a worker is told: new prompts and lengths for every step, so that no prefix cache has seen them."""
+    """Work for a worker: new prompts and lengths for every step, so that no prefix cache has seen them."""
     dice = random.Random(f"prompts {workload.name} {step}")
     prompts = [[dice.choice(VOCABULARY) for _ in range(workload.prompt_tokens)] for _ in range(workload.groups)]
     return {"prompts": prompts, "group": workload.group_size, "lengths": workload.lengths(step), "seed": step}
@@ -71,7 +71,7 @@ class Worker:
             `seconds` as the worker measured them, and `cpu_seconds` of its processes and their threads.
 
         Raises:
-            RuntimeError: the worker ended, or sampled other lengths than it was told to.
+            RuntimeError: the worker ended, or sampled other lengths than requested.
         """
         assert self._process.stdin is not None
         before = _cpu_seconds(self._process.pid)
@@ -108,7 +108,7 @@ class Worker:
 
 
 def _cpu_seconds(group: int) -> float:
-    """What the processes of a group have computed so far: unlike the clock, this hardly minds a busy machine."""
+    """CPU seconds of a process group so far: unlike the clock, these hardly depend on the load of the machine."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # a process that has ended meanwhile
@@ -223,7 +223,7 @@ def _measure(workload: Workload, workers: list[Worker], rounds: int) -> dict[str
 def _figures(
     workload: Workload, rounds: int, seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """What a workload's rounds amount to; both times are a list by contender."""
+    """Figures of a workload over its rounds; both times are lists by contender."""
     lengths = [workload.lengths(turn) for turn in range(1, rounds + 1)]
     tokens = [sum(row) for row in lengths]
     slots = [len(row) * max(row) for row in lengths]
@@ -250,7 +250,7 @@ def _figures(
 
 
 def summary(records: Records) -> dict[str, Any]:
-    """What was found for each workload that is on record, as one result."""
+    """Results of all recorded workloads."""
     found = [record["found"] for record in records.find(part="decode")]
     return found[-1] | {"workloads": {k: v for one in found for k, v in one["workloads"].items()}} if found else {}
 

@@ -1,8 +1,8 @@
 """The contenders of `benchmarks.decode`: each samples forced lengths after given prompts, in a process of its own.
 
 Run as a script by `benchmarks.decode`, under the contender's interpreter: `python -P decode_workers.py NAME FOLDER`.
-Work comes in and results go out as JSON, a line each. A contender is a class with a `sample` method. All draw from the
-whole softmax at temperature 1, in float32, and take the end-of-sequence token for a token like any other.
+Work comes in and results go out as JSON, a line each. A contender is a class with a `sample` method. All sample from
+the whole softmax at temperature 1, in float32, and treat the end-of-sequence token like any other.
 Nothing is imported before it is used: vLLM's environment may have no Covey, and Covey's no vLLM.
 """
 
@@ -22,7 +22,7 @@ Tokens = list[int]
 
 
 class Work:
-    """What to sample: prompts, rows per prompt, and how many tokens each row is to have (prompt by prompt)."""
+    """Prompts, completions per prompt, and the length of each completion (prompt by prompt)."""
 
     def __init__(self, prompts: list[Tokens], group: int, lengths: list[int], seed: int):
         self.prompts = prompts
@@ -37,7 +37,7 @@ class Work:
 
 
 class Contender(Protocol):
-    """What takes part."""
+    """An engine under test."""
 
     def sample(self, work: Work) -> list[Tokens]:
         """The completion of every row; only this is timed."""
@@ -54,7 +54,7 @@ class Native:
         self._make_row = native.SequenceState
 
     def sample(self, work: Work) -> list[Tokens]:
-        """All groups at once; a row's seed tells its number, and that its length, whatever its request says."""
+        """Sample all groups at once; the seed gives a completion's number, and so its length."""
         from covey.core.engine import SampleRequest, SamplingParams
         from covey.engines.native import sequences as native
         from covey.engines.native.engine import NativeEngine
@@ -107,7 +107,7 @@ class Generate:
 
 
 class ContinuousBatching:
-    """transformers' paged engine, its manager kept between calls as a server would."""
+    """transformers' paged engine; its manager lives on between calls, as in a server."""
 
     PAGE = 32
     """Tokens of a cache page: whole pages of a prompt are shared by its group."""

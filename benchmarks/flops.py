@@ -1,4 +1,4 @@
-"""How much arithmetic a step needs at the least, and how close a measured step comes to it.
+"""Minimum arithmetic of a step, and the share of it in a measured step.
 
 What is counted is the unique work in floating-point operations (a multiplication and an addition are two):
 

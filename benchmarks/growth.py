@@ -1,4 +1,4 @@
-"""How a step of Covey grows: with the number of completions a prompt has, and with their length.
+"""Growth of a step's time with the number of completions per prompt and with their length.
 
     python -m benchmarks.growth --rounds 2
 
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def points(trl: bool) -> list[tuple[str, str, int, Workload]]:
-    """What is measured: library, curve, where on it, work."""
+    """Measured points: library, curve, position on it, work."""
     made = []
     for size in SIZES:
         for prompt, curve in ((PROMPT, "G"), (WARM_UP_TOKENS, "G, no prompt")):

@@ -1,4 +1,4 @@
-"""What it saves to encode an image once that siblings show: a pass of scoring and its way back, with and without.
+"""Time saved by encoding an image once per group: forward and backward of scoring, with and without.
 
 A random Qwen2-VL with the proportions of the 2B one (its encoder has half the parameters that the language model's
 layers have), an eighth as wide and a quarter as deep. Both ways take turns; a ratio is the median of the rounds'

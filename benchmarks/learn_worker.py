@@ -1,7 +1,7 @@
 """One training run of the demo task, in a process of its own, with evaluations that the clock does not see.
 
-Read by `benchmarks.learn`: the first line of standard input says what to run; the answers are a line per evaluation and
-a last one with everything.
+Started by `benchmarks.learn`: the first line of standard input is the configuration; the output is a line per
+evaluation and a last one with all results.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What the measurements were taken on, and where the model is."""
+"""Description of the machine, and the path of the model."""
 
 import os
 import platform

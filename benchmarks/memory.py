@@ -1,4 +1,4 @@
-"""What `covey explain` says of memory, against what runs take: `python -m benchmarks.memory`.
+"""Memory predicted by `covey explain` against measured peaks: `python -m benchmarks.memory`.
 
 Each run trains in a process of its own for a few steps, with completions of full length. What is measured is the
 largest resident size of a step's two halves, sampling and training, less what the process holds after it has trained a
@@ -250,7 +250,7 @@ def _shown(prompt: str, images: list[Any]) -> dict[str, Any]:
 
 
 def _rank(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """Siblings never tie, so that all are trained on."""
+    """Distinct rewards within a group, so that all completions are trained on."""
     return [float(place) for place, _ in enumerate(completions)]
 
 

@@ -1,6 +1,6 @@
-"""The parts of a training step against the usual way of doing them: `python -m benchmarks.parts`.
+"""Parts of a training step against their usual implementations: `python -m benchmarks.parts`.
 
-Prompts are one-digit sums and completions what the model says to them at temperature 1, so lengths are natural.
+Prompts are one-digit sums with completions of the model at temperature 1, so lengths are natural.
 """
 
 import torch

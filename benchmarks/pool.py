@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class WorkerFailed(RuntimeError):
-    """A worker ended or could not do what it was told; the message holds its last words."""
+    """A worker ended or failed; the message holds the end of its output."""
 
 
 class Worker:

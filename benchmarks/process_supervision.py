@@ -1,4 +1,4 @@
-"""Does a policy learn faster when its steps are rewarded than when the outcome alone is?
+"""Speed of learning with rewards of steps against rewards of outcomes.
 
     python -m benchmarks.process_supervision
 
@@ -49,7 +49,7 @@ MASTERED, WINDOW = 0.9, 5
 
 
 def answer(letter: str, length: int) -> str:
-    """How the alphabet goes on.
+    """Continuation of the alphabet.
 
     Example:
         >>> answer("b", 5)
@@ -60,7 +60,7 @@ def answer(letter: str, length: int) -> str:
 
 
 def rights(completion_ids: Sequence[int], wanted: str) -> list[bool]:
-    """Whether each token of a completion is the letter wanted at its place."""
+    """True for each token of a completion that is the right letter."""
     return [id == VOCABULARY[letter] for id, letter in zip(completion_ids, wanted, strict=False)]
 
 
@@ -205,7 +205,7 @@ def plot(found: dict[tuple[str, int], list[list[float]]], path: Path) -> None:
 
 
 def main() -> None:
-    """Train what is not there yet, then print the table and draw."""
+    """Train the missing runs, print the table and plot."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.process_supervision",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""A vLLM server beside a trainer: what weight updates cost, and whether a model learns through it as it does alone.
+"""Training with a vLLM server: cost of weight updates, and learning compared with the built-in engine.
 
     .venv-vllm/bin/python -m benchmarks.servers --part sync --part learn
 

@@ -61,7 +61,7 @@ class Workload:
 
 
 def workloads(unit: float) -> list[Workload]:
-    """What is measured; `unit` scales all times."""
+    """Measured workloads; `unit` scales all times."""
     return [
         Workload("sampling and training alike", lambda number: unit, unit),
         Workload("sampling takes twice as long", lambda number: 2 * unit, unit),

@@ -240,7 +240,7 @@ def _turns(contenders: list[str], number: int) -> list[str]:
 
 
 def summary(records: Records, model_config: dict[str, Any], workloads: Sequence[Workload]) -> dict[str, Any]:
-    """What `results.json` holds, for the workloads that have been measured.
+    """Entries of `results.json` for the measured workloads.
 
     Args:
         records: measurements.

@@ -101,7 +101,7 @@ def problem(first: int, *steps: tuple[str, int]) -> dict[str, Any]:
 
 
 def opening(calls: int) -> list[dict[str, str]]:
-    """What stands before every question: SmolLM2's chat template says nothing of tools, so the prompt has to."""
+    """Prefix of every question: SmolLM2's chat template does not show tools, so the prompt does."""
     example = problem(345, *(("times", 12), ("minus", 140))[:calls])
     messages = [
         {"role": "system", "content": "Use the tools add, subtract and multiply. Answer with the number only."},
@@ -155,7 +155,7 @@ def right_calls(completions: Any, calls: Sequence[list[dict[str, Any]]], **kwarg
 
 
 def _is_same(call: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether a call is the wanted one; sums and products may be turned round."""
+    """True if a call is the expected one; arguments of sums and products may be swapped."""
     a, b = wanted["arguments"]["a"], wanted["arguments"]["b"]
     orders = [{"a": a, "b": b}] if wanted["name"] == "subtract" else [{"a": a, "b": b}, {"a": b, "b": a}]
     return call["name"] == wanted["name"] and call["arguments"] in orders

@@ -1,4 +1,4 @@
-"""A library in a process of its own, which does one training step whenever it is told to and sleeps in between.
+"""A library in a process of its own, which runs one training step per command and sleeps in between.
 
 Commands come as JSON lines on standard input, answers go as JSON lines to what was standard output; everything else
 that is printed goes to standard error. The first line holds what to build (`Worker.__init__` in `benchmarks.pool`),
@@ -29,7 +29,7 @@ NEEDED_BY_OTHERS = 0.25
 def make_room() -> None:
     """Give freed memory back to the system if the others may need it.
 
-    Otherwise it is kept, as in any training run: to get every page of it anew is what only a first step has to do.
+    Otherwise it stays allocated, as in any training run: only a first step has to map every page.
     """
     gc.collect()
     if available_memory() < NEEDED_BY_OTHERS * total_memory():

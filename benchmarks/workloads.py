@@ -62,7 +62,7 @@ class Workload:
         return self.cap or self.completion_tokens
 
     def lengths(self, step: int) -> list[int]:
-        """The length of every completion of a step, siblings next to each other.
+        """The length of every completion of a step, group by group.
 
         The geometric law P(L = l) = (1 - q) q^(l - 1) has mean 1 / (1 - q); a uniform u in (0, 1] is turned into
         ceil(log u / log q), and lengths beyond the cap are cut to it.

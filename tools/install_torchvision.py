@@ -1,4 +1,4 @@
-"""Makes torchvision importable beside a CPU build of torch, in the environment of the Python that runs this.
+"""Makes torchvision importable with a CPU build of torch, in the environment of the Python that runs this.
 
     .venv/bin/python tools/install_torchvision.py
 
@@ -44,7 +44,7 @@ def installed() -> Path | None:
 
 
 def imports(quiet: bool = True) -> bool:
-    """Whether a new process can import it, transforms and all."""
+    """True if a new process can import it with its transforms."""
     command = [sys.executable, "-c", "import torchvision.transforms.v2"]
     return subprocess.run(command, stderr=subprocess.DEVNULL if quiet else None).returncode == 0
 

