@@ -234,8 +234,7 @@ def _time_covey(trainer: Any, watch: Stopwatch) -> None:
     watch.wrap(trainer.collector, "collect", "generate")
     watch.wrap(type(trainer.rewards), "__call__", "score")
     watch.wrap(trainer, "gather_experience", "other")
-    for method in ("score_behaviour", "_check_engine"):
-        watch.wrap(trainer, method, "score")
+    watch.wrap(trainer.behaviour, "score", "score")
 
 
 def _time_trl(trainer: Any, watch: Stopwatch) -> None:

@@ -33,7 +33,7 @@ def test_a_row_that_never_comes_ends_the_run():
     )
     loader = train_loader(Hanging(), algebra, 0, shuffle=False, seed=0, workers=1, timeout=3)
     steps = iter(loader)
-    assert [draw.prompt for draw in next(steps)] == [0, 0]
-    assert [draw.prompt for draw in next(steps)] == [1, 1]
+    assert [draw.prompt for draw in next(steps).samples] == [0, 0]
+    assert [draw.prompt for draw in next(steps).samples] == [1, 1]
     with pytest.raises(RuntimeError, match="timed out after 3 seconds"):
         next(steps)

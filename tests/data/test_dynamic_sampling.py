@@ -16,7 +16,7 @@ from covey.config.algebra import BatchAlgebra
 from covey.core.rollout import FinishReason, Rollout
 from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, SignalFilter, kept_groups
 from covey.data.prompt_stream import PromptStream
-from covey.data.sampler import rank_share, start_of, train_loader
+from covey.data.sampler import MicroStep, rank_share, train_loader
 from covey.rollout.collector import PromptSample
 from tests.support import runs, tiny
 
@@ -55,7 +55,17 @@ def choose(signals, prompts=(0, 1, 2), **kwargs):
     log = []
     made = chooser(**kwargs)
     draws = [PromptSample({"prompt": str(p)}, p, s) for p, s in rank_share(prompts, 2, ALGEBRA, 0)]
-    return made.choose(draws, partial(scripted, signals, log)), log
+    return go(made, draws, partial(scripted, signals, log)), log
+
+
+def go(made, draws, sample):
+    """One generation, as `RolloutPhase.next` samples it."""
+    scored = [sample(draws, 0)]
+    rounds = [made.share(scored[0])]
+    while (more := made.refill(rounds)) is not None:
+        scored.append(sample(more, len(rounds)))
+        rounds.append(made.share(scored[-1]))
+    return made.select(scored, rounds)
 
 
 def trained(chosen):
@@ -155,7 +165,7 @@ def test_every_process_ends_with_its_equal_share_of_what_one_process_would_keep(
     def work(rank):
         made = chooser(algebra, rank, gather=partial(gather, rank), exchange=partial(exchange, rank))
         draws = [PromptSample({"prompt": str(p)}, p, s) for p, s in rank_share([0, 1, 2], 2, algebra, rank)]
-        results[rank] = made.choose(draws, partial(scripted, {1, 3, 5}, []))
+        results[rank] = go(made, draws, partial(scripted, {1, 3, 5}, []))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(processes)]
     for thread in threads:
@@ -291,7 +301,7 @@ def test_what_rewards_log_goes_with_the_completions_that_are_kept(tmp_path):
 
 def test_a_process_without_a_completion_in_a_round_takes_part_all_the_same(tmp_path):
     run = runs.trainer(tmp_path, dynamic_sample=True)
-    nothing = run._sample(("train", 0), [], 1)
+    nothing = run.rollouts.sample(("train", 0, 1), [])
     assert nothing.rollouts == [] and nothing.rewards.shape == (0, 1)
 
 
@@ -301,9 +311,10 @@ def test_loaders_only_mark_where_generations_begin_when_the_trainer_chooses():
             raise AssertionError("rows are looked up when they are drawn")
 
     algebra = replace(ALGEBRA, steps_per_generation=2, num_iterations=2, per_device_train_batch_size=3)
-    loader = train_loader(Unread(range(7)), algebra, 0, shuffle=True, seed=0, starts=True)
+    loader = train_loader(Unread(range(7)), algebra, 0, shuffle=True, seed=0, choose_late=True)
+    pause = [MicroStep()] * 3
     # 7 prompts are two generations of 3, each of 2 micro-batches gone through twice
-    assert list(loader) == [[start_of(0)], [], [], [], [start_of(1)], [], [], []]
+    assert list(loader) == [MicroStep(0), *pause, MicroStep(1), *pause]
 
 
 def test_prompts_by_difficulty_leave_settled_ones_alone(tmp_path):

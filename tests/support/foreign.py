@@ -37,8 +37,10 @@ class ForeignEngine(NativeEngine):
 def sample_from(trainer, **engine):
     """The trainer, with such an engine in the place of its own."""
     trainer.collector.engine = ForeignEngine(trainer.collector.engine, **engine)
-    trainer.algorithm = corrected(trainer.algorithm, trainer.args, trainer.collector.engine.traits, trainer.sampling)
-    trainer.engine_check = build_engine_check(trainer, lambda mine: [mine], trainer._rescore)
+    context, params = trainer.context, trainer.rollouts.params
+    context.algorithm = corrected(context.algorithm, trainer.args, trainer.collector.engine.traits, params)
+    check = build_engine_check(context, trainer.collector, params, trainer.behaviour.rescore, lambda mine: [mine])
+    trainer.behaviour.engine_check = check
     return trainer
 
 

@@ -87,7 +87,7 @@ def test_memory_running_out_in_any_forward_pass_does_not_change_the_gradient(tmp
     trainer, ours = gradients_of_one_step(
         tmp_path, lambda t: failing(t, lambda n, batch: n == number), max_tokens_per_micro_batch=75
     )
-    assert trainer.passes.limit is not None
+    assert trainer.updates.runner.limit is not None
     assert_equal(ours, expected)
 
 
@@ -124,7 +124,7 @@ def test_metrics_count_a_repeated_pass_once(tmp_path):
 
 def test_scoring_survives_too(tmp_path):
     def prepare(trainer):
-        score = trainer.passes.score
+        score = trainer.updates.runner.score
 
         def failing_score(batch, rows, values_of):
             def values(part):
@@ -134,11 +134,11 @@ def test_scoring_survives_too(tmp_path):
 
             return score(batch, rows, values)
 
-        trainer.passes.score = failing_score
+        trainer.updates.runner.score = failing_score
 
     trainer, ours = gradients_of_one_step(tmp_path, prepare, beta=0.1)
     _, wanted = gradients_of_one_step(tmp_path / "plain", beta=0.1)
-    assert trainer.passes.limit is not None
+    assert trainer.updates.runner.limit is not None
     assert_equal(ours, wanted)
 
 
@@ -273,11 +273,11 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(tmp_path):
 
 def test_the_limit_is_kept_in_checkpoints(tmp_path):
     trainer = runs.trainer(tmp_path)
-    trainer.passes.limit = 17
-    state = copy.deepcopy(trainer.method_state())
+    trainer.updates.runner.limit = 17
+    state = copy.deepcopy(trainer.checkpoints.method_state())
     other = runs.trainer(tmp_path / "other")
-    other.load_method_state(state)
-    assert other.passes.limit == 17
+    other.checkpoints.load_method_state(state)
+    assert other.updates.runner.limit == 17
 
 
 def test_fewer_passes_than_micro_steps_leave_the_last_one_busy():

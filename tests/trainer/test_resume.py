@@ -70,9 +70,9 @@ def test_resuming_is_exact(tmp_path, method, variant):
 
 def test_checkpoints_appear_whole_or_not_at_all(tmp_path):
     trained = runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=3, save_total_limit=2)
-    write = trained.method_state
+    write = trained.checkpoints.method_state
     seen = []
-    trained.method_state = lambda: seen.append(sorted(os.listdir(tmp_path))) or write()
+    trained.checkpoints.method_state = lambda: seen.append(sorted(os.listdir(tmp_path))) or write()
     trained.train()
     # While checkpoint N is being written, only earlier ones are to be seen.
     assert [[name for name in names if name.startswith("checkpoint")] for names in seen] == [

@@ -32,7 +32,7 @@ def watched(folder, *, forget=False, parts=None, **changes):
 
     def note(draws, *args):
         if forget:
-            trained.speculation.drafts = type(trained.speculation.drafts)(1, with_logprobs=False)
+            trained.rollouts.speculation.drafts = type(trained.rollouts.speculation.drafts)(1, with_logprobs=False)
         rollouts = collect(draws, *args)
         generations.append({(d.prompt, d.sample): r.completion_ids for d, r in zip(draws, rollouts, strict=True)})
         return rollouts
@@ -118,11 +118,11 @@ def test_evaluation_samples_afresh(tmp_path):
         per_device_eval_batch_size=8,
     )
     trained.train()
-    kept = trained.speculation.state_dict()
+    kept = trained.rollouts.speculation.state_dict()
     seen = trained.evaluate()
     assert not [name for name in seen if "reused" in name]
     assert len(generations) == 3
-    again = trained.speculation.state_dict()
+    again = trained.rollouts.speculation.state_dict()
     assert all(torch.equal(kept[name], again[name]) for name in kept), "nothing of it is kept"
 
 

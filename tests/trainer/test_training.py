@@ -124,11 +124,15 @@ def test_a_step_on_parts_of_two_generations_divides_by_its_share_of_both(tmp_pat
     # and dapo divides by a third of the one's tokens and a third of the other's.
     trained = runs.trainer(tmp_path, steps_per_generation=3, max_steps=3, max_completion_length=30, seed=3)
     weights, tokens = [], []
-    plan, refill = trained.passes.plan, trained._refill
+    plan, refill = trained.updates.runner.plan, trained.updates.load
     monkeypatch.setattr(
-        trained.passes, "plan", lambda batch, *args, **kw: weights.append(batch.weights) or plan(batch, *args, **kw)
+        trained.updates.runner,
+        "plan",
+        lambda batch, *args, **kw: weights.append(batch.weights) or plan(batch, *args, **kw),
     )
-    monkeypatch.setattr(trained, "_refill", lambda batch: tokens.append(batch.sampled.sum().item()) or refill(batch))
+    monkeypatch.setattr(
+        trained.updates, "load", lambda batch: tokens.append(batch.sampled.sum().item()) or refill(batch)
+    )
     trained.train()
     first, second = tokens
     assert [weight.unique().tolist() for weight in weights] == [

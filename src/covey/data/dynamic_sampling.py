@@ -24,7 +24,7 @@ from covey.core.metrics import Mean, Stat
 from covey.core.rollout import Rollout
 from covey.data.difficulty import PromptHistory
 from covey.data.prompt_stream import PromptStream
-from covey.data.sampler import rank_share, share_of, started
+from covey.data.sampler import rank_share, share_of
 from covey.rollout.collector import PromptSample
 
 Place = tuple[int, int]
@@ -191,26 +191,27 @@ class PromptChooser:
         self._gather = gather
         self._exchange = exchange
 
-    def choose(
-        self, draws: list[PromptSample], sample: Callable[[list[PromptSample], int], ScoredRollouts]
-    ) -> Selection:
-        """Sample one generation. Collective: all processes call it together.
+    def refill(self, rounds: list[SamplingRound]) -> list[PromptSample] | None:
+        """This process's share of the groups to sample next; None when there are enough, or after the last round.
 
         Args:
-            draws: of this process; with a `history`, from a dataloader, only a sign to begin.
-            sample: (draws, number of the round) -> their completions, scored.
+            rounds: all of this generation so far, the same on every process.
         """
-        groups = self.algebra.prompts_per_generation
-        if started(draws) is not None:
-            draws = self.draw()
-        mine = [sample(draws, 0)]
-        rounds = [self._share(mine[0])]
-        while len(rounds) <= (self.max_rounds or 0) and (missing := groups - _signals(rounds)):
-            drawn = {prompt for one in rounds for prompt in one.prompts}
-            mine.append(sample(self._draws(self.stream.take(missing, avoid=drawn)), len(rounds)))
-            rounds.append(self._share(mine[-1]))
-        kept = self._collect(mine, rounds, kept_groups([one.has_signal for one in rounds], groups))
-        return Selection(kept, rounds[0], sum(one.processed_tokens for one in rounds), self._stats(rounds))
+        missing = self.algebra.prompts_per_generation - _signals(rounds)
+        if len(rounds) > (self.max_rounds or 0) or not missing:
+            return None
+        return self._draws(self.stream.take(missing, avoid={prompt for one in rounds for prompt in one.prompts}))
+
+    def select(self, mine: list[ScoredRollouts], rounds: list[SamplingRound]) -> Selection:
+        """The groups to train on. Collective.
+
+        Args:
+            mine: this process's completions, by round.
+            rounds: the same rounds as every process sees them.
+        """
+        kept = kept_groups([one.has_signal for one in rounds], self.algebra.prompts_per_generation)
+        tokens = sum(one.processed_tokens for one in rounds)
+        return Selection(self._collect(mine, rounds, kept), rounds[0], tokens, self._stats(rounds))
 
     def draw(self) -> list[PromptSample]:
         """This process's share of the prompts of a generation, chosen by what is known now. All processes call it."""
@@ -235,8 +236,8 @@ class PromptChooser:
         rows = {prompt: self.dataset[prompt] for prompt, _ in slots}
         return [PromptSample(rows[prompt], prompt, sample) for prompt, sample in slots]
 
-    def _share(self, mine: ScoredRollouts) -> SamplingRound:
-        """Let every process know what the others' completions are worth, and take note of it."""
+    def share(self, mine: ScoredRollouts) -> SamplingRound:
+        """Exchange what a round's completions are worth, and add it to the history. Collective."""
         pairs = zip(mine.draws, mine.rollouts, strict=True)
         facts = [(draw.prompt, one.num_sampled, one.truncated, len(one.prompt_ids)) for draw, one in pairs]
         everyone = self._gather((mine.scores, facts))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from covey.config.algebra import BatchAlgebra
 from covey.data.dynamic_sampling import PromptChooser
-from covey.data.sampler import DrawDataset, GenerationSampler, Slot, train_stream
+from covey.data.sampler import GenerationSampler, PromptDataset, Slot, train_stream
 from covey.rollout.collector import PromptSample
 
 
@@ -31,7 +31,7 @@ class IndexedPrompts:
     """Of a dataset with a length, in the order of its sampler."""
 
     def __init__(self, dataset: Any, sampler: GenerationSampler):
-        self._rows = DrawDataset(dataset)
+        self._rows = PromptDataset(dataset)
         self._sampler = sampler
 
     def draws(self, generation: int) -> list[PromptSample]:
@@ -47,7 +47,7 @@ class ChosenPrompts:
     """Of a dataset with a length, chosen by difficulty when they are drawn."""
 
     def __init__(self, dataset: Any, chooser: PromptChooser):
-        self._rows = DrawDataset(dataset)
+        self._rows = PromptDataset(dataset)
         self._chooser = chooser
 
     def draws(self, generation: int) -> list[PromptSample]:
@@ -63,20 +63,13 @@ class StreamedPrompts:
     """Of a dataset that can only be read forward."""
 
     def __init__(self, dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int):
-        self._steps = iter(train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed))
-        self._micro_batches = algebra.micro_batches
-        self._next = 0
+        self._generations = enumerate(train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed).generations())
 
     def draws(self, generation: int) -> list[PromptSample]:
         """This process's draws for a generation; those before it are read and left out."""
-        assert generation >= self._next, "a stream is read forward"
-        while True:
-            draws = next(self._steps)
-            for _ in range(self._micro_batches - 1):
-                next(self._steps)
-            self._next += 1
-            if self._next > generation:
-                return draws
+        samples = next(samples for number, samples in self._generations if number >= generation)
+        assert samples is not None, "this stream is read"
+        return samples
 
     def again(self, generation: int, slots: list[Slot]) -> list[PromptSample]:
         """The same, since a stream always reads alike."""

@@ -1,14 +1,14 @@
-"""Which prompts a generation draws, and which share of them each process samples.
+"""Prompts of each generation, and the share of them that each process samples.
 
 A dataloader step is one micro-batch of Hugging Face's training loop. The first step of a generation carries its
-draws; the others carry nothing, because the completions are already waiting in the experience buffer. Every process
+prompt samples; the others carry nothing, because the completions are already in the rollout buffer. Every process
 sees the same permutation and takes its own slice, so the data does not depend on accelerate's sharding.
 """
 
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -20,14 +20,17 @@ Slot = tuple[int, int]
 """(row of the dataset, which of its completions)."""
 
 
-def start_of(generation: int) -> PromptSample:
-    """Draws nothing: says that a generation begins, by its number since the run began, and leaves its prompts open."""
-    return PromptSample({}, -1, generation)
+class MicroStep(NamedTuple):
+    """One micro-step of Hugging Face's training loop, as the dataloader yields it.
 
+    Attributes:
+        generation: number, since the run began, of the generation that begins with this step; None where training goes
+            on with the current one.
+        samples: this process's prompt samples of it; None where the trainer chooses prompts when it samples.
+    """
 
-def started(draws: Sequence[PromptSample]) -> int | None:
-    """The number of the generation that begins, or None where the draws name their prompts themselves."""
-    return draws[0].sample if draws and draws[0].prompt < 0 else None
+    generation: int | None = None
+    samples: list[PromptSample] | None = None
 
 
 class GenerationSampler:
@@ -39,13 +42,17 @@ class GenerationSampler:
         rank: this process.
         shuffle: draw prompts in a new random order each epoch.
         seed: of that order.
+        with_slots: False leaves the prompts of each generation to the trainer.
 
     Raises:
         ValueError: the dataset has fewer prompts than one generation needs.
     """
 
-    def __init__(self, rows: int, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int):
+    def __init__(
+        self, rows: int, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int, with_slots: bool = True
+    ):
         check_enough(rows, algebra)
+        self.with_slots = with_slots
         self.rows = rows
         self.algebra = algebra
         self.rank = rank
@@ -64,14 +71,11 @@ class GenerationSampler:
         """Micro-batches of one epoch."""
         return self.generations * self.algebra.micro_batches
 
-    def __iter__(self) -> Iterator[list[Slot]]:
-        for generation in self.numbers():
-            yield self.slots(generation)
-            yield from ([] for _ in range(self.algebra.micro_batches - 1))
-
-    def numbers(self) -> range:
-        """The generations of this epoch, by their numbers since the run began."""
-        return range(self.epoch * self.generations, (self.epoch + 1) * self.generations)
+    def __iter__(self) -> Iterator[tuple[int | None, list[Slot] | None]]:
+        """Arguments of `TrainingSteps`, for each micro-batch of this epoch."""
+        for generation in range(self.epoch * self.generations, (self.epoch + 1) * self.generations):
+            yield generation, self.slots(generation) if self.with_slots else None
+            yield from ((None, None) for _ in range(self.algebra.micro_batches - 1))
 
     def slots(self, generation: int) -> list[Slot]:
         """What this process draws for any generation, also of an epoch to come."""
@@ -142,8 +146,8 @@ class EvaluationSampler:
             yield rank_share(prompts, self.algebra.eval_group, self.algebra, self.rank)
 
 
-class DrawDataset(Dataset):
-    """Looks slots up in a dataset of rows; each row is fetched once per batch."""
+class PromptDataset(Dataset):
+    """Prompt samples of a dataset with a length; each row is fetched once per batch."""
 
     def __init__(self, rows: Any):
         self.rows = rows
@@ -152,7 +156,6 @@ class DrawDataset(Dataset):
         return len(self.rows)
 
     def __getitems__(self, slots: list[Slot]) -> list[PromptSample]:
-        """Draws for a batch of slots, which may be empty."""
         fetched = {prompt: self.rows[prompt] for prompt, _ in slots}
         return [PromptSample(fetched[prompt], prompt, sample) for prompt, sample in slots]
 
@@ -160,101 +163,27 @@ class DrawDataset(Dataset):
         return self.__getitems__([slot])[0]
 
 
-class StartSampler:
-    """In place of a sampler's slots: the number of each generation, on the step with which it begins.
+class TrainingSteps(PromptDataset):
+    """Micro-steps of training, looked up by what `GenerationSampler` yields."""
+
+    def __getitems__(self, step: Any) -> Any:
+        generation, slots = step
+        return MicroStep(generation, None if slots is None else super().__getitems__(slots))
+
+
+class RowStream(IterableDataset):
+    """Prompt samples of a dataset that can only be read forward; each process reads all of it.
 
     Args:
-        sampler: whose steps these are.
-    """
-
-    def __init__(self, sampler: GenerationSampler):
-        self._sampler = sampler
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch."""
-        self._sampler.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for generation in self._sampler.numbers():
-            yield [generation]
-            yield from ([] for _ in range(self._sampler.algebra.micro_batches - 1))
-
-
-class GenerationStarts(Dataset):
-    """In place of draws: one mark on the step with which a generation begins.
-
-    The trainer chooses the prompts, when it samples: knowing the rewards of every earlier generation, or while earlier
-    ones are still trained on.
-    """
-
-    def __init__(self, rows: int):
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitems__(self, generations: list[int]) -> list[PromptSample]:
-        """The mark of a generation, or nothing."""
-        return [start_of(generation) for generation in generations]
-
-    def __getitem__(self, generation: int) -> PromptSample:
-        return start_of(generation)
-
-
-class StreamStarts(IterableDataset):
-    """The same for a dataset without a length: marks without end."""
-
-    def __init__(self, algebra: BatchAlgebra):
-        self.algebra = algebra
-
-    def __iter__(self) -> Iterator[list[PromptSample]]:
-        for generation in count():
-            yield [start_of(generation)]
-            yield from ([] for _ in range(self.algebra.micro_batches - 1))
-
-
-class DrawStream(IterableDataset):
-    """The same steps from a dataset that can only be read forward. Every process reads all of it and keeps its share.
-
-    Args:
-        rows: an iterable of rows that can be iterated anew.
+        rows: an iterable of rows that can be iterated again.
         algebra: the run's batch sizes.
         rank: this process.
-        training: whether a generation is followed by the empty steps that train on it.
     """
 
-    def __init__(self, rows: Any, algebra: BatchAlgebra, rank: int, *, training: bool):
+    def __init__(self, rows: Any, algebra: BatchAlgebra, rank: int):
         self.rows = rows
         self.algebra = algebra
         self.rank = rank
-        self.training = training
-
-    def __iter__(self) -> Iterator[list[PromptSample]]:
-        return self._training_steps() if self.training else self._evaluation_batches()
-
-    def _training_steps(self) -> Iterator[list[PromptSample]]:
-        """Pass after pass without end: `max_steps` ends training, and skipping finds the place of a resumed run.
-
-        Raises:
-            ValueError: the stream has fewer prompts than one generation needs.
-        """
-        for number in count():
-            if hasattr(self.rows, "set_epoch"):
-                self.rows.set_epoch(number)  # a stream that shuffles does so anew
-            prompts = 0
-            for chunk in self._chunks(self.algebra.prompts_per_generation):
-                prompts += len(chunk)
-                if len(chunk) == self.algebra.prompts_per_generation:
-                    yield self._share(chunk, self.algebra.num_generations)
-                    yield from ([] for _ in range(self.algebra.micro_batches - 1))
-            check_enough(prompts, self.algebra)  # else there would be pass after pass without a step
-
-    def _evaluation_batches(self) -> Iterator[list[PromptSample]]:
-        for chunk in self._chunks(self.algebra.prompts_per_eval_batch):
-            yield self._share(chunk, self.algebra.eval_group)
 
     def _chunks(self, size: int) -> Iterator[dict[int, Any]]:
         numbered = enumerate(self.rows)
@@ -264,6 +193,47 @@ class DrawStream(IterableDataset):
     def _share(self, chunk: dict[int, Any], group: int) -> list[PromptSample]:
         slots = rank_share(list(chunk), group, self.algebra, self.rank)
         return [PromptSample(chunk[prompt], prompt, sample) for prompt, sample in slots]
+
+
+class EvaluationStream(RowStream):
+    """Evaluation batches, once through the rows."""
+
+    def __iter__(self) -> Iterator[list[PromptSample]]:
+        for chunk in self._chunks(self.algebra.prompts_per_eval_batch):
+            yield self._share(chunk, self.algebra.eval_group)
+
+
+class TrainingStream(RowStream):
+    """Micro-steps of training without end: `max_steps` ends the run, and skipping resumes it.
+
+    Raises:
+        ValueError: the stream has fewer prompts than one generation needs.
+    """
+
+    def __iter__(self) -> Iterator[MicroStep]:
+        for generation, samples in enumerate(self.generations()):
+            yield MicroStep(generation, samples)
+            yield from (MicroStep() for _ in range(self.algebra.micro_batches - 1))
+
+    def generations(self) -> Iterator[list[PromptSample] | None]:
+        """The samples of each generation."""
+        for epoch in count():
+            if hasattr(self.rows, "set_epoch"):
+                self.rows.set_epoch(epoch)  # which shuffles a stream again
+            prompts = 0
+            for chunk in self._chunks(self.algebra.prompts_per_generation):
+                prompts += len(chunk)
+                if len(chunk) == self.algebra.prompts_per_generation:
+                    yield self._share(chunk, self.algebra.num_generations)
+            check_enough(prompts, self.algebra)  # else no epoch would ever have a step
+
+
+class UnreadStream(TrainingStream):
+    """The same steps without reading the data: the trainer chooses prompts when it samples."""
+
+    def generations(self) -> Iterator[None]:
+        while True:
+            yield None
 
 
 class _EpochLoader(DataLoader):
@@ -285,11 +255,15 @@ def train_loader(
     seed: int,
     workers: int = 0,
     timeout: float = 0,
-    starts: bool = False,
+    choose_late: bool = False,
 ) -> DataLoader:
-    """Training steps over a dataset with or without a length; with `starts` they only mark where generations begin.
+    """Micro-steps of training over a dataset with or without a length.
 
-    Worker processes have `timeout` seconds for each batch; 0 waits for ever.
+    Args:
+        dataset, algebra, rank, shuffle, seed: as for `GenerationSampler`.
+        workers: processes that read a dataset with a length.
+        timeout: seconds that they have for each batch; 0 waits without limit.
+        choose_late: leave the prompts of each generation to the trainer.
     """
     if not hasattr(dataset, "__len__"):
         if workers:
@@ -298,28 +272,30 @@ def train_loader(
                 " process that trains, because every worker would have to read all of it.",
                 stacklevel=2,
             )
-        if starts:
-            return _loader(StreamStarts(algebra), batch_size=None, seed=seed)
-        return _loader(train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed), batch_size=None, seed=seed)
-    sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)
-    if starts:
-        return _loader(GenerationStarts(len(dataset)), batch_sampler=StartSampler(sampler), seed=seed)
+        stream = (
+            UnreadStream((), algebra, rank)
+            if choose_late
+            else train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed)
+        )
+        return _loader(stream, batch_size=None, seed=seed)
+    sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed, with_slots=not choose_late)
+    workers = 0 if choose_late else workers
     return _loader(
-        DrawDataset(dataset), batch_sampler=sampler, num_workers=workers, seed=seed, timeout=timeout if workers else 0
+        TrainingSteps(dataset), batch_sampler=sampler, num_workers=workers, seed=seed, timeout=timeout if workers else 0
     )
 
 
-def train_stream(dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int) -> DrawStream:
-    """The training steps of a dataset without a length, shuffled where it can be."""
+def train_stream(dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int) -> TrainingStream:
+    """Micro-steps over a dataset without a length, shuffled where it can be."""
     rows = dataset.shuffle(seed=seed) if shuffle and hasattr(dataset, "shuffle") else dataset
-    return DrawStream(rows, algebra, rank, training=True)
+    return TrainingStream(rows, algebra, rank)
 
 
 def eval_loader(dataset: Any, algebra: BatchAlgebra, rank: int) -> DataLoader:
     """Evaluation batches over a dataset with or without a length."""
     if not hasattr(dataset, "__len__"):
-        return _loader(DrawStream(dataset, algebra, rank, training=False), batch_size=None, seed=0)
-    return _loader(DrawDataset(dataset), batch_sampler=EvaluationSampler(len(dataset), algebra, rank), seed=0)
+        return _loader(EvaluationStream(dataset, algebra, rank), batch_size=None, seed=0)
+    return _loader(PromptDataset(dataset), batch_sampler=EvaluationSampler(len(dataset), algebra, rank), seed=0)
 
 
 def _loader(dataset: Any, *, seed: int, **kwargs: Any) -> DataLoader:
@@ -327,5 +303,5 @@ def _loader(dataset: Any, *, seed: int, **kwargs: Any) -> DataLoader:
     return _EpochLoader(dataset, collate_fn=_as_is, generator=torch.Generator().manual_seed(seed), **kwargs)
 
 
-def _as_is(draws: list[PromptSample]) -> list[PromptSample]:
-    return draws
+def _as_is(batch: Any) -> Any:
+    return batch

@@ -5,10 +5,10 @@ Not here: what the parts do together (`covey.trainer.trainer`).
 
 import os
 import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from covey.algorithms.algorithm import Algorithm
@@ -18,12 +18,11 @@ from covey.config.messages import is_set
 from covey.core.engine import SamplingParams, traits_of
 from covey.data.difficulty import PromptHistory
 from covey.data.dynamic_sampling import PromptChooser, SignalFilter
-from covey.data.prompt_source import prompt_source
 from covey.data.prompt_stream import PromptStream
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
-from covey.policy.loading import disable_dropout, load_policy, load_processing_class, max_context
+from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
 from covey.policy.reference import Reference, starts_as_nothing
 from covey.policy.scoring import TokenScorer
@@ -33,11 +32,10 @@ from covey.rewards.functions import FunctionReward
 from covey.rollout.collector import Collector
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
-from covey.rollout.vision import Vision, tokenizer_of
-from covey.trainer.async_rollouts import AsyncRollouts, LaunchSchedule
+from covey.rollout.vision import Vision
 from covey.trainer.build_environments import RewardSources
 from covey.trainer.build_rollouts import build_agency
-from covey.trainer.distributed.collectives import Collectives
+from covey.trainer.context import RunContext
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine
 from covey.trainer.engines.servers import generation_extras
@@ -45,12 +43,11 @@ from covey.trainer.entropy import EntropyController
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers
 from covey.trainer.microbatches import MicroBatchRunner
-from covey.trainer.rollout_events import RolloutListener
 from covey.trainer.staleness import refuse_shared_weights
-from covey.trainer.vision import blank_row, build_vision, layout_of, name_present_blocks
-from covey.trainer.weight_sync import WeightSync
+from covey.trainer.vision import layout_of, name_present_blocks
 
-__all__ = ["blank_row", "build_vision", "load_processing_class", "tokenizer_of"]
+if TYPE_CHECKING:
+    from covey.trainer.trainer import OnlineTrainer
 
 UNLIMITED = 2**31
 """`max_completion_length=None`: only the model's context ends a completion."""
@@ -83,14 +80,6 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
         )
     check_trackers(args.report_to)
     return args
-
-
-def build_collectives(trainer: Any) -> Collectives:
-    """How this run's processes meet; `ddp_timeout` is how long one waits for the others."""
-    ranks = trainer.accelerator
-    return Collectives(
-        ranks.process_index, ranks.num_processes, float(trainer.args.ddp_timeout), lambda: trainer.state.global_step
-    )
 
 
 def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: Any) -> Any:
@@ -137,16 +126,14 @@ def build_scorer(args: Any, tokenizer: Any, accelerator: Any, vision: Vision | N
     )
 
 
-def build_passes(
-    args: Any, scorer: TokenScorer, accelerator: Any, policy: Callable[[], Any], collectives: Collectives
-) -> MicroBatchRunner:
+def build_runner(context: RunContext, scorer: TokenScorer) -> MicroBatchRunner:
     """What cuts batches by tokens and survives running out of memory."""
-    sharding = sharding_of(accelerator)
+    collectives, sharding = context.collectives, context.sharding
     return MicroBatchRunner(
-        lambda: policy().parameters(),
+        lambda: context.loop.policy.parameters(),
         lambda: scorer.layout,
-        accelerator.device.type,
-        args.max_tokens_per_micro_batch,
+        context.device.type,
+        context.args.max_tokens_per_micro_batch,
         most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
         repeats=not sharding.gradients,
     )
@@ -195,34 +182,8 @@ def check_engine_choice(args: Any, engine: Any) -> None:
         refuse_shared_weights(args, "the built-in engine, which", True)
 
 
-def build_ahead(
-    trainer: Any, next_key: Callable[[], tuple[str, int]], send_weights: Callable[[int], None]
-) -> AsyncRollouts:
-    """What samples the coming generations while one is trained on.
-
-    Args:
-        trainer: whose training is about to begin.
-        next_key: names the samples of one more generation.
-        send_weights: (version) brings the engine's weights up to date.
-    """
-    args, dataset, algebra = trainer.args, trainer.train_dataset, trainer.algebra
-    per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
-    rank = trainer.accelerator.process_index
-    return AsyncRollouts(
-        trainer.collector,
-        trainer.sampling,
-        prompt_source(dataset, trainer.chooser, algebra, rank, shuffle=bool(args.shuffle_dataset), seed=args.seed),
-        LaunchSchedule(algebra, per_epoch, trainer.state.max_steps),
-        args.max_staleness,
-        next_key=next_key,
-        send_weights=send_weights,
-        watch=lambda: RolloutListener(trainer.rewards.stream(trainer.state, args.stream_rewards)),
-        waiting=lambda: trainer.phases("wait"),
-    )
-
-
 def build_collector(
-    trainer: Any,
+    run: RunContext,
     model: Any,
     tokenizer: Any,
     engine: Any = None,
@@ -232,7 +193,7 @@ def build_collector(
     vision: Vision | None = None,
 ) -> Collector:
     """The engine (the one that is given, or the one that the config names), what feeds it prompts, and who plays."""
-    args = trainer.args
+    args = run.args
     context = max_context(model)
     if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
         warnings.warn(
@@ -246,18 +207,18 @@ def build_collector(
             "max_completion_length=None lets completions grow until the model's context is full, but this model names"
             " no context length (max_position_embeddings). Set max_completion_length."
         )
-    codec = PromptCodec(tokenizer, args.chat_template_kwargs, context, vision=vision)
-    agency = build_agency(trainer, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
+    codec = PromptCodec(tokenizer, _parsed(args.chat_template_kwargs), context, vision=vision)
+    agency = build_agency(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
         engine = build_engine(
-            args, model, tokenizer, trainer.accelerator, lambda: trainer.policy, context, trainer.collectives, vision
+            args, model, tokenizer, run.accelerator, lambda: run.loop.policy, context, run.collectives, vision
         )
     return Collector(engine, codec, args.seed, agency)
 
 
-def build_weight_sync(args: Any, engine: Any, policy: Callable[[], Any], collectives: Collectives) -> WeightSync:
-    """What keeps an engine with weights of its own at the policy's."""
-    return WeightSync(engine, policy, collectives, lora_sync=args.vllm_lora_sync)
+def _parsed(kwargs: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    assert not isinstance(kwargs, str), "a config parses JSON"
+    return kwargs
 
 
 def build_speculation(args: Any, train_dataset: Any) -> Speculation | None:
@@ -299,13 +260,13 @@ def sampling_params(args: Any) -> SamplingParams:
     )
 
 
-def build_rewards(trainer: Any, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
+def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
     """The reward functions behind one call, that of the environments among them.
 
     Raises:
         ValueError: none were given.
     """
-    args, agency = trainer.args, trainer.collector.spec
+    args, agency = context.args, collector.spec
     sources = RewardSources.of(reward_funcs, args.reward_weights, processing_classes, agency and agency.play)
     if sources.functions is None:
         raise ValueError(
@@ -317,11 +278,11 @@ def build_rewards(trainer: Any, reward_funcs: Any, processing_classes: Any) -> R
             sources.functions,
             weights=sources.weights,
             processing_classes=sources.processing_classes,
-            model_init_kwargs=args.model_init_kwargs,
+            model_init_kwargs=_parsed(args.model_init_kwargs),
             timeout=args.reward_timeout,
             batch_size=args.per_device_train_batch_size,
-            device=trainer.accelerator.device,
-            tokenizer=trainer.collector.codec.tokenizer,
+            device=context.device,
+            tokenizer=collector.codec.tokenizer,
         )
     if args.stream_rewards and not any(isinstance(function, FunctionReward) for function in suite.functions):
         warnings.warn(
@@ -363,13 +324,13 @@ def build_completions(args: Any, main_process: bool) -> CompletionLog:
     )
 
 
-def build_chooser(trainer: Any) -> PromptChooser | None:
+def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptChooser | None:
     """What lets rewards have a say in which prompts are trained on; None where the dataloader's order is all.
 
     Raises:
         ValueError: the dataset can only be read forward.
     """
-    args, dataset = trainer.args, trainer.train_dataset
+    args = context.args
     by_difficulty = args.prompt_sampler == "difficulty"
     if dataset is None or not (args.dynamic_sample or by_difficulty):
         return None
@@ -381,7 +342,6 @@ def build_chooser(trainer: Any) -> PromptChooser | None:
             " rows), or leave the setting at its default."
         )
     history = PromptHistory(len(dataset), args.difficulty_floor) if by_difficulty else None
-    weights = trainer.rewards.weights
     stream = PromptStream(
         len(dataset),
         args.seed,
@@ -391,18 +351,18 @@ def build_chooser(trainer: Any) -> PromptChooser | None:
     )
     return PromptChooser(
         dataset,
-        trainer.algebra,
-        trainer.accelerator.process_index,
+        context.algebra,
+        context.collectives.rank,
         stream,
-        SignalFilter(partial(signal, trainer.algorithm, weights), weights, args.mask_truncated_completions),
+        SignalFilter(partial(signal, context.algorithm, weights), weights, args.mask_truncated_completions),
         history=history,
         max_rounds=args.max_resample_times if args.dynamic_sample else None,
-        gather=trainer.collectives.named("choose the groups to train on"),
-        exchange=partial(trainer.collectives.exchange, what="exchange the groups to train on"),
+        gather=context.collectives.named("choose the groups to train on"),
+        exchange=partial(context.collectives.exchange, what="exchange the groups to train on"),
     )
 
 
-def add_callbacks(trainer: Any) -> None:
+def add_callbacks(trainer: "OnlineTrainer") -> None:
     """Covey's own progress display instead of the stock ones, and the reference's slow following."""
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -415,16 +375,17 @@ def add_callbacks(trainer: Any) -> None:
     trainer.add_callback(ProgressDisplay(plain=trainer.args.disable_tqdm))
     trainer.add_callback(Advice())
     if trainer.reference is not None and trainer.args.sync_ref_model:
-        trainer.add_callback(FollowPolicy(trainer))
+        trainer.add_callback(FollowPolicy(trainer.reference, trainer.context))
 
 
 class FollowPolicy(TrainerCallback):
     """Moves the reference towards the policy every `ref_model_sync_steps` optimizer steps."""
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, reference: Reference, context: RunContext):
+        self._reference = reference
+        self._context = context
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called by the training loop."""
         if state.global_step % args.ref_model_sync_steps == 0:
-            self.trainer.reference.follow(self.trainer.policy, args.ref_model_mixup_alpha)
+            self._reference.follow(self._context.loop.policy, args.ref_model_mixup_alpha)

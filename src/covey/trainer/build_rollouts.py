@@ -24,6 +24,7 @@ from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.user_functions import GroupFunction, RolloutError, RolloutFunction, RolloutValidator, form_of
 from covey.trainer.build_environments import build_environment
+from covey.trainer.context import RunContext
 
 FAILED_BATCHES = 3
 """After this many generations in a row in which every rollout failed, the run stops."""
@@ -34,12 +35,12 @@ class RolloutWarning(UserWarning):
 
 
 def build_agency(
-    trainer: Any, model: Any, codec: PromptCodec, tools: Any, rollout_func: Any, environment_factory: Any
+    context: RunContext, model: Any, codec: PromptCodec, tools: Any, rollout_func: Any, environment_factory: Any
 ) -> RolloutSpec | None:
     """What plays rollouts that are more than one completion; None where each is one.
 
     Args:
-        trainer: with its config; a `rollout_func(prompts, trainer)` is handed it.
+        context: of the run; a `rollout_func(prompts, trainer)` gets its trainer.
         model: the policy.
         codec: of the prompts; gets the tools' schemas.
         tools: callables, or None.
@@ -48,7 +49,7 @@ def build_agency(
     Raises:
         ValueError: arguments that exclude each other, tools without a schema, a chat template that cannot do it.
     """
-    args = trainer.args
+    args = context.args
     _refuse_combinations(args, tools, rollout_func, environment_factory)
     if not tools and rollout_func is None and environment_factory is None:
         return None
@@ -65,7 +66,7 @@ def build_agency(
     else:
         form = form_of(rollout_func)
         if form == "batch":
-            play = BatchFunction(rollout_func, trainer, args.rollout_timeout, codec, limits, ends)
+            play = BatchFunction(rollout_func, context.loop, args.rollout_timeout, codec, limits, ends)
         else:
             kind = RolloutFunction if form == "rollout" else GroupFunction
             play = kind(rollout_func, args.rollout_timeout, limits)

@@ -8,17 +8,16 @@ import glob
 import os
 import shutil
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from transformers import Trainer
 
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
 from covey.policy.weights import has_adapter
-from covey.trainer.distributed.collectives import Collectives
-from covey.trainer.distributed.sharding import Sharding
+from covey.trainer.context import RunContext
 
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
@@ -27,176 +26,188 @@ NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})
 """Batch sizes that a resumed run may change: nothing that is saved depends on them."""
 
 
-class AtomicCheckpoints(Trainer):
-    """The saving half of a trainer. Subclasses provide `method_state` and `load_method_state`."""
+class Stateful(Protocol):
+    """A part of a trainer whose state checkpoints hold."""
 
-    args: Any
-    collectives: Collectives
-    sharding: Sharding
-    processing_class: Any
-    _staging = False
-    _pushes: list[str]
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers, strings and containers of them."""
+        ...
 
-    def method_state(self) -> dict[str, Any]:
-        """What to save beyond Hugging Face's state: tensors, numbers, strings and containers of them."""
-        raise NotImplementedError
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        ...
 
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `method_state` returned."""
-        raise NotImplementedError
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
-        """Train, from the start or from a checkpoint.
+class Checkpointer:
+    """Writes and reads the checkpoints of a run.
+
+    Args:
+        context: of the run.
+        parts: whose states are saved, by name.
+        before_saving: called first; collective.
+
+    Attributes:
+        staging: a checkpoint is being written, into a folder that is moved when it is complete.
+        delayed_pushes: folders that were to be uploaded while staging.
+    """
+
+    def __init__(self, context: RunContext, parts: Mapping[str, Stateful], before_saving: Callable[[], None]):
+        self._context = context
+        self._parts = parts
+        self._before_saving = before_saving
+        self.staging = False
+        self.delayed_pushes: list[str] = []
+
+    def save(self, run_dir: str, write: Callable[[], None]) -> str:
+        """Write a checkpoint and move it into place. Collective.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the last one in `output_dir`; None: what the
-                config says.
-            trial: of a hyperparameter search.
-            ignore_keys_for_eval: has no meaning here, as evaluation returns no model outputs.
+            run_dir: folder of the run's checkpoints.
+            write: writes Hugging Face's files of it.
+
+        Returns:
+            Its folder.
+        """
+        self._before_saving()
+        args, collectives = self._context.args, self._context.collectives
+        name = f"checkpoint-{self._context.step}"
+        staged, final = os.path.join(self.staging_dir(run_dir), name), os.path.join(run_dir, name)
+        self.staging, self.delayed_pushes = True, []
+        try:
+            write()
+            if not args.save_only_model:
+                state = {"batches": self._binding_sizes(), "method": self.method_state()}
+                torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
+        finally:
+            self.staging = False
+        collectives.meet(f"publish {name}")
+        if args.should_save:
+            self._publish(staged, final)
+        collectives.meet(f"go on after {name}")
+        self._place_best(final)
+        return final
+
+    def staging_dir(self, run_dir: str) -> str:
+        """Folder in which a run's checkpoints are written."""
+        return os.path.join(run_dir, STAGING)
+
+    def method_state(self) -> dict[str, dict[str, Any]]:
+        """The state of each part."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `method_state` returned, now or in version 0.1."""
+        state = from_version_0_1(state) if "experience" in state else state
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+
+    def load(self, checkpoint: str) -> None:
+        """Continue from a checkpoint's method state; one that holds weights alone leaves it as it is, with a warning.
 
         Raises:
-            ValueError: there is no such checkpoint, or it is of a run with another model or other batch sizes.
+            ValueError: the checkpoint was made with other batch sizes.
         """
-        if resume_from_checkpoint is None and trial is None:
-            resume_from_checkpoint = resume_from(self.args.resume_from_checkpoint)
-        if resume_from_checkpoint:
-            resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir or ".")
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-
-    def _init_training_state(self, max_steps: int, updates_per_epoch: int, epochs: int, *rest: Any) -> tuple[int, int]:
-        """A run that is resumed at its end has ended: `Trainer` would take one more step."""
-        begun, micro_steps = super()._init_training_state(max_steps, updates_per_epoch, epochs, *rest)
-        if self.state.global_step < max_steps:
-            return begun, micro_steps
-        warnings.warn(
-            f"nothing is left to train: the checkpoint is of step {self.state.global_step}, and this run has"
-            f" {max_steps}. Raise max_steps or num_train_epochs to go on.",
-            stacklevel=2,
-        )
-        return epochs, 0
-
-    def _get_output_dir(self, trial: Any) -> str:
-        run_dir = super()._get_output_dir(trial)
-        return os.path.join(run_dir, STAGING) if self._staging else run_dir
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        run_dir = self._get_output_dir(trial)
-        name = f"checkpoint-{self.state.global_step}"
-        staged = os.path.join(run_dir, STAGING, name)
-        final = os.path.join(run_dir, name)
-        self._staging, self._pushes = True, []
-        try:
-            super()._save_checkpoint(model, trial)
-            if not self.args.save_only_model:
-                state = {"batches": self._binding_sizes(), "method": self.method_state()}
-                torch.save(state, os.path.join(staged, STATE_FILE.format(rank=self.args.process_index)))
-        finally:
-            self._staging = False
-        self.collectives.meet(f"publish {name}")
-        if self.args.should_save:
-            self._publish(staged, final)
-        self.collectives.meet(f"go on after {name}")
-        self._place_best(final)
-        if self._pushes:
-            self._push_from_checkpoint(final)
-
-    def _place_best(self, final: str) -> None:
-        """Every process knows the best checkpoint by its final place, wherever the others were staged."""
-        if best := self.state.best_global_step:
-            folder = os.path.join(os.path.dirname(final), f"checkpoint-{best}")
-            there = folder == final or os.path.isdir(folder) or not self.args.should_save
-            self.state.best_model_checkpoint = folder if there else None
-
-    def _publish(self, staged: str, final: str) -> None:
-        """Put a finished checkpoint in its place and delete those beyond `save_total_limit`."""
-        if self.state.best_global_step:
-            self._place_best(final)
-            self.state.save_to_json(os.path.join(staged, "trainer_state.json"))
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(staged, final)
-        shutil.rmtree(os.path.dirname(staged), ignore_errors=True)
-        keep = [final, self.state.best_model_checkpoint]
-        for old in superfluous_checkpoints(os.path.dirname(final), self.args.save_total_limit, keep):
-            shutil.rmtree(old, ignore_errors=True)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._staging:
-            self._pushes.append(checkpoint_folder)  # uploaded from its final place
-        else:
-            with self.args.without_keys():  # it writes the config
-                super()._push_from_checkpoint(checkpoint_folder)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model so that `from_pretrained` reads it, however its weights are spread. Collective."""
-        if not self.sharding.weights:
-            super().save_model(output_dir, _internal_call)
-            return
-        folder = output_dir or self.args.output_dir
-        with self.collectives.together("write the model"):
-            save_sharded(self.accelerator.unwrap_model(self.model_wrapped), folder, writes=self.args.should_save)
-        if self.args.should_save:
-            self.processing_class.save_pretrained(folder)
-            with self.args.without_keys():
-                torch.save(self.args, os.path.join(folder, "training_args.bin"))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with self.args.without_keys():  # it writes the config
-            super()._save(output_dir, state_dict)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        _check_kind(resume_from_checkpoint, adapter=has_adapter(self.model))
-        try:
-            if self._is_renamed(model or self.model, resume_from_checkpoint):
-                load_renamed(model or self.model, resume_from_checkpoint)
-            else:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
-        except RuntimeError as error:
-            said = " ".join(str(error).split("\n")[:2])  # the rest lists every other weight
-            raise ValueError(
-                f"the weights in {resume_from_checkpoint!r} do not fit this model: they are of another one. Resume with"
-                f" the model that the run began with. torch says: {said}"
-            ) from error
-
-    def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if best is not None and self._is_renamed(self.model, best):
-            load_renamed(self.model, best)
-        else:
-            super()._load_best_model()
-
-    def _is_renamed(self, model: Any, folder: str) -> bool:
-        """Whether a checkpoint holds a whole model under other names than its modules have, which `Trainer` ignores."""
-        files = glob.glob(os.path.join(folder, "model*.safetensors"))
-        return bool(files) and not self.sharding.weights and not has_adapter(model) and saves_other_names(model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        own = os.path.join(checkpoint, STATE_FILE.format(rank=self.args.process_index))
+        own = os.path.join(checkpoint, STATE_FILE.format(rank=self._context.args.process_index))
         any_rank = os.path.join(checkpoint, STATE_FILE.format(rank=0))
         if not os.path.isfile(any_rank):
             warnings.warn(
                 f"{checkpoint!r} holds weights but not Covey's state (it was saved with save_only_model=True, or by"
                 " another program): the run goes on from the weights, with a fresh generation and fresh counters.",
-                stacklevel=2,
+                stacklevel=3,
             )
             return
         state = torch.load(own if os.path.isfile(own) else any_rank, map_location="cpu", weights_only=True)
         check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
         self.load_method_state(state["method"])
 
+    def load_model(self, model: Any, folder: str, load: Callable[[], None]) -> None:
+        """Read a checkpoint's weights.
+
+        Args:
+            model: gets them.
+            folder: of the checkpoint.
+            load: Hugging Face's way to do so, for a model that saves its weights under its modules' names.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        _check_kind(folder, adapter=has_adapter(model))
+        try:
+            self.load_best(model, folder, load)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split("\n")[:2])  # the rest lists every other weight
+            raise ValueError(
+                f"the weights in {folder!r} do not fit this model: they are of another one. Resume with"
+                f" the model that the run began with. torch says: {reason}"
+            ) from error
+
+    def load_best(self, model: Any, folder: str | None, load: Callable[[], None]) -> None:
+        """The same without looking for mistakes."""
+        if folder is not None and self._is_renamed(model, folder):
+            load_renamed(model, folder)
+        else:
+            load()
+
+    def save_sharded_model(self, folder: str, processing_class: Any) -> None:
+        """Write a sharded model so that `from_pretrained` reads it. Collective."""
+        args, loop = self._context.args, self._context.loop
+        with self._context.collectives.together("write the model"):
+            save_sharded(self._context.accelerator.unwrap_model(loop.model_wrapped), folder, writes=args.should_save)
+        if args.should_save:
+            processing_class.save_pretrained(folder)
+            with args.without_keys():
+                torch.save(args, os.path.join(folder, "training_args.bin"))
+
+    def _place_best(self, final: str) -> None:
+        """Every process knows the best checkpoint by its final place, wherever the others were staged."""
+        state = self._context.loop.state
+        if best := state.best_global_step:
+            folder = os.path.join(os.path.dirname(final), f"checkpoint-{best}")
+            there = folder == final or os.path.isdir(folder) or not self._context.args.should_save
+            state.best_model_checkpoint = folder if there else None
+
+    def _publish(self, staged: str, final: str) -> None:
+        """Put a finished checkpoint in its place and delete those beyond `save_total_limit`."""
+        state = self._context.loop.state
+        if state.best_global_step:
+            self._place_best(final)
+            state.save_to_json(os.path.join(staged, "trainer_state.json"))
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(staged, final)
+        shutil.rmtree(os.path.dirname(staged), ignore_errors=True)
+        keep = [final, state.best_model_checkpoint]
+        for old in superfluous_checkpoints(os.path.dirname(final), self._context.args.save_total_limit, keep):
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _is_renamed(self, model: Any, folder: str) -> bool:
+        """A checkpoint holds a whole model under other names than its modules have, which `Trainer` ignores."""
+        files = glob.glob(os.path.join(folder, "model*.safetensors"))
+        whole = bool(files) and not self._context.sharding.weights
+        return whole and not has_adapter(model) and saves_other_names(model)
+
     def _binding_sizes(self) -> dict[str, int]:
         """The batch sizes that the saved state depends on."""
-        algebra = self.args.algebra(self.args.world_size)
-        return {name: value for name, value in asdict(algebra).items() if name not in NOT_BINDING}
+        return {name: value for name, value in asdict(self._context.algebra).items() if name not in NOT_BINDING}
+
+
+def from_version_0_1(state: dict[str, Any]) -> dict[str, Any]:
+    """The method state of a checkpoint of version 0.1, in today's layout."""
+    return {
+        "updates": {
+            "buffer": state["experience"],
+            "entropy": state["entropy"],
+            "token_limit": state["pass_limit"],
+        },
+        "rollouts": {
+            "generations": state["generations"],
+            "async_rollouts": state.get("ahead"),
+            "prompts": state.get("prompts"),
+            "speculation": state.get("speculation"),
+        },
+        "behaviour": {"reference": state["reference"]},
+        "credit": {"num_tokens": state["num_tokens"]},
+        "metrics": state["metrics"],
+    }
 
 
 def superfluous_checkpoints(run_dir: str, limit: int | None, keep: list[str | None]) -> list[Path]:
@@ -221,13 +232,13 @@ def numbered_checkpoints(run_dir: str) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[11:]))
 
 
-def resume_from(said: str | bool | None) -> str | bool | None:
+def resume_from(setting: str | bool | None) -> str | bool | None:
     """What a config says to resume from: a checkpoint's folder, the latest one (True, "true", "last"), or nothing.
 
     Raises:
         FileNotFoundError: there is no such folder.
     """
-    text = str(said or "")
+    text = str(setting or "")
     if text.lower() in ("", "false", "no"):
         return None
     if text.lower() in ("true", "yes", "last", "latest"):

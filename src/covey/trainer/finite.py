@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.trainer.checkpoint import AtomicCheckpoints, numbered_checkpoints
+from covey.trainer.checkpoint import numbered_checkpoints
+from covey.trainer.context import RunContext
 
 MOST_NAMED = 3
 """Parameters that a message names."""
@@ -25,18 +26,15 @@ class NotFiniteError(FloatingPointError):
     """A loss, a gradient or a weight became NaN or infinite."""
 
 
-class FiniteTraining(AtomicCheckpoints):
-    """The part of a trainer that stops at numbers that are not finite.
+class FiniteCheck:
+    """Stops a run at a loss, a gradient norm or weights that are not finite.
 
     With float16 a gradient that is not finite is ordinary: the scaler skips the step and halves the loss scale.
     """
 
-    _skipped_in_a_row = 0
-
-    @property
-    def policy(self) -> Any:
-        """The transformers (or PEFT) model inside whatever wraps it."""
-        raise NotImplementedError
+    def __init__(self, context: RunContext):
+        self._context = context
+        self._skipped_in_a_row = 0
 
     def check_loss(self, loss: float) -> None:
         """Stop before the backward pass of a loss that is not finite.
@@ -44,41 +42,22 @@ class FiniteTraining(AtomicCheckpoints):
         Raises:
             NotFiniteError: naming the step and what else is not finite.
         """
-        if not math.isfinite(loss) and not self._scales_loss:
+        if not math.isfinite(loss) and not self.scales_loss:
             raise self._stopped(f"the loss is {loss}", [])
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        """Clip, as `Trainer` does; whole gradients are looked at before a NaN norm spoils them all."""
-        if not self._gradients_are_whole(model):
-            return super()._clip_grad_norm(model)
-        norm = self._get_grad_norm(model)
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
-        return norm
+    def check_norm(self, norm: Any) -> None:
+        """Stop at a gradient norm that is not finite; every process has the same norm, so all stop together.
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """The norm of the gradient, called before each optimizer step whether or not gradients are clipped.
-
-        Every process has the same norm, so all stop together.
+        Raises:
+            NotFiniteError: naming the gradients; with float16, after `MOST_SKIPPED` steps in a row.
         """
-        if grad_norm is None and self._gradients_are_whole(model):
-            grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            grad_norm = torch.nn.utils.get_total_norm(grads)
-        else:
-            grad_norm = super()._get_grad_norm(model, grad_norm)
-        self._check_norm(grad_norm)
-        return grad_norm
-
-    def _gradients_are_whole(self, model: Any) -> bool:
-        return not (self.sharding.gradients or self._scales_loss or self._has_mixed_mesh_grads(model))
-
-    def _check_norm(self, norm: Any) -> None:
         value = 0.0 if norm is None else float(norm.item() if isinstance(norm, Tensor) else norm)
         if math.isfinite(value):
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        if not self._scales_loss:
-            gradients = ((name, parameter.grad) for name, parameter in self.policy.named_parameters())
+        if not self.scales_loss:
+            gradients = ((name, weight.grad) for name, weight in self._context.loop.policy.named_parameters())
             raise self._stopped(f"the norm of the gradient is {value}", not_finite(gradients))
         if self._skipped_in_a_row > MOST_SKIPPED:
             raise self._stopped(
@@ -86,42 +65,39 @@ class FiniteTraining(AtomicCheckpoints):
                 [],
             )
 
-    @property
-    def _scales_loss(self) -> bool:
-        """Whether float16's loss scaling skips steps whose gradient is not finite."""
-        scaler = getattr(self.accelerator, "scaler", None)
-        by_deepspeed = self.sharding.deepspeed and self.accelerator.mixed_precision == "fp16"
-        return by_deepspeed or (scaler is not None and scaler.is_enabled())
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.check_weights()
-        super()._save_checkpoint(model, trial)
-
     def check_weights(self) -> None:
         """Stop if a trained weight is not finite, so that it is not saved over good ones. Collective.
 
         Raises:
             NotFiniteError: naming the weights.
         """
-        trained = ((name, weight) for name, weight in self.policy.named_parameters() if weight.requires_grad)
-        found = self.collectives.gather(not_finite(trained), "check that the weights are finite")
-        if names := sorted({name for share in found for name in share}):
+        named = self._context.loop.policy.named_parameters()
+        found = not_finite((name, weight) for name, weight in named if weight.requires_grad)
+        everyone = self._context.collectives.gather(found, "check that the weights are finite")
+        if names := sorted({name for share in everyone for name in share}):
             raise NotFiniteError(
-                f"step {self.state.global_step}: weights are NaN or infinite, so they are not saved: {listed(names)}."
+                f"step {self._context.step}: weights are NaN or infinite, so they are not saved: {listed(names)}."
                 f" {CAUSES} {self._where_to_resume()}"
             )
 
+    @property
+    def scales_loss(self) -> bool:
+        """float16's loss scaling skips steps whose gradient is not finite."""
+        scaler = getattr(self._context.accelerator, "scaler", None)
+        by_deepspeed = self._context.sharding.deepspeed and self._context.accelerator.mixed_precision == "fp16"
+        return by_deepspeed or (scaler is not None and scaler.is_enabled())
+
     def _stopped(self, what: str, gradients: list[str]) -> NotFiniteError:
-        weights = not_finite(self.policy.named_parameters())
+        weights = not_finite(self._context.loop.policy.named_parameters())
         details = f" Gradients that are not finite: {listed(gradients)}." if gradients else ""
         details += f" Weights that are not finite: {listed(weights)}." if weights else " All weights are still finite."
         return NotFiniteError(
-            f"step {self.state.global_step + 1}: {what}, so the run ends before its weights are spoilt or saved."
+            f"step {self._context.step + 1}: {what}, so the run ends before its weights are spoilt or saved."
             f"{details} {CAUSES} {self._where_to_resume()}"
         )
 
     def _where_to_resume(self) -> str:
-        found = numbered_checkpoints(self.args.output_dir or ".")
+        found = numbered_checkpoints(self._context.args.output_dir or ".")
         if not found:
             return "No checkpoint was saved before; start again with other settings."
         return f"The last checkpoint, {found[-1]}, is kept: resume from it with other settings."

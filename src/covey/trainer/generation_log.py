@@ -1,6 +1,6 @@
 """What a generation leaves in the logs: metrics, and the completions themselves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,7 @@ def _counts(rollout: Rollout) -> Counts:
     return Counts(rollout.num_turns or shown.turns, max(answered, shown.calls), failed)
 
 
-def sampling_entropy(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, Stat]:
+def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str, Stat]:
     """The `entropy` metric, over every trained token, where the engine measured it while sampling; else nothing."""
     if any(rollout.entropies is None for rollout in rollouts):
         return {}

@@ -87,6 +87,11 @@ class RolloutBuffer:
         cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
         self._waiting.extend(passes[a:b] for a, b in pairwise(cuts))
 
+    @property
+    def is_planned(self) -> bool:
+        """There are passes for the next micro-step."""
+        return bool(self._waiting)
+
     def next(self) -> list[TrainBatch]:
         """The passes of one micro-step."""
         return self._waiting.popleft()

@@ -1,109 +1,187 @@
-"""How a trainer comes by the completions of a generation: sampled now, or taken from what was sampled ahead.
-
-Not here: what is launched ahead, and when (`covey.trainer.async_rollouts`), and what becomes of the completions
-(`covey.trainer.trainer`).
-"""
+"""Rollouts of a generation: send weights, sample, reward, and select the groups to train on."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from covey.core.batch import collate
 from covey.core.engine import SamplingParams
-from covey.data.dynamic_sampling import ScoredRollouts
-from covey.data.sampler import started
-from covey.observability.metrics import MetricLog
-from covey.observability.timeline import Timeline
+from covey.core.rollout import Rollout
+from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, Selection
+from covey.data.prompt_source import prompt_source
+from covey.data.sampler import MicroStep
 from covey.rewards import RewardSuite
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.rollout.user_batch_function import BatchFunction
 from covey.runtime.user_code import preserve_process_state
-from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
-from covey.trainer.build import build_ahead
+from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch, LaunchSchedule
 from covey.trainer.build_rollouts import FailureMonitor, agent_stats, failure_stats, without_failed
-from covey.trainer.engine_check.parity import EngineCheck
+from covey.trainer.context import RunContext
 from covey.trainer.generation_log import RewardLog
 from covey.trainer.rollout_events import RolloutListener
 from covey.trainer.staleness import staleness_stats
-from covey.trainer.update_phase import PolicyUpdates
 from covey.trainer.weight_sync import WeightSync
 
 PROBE_ROWS, PROBE_TOKENS = 4, 32
-"""Completions that are sampled for the check of the engine alone, and their length at most."""
+"""Completions that are sampled for the engine check alone, and their length at most."""
+
+GenerationKey = tuple[str | int, ...]
+"""("train" or "eval", number of the generation, and of the refill if any); samples are seeded with it."""
 
 
-class SampledGenerations(PolicyUpdates):
-    """The sampling part of a trainer. `OnlineTrainer` provides the parts declared here."""
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Rollouts of one generation.
 
-    collector: Collector
-    sampling: SamplingParams
-    speculation: Speculation | None
-    rewards: RewardSuite
-    metrics: MetricLog
-    weight_sync: WeightSync
-    engine_check: EngineCheck
-    timeline: Timeline
-    rollout_watch: FailureMonitor
-    ahead: AsyncRollouts | None = None
-    """What is sampled while a generation is trained on, with `max_staleness` above 0."""
-    _ahead_state: dict[str, Any] | None = None
-    """The same, as a checkpoint holds it, until training goes on."""
+    Attributes:
+        key: names the generation.
+        scored: this process's share.
+        selection: what rewards made of the sampled groups (dynamic sampling, prompts by difficulty), if anything.
+    """
 
-    def _sample(
-        self, key: tuple[str | int, ...], draws: list[PromptSample], number: int, flight: InFlightBatch | None = None
+    key: GenerationKey
+    scored: ScoredRollouts
+    selection: Selection | None = None
+
+
+class RolloutPhase:
+    """Samples and rewards the rollouts of each generation.
+
+    Args:
+        context: of the run.
+        collector: samples with the engine.
+        params: sampling settings.
+        rewards: scores rollouts.
+        weight_sync: sends the policy's weights to the engine.
+        speculation: earlier completions that samples may begin with, or None.
+        chooser: selects prompts by their rewards, or None.
+
+    Attributes:
+        async_rollouts: samples later generations while one is trained on (`max_staleness` above 0), or None.
+        generations: how many have begun, by mode.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        collector: Collector,
+        params: SamplingParams,
+        rewards: RewardSuite,
+        weight_sync: WeightSync,
+        speculation: Speculation | None,
+        chooser: PromptChooser | None,
+    ):
+        self._context = context
+        self.collector = collector
+        self.params = params
+        self.rewards = rewards
+        self.weight_sync = weight_sync
+        self.speculation = speculation
+        self.chooser = chooser
+        self._failures = FailureMonitor(context.collectives.named("count failed rollouts"))
+        self.async_rollouts: AsyncRollouts | None = None
+        self._saved_async: dict[str, Any] | None = None
+        self.generations = {"train": 0, "eval": 0}
+
+    @property
+    def chooses_prompts(self) -> bool:
+        """The dataloader only marks where generations begin; prompts are drawn here."""
+        return self._context.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None)
+
+    # ---- one generation --------------------------------------------------------------------------------------------
+
+    def next(self, step: MicroStep) -> RolloutBatch:
+        """The rollouts of the generation that begins with `step`, or of an evaluation batch. Collective."""
+        training, in_flight = self._context.training, None
+        if training and self.async_rollouts is not None and step.generation is not None:
+            in_flight = self.async_rollouts.take(step.generation, self._context.step)
+        key = self.next_key() if in_flight is None else in_flight.key
+        samples = step.samples if in_flight is None else in_flight.draws
+        if training:
+            self._context.timeline.begin(perf_counter())
+        if self.chooser is None or not training:
+            assert samples is not None, "the dataloader draws prompts unless a chooser does"
+            return RolloutBatch(key, self.sample(key, samples, in_flight))
+        scored = [self.sample(key, self.chooser.draw() if samples is None else samples, in_flight)]
+        rounds = [self.chooser.share(scored[0])]
+        while (more := self.chooser.refill(rounds)) is not None:
+            scored.append(self.sample((*key, len(rounds)), more))
+            rounds.append(self.chooser.share(scored[-1]))
+        selection = self.chooser.select(scored, rounds)
+        return RolloutBatch(key, selection.kept, selection)
+
+    def sample(
+        self,
+        key: GenerationKey,
+        samples: list[PromptSample],
+        in_flight: InFlightBatch | None = None,
+        params: SamplingParams | None = None,
     ) -> ScoredRollouts:
-        """Sample and score one round of a generation; rounds after round 0 are refills, never sampled ahead."""
-        key = (*key, number) if number else key
-        reuse = self.speculation if self.model.training else None  # an evaluation samples afresh
-        ahead = flight if number == 0 else None
-        notes = RewardLog()
-        if number == 0 and self.model.training:
-            self.timeline.begin(perf_counter())
-        with self._saying_when(key), self._watched(ahead) as watched:
-            if ahead is not None:
-                rollouts = ahead.rollouts()
-                self.metrics.add(staleness_stats(rollouts, self.state.global_step), "train")
-            else:
-                self._bring_weights()
-                with self.phases("generate"), preserve_process_state():
-                    rollouts = self.collector.collect(draws, self.sampling, key, reuse, watched)
-            self.rollout_watch.judge(rollouts)
-            if self.collector.spec is not None:
-                self.metrics.add(agent_stats(rollouts, self.collector.spec), self.mode)
-            elif self.collector.codec.vision is not None:  # a picture may be broken, or larger than the context
-                self.metrics.add(failure_stats(rollouts), self.mode)
-            try:
-                with self.phases("reward"), preserve_process_state():
-                    rows = [draw.row for draw in draws]
-                    scored = self.rewards(rows, rollouts, notes.context(self.state), watched.stream)
-            finally:
-                if self.collector.spec is not None:
-                    self.collector.spec.release(rollouts)
-            watched.tell(self.timeline, self.rewards.names)
-        drafts = reuse_stats(rollouts) if reuse is not None else {}
-        self.metrics.add({**scored.stats, **notes.metrics, **drafts}, self.mode)
-        return ScoredRollouts(draws, rollouts, without_failed(scored.rewards, rollouts), notes.columns, scored.steps)
-
-    def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
-        """For a `rollout_func(prompts, trainer)`, while it runs: one completion of each prompt.
+        """Sample and reward one round of a generation. Collective.
 
         Args:
-            prompts: texts, messages or lists of tokens.
-            changes: settings that differ from the config's: `max_tokens`, `temperature`, `top_k`, `top_p`, ...
-
-        Returns:
-            For each a dictionary with `prompt_ids`, `completion_ids`, `logprobs` and `text`.
-
-        Raises:
-            ValueError: called at another time, or with a setting that does not exist.
+            key: names the round.
+            samples: of this process.
+            in_flight: the same, where sampling has begun earlier.
+            params: sampling settings, where they differ from those of training.
         """
-        function = self.collector.spec.play if self.collector.spec is not None else None
-        if not isinstance(function, BatchFunction):
+        context, agency, log = self._context, self.collector.spec, RewardLog()
+        reuse = self.speculation if context.training else None  # an evaluation samples from scratch
+        with self._located(key), self._listener(in_flight) as listener:
+            if in_flight is not None:
+                rollouts = in_flight.rollouts()
+                context.metrics.add(staleness_stats(rollouts, context.step), "train")
+            else:
+                self._send_current_weights()
+                with context.phases("generate"), preserve_process_state():
+                    rollouts = self.collector.collect(samples, params or self.params, key, reuse, listener)
+            self._failures.judge(rollouts)
+            if agency is not None:
+                context.metrics.add(agent_stats(rollouts, agency), context.mode)
+            elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context
+                context.metrics.add(failure_stats(rollouts), context.mode)
+            try:
+                with context.phases("reward"), preserve_process_state():
+                    rows = [sample.row for sample in samples]
+                    result = self.rewards(rows, rollouts, log.context(context.loop.state), listener.stream)
+            finally:
+                if agency is not None:
+                    agency.release(rollouts)
+            listener.tell(context.timeline, self.rewards.names)
+        reused = reuse_stats(rollouts) if reuse is not None else {}
+        context.metrics.add({**result.stats, **log.metrics, **reused}, context.mode)
+        return ScoredRollouts(samples, rollouts, without_failed(result.rewards, rollouts), log.columns, result.steps)
+
+    def next_key(self) -> tuple[str, int]:
+        """A name that no other generation has."""
+        mode = self._context.mode
+        number = self.generations[mode]
+        self.generations[mode] += 1
+        return mode, number
+
+    @contextmanager
+    def _located(self, key: GenerationKey) -> Iterator[None]:
+        """Add step and generation to errors: those of servers and rewards know neither."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"This was at step {self._context.step}, in {key[0]} generation {key[1]}.")
+            raise
+
+    def _listener(self, in_flight: InFlightBatch | None) -> RolloutListener:
+        if in_flight is not None:
+            return in_flight.watched
+        context = self._context
+        return RolloutListener(self.rewards.stream(context.loop.state, context.args.stream_rewards))
+
+    def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
+        """See `OnlineTrainer.generate_completions`."""
+        agency = self.collector.spec
+        if agency is None or not isinstance(agency.play, BatchFunction):
             raise ValueError("`generate_completions` is there for a `rollout_func(prompts, trainer)`; there is none.")
         decode = self.collector.codec.tokenizer.decode
         return [
@@ -113,85 +191,99 @@ class SampledGenerations(PolicyUpdates):
                 "logprobs": completion.logprobs,
                 "text": decode(completion.token_ids, skip_special_tokens=True),
             }
-            for prompt_ids, completion in function.complete(prompts, **changes)
+            for prompt_ids, completion in agency.play.complete(prompts, **changes)
         ]
 
-    @contextmanager
-    def _saying_when(self, key: tuple[str | int, ...]) -> Iterator[None]:
-        """An error that leaves this context says when it happened: those of servers and rewards know no steps."""
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"This was at step {self.state.global_step}, in {key[0]} generation {key[1]}.")
-            raise
-
-    def _watched(self, ahead: InFlightBatch | None) -> RolloutListener:
-        """What hears, or has heard, of the rollouts of this round as they end."""
-        if ahead is not None:
-            return ahead.watched
-        return RolloutListener(self.rewards.stream(self.state, self.args.stream_rewards))
-
-    def _generation_key(self) -> tuple[str, int]:
-        """A name for this generation that no other has: its samples are seeded with it."""
-        number = self._generations[self.mode]
-        self._generations[self.mode] += 1
-        return self.mode, number
-
-    # ---- sampling ahead --------------------------------------------------------------------------------------------
+    # ---- async rollouts --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _sample_ahead(self, draws: list[PromptSample]) -> None:
-        if self.args.max_staleness == 0 or self._micro_step:
+    def launch(self, generation: int | None) -> None:
+        """At the beginning of an optimizer step, launch the generations that may be sampled with its weights.
+
+        Args:
+            generation: that whose training begins now, if one does.
+        """
+        if self._context.args.max_staleness == 0:
             return
-        if self.ahead is None:
-            self.ahead = build_ahead(self, self._generation_key, self._send_weights)
-            if self._ahead_state is not None:
-                given_up = self.ahead.load_state_dict(self._ahead_state, self.state.global_step)
-                self._generations["train"] -= given_up  # they are launched again, with the same seeds
-        self.ahead.launch(self.state.global_step, started(draws))
-        self._probe_engine()
+        if self.async_rollouts is None:
+            self.async_rollouts = self._build_async_rollouts()
+            if self._saved_async is not None:
+                given_up = self.async_rollouts.load_state_dict(self._saved_async, self._context.step)
+                self.generations["train"] -= given_up  # they are launched again, with the same seeds
+        self.async_rollouts.launch(self._context.step, generation)
 
-    def _sampled_ahead(self, draws: list[PromptSample]) -> InFlightBatch | None:
-        """The generation that begins, where it was sampled ahead."""
-        generation = started(draws) if self.ahead is not None and self.model.training else None
-        if self.ahead is None or generation is None:
-            return None
-        return self.ahead.take(generation, self.state.global_step)
+    def _build_async_rollouts(self) -> AsyncRollouts:
+        context, args, algebra = self._context, self._context.args, self._context.algebra
+        dataset = context.loop.train_dataset
+        per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
+        rank, shuffle = context.collectives.rank, bool(args.shuffle_dataset)
+        return AsyncRollouts(
+            self.collector,
+            self.params,
+            prompt_source(dataset, self.chooser, algebra, rank, shuffle=shuffle, seed=args.seed),
+            LaunchSchedule(algebra, per_epoch, context.loop.state.max_steps),
+            args.max_staleness,
+            next_key=self.next_key,
+            send_weights=self._send_weights,
+            watch=lambda: self._listener(None),
+            waiting=lambda: context.phases("wait"),
+        )
 
-    def _end_rollouts(self) -> None:
+    def newest_samples(self) -> list[PromptSample]:
+        """Some samples of the generation that was launched with the current weights; none before the first update."""
+        if self.async_rollouts is None or not self._context.step:
+            return []
+        return self.async_rollouts.newest_draws(self._context.step)[:PROBE_ROWS]
+
+    def probe(self, samples: list[PromptSample]) -> list[Rollout]:
+        """Short rollouts of the current weights, for the engine check alone."""
+        params = replace(self.params, max_tokens=min(self.params.max_tokens, PROBE_TOKENS))
+        with self._context.phases("generate"):
+            return self.collector.collect(samples, params, ("probe", self._context.step))
+
+    def cancel(self) -> None:
+        """Give up what is in flight; the weights are sent again before the next sampling."""
+        if self.async_rollouts is not None:
+            self.async_rollouts.close()
+        self.async_rollouts, self._saved_async = None, None
+        self.weight_sync.forget()
+
+    def close(self) -> None:
+        """Close the environments that rollouts act in."""
         if self.collector.spec is not None:
             self.collector.spec.close()
 
-    def _forget_ahead(self) -> None:
-        if self.ahead is not None:
-            self.ahead.close()
-        self.ahead, self._ahead_state = None, None
-        self.weight_sync.forget()
-
-    def _bring_weights(self) -> None:
-        """Let the engine have the current weights before it samples; what is sampled ahead stays as it was begun."""
-        if self.ahead is None:
-            self._send_weights(self.state.global_step)
+    def _send_current_weights(self) -> None:
+        """Send the current weights before sampling; what is in flight goes on with those that it began with."""
+        if self.async_rollouts is None:
+            self._send_weights(self._context.step)
             return
-        if not self.model.training:
-            self.ahead.settle()
-        self.ahead.bring_weights(self.state.global_step)
+        if not self._context.training:
+            self.async_rollouts.settle()
+        self.async_rollouts.bring_weights(self._context.step)
 
     def _send_weights(self, version: int) -> None:
-        """Bring an engine that has weights of its own to `version`, the current one. Collective."""
-        with self.phases("sync"):
-            self.metrics.add(self.weight_sync.ensure_current(version), self.mode)
+        with self._context.phases("sync"):
+            self._context.metrics.add(self.weight_sync.ensure_current(version), self._context.mode)
 
-    def _probe_engine(self) -> None:
-        """Compare engine and trainer on a few samples of current weights, where training sees staler ones alone."""
-        version = self.state.global_step
-        draws = self.ahead.newest_draws(version)[:PROBE_ROWS] if self.ahead is not None and version else []
-        if not draws or not self.engine_check.wants_samples():
-            return
-        params = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, PROBE_TOKENS))
-        with self.phases("generate"):
-            rollouts = self.collector.collect(draws, params, ("probe", version))
-        batch = collate(rollouts).to(self.accelerator.device)
-        with self.phases("score"):
-            self._settle_layout(batch)
-            self.engine_check(batch)
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, what is in flight, and the states of chooser and speculation."""
+        return {
+            "generations": self.generations,
+            "async_rollouts": self.async_rollouts.state_dict() if self.async_rollouts is not None else None,
+            "prompts": self.chooser.state_dict() if self.chooser is not None else None,
+            "speculation": self.speculation.state_dict() if self.speculation is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; async rollouts are resumed at the next launch."""
+        self.generations = dict(state["generations"])
+        self._saved_async = state["async_rollouts"]
+        if self._saved_async is not None and self._context.args.max_staleness == 0:  # these are sampled again
+            self.generations["train"] -= len(self._saved_async["flights"])
+        if self.chooser is not None and state["prompts"] is not None:
+            self.chooser.load_state_dict(state["prompts"])
+        if self.speculation is not None and state["speculation"] is not None:
+            self.speculation.load_state_dict(state["speculation"])

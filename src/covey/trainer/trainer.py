@@ -1,51 +1,53 @@
 """The training step of group-relative reinforcement learning: sample, score, assign credit, update.
 
-This is the one place where engines, rewards, the policy and the algorithm meet. What they are is decided in
-`covey.trainer.build`; the outer loop (epochs, optimizer, schedule, checkpoints) is Hugging Face's `Trainer`.
-`GRPOTrainer` and `RLOOTrainer` differ by the `Algorithm` they hand in.
+The outer loop (epochs, optimizer, schedule, checkpoints) is Hugging Face's `Trainer`, and all its hooks are here. The
+parts of a step are built from the config by `covey.trainer.build`.
 """
 
-from functools import partial
+import copy
+import functools
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import set_seed
+from transformers import Trainer, set_seed
+from transformers.trainer_utils import EvalLoopOutput
 
-from covey.algorithms.algorithm import Algorithm
-from covey.algorithms.credit import Credit, assign_credit, step_stats
 from covey.config.base import OnlineConfig
 from covey.config.legacy_arguments import accepts_old_names
-from covey.core.batch import TrainBatch, collate
+from covey.core.batch import TrainBatch
 from covey.core.engine import traits_of
-from covey.core.metrics import Max, Mean, Stat
-from covey.core.objective import policy_loss
-from covey.core.ragged import segment_sum
-from covey.data.dynamic_sampling import ScoredRollouts, Selection
-from covey.data.sampler import train_loader
-from covey.data.validation import check_dataset
-from covey.observability.metrics import MetricLog, generation_stats
+from covey.core.metrics import Max
+from covey.data.sampler import MicroStep, train_loader
+from covey.observability.metrics import MetricLog
 from covey.observability.timeline import PhaseTimer, Timeline
-from covey.policy.loading import has_dropout
-from covey.rollout.collector import PromptSample
+from covey.policy.loading import load_processing_class
+from covey.policy.unwrap import Unwrap
+from covey.rollout.vision import tokenizer_of
 from covey.runtime.process_memory import reuse_freed_memory
 from covey.trainer import build
-from covey.trainer.build_rollouts import FailureMonitor
-from covey.trainer.distributed.sharding import shard_on_cpu, sharding_of
+from covey.trainer.behaviour import BehaviourScorer
+from covey.trainer.checkpoint import Checkpointer, Stateful, find_checkpoint, resume_from
+from covey.trainer.context import RunContext
+from covey.trainer.credit import CreditAssigner
+from covey.trainer.distributed.collectives import Collectives
+from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu, sharding_of
 from covey.trainer.engine_check.correction import build_engine_check, corrected
-from covey.trainer.evaluation.suites import EvalSuite, rows_of
-from covey.trainer.finite import check_model
-from covey.trainer.generation_log import GlobalBatch, RankShard, describe, sampling_entropy
-from covey.trainer.integrations.hub import OnTheHub
-from covey.trainer.integrations.search import HyperparameterSearch, made_model
+from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
+from covey.trainer.finite import FiniteCheck, check_model
+from covey.trainer.integrations import hub, search
 from covey.trainer.moe_balance import ExpertBalance
-from covey.trainer.rollout_buffer import RolloutBuffer, weigh
-from covey.trainer.rollout_phase import SampledGenerations
-from covey.trainer.staleness import check_fresh_enough, fresh_rows, oldest
-from covey.trainer.validation import check_fit
+from covey.trainer.rollout_phase import RolloutPhase
+from covey.trainer.update_phase import UpdatePhase
+from covey.trainer.validation import check_datasets, check_fit
+from covey.trainer.vision import blank_row, build_vision
+from covey.trainer.weight_sync import WeightSync
 
 
-class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
+class OnlineTrainer(Trainer):
     """Trains a causal language model on its own completions.
 
     Args:
@@ -81,6 +83,13 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
     args: Any
     model: Any
     eval_dataset: Any
+    made_of: dict[str, Any]
+    """The constructor's arguments, by name."""
+    loss_is_scaled_for_ga = True  # an average over the accumulation window is in the weights already
+    evaluates_alone = False
+    """The policy was sharded for an evaluation without training."""
+    on_evaluated: Callable[[dict[str, float], int], bool] | None = None
+    """(metrics, step) -> stop training, after each evaluation of a hyperparameter search."""
 
     @accepts_old_names
     def __init__(
@@ -103,20 +112,19 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
         optimizer_cls_and_kwargs: tuple[type[Any], dict[str, Any]] | None = None,
         model_init: Any = None,
     ):
-        model = model if model_init is None else made_model(model, model_init)
+        model = model if model_init is None else search.made_model(model, model_init)
         args = build.resolve_args(args, model, self.config_class)
         build.check_engine_choice(args, engine)
-        self._prompts_required = environment_factory is None
-        self._check_data(args, train_dataset, eval_dataset)
+        prompts_required = environment_factory is None
+        check_datasets(args, train_dataset, eval_dataset, prompts_required)
         set_seed(args.seed)  # before an adapter is initialised
         model = build.build_policy(args, model, quantization_config, peft_config)
         if args.process_index == 0:  # others may have empty weights still, which FSDP fills from here
             check_model(model)
-        processing_class = build.load_processing_class(
+        processing_class = load_processing_class(
             processing_class, model, trust_remote_code=args.trust_remote_code, init_kwargs=args.model_init_kwargs
         )
-        tokenizer = build.tokenizer_of(processing_class)
-        vision = build.build_vision(processing_class, model)
+        tokenizer, vision = tokenizer_of(processing_class), build_vision(processing_class, model)
         super().__init__(
             model=model,
             args=args,
@@ -128,44 +136,81 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        self.sharding = sharding_of(self.accelerator)
-        self.collectives = build.build_collectives(self)
         if self.accelerator.device.type == "cpu":
             reuse_freed_memory()
-        self.compute_loss_func = policy_loss  # never called: it tells Trainer that the loss is already normalised
-        self.algorithm: Algorithm = self.make_algorithm(args)
-        self.algebra = args.algebra(args.world_size)
+        self.sharding = sharding_of(self.accelerator)
+        self.collectives = Collectives(
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+            float(args.ddp_timeout),
+            lambda: self.state.global_step,
+        )
+        self.metrics = MetricLog(self.collectives.named("put the metrics together"))
+        self.timeline = Timeline()
+        self.context = context = RunContext(
+            args=args,
+            algebra=args.algebra(args.world_size),
+            algorithm=self.make_algorithm(args),
+            loop=self,
+            accelerator=self.accelerator,
+            sharding=self.sharding,
+            collectives=self.collectives,
+            metrics=self.metrics,
+            phases=PhaseTimer(notice=self.collectives.note, span=self.timeline.phase),
+            timeline=self.timeline,
+        )
         self.scorer = build.build_scorer(args, tokenizer, self.accelerator, vision)
         self.balance = ExpertBalance.of(args, model)
-        self.reference = build.build_reference(args, self.algorithm, model, self.accelerator, peft_config)
+        self.reference = build.build_reference(args, context.algorithm, model, self.accelerator, peft_config)
         self.collector = build.build_collector(
-            self, model, tokenizer, engine, tools, rollout_func, environment_factory, vision
+            context, model, tokenizer, engine, tools, rollout_func, environment_factory, vision
         )
         if vision is not None and self.sharding.weights:
-            self.scorer.blank = build.blank_row(self.collector.codec)
+            self.scorer.blank = blank_row(self.collector.codec)
         engine = self.collector.engine
-        self.weight_sync = build.build_weight_sync(args, engine, lambda: self.policy, self.collectives)
+        self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, lora_sync=args.vllm_lora_sync)
         self.sampling = build.sampling_params(args)
-        self.algorithm = corrected(self.algorithm, args, traits_of(engine), self.sampling)
-        self.speculation = build.build_speculation(args, train_dataset)
-        self.rewards = build.build_rewards(self, reward_funcs, reward_processing_classes)
-        self._unread = build.unread_settings(args)
-        self.entropy = build.entropy_controller(args)
-        self.passes = build.build_passes(args, self.scorer, self.accelerator, lambda: self.policy, self.collectives)
-        self.experience = RolloutBuffer()
-        gather = self.collectives.named
-        self.rollout_watch = FailureMonitor(gather("count failed rollouts"))
-        self.metrics = MetricLog(gather("put the metrics together"))
-        self.timeline = Timeline()
-        self.phases = PhaseTimer(notice=self.collectives.note, span=self.timeline.phase)
+        context.algorithm = corrected(context.algorithm, args, traits_of(engine), self.sampling)
+        speculation = build.build_speculation(args, train_dataset)
+        self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
+        entropy = build.entropy_controller(args)
+        self.credit = CreditAssigner(context, self.rewards, entropy, build.unread_settings(args))
+        runner = build.build_runner(context, self.scorer)
         self.completions = build.build_completions(args, self.is_world_process_zero())
-        self.num_tokens = 0
-        self._generations = {"train": 0, "eval": 0}
-        self._entropy_known = False
-        self._forget_step()
-        self.engine_check = build_engine_check(self, gather("compare engine and trainer"), self._rescore)
-        check_fit(self)
-        self.chooser = build.build_chooser(self)
+        self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
+        self.behaviour.engine_check = build_engine_check(context, self.collector, self.sampling, self.behaviour.rescore)
+        check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
+        chooser = build.build_chooser(context, train_dataset, self.rewards.weights)
+        self.rollouts = RolloutPhase(
+            context, self.collector, self.sampling, self.rewards, self.weight_sync, speculation, chooser
+        )
+        self.finite = FiniteCheck(context)
+        self.updates = UpdatePhase(
+            context,
+            self.scorer,
+            self.behaviour,
+            runner,
+            entropy,
+            self.balance,
+            self.finite,
+            backward=super().training_step,
+            compute_loss=lambda model, batch: self.compute_loss(model, batch),
+        )
+        self.evaluation = EvaluationPhase(
+            context,
+            self.rollouts,
+            gather=lambda samples: self.gather_experience(MicroStep(samples=samples)),
+            loss_of=self.updates.loss_of,
+            prompts_required=prompts_required,
+        )
+        parts: dict[str, Stateful] = {
+            "updates": self.updates,
+            "rollouts": self.rollouts,
+            "behaviour": self.behaviour,
+            "credit": self.credit,
+            "metrics": self.metrics,
+        }
+        self.checkpoints = Checkpointer(context, parts, before_saving=self.finite.check_weights)
         build.add_callbacks(self)
         given = {id(callback) for callback in callbacks or ()} | {c for c in callbacks or () if isinstance(c, type)}
         handled = self.callback_handler.callbacks
@@ -173,155 +218,108 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def gather_experience(self, draws: list[PromptSample]) -> TrainBatch:
-        """Sample, score, assign credit: dataset rows in, training tokens out."""
-        flight = self._sampled_ahead(draws)
-        draws, key = (flight.draws, flight.key) if flight is not None else (draws, self._generation_key())
-        sample = partial(self._sample, key, flight=flight)
-        chosen = self.chooser.choose(draws, sample) if self.chooser is not None and self.model.training else None
-        sampled = sample(draws, 0) if chosen is None else chosen.kept
-        masked = self.args.mask_truncated_completions
-        batch = collate(sampled.rollouts, mask_truncated=masked).to(self.accelerator.device)
-        entropy = sampling_entropy(sampled.rollouts, batch)
-        self._entropy_known = bool(entropy)
-        self.metrics.add(entropy, self.mode)
-        with self.phases("score"):
-            self._settle_layout(batch)
-            self._check_engine(batch, sampled)
-            kl = self.score_behaviour(batch)
-        generation = self._share(key, sampled, batch, kl)
-        check_fresh_enough(generation.oldest, self.args.max_staleness)
-        credit = self._credit(generation)
-        batch.advantages = credit.of_tokens(generation.mine).to(batch.lengths.device)
-        self._weigh(batch, generation)
-        self.metrics.add(chosen.stats if chosen is not None else {}, self.mode)
-        self._record(generation, credit, chosen)
-        return batch
+    def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
+        """One micro-step of Hugging Face's loop: prompt samples (or nothing) in, gradients out.
 
-    # ---- parts of a step -------------------------------------------------------------------------------------------
-
-    def score_behaviour(self, batch: TrainBatch) -> Tensor | None:
-        """Score the batch under the old and the reference policy where needed; returns the KL penalty [B], if any."""
-        penalised = self.algorithm.kl_in_reward and self.algorithm.beta != 0
-        off_policy = self.model.training and not self.algebra.on_policy
-        old = None
-        if off_policy or penalised or self._dropout_hides(batch):
-            entropies: list[Stat] | None = None if self._entropy_known else []
-            old = self._score(self.policy, batch, entropies)
-            for entropy in entropies or ():
-                self.metrics.add({"entropy": entropy}, self.mode)
-            self._entropy_known = True
-            self._weigh_mismatch(batch, old)
-        if self.reference is not None:
-            with self.reference.model(self.policy) as reference:
-                batch.ref_logprobs = self._score(reference, batch)
-        batch.old_logprobs = old if off_policy else None
-        if not penalised:
-            return None
-        assert old is not None and batch.ref_logprobs is not None, "a penalty needs both"
-        kl = torch.where(batch.sampled, old - batch.ref_logprobs, 0.0)
-        self.metrics.add({"kl": Mean(kl.sum().item(), batch.sampled.sum().item())}, self.mode)
-        return segment_sum(kl, batch.lengths).cpu()
-
-    def _dropout_hides(self, batch: TrainBatch) -> bool:
-        """Whether training passes see other log-probs than the engine should have, so that scoring must compare."""
-        compared = self.algorithm.objective.correction is not None and batch.engine_logprobs is not None
-        return compared and self.model.training and has_dropout(self.policy)
-
-    def _weigh_mismatch(self, batch: TrainBatch, old: Tensor) -> None:
-        """Set the weights that correct the engine's distribution, where log-probs to compare with are at hand."""
-        correction = self.algorithm.objective.correction
-        if correction is not None and batch.engine_logprobs is not None:
-            batch.mismatch_weights, stats = correction(old, batch.engine_logprobs, batch.sampled, batch.lengths)
-            self.metrics.add(stats, self.mode)
-
-    def _check_engine(self, batch: TrainBatch, sampled: ScoredRollouts) -> None:
-        """On the first samples: the engine and the scorer must agree on how probable they are."""
-        self.engine_check(batch, fresh_rows(sampled.rollouts, self.state.global_step).to(batch.lengths.device))
-        if not self.engine_check.comparable:
-            batch.engine_logprobs = None  # of another distribution than the trainer scores: nothing may compare them
-
-    def _rescore(self, batch: TrainBatch, temperature: float) -> Tensor:
-        with self.scorer.at_temperature(temperature):
-            return self._score(self.policy, batch)
-
-    def _share(
-        self, key: tuple[str, int], sampled: ScoredRollouts, batch: TrainBatch, kl: Tensor | None
-    ) -> GlobalBatch:
-        """Let every process know what the others sampled."""
-        mine = RankShard(
-            scores=sampled.scores,
-            kl=kl,
-            tokens=batch.sampled_lengths.tolist(),
-            parts=-(-len(sampled.rollouts) // self._rows_per_part),
-            lengths=[rollout.num_sampled for rollout in sampled.rollouts],
-            truncated=[rollout.truncated for rollout in sampled.rollouts],
-            prompt_lengths=[len(rollout.prompt_ids) for rollout in sampled.rollouts],
-            oldest=oldest(sampled.rollouts, self.state.global_step),
-            table=describe(sampled.draws, sampled.rollouts, sampled.columns, self.args.log_multimodal),
-        )
-        what = "gather the rewards of {} generation {}".format(*key)
-        return GlobalBatch(self.collectives.gather(mine, what), self.accelerator.process_index)
-
-    def _credit(self, generation: GlobalBatch) -> Credit:
-        """What every token of all processes' rollouts answers for.
-
-        Siblings are G rollouts in the order of sampling, whatever prompts they continue: `TrainBatch.groups` is about
-        forward passes alone.
+        What an optimizer step trains on is planned once, when all of its generations are sampled, so a micro-step may
+        run several micro-batches or none.
         """
-        self._unread.look(generation.scores)
-        return assign_credit(self.algorithm, self.rewards.weights, generation.scores, self._group_size, generation.kl)
+        start = time.perf_counter()
+        model.train()
+        with self.context.phases("train"):
+            if self.updates.micro_steps == 0:
+                self.behaviour.entropy_known = False
+                self.rollouts.launch(inputs.generation)  # async rollouts only
+                self._probe_engine()
+            if inputs.generation is not None:
+                self.updates.load(self.gather_experience(inputs))
+            loss = self.updates.micro_step(model, self.current_gradient_accumulation_steps)
+        self.updates.end_micro_step(time.perf_counter() - start)
+        return loss
 
-    def _weigh(self, batch: TrainBatch, generation: GlobalBatch) -> None:
-        training = self.model.training
-        weigh(
-            batch,
-            self.algorithm.weighting,
-            rows_per_part=self._rows_per_part,
-            total_rows=len(generation),
-            total_tokens=generation.total_tokens,
-            total_parts=generation.total_parts,
-            updates=self.args.steps_per_generation / self.args.gradient_accumulation_steps if training else 1.0,
-            max_completion_length=self.args.max_completion_length,
-            entropy_bonus=self.entropy.enabled,
-        )
+    @torch.no_grad()
+    def gather_experience(self, step: MicroStep) -> TrainBatch:
+        """Sample, score and assign credit: prompt samples in, training tokens out. Collective."""
+        rollouts = self.rollouts.next(step)
+        batch, kl = self.behaviour.score(rollouts.scored.rollouts)
+        log = self.completions if self.context.training else self.evaluation.completions
+        return self.credit.assign(batch, rollouts, kl, log)
 
-    def _record(self, generation: GlobalBatch, credit: Credit, chosen: Selection | None) -> None:
-        if self.mode == "train":
-            self.num_tokens += (chosen or generation).processed_tokens
-            self.metrics.set("num_tokens", self.num_tokens)
-        drawn = generation if chosen is None else chosen.first  # groups kept for their rewards would mislead
-        stats = generation_stats(
-            lengths=drawn.lengths,
-            truncated=drawn.truncated,
-            rewards_NF=drawn.scores.rewards,
-            weights_F=self.rewards.weights,
-            names=self.rewards.names,
-            num_generations=self._group_size,
-        )
-        of_steps = step_stats(drawn.scores, self.rewards.weights, self.rewards.names, self._group_size)
-        self.metrics.add({**stats, **of_steps}, self.mode)
-        log = self.completions if self.mode == "train" else self.eval_completions
-        if log is not None and log.enabled:
-            log.add(self.state.global_step, **generation.table(self.rewards.names, credit.of_completions()))
+    @torch.no_grad()
+    def _probe_engine(self) -> None:
+        """Compare engine and trainer on samples of current weights, where training sees those of older ones alone."""
+        samples = self.rollouts.newest_samples()
+        if samples and self.behaviour.engine_check.wants_samples():
+            self.behaviour.probe(self.rollouts.probe(samples))
 
-    # ---- processes, data, logs, checkpoints ------------------------------------------------------------------------
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a micro-batch, scaled so that the sum over a step, averaged over ranks, is the step's loss."""
+        return self.updates.loss(model, inputs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs  # planned and on the device already
+
+    def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
+        """For a `rollout_func(prompts, trainer)`, while it runs: one completion of each prompt.
+
+        Args:
+            prompts: texts, messages or lists of tokens.
+            changes: settings that differ from the config's: `max_tokens`, `temperature`, `top_k`, `top_p`, ...
+
+        Returns:
+            For each a dictionary with `prompt_ids`, `completion_ids`, `logprobs` and `text`.
+
+        Raises:
+            ValueError: called at another time, or with a setting that does not exist.
+        """
+        return self.rollouts.generate_completions(prompts, **changes)
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train, from the start or from a checkpoint; nothing is left over from an earlier, interrupted call.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the last one in `output_dir`; None: what the
+                config says.
+            trial: of a hyperparameter search.
+            ignore_keys_for_eval: has no meaning here, as evaluation returns no model outputs.
+
+        Raises:
+            ValueError: there is no such checkpoint, or it is of a run with another model or other batch sizes.
+        """
+        ready_to_train(self)
+        self.updates.reset()
+        self.rollouts.cancel()
+        with self.collectives.ending_all():
+            try:
+                if (optimizer := recommending_optimizer(self.optimizer)) is not None:
+                    optimizer.train()  # of an earlier call
+                if resume_from_checkpoint is None and trial is None:
+                    resume_from_checkpoint = resume_from(self.args.resume_from_checkpoint)
+                if resume_from_checkpoint:
+                    resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir or ".")
+                result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+                self.finite.check_weights()
+                optimizer = recommending_optimizer(self.optimizer)
+                if optimizer is not None and not self.args.load_best_model_at_end:
+                    optimizer.eval()
+                return result
+            finally:
+                self.rollouts.cancel()
+                self.rollouts.close()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Called by `Trainer` when it is made."""
         super().create_accelerator_and_postprocess()
         shard_on_cpu(self)
-
-    def _check_data(self, args: Any, train_dataset: Any, eval_dataset: Any) -> None:
-        if train_dataset is not None:
-            check_dataset(train_dataset, "train_dataset", self._prompts_required)
-        evaluations = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-        for dataset in evaluations:
-            if dataset is not None:
-                check_dataset(rows_of(dataset), "eval_dataset", self._prompts_required)
-                algebra = args.algebra(args.world_size)
-                (dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval()
 
     def get_train_dataloader(self) -> Any:
         """Micro-steps over the training prompts."""
@@ -329,64 +327,167 @@ class OnlineTrainer(SampledGenerations, HyperparameterSearch, OnTheHub):
             raise ValueError("training needs a `train_dataset`; this trainer was made without one.")
         return train_loader(
             self.train_dataset,
-            self.algebra,
-            self.accelerator.process_index,
+            self.context.algebra,
+            self.collectives.rank,
             shuffle=bool(self.args.shuffle_dataset),
             seed=self.args.seed,
             workers=self.args.dataloader_num_workers,
             timeout=self.args.ddp_timeout,
-            starts=self.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None),
+            choose_late=self.rollouts.chooses_prompts,
         )
+
+    def _init_training_state(self, max_steps: int, updates_per_epoch: int, epochs: int, *rest: Any) -> tuple[int, int]:
+        """A run that is resumed at its end has ended: `Trainer` would take one more step."""
+        begun, micro_steps = super()._init_training_state(max_steps, updates_per_epoch, epochs, *rest)
+        if self.state.global_step < max_steps:
+            return begun, micro_steps
+        warnings.warn(
+            f"nothing is left to train: the checkpoint is of step {self.state.global_step}, and this run has"
+            f" {max_steps}. Raise max_steps or num_train_epochs to go on.",
+            stacklevel=2,
+        )
+        return epochs, 0
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Clip, as `Trainer` does; whole gradients are looked at before a NaN norm spoils them all."""
+        if not self._gradients_are_whole(model):
+            return super()._clip_grad_norm(model)
+        norm = self._get_grad_norm(model)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
+        return norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The norm of the gradient, called before each optimizer step whether or not gradients are clipped."""
+        if grad_norm is None and self._gradients_are_whole(model):
+            grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            grad_norm = torch.nn.utils.get_total_norm(grads)
+        else:
+            grad_norm = super()._get_grad_norm(model, grad_norm)
+        self.finite.check_norm(grad_norm)
+        return grad_norm
+
+    def _gradients_are_whole(self, model: Any) -> bool:
+        return not (self.sharding.gradients or self.finite.scales_loss or self._has_mixed_mesh_grads(model))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the window's metrics to what Hugging Face logs, and write down its completions."""
         if "loss" in logs:
-            self.metrics.add({f"phase/{name}": Max(s) for name, s in self.phases.drain().items()}, "train")
-            self.metrics.add({f"overlap/{name}": Max(s) for name, s in self.timeline.drain().items()}, "train")
+            phases, overlaps = self.context.phases.drain(), self.timeline.drain()
+            self.metrics.add({f"phase/{name}": Max(seconds) for name, seconds in phases.items()}, "train")
+            self.metrics.add({f"overlap/{name}": Max(seconds) for name, seconds in overlaps.items()}, "train")
             logs = {**logs, **self.metrics.drain("train")}
             self.completions.publish(self.state.global_step)
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Not estimated here: prompts are shared and tokens without signal skipped, so a formula would mislead."""
+        """0: prompts are shared and tokens without signal skipped, so a formula would mislead."""
         return 0
 
-    def method_state(self) -> dict[str, Any]:
-        """Everything a resumed run needs to go on as if it had not stopped."""
-        kept = self.reference is not None and (self.args.sync_ref_model or self.reference.keeps_adapter)
-        return {
-            "experience": self.experience.state_dict(),
-            "ahead": None if self.ahead is None else self.ahead.state_dict(),
-            "metrics": self.metrics.state_dict(),
-            "entropy": self.entropy.state_dict(),
-            "reference": self.reference.state_dict() if self.reference is not None and kept else None,
-            "prompts": None if self.chooser is None else self.chooser.state_dict(),
-            "num_tokens": self.num_tokens,
-            "generations": self._generations,
-            "pass_limit": self.passes.limit,
-            "speculation": self.speculation.state_dict() if self.speculation else None,
-        }
+    @property
+    def policy(self) -> Any:
+        """The transformers (or PEFT) model inside its wrappers."""
+        return self._unwrap(self.model_wrapped)
 
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        self.experience.load_state_dict(
-            state["experience"], self.accelerator.device, self.collectives.rank, self.collectives.size
-        )
-        self.metrics.load_state_dict(state["metrics"])
-        self.entropy.load_state_dict(state["entropy"])
-        if state["reference"] is not None and self.reference is not None:
-            self.reference.load_state_dict(state["reference"])
-        if self.chooser is not None and state.get("prompts") is not None:
-            self.chooser.load_state_dict(state["prompts"])
-        self.num_tokens = state["num_tokens"]
-        self._generations = dict(state["generations"])
-        self._ahead_state = state.get("ahead")
-        if self._ahead_state is not None and self.args.max_staleness == 0:  # what was sampled ahead is sampled again
-            self._generations["train"] -= len(self._ahead_state["flights"])
-        self.passes.limit = state["pass_limit"]
-        if self.speculation is not None and state.get("speculation") is not None:
-            self.speculation.load_state_dict(state["speculation"])
+    @functools.cached_property
+    def _unwrap(self) -> Unwrap:
+        return Unwrap(self.accelerator)
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Batches over one evaluation dataset or suite."""
+        return self.evaluation.loader(self.eval_dataset, eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Batches over a dataset given to `predict`."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Sample and score an evaluation dataset, or each of several; log metrics, and with them completions."""
+        metrics = super().evaluate(*args, **kwargs)
+        self.evaluation.send_completions()
+        return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample and score a dataset that is given; there are metrics and no predictions."""
+        output = super().predict(*args, **kwargs)
+        self.evaluation.send_completions()
+        return output
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Sample and score every prompt of a dataset; the metrics are those of training, prefixed."""
+        ready_to_evaluate(self)
+        return self.evaluation.run(dataloader, metric_key_prefix, self._on_prediction_step)
+
+    def _on_prediction_step(self) -> None:
+        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        if self.on_evaluated is not None and self.on_evaluated(metrics, step):
+            self.control.should_training_stop = True
+
+    hyperparameter_search = search.hyperparameter_search
+
+    def users_callbacks(self) -> list[Any]:
+        """Copies of the callbacks that the user gave, since some count."""
+        return [copy.copy(one) for one in self.callback_handler.callbacks if id(one) not in self._own_callbacks]
+
+    # ---- checkpoints and models ------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        run_dir = super()._get_output_dir(trial)
+        return self.checkpoints.staging_dir(run_dir) if self.checkpoints.staging else run_dir
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        write = functools.partial(super()._save_checkpoint, model, trial)
+        final = self.checkpoints.save(self._get_output_dir(trial), write)
+        if self.checkpoints.delayed_pushes:
+            self._push_from_checkpoint(final)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.checkpoints.staging:
+            self.checkpoints.delayed_pushes.append(checkpoint_folder)  # uploaded from its final place
+            return
+        if self.args.hub_strategy != "end":
+            self.create_model_card()
+        with self.args.without_keys():  # it writes the config
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    create_model_card = hub.create_model_card
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model so that `from_pretrained` reads it, however its weights are sharded. Collective."""
+        with self.balance.config_as_loaded(self.policy):
+            if not self.sharding.weights:
+                super().save_model(output_dir, _internal_call)
+                return
+            self.checkpoints.save_sharded_model(output_dir or self.args.output_dir, self.processing_class)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        with self.args.without_keys():  # it writes the config
+            super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load = functools.partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self.checkpoints.load_model(model or self.model, resume_from_checkpoint, load)
+
+    def _load_best_model(self) -> None:
+        self.checkpoints.load_best(self.model, self.state.best_model_checkpoint, super()._load_best_model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.checkpoints.load(checkpoint)
 
 
-def _as_is(draws: Any) -> Any:
-    return draws
+def _as_is(batch: Any) -> Any:
+    return batch

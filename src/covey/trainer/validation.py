@@ -5,33 +5,57 @@ Not here: what the data alone show (`covey.data.validation`), and what the confi
 
 from typing import Any
 
+from covey.config.base import OnlineConfig
 from covey.data.sampler import check_enough
-from covey.data.validation import check_prompts, first_rows
+from covey.data.validation import check_dataset, check_prompts, first_rows
+from covey.rewards import RewardSuite
+from covey.rollout.collector import Collector
 from covey.trainer.build_environments import check_columns, given_by
 from covey.trainer.build_rollouts import plays_functions, refuse_plain_prompts
+from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
 
 
-def check_fit(trainer: Any) -> None:
+def check_datasets(args: OnlineConfig, train_dataset: Any, eval_dataset: Any, prompts_required: bool) -> None:
+    """Look at the rows of datasets, before a model is loaded.
+
+    Raises:
+        ValueError: rows that cannot be sampled from, or an evaluation batch that is not made of whole groups.
+    """
+    if train_dataset is not None:
+        check_dataset(train_dataset, "train_dataset", prompts_required)
+    for dataset in evaluation_sets(eval_dataset):
+        check_dataset(rows_of(dataset), "eval_dataset", prompts_required)
+        algebra = args.algebra(args.world_size)
+        (dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval()
+
+
+def evaluation_sets(eval_dataset: Any) -> list[Any]:
+    """The datasets and suites of an argument `eval_dataset`."""
+    given = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    return [dataset for dataset in given if dataset is not None]
+
+
+def check_fit(
+    context: RunContext, collector: Collector, rewards: RewardSuite, train_dataset: Any, eval_dataset: Any
+) -> None:
     """Look at what no part of a trainer can see alone: whether its data suit its tokenizer, rewards and batch sizes.
 
     Raises:
         ValueError: too few prompts, one that cannot be encoded, or a column that a reward function asks for is missing;
             an optimizer of other weights; or an attention that cannot be trained on this device.
     """
-    _check_optimizer(trainer.optimizer, trainer.policy)
-    _check_attention(trainer.policy, trainer.accelerator.device.type)
-    if trainer.train_dataset is not None:
-        if hasattr(trainer.train_dataset, "__len__"):
-            check_enough(len(trainer.train_dataset), trainer.algebra)
-        _check_fit(trainer, trainer.train_dataset, "train_dataset")
-    given = trainer.eval_dataset
-    for dataset in given.values() if isinstance(given, dict) else [given]:
-        if dataset is not None:
-            _check_fit(trainer, rows_of(dataset), "eval_dataset")
+    _check_optimizer(context.loop.optimizer, context.loop.policy)
+    _check_attention(context.loop.policy, context.device.type)
+    if train_dataset is not None:
+        if hasattr(train_dataset, "__len__"):
+            check_enough(len(train_dataset), context.algebra)
+        _check_columns(collector, rewards, train_dataset, "train_dataset")
+    for dataset in evaluation_sets(eval_dataset):
+        _check_columns(collector, rewards, rows_of(dataset), "eval_dataset")
         if isinstance(dataset, EvalSuite):
-            dataset.judge(trainer.rewards)
-    _check_best_metric(trainer.args.metric_for_best_model, given)
+            dataset.judge(rewards)
+    _check_best_metric(context.args.metric_for_best_model, eval_dataset)
 
 
 def _check_optimizer(optimizer: Any, policy: Any) -> None:
@@ -57,14 +81,14 @@ def _check_attention(policy: Any, device_type: str) -> None:
         )
 
 
-def _check_fit(trainer: Any, dataset: Any, role: str) -> None:
-    agency = trainer.collector.spec
+def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, role: str) -> None:
+    agency = collector.spec
     player = None if agency is None else agency.play
-    columns = check_prompts(dataset, role, trainer.collector.codec)
+    columns = check_prompts(dataset, role, collector.codec)
     refuse_plain_prompts(agency, first_rows(dataset), role)
     check_columns(player, columns, role)
     if not plays_functions(agency):  # what these give to reward functions is known when they have
-        trainer.rewards.check_columns(columns | given_by(player))
+        rewards.check_columns(columns | given_by(player))
 
 
 def _check_best_metric(name: str | None, datasets: Any) -> None:

@@ -77,7 +77,7 @@ class Probe:
         functions = [kept(place, function) for place, function in enumerate(functions)]
         parts = {"reward_funcs": functions, "model": model}
         self.trainer = runs.trainer(path, method, parts=parts, **settings)
-        gather, behaviour = self.trainer.gather_experience, self.trainer.score_behaviour
+        gather, behaviour = self.trainer.gather_experience, self.trainer.behaviour.add_logprobs
 
         def gather_experience(draws):
             batch = gather(draws)
@@ -92,7 +92,7 @@ class Probe:
             self.kl = None if kl is None else kl.tolist()
             return kl
 
-        self.trainer.gather_experience, self.trainer.score_behaviour = gather_experience, score_behaviour
+        self.trainer.gather_experience, self.trainer.behaviour.add_logprobs = gather_experience, score_behaviour
         self.trainer.train()
 
 
@@ -331,7 +331,7 @@ def test_each_token_is_moved_by_its_own_advantage(tmp_path, method):
     probe = Probe(tmp_path, method, [only_first])
     batch = probe.batch
     logprobs = torch.zeros(batch.num_tokens, requires_grad=True)
-    policy_loss(LossInputs.of(batch, logprobs, None), probe.trainer.algorithm.objective).loss.backward()
+    policy_loss(LossInputs.of(batch, logprobs, None), probe.trainer.context.algorithm.objective).loss.backward()
     first = torch.zeros(batch.num_tokens, dtype=torch.bool)
     first[batch.lengths.cumsum(0) - batch.lengths] = True
     assert logprobs.grad[first].any() and not logprobs.grad[~first].any()
@@ -462,7 +462,7 @@ def test_prompts_whose_steps_do_not_differ_are_settled(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nobody advises that rewards do not differ
         trained.train()
-    chances = [trained.chooser.history.chance(row) for row in range(8)]
+    chances = [trained.rollouts.chooser.history.chance(row) for row in range(8)]
     assert chances == [pytest.approx(0.1), 1.0] * 4
 
 

@@ -266,8 +266,8 @@ def generation(tmp_path_factory):
     kept = []
     settings = {"loss_type": "grpo", "beta": 0.05, "vllm_importance_sampling_correction": False}
     made = tool_trainer(tmp_path_factory.mktemp("run"), answers_of_many_lengths(), parts={"tools": [add]}, **settings)
-    sample = made._sample
-    made._sample = lambda *args, **kwargs: kept.append(sample(*args, **kwargs)) or kept[-1]
+    sample = made.rollouts.sample
+    made.rollouts.sample = lambda *args, **kwargs: kept.append(sample(*args, **kwargs)) or kept[-1]
     made.train()
     return made.state.log_history[0], kept[0].rollouts
 

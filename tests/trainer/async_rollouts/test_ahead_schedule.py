@@ -62,7 +62,7 @@ class Run:
             watch=RolloutListener,
             waiting=nullcontext,
         )
-        self.loader = train_loader(rows, self.a, 0, shuffle=True, seed=1, starts=True)
+        self.loader = train_loader(rows, self.a, 0, shuffle=True, seed=1, choose_late=True)
 
     def _send(self, version):
         self.engine.version = version
@@ -91,10 +91,10 @@ class Run:
     def go(self):
         taken = []
         for step, micro in self.steps():
-            self.ahead.launch(step, micro[0][0].sample if micro[0] else None)
+            self.ahead.launch(step, micro[0].generation)
             for marks in micro:
-                if marks:
-                    flight = self.ahead.take(marks[0].sample, step)
+                if marks.generation is not None:
+                    flight = self.ahead.take(marks.generation, step)
                     taken.append((step, flight))
                     self.events.append(("train", flight.generation))
         self.ahead.close()
@@ -158,7 +158,7 @@ def test_prompts_seeds_and_content_are_those_of_the_synchronous_run(cut):
     loader, number, epoch = train_loader(EIGHT, a, 0, shuffle=True, seed=1), 0, 0
     while number < 6:
         loader.set_epoch(epoch)
-        for draws in loader:
+        for draws in (step.samples for step in loader):
             if draws:
                 rollouts = collector.collect(draws, SamplingParams(max_tokens=4), ("train", number))
                 synchronous.append(content(draws, rollouts))
@@ -205,9 +205,10 @@ def test_what_was_sampled_ahead_survives_a_checkpoint_and_what_failed_is_sampled
     found = []
     for _ in range(3):
         step, micro = next(at)
-        run.ahead.launch(step, micro[0][0].sample)
-        for marks in filter(None, micro):
-            found.append(run.ahead.take(marks[0].sample, step))
+        run.ahead.launch(step, micro[0].generation)
+        for one in micro:
+            if one.generation is not None:
+                found.append(run.ahead.take(one.generation, step))
     state = run.ahead.state_dict()
     run.ahead.close()
     assert [one["generation"] for one in state["flights"]] == [3, 4]
@@ -219,9 +220,10 @@ def test_what_was_sampled_ahead_survives_a_checkpoint_and_what_failed_is_sampled
     for step, micro in resumed.steps():
         if step < 3:
             continue
-        resumed.ahead.launch(step, micro[0][0].sample)
-        for marks in filter(None, micro):
-            found.append(resumed.ahead.take(marks[0].sample, step))
+        resumed.ahead.launch(step, micro[0].generation)
+        for one in micro:
+            if one.generation is not None:
+                found.append(resumed.ahead.take(one.generation, step))
     resumed.ahead.close()
     assert straight[4][1] == 2
     straight[4] = (4, 3, *straight[4][2:])  # launched with version 2 before, and now with 3

@@ -28,17 +28,18 @@ def ahead(folder, max_staleness, engine=None, method="grpo", parts=None, **setti
 
 def noted(trainer):
     """What the trainer trains on, generation by generation: (step, draws, completions, versions)."""
-    share, found = trainer._share, []
+    share, found = trainer.credit.gather, []
 
-    def noting(key, sampled, batch, kl):
+    def noting(rollouts, batch, kl):
+        sampled = rollouts.scored
         if trainer.model.training:
             slots = [(draw.prompt, draw.sample) for draw in sampled.draws]
             completions = [tuple(rollout.completion_ids) for rollout in sampled.rollouts]
             versions = sorted({v for rollout in sampled.rollouts for v in rollout.versions or ()})
             found.append((trainer.state.global_step, slots, completions, versions))
-        return share(key, sampled, batch, kl)
+        return share(rollouts, batch, kl)
 
-    trainer._share = noting
+    trainer.credit.gather = noting
     return found
 
 
@@ -196,14 +197,14 @@ def test_gradients_are_off_for_engine_and_rewards_as_they_are_by_turns(tmp_path)
 
 
 def kept_batches(trainer):
-    score_behaviour, kept = trainer.score_behaviour, []
+    score_behaviour, kept = trainer.behaviour.add_logprobs, []
 
     def keeping(batch):
         penalty = score_behaviour(batch)
-        kept.append((batch, trainer._score(trainer.policy, batch)))
+        kept.append((batch, trainer.behaviour.logprobs(trainer.policy, batch)))
         return penalty
 
-    trainer.score_behaviour = keeping
+    trainer.behaviour.add_logprobs = keeping
     return kept
 
 
@@ -214,14 +215,14 @@ def test_stale_tokens_weigh_the_weights_that_train_over_those_that_sampled(tmp_p
     settings = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
     trainer = ahead(tmp_path, 1, CopyEngine(model), method, {"model": model}, **settings, **cut)
     kept, used = kept_batches(trainer), []
-    surrogate = trainer.algorithm.objective.surrogate
+    surrogate = trainer.context.algorithm.objective.surrogate
 
     def watching(x):
         used.append((x.log_ratio.detach(), x.mismatch_weights, trainer.state.global_step))
         return surrogate(x)
 
-    objective = replace(trainer.algorithm.objective, surrogate=watching)
-    trainer.algorithm = replace(trainer.algorithm, objective=objective)
+    objective = replace(trainer.context.algorithm.objective, surrogate=watching)
+    trainer.context.algorithm = replace(trainer.context.algorithm, objective=objective)
     trainer.train()
     batch, scored = kept[1]  # the second generation: sampled with weights that were trained since
     begins = 4 if cut else 1
@@ -241,7 +242,7 @@ def test_engine_and_trainer_are_compared_on_fresh_samples_alone(tmp_path):
     trainer = ahead(tmp_path, 1, engine, learning_rate=0.3)  # stale samples differ by far more than rounding
     trainer.train()
     assert max(runs.history(trainer, "sampling/sampling_logp_difference/mean")) > 0.1
-    assert trainer.engine_check._left == 0  # both checks were made, the second with samples of its own
+    assert trainer.behaviour.engine_check._left == 0  # both checks were made, the second with samples of its own
 
 
 def test_an_engine_that_pretends_to_take_weights_is_found_out_after_the_first_update(tmp_path):
@@ -288,7 +289,7 @@ def test_an_evaluation_sees_current_weights_and_leaves_the_run_as_it_was(tmp_pat
     straight = ahead(tmp_path / "a", staleness, CopyEngine(tiny.model()))
     straight.train()
     evaluated = ahead(tmp_path / "b", staleness, engine, parts=parts, **looks)
-    sample, seen = evaluated._sample, []
+    sample, seen = evaluated.rollouts.sample, []
 
     def watching(*args, **kwargs):
         sampled = sample(*args, **kwargs)
@@ -296,7 +297,7 @@ def test_an_evaluation_sees_current_weights_and_leaves_the_run_as_it_was(tmp_pat
             seen.append((evaluated.state.global_step, {v for r in sampled.rollouts for v in r.versions}))
         return sampled
 
-    evaluated._sample = watching
+    evaluated.rollouts.sample = watching
     evaluated.train()
     assert all(torch.equal(a, b) for a, b in zip(runs.weights(straight), runs.weights(evaluated), strict=True))
     assert runs.history(straight, "sampling/staleness/mean") == runs.history(evaluated, "sampling/staleness/mean")
@@ -384,7 +385,7 @@ def test_a_run_that_goes_on_from_weights_alone_begins_its_schedule_there(tmp_pat
 def test_no_thread_is_left_when_training_has_ended(tmp_path):
     trainer = ahead(tmp_path, 4)
     trainer.train()
-    assert trainer.ahead is None and threads() == []
+    assert trainer.rollouts.async_rollouts is None and threads() == []
     trainer.train()  # and it can be begun again
     assert trainer.state.global_step == 6 and threads() == []
 

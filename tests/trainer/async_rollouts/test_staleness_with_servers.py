@@ -14,14 +14,14 @@ def test_servers_sample_while_the_policy_trains_and_weights_arrive(tmp_path, sta
     given = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": [server.url], "vllm_server_timeout": 10.0}
     settings = {"max_steps": 8, "max_staleness": staleness, "max_completion_length": 12}
     trainer = runs.trainer(tmp_path, **settings, **given)
-    share, ages = trainer._share, []
+    share, ages = trainer.credit.gather, []
 
-    def noting(key, sampled, batch, kl):
+    def noting(rollouts, batch, kl):
         step = trainer.state.global_step
-        ages.extend([step - version for version in rollout.versions] for rollout in sampled.rollouts)
-        return share(key, sampled, batch, kl)
+        ages.extend([step - version for version in rollout.versions] for rollout in rollouts.scored.rollouts)
+        return share(rollouts, batch, kl)
 
-    trainer._share = noting
+    trainer.credit.gather = noting
     try:
         trainer.train()
     finally:
@@ -30,4 +30,4 @@ def test_servers_sample_while_the_policy_trains_and_weights_arrive(tmp_path, sta
     assert len(runs.history(trainer, "loss")) == 8
     assert 1 <= max(max(age) for age in ages) <= staleness and min(min(age) for age in ages) >= 0
     assert all(age == sorted(age, reverse=True) for age in ages)  # tokens of a completion only get fresher
-    assert trainer.engine_check._left == 0  # log-probs agreed before and after an update
+    assert trainer.behaviour.engine_check._left == 0  # log-probs agreed before and after an update

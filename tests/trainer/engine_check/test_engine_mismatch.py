@@ -27,25 +27,25 @@ def foreign(tmp_path, method="grpo", *, model=None, engine=None, **settings):
 
 def counted(trainer):
     """How many tokens each scoring pass without gradient has seen."""
-    score, seen = trainer._score, []
+    score, seen = trainer.behaviour.logprobs, []
 
     def counting(model, batch, *rest):
         seen.append(batch.num_tokens)
         return score(model, batch, *rest)
 
-    trainer._score = counting
+    trainer.behaviour.logprobs = counting
     return seen
 
 
 def gathered(trainer):
     """The batches of the run, with the policy's log-probs of the moment they were sampled."""
-    score_behaviour, kept = trainer.score_behaviour, []
+    score_behaviour, kept = trainer.behaviour.add_logprobs, []
 
     def keeping(batch):
-        kept.append((batch, trainer._score(trainer.policy, batch)))
+        kept.append((batch, trainer.behaviour.logprobs(trainer.policy, batch)))
         return score_behaviour(batch)
 
-    trainer.score_behaviour = keeping
+    trainer.behaviour.add_logprobs = keeping
     return kept
 
 
@@ -55,14 +55,14 @@ def gathered(trainer):
 @pytest.mark.parametrize("policy", [ON_POLICY, OFF_POLICY], ids=["on-policy", "off-policy"])
 def test_tokens_weigh_as_the_trainer_finds_them_more_probable_than_the_engine_did(tmp_path, policy):
     trainer = foreign(tmp_path, vllm_importance_sampling_clip_max=1.5, vllm_importance_sampling_clip_min=0.8, **policy)
-    kept, surrogate, used = gathered(trainer), trainer.algorithm.objective.surrogate, []
+    kept, surrogate, used = gathered(trainer), trainer.context.algorithm.objective.surrogate, []
 
     def watching(x):
         used.append(x.mismatch_weights)
         return surrogate(x)
 
-    objective = replace(trainer.algorithm.objective, surrogate=watching)
-    trainer.algorithm = replace(trainer.algorithm, objective=objective)
+    objective = replace(trainer.context.algorithm.objective, surrogate=watching)
+    trainer.context.algorithm = replace(trainer.context.algorithm, objective=objective)
     trainer.train()
     (batch, scored), *_ = kept
     expected = (scored - batch.engine_logprobs).exp().clamp(0.8, 1.5)
@@ -81,7 +81,7 @@ def test_weights_of_the_training_pass_and_of_a_pass_before_it_make_the_same_upda
     results = []
     for before in (False, True):
         trainer = foreign(tmp_path, loss_type=loss_type, optim="sgd", max_grad_norm=0)
-        trainer._dropout_hides = lambda batch, before=before: before
+        trainer.behaviour._dropout_hides = lambda batch, before=before: before
         scored = counted(trainer)
         trainer.train()
         assert bool(scored) == before
@@ -166,7 +166,7 @@ def test_the_built_in_engine_is_not_corrected_unless_asked_for(tmp_path, policy)
     trainer = runs.trainer(tmp_path, engine_parity="off", **policy)
     passes = counted(trainer)
     trainer.train()
-    assert trainer.algorithm.objective.correction is None
+    assert trainer.context.algorithm.objective.correction is None
     assert len(passes) == (1 if policy else 0)
     assert runs.history(trainer, f"{PREFIX}/mean") == []
 
@@ -212,13 +212,13 @@ def test_drafts_are_reported_as_the_current_policy_sees_them(tmp_path, reuse):
 def test_vespo_takes_its_ratios_token_by_token(tmp_path):
     trainer = runs.trainer(tmp_path, loss_type="vespo", correct_built_in_engine=True)
     assert trainer.args.vllm_importance_sampling_mode == "sequence_mask"
-    assert trainer.algorithm.objective.correction.keywords["mode"] == "token_mask"
+    assert trainer.context.algorithm.objective.correction.keywords["mode"] == "token_mask"
 
 
 def test_switched_off_nothing_is_weighed(tmp_path, recwarn):
     trainer = runs.trainer(tmp_path, vllm_importance_sampling_correction=False)
     sample_from(trainer, model=perturbed(tiny.model()))
-    assert trainer.algorithm.objective.correction is None
+    assert trainer.context.algorithm.objective.correction is None
 
 
 # ---- what cannot be compared -----------------------------------------------------------------------------------------
@@ -234,20 +234,20 @@ def test_log_probs_after_a_cut_are_not_compared_with_those_before(tmp_path):
         )
     kept = gathered(trainer)
     trainer.train()
-    assert trainer.algorithm.objective.correction is None
+    assert trainer.context.algorithm.objective.correction is None
     assert all(batch.engine_logprobs is None for batch, _ in kept)
 
 
 def test_without_a_cut_such_an_engine_is_corrected_like_any_other(tmp_path):
     trainer = runs.trainer(tmp_path, temperature=0.8)
     sample_from(trainer, traits=EngineTraits(reports_after_cut=True))
-    assert trainer.algorithm.objective.correction is not None
+    assert trainer.context.algorithm.objective.correction is not None
 
 
 @pytest.mark.parametrize("extra", ["logit_bias", "presence_penalty", "structured_outputs"])
 def test_settings_of_the_engines_own_may_reshape_the_distribution_too(tmp_path, extra):
     trainer = runs.trainer(tmp_path)
-    trainer.sampling = replace(trainer.sampling, extra={extra: 1, "skip_special_tokens": False})
+    trainer.rollouts.params = replace(trainer.sampling, extra={extra: 1, "skip_special_tokens": False})
     with pytest.warns(UserWarning, match=f"after {extra} had"):
         sample_from(trainer, traits=EngineTraits(reports_after_cut=True))
 

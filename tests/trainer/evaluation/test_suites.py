@@ -213,5 +213,5 @@ def test_what_is_answered_in_an_evaluation_as_in_training_is_written_down_too(tm
     trainer = runs.trainer(tmp_path, parts={"eval_dataset": {"plain": tiny.rows(2)}}, per_device_eval_batch_size=4)
     trainer.evaluate()
     table = pq.read_table(tmp_path / "evaluations" / "eval_plain_00000.parquet")
-    assert len(table) == 2 * trainer.algebra.eval_group
+    assert len(table) == 2 * trainer.context.algebra.eval_group
     assert {"prompt", "completion", "advantage"} <= set(table.column_names)

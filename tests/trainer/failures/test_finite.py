@@ -129,14 +129,14 @@ class Scaler:
 def test_float16_may_skip_some_steps_but_not_all(tmp_path, monkeypatch):
     trainer = runs.trainer(tmp_path)
     monkeypatch.setattr(trainer.accelerator, "scaler", Scaler())
-    trainer.check_loss(math.inf)
+    trainer.finite.check_loss(math.inf)
     for _ in range(finite.MOST_SKIPPED):
-        trainer._check_norm(torch.tensor(math.inf))
-    trainer._check_norm(torch.tensor(1.0))  # counted in a row
+        trainer.finite.check_norm(torch.tensor(math.inf))
+    trainer.finite.check_norm(torch.tensor(1.0))  # counted in a row
     for _ in range(finite.MOST_SKIPPED):
-        trainer._check_norm(torch.tensor(math.nan))
+        trainer.finite.check_norm(torch.tensor(math.nan))
     with pytest.raises(NotFiniteError, match="31 steps in a row"):
-        trainer._check_norm(torch.tensor(math.nan))
+        trainer.finite.check_norm(torch.tensor(math.nan))
 
 
 def test_a_model_that_holds_nan_is_refused(tmp_path):

@@ -95,7 +95,7 @@ def test_a_pass_that_runs_out_of_memory_has_the_same_gradient(tmp_path, referenc
         trainer.compute_loss = computing
 
     trainer, gradients = step(tmp_path, fail_once, max_tokens_per_micro_batch=10**6)
-    assert trainer.passes.limit is not None
+    assert trainer.updates.runner.limit is not None
     scale = max(grad.abs().max().item() for grad in reference[1])
     assert all((a - b).abs().max() <= 1e-5 * scale for a, b in zip(gradients, reference[1], strict=True))
 

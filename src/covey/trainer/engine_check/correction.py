@@ -1,7 +1,7 @@
 """What a run does about the difference between the engine's log-probs and the trainer's: which correction, which check.
 
 The weights themselves are `covey.core.ratios.mismatch_weights`. Where the policy's log-probs come from that they are
-worked out with is decided in `OnlineTrainer.score_behaviour`: a run that scores old log-probs anyway compares those; an
+worked out with is decided in `BehaviourScorer.add_logprobs`: a run that scores old log-probs anyway compares those; an
 on-policy one compares the log-probs of its training passes, so that the correction costs no pass of its own.
 """
 
@@ -17,7 +17,8 @@ from covey.algorithms.algorithm import Algorithm
 from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
 from covey.core.ratios import MismatchCorrection, mismatch_weights
-from covey.trainer.distributed.sharding import sharding_of
+from covey.rollout.collector import Collector
+from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, tolerance
 
 RESHAPING = frozenset(
@@ -93,27 +94,33 @@ def reshapes(args: Any, params: SamplingParams) -> list[str]:
 
 
 def build_engine_check(
-    trainer: Any, gather: Callable[[Any], list[Any]], rescore: Callable[[TrainBatch, float], Tensor]
+    context: RunContext,
+    collector: Collector,
+    params: SamplingParams,
+    rescore: Callable[[TrainBatch, float], Tensor],
+    gather: Callable[[Any], list[Any]] | None = None,
 ) -> EngineCheck:
     """What compares the engine's first samples with the trainer's view of them.
 
     Args:
-        trainer: with its engine, its policy and its correction.
-        gather: collective: this process's finding to those of all.
+        context: of the run.
+        collector: its engine and tokenizer.
+        params: sampling settings.
         rescore: scores rollouts under the policy at a temperature.
+        gather: collective: this process's finding to those of all; that of the context if None.
     """
-    args, traits = trainer.args, traits_of(trainer.collector.engine)
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    args, traits = context.args, traits_of(collector.engine)
+    model = context.accelerator.unwrap_model(context.loop.model, keep_torch_compile=False)
     return EngineCheck(
         action=args.engine_parity,
         traits=traits,
         rescore=rescore,
-        gather=gather,
+        gather=gather or context.collectives.named("compare engine and trainer"),
         model_name=type(model).__name__,
         temperature=args.temperature,
-        tolerance=tolerance(model.dtype, AUTOCAST.get(trainer.accelerator.mixed_precision), traits.dtype),
-        bos_token_id=trainer.collector.codec.tokenizer.bos_token_id,
-        corrected=trainer.algorithm.objective.correction is not None,
-        together=sharding_of(trainer.accelerator).weights,
-        comparable=not (traits.reports_after_cut and reshapes(args, trainer.sampling)),
+        tolerance=tolerance(model.dtype, AUTOCAST.get(context.accelerator.mixed_precision), traits.dtype),
+        bos_token_id=collector.codec.tokenizer.bos_token_id,
+        corrected=context.algorithm.objective.correction is not None,
+        together=context.sharding.weights,
+        comparable=not (traits.reports_after_cut and reshapes(args, params)),
     )

@@ -9,12 +9,14 @@ import os
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from covey.trainer.checkpoint import AtomicCheckpoints
 from covey.trainer.integrations.model_card import CardFacts, hub_id, model_card
+
+if TYPE_CHECKING:
+    from covey.trainer.trainer import OnlineTrainer
 
 NO_DATA_SETS = ("csv", "json", "pandas", "parquet", "text", "generator")
 """Names of builders rather than of data sets."""
@@ -23,71 +25,60 @@ PUSH_EVERY = 120.0
 """Seconds between two pushes of completions; hubs limit how many commits there may be."""
 
 
-class OnTheHub(AtomicCheckpoints):
-    """The part of a trainer that writes model cards."""
+def create_model_card(
+    self: "OnlineTrainer",
+    language: str | None = None,
+    license: str | None = None,
+    tags: str | list[str] | None = None,
+    model_name: str | None = None,
+    finetuned_from: str | None = None,
+    tasks: str | list[str] | None = None,
+    dataset_tags: str | list[str] | None = None,
+    dataset: str | list[str] | None = None,
+    dataset_args: str | list[str] | None = None,
+    dataset_name: str | None = None,
+) -> None:
+    """Write `README.md` into `output_dir`: what the model is, how it was trained, what it scored.
 
-    rewards: Any
-    policy: Any
-    scorer: Any
+    Args:
+        language, license: of the model, as the hub knows them.
+        tags: further tags.
+        model_name: its hub id; `hub_model_id`, or the folder's name, if None.
+        finetuned_from: hub id of the model that was trained; what the model was loaded from if None.
+        tasks, dataset_args: taken for transformers' sake; the task is text generation.
+        dataset_tags, dataset, dataset_name: hub ids of data sets; that of the training data if it has one.
+    """
+    if not self.is_world_process_zero():
+        return
+    config = self.policy.config
+    base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
+    facts = CardFacts(
+        name=_name_on_hub(self, model_name),
+        base=base,
+        method=self.args.method,
+        adapter=hasattr(self.policy, "peft_config"),
+        datasets=_listed(dataset_name or dataset or dataset_tags) or _data_set_of(self.train_dataset),
+        rewards=self.rewards.names,
+        config=self.args.to_dict(),
+        defaults={one.name: _default(one) for one in dataclasses.fields(self.args)},
+        history=self.state.log_history,
+        processes=self.args.world_size,
+        sees_images=self.collector.codec.vision is not None,
+        language=language,
+        license=license,
+        tags=_listed(tags),
+    )
+    folder = Path(self.args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
 
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-        dataset_name: str | None = None,
-    ) -> None:
-        """Write `README.md` into `output_dir`: what the model is, how it was trained, what it scored.
 
-        Args:
-            language, license: of the model, as the hub knows them.
-            tags: further tags.
-            model_name: its hub id; `hub_model_id`, or the folder's name, if None.
-            finetuned_from: hub id of the model that was trained; what the model was loaded from if None.
-            tasks, dataset_args: taken for transformers' sake; the task is text generation.
-            dataset_tags, dataset, dataset_name: hub ids of data sets; that of the training data if it has one.
-        """
-        if not self.is_world_process_zero():
-            return
-        config = self.policy.config
-        base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
-        facts = CardFacts(
-            name=self._name_on_hub(model_name),
-            base=base,
-            method=self.args.method,
-            adapter=hasattr(self.policy, "peft_config"),
-            datasets=_listed(dataset_name or dataset or dataset_tags) or _data_set_of(self.train_dataset),
-            rewards=self.rewards.names,
-            config=self.args.to_dict(),
-            defaults={one.name: _default(one) for one in dataclasses.fields(self.args)},
-            history=self.state.log_history,
-            processes=self.args.world_size,
-            sees_images=self.scorer.vision,
-            language=language,
-            license=license,
-            tags=_listed(tags),
-        )
-        folder = Path(self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
-
-    def _name_on_hub(self, given: str | None) -> str:
-        """The name that is given; transformers gives that of the hub without its owner."""
-        known = self.hub_model_id or self.args.hub_model_id
-        if known and given in (None, known.rpartition("/")[2]):
-            return str(known)
-        return given or Path(self.args.output_dir).name
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._staging and self.args.hub_strategy != "end":
-            self.create_model_card()
-        super()._push_from_checkpoint(checkpoint_folder)
+def _name_on_hub(trainer: "OnlineTrainer", given: str | None) -> str:
+    """The name that is given; transformers gives that of the hub without its owner."""
+    known = trainer.hub_model_id or trainer.args.hub_model_id
+    if known and given in (None, known.rpartition("/")[2]):
+        return str(known)
+    return given or Path(trainer.args.output_dir or ".").name
 
 
 class PushCompletions(TrainerCallback):

@@ -5,20 +5,21 @@ changing a trainer that exists. Trials run one after another; each begins with f
 its end. Not here: what a trial does (`covey.trainer.trainer`), and other backends, of which there are none.
 """
 
-import copy
 import inspect
 import os
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import BestRun
 
 from covey.config.base import OnlineConfig
 from covey.runtime.user_code import format_error
-from covey.trainer.checkpoint import AtomicCheckpoints
 from covey.trainer.distributed.collectives import CollectiveError
+
+if TYPE_CHECKING:
+    from covey.trainer.trainer import OnlineTrainer
 
 OF_OPTIMIZE = ("timeout", "n_jobs", "gc_after_trial", "catch", "callbacks", "show_progress_bar")
 """Further arguments that `optuna.Study.optimize` takes; all others are `optuna.create_study`'s."""
@@ -28,114 +29,97 @@ HeardOf = Callable[[dict[str, float], int], bool]
 """(metrics, step): an evaluation of a trial; whether the trial is to end."""
 
 
-class HyperparameterSearch(AtomicCheckpoints):
-    """The searching part of a trainer."""
+def hyperparameter_search(
+    self: "OnlineTrainer",
+    hp_space: Callable[[Any], dict[str, Any]] | None = None,
+    compute_objective: Objective | None = None,
+    n_trials: int = 20,
+    direction: str | list[str] | None = None,
+    backend: Any = None,
+    hp_name: Callable[[Any], str] | None = None,
+    **kwargs: Any,
+) -> BestRun | list[BestRun]:
+    """Train with `n_trials` settings and say which were best. Collective.
 
-    made_of: dict[str, Any]
-    """The constructor's arguments, by name."""
-    _own_callbacks: frozenset[int]
-    """Ids of the callbacks that a trainer adds by itself."""
-    _trial_heard: HeardOf | None = None
+    Trials write into `output_dir/run-N`. Each is reported to optuna at every evaluation, which may end it
+    (`pruner=...`); its objective is that of its last evaluation, of one at its end where there was none.
 
-    def hyperparameter_search(
-        self,
-        hp_space: Callable[[Any], dict[str, Any]] | None = None,
-        compute_objective: Objective | None = None,
-        n_trials: int = 20,
-        direction: str | list[str] | None = None,
-        backend: Any = None,
-        hp_name: Callable[[Any], str] | None = None,
-        **kwargs: Any,
-    ) -> BestRun | list[BestRun]:
-        """Train with `n_trials` settings and say which were best. Collective.
+    Args:
+        hp_space: from an `optuna.Trial` to config fields and their values; learning rates from 1e-7 to 1e-5 if
+            None.
+        compute_objective: from the metrics of an evaluation to a number (or several); their reward if None, the
+            mean over evaluation sets with names.
+        n_trials: how many.
+        direction: "maximize" or "minimize", or one for each number; "maximize" where the objective is the reward.
+        backend: "optuna", the only one.
+        hp_name: from a trial to its name, which is that of its folder and of its run in trackers.
+        kwargs: further arguments of `optuna.create_study` and `optuna.Study.optimize`.
 
-        Trials write into `output_dir/run-N`. Each is reported to optuna at every evaluation, which may end it
-        (`pruner=...`); its objective is that of its last evaluation, of one at its end where there was none.
+    Returns:
+        The best run, or the best ones where there are several numbers; the study is its `run_summary`. Processes
+        other than the first get that of the first, without the study.
 
-        Args:
-            hp_space: from an `optuna.Trial` to config fields and their values; learning rates from 1e-7 to 1e-5 if
-                None.
-            compute_objective: from the metrics of an evaluation to a number (or several); their reward if None, the
-                mean over evaluation sets with names.
-            n_trials: how many.
-            direction: "maximize" or "minimize", or one for each number; "maximize" where the objective is the reward.
-            backend: "optuna", the only one.
-            hp_name: from a trial to its name, which is that of its folder and of its run in trackers.
-            kwargs: further arguments of `optuna.create_study` and `optuna.Study.optimize`.
-
-        Returns:
-            The best run, or the best ones where there are several numbers; the study is its `run_summary`. Processes
-            other than the first get that of the first, without the study.
-
-        Raises:
-            ImportError: optuna is not installed.
-            ValueError: nothing to evaluate, a model that cannot be had afresh, or arguments that do not suit.
-        """
-        name = getattr(backend, "value", backend)
-        if name not in (None, "optuna"):
-            raise ValueError(f"backend={name!r}: hyperparameter_search works with optuna alone; leave `backend` out.")
-        if kwargs.get("n_jobs", 1) != 1:
-            raise ValueError(f"n_jobs={kwargs['n_jobs']}: trials run one after another here; leave it out.")
-        if compute_objective is not None and direction is None:
-            raise ValueError(
-                "hyperparameter_search with a compute_objective needs to know what is better: direction='maximize' (a"
-                " reward) or direction='minimize' (a loss)."
-            )
-        self._check_searchable()
-        try:
-            import optuna
-        except ImportError as error:
-            raise ImportError("hyperparameter_search needs optuna: pip install 'covey[search]'.") from error
-        caught = kwargs.get("catch", ())
-        trials = _Trials(
-            self, hp_name, compute_objective or mean_reward, caught if isinstance(caught, Iterable) else (caught,)
+    Raises:
+        ImportError: optuna is not installed.
+        ValueError: nothing to evaluate, a model that cannot be had afresh, or arguments that do not suit.
+    """
+    name = getattr(backend, "value", backend)
+    if name not in (None, "optuna"):
+        raise ValueError(f"backend={name!r}: hyperparameter_search works with optuna alone; leave `backend` out.")
+    if kwargs.get("n_jobs", 1) != 1:
+        raise ValueError(f"n_jobs={kwargs['n_jobs']}: trials run one after another here; leave it out.")
+    if compute_objective is not None and direction is None:
+        raise ValueError(
+            "hyperparameter_search with a compute_objective needs to know what is better: direction='maximize' (a"
+            " reward) or direction='minimize' (a loss)."
         )
-        if self.args.process_index:
-            return trials.follow()
-        optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
-        several = {"directions": direction} if isinstance(direction, list) else {"direction": direction or "maximize"}
-        study = optuna.create_study(**several, **kwargs)
-        best: Any
-        try:
-            study.optimize(lambda trial: trials.lead(trial, (hp_space or _learning_rates)(trial)), n_trials, **optimize)
-            if isinstance(direction, list):
-                best = [BestRun(str(one.number), one.values, one.params) for one in study.best_trials]
-            else:
-                best = BestRun(str(study.best_trial.number), study.best_value, study.best_params)
-        except BaseException as error:
-            trials.fail(error)
-            raise
-        trials.end(best)
-        return (
-            [one._replace(run_summary=study) for one in best]
-            if isinstance(best, list)
-            else best._replace(run_summary=study)
+    _check_searchable(self)
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError("hyperparameter_search needs optuna: pip install 'covey[search]'.") from error
+    caught = kwargs.get("catch", ())
+    trials = _Trials(
+        self, hp_name, compute_objective or mean_reward, caught if isinstance(caught, Iterable) else (caught,)
+    )
+    if self.args.process_index:
+        return trials.follow()
+    optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
+    several = {"directions": direction} if isinstance(direction, list) else {"direction": direction or "maximize"}
+    study = optuna.create_study(**several, **kwargs)
+    best: Any
+    try:
+        study.optimize(lambda trial: trials.lead(trial, (hp_space or _learning_rates)(trial)), n_trials, **optimize)
+        if isinstance(direction, list):
+            best = [BestRun(str(one.number), one.values, one.params) for one in study.best_trials]
+        else:
+            best = BestRun(str(study.best_trial.number), study.best_value, study.best_params)
+    except BaseException as error:
+        trials.fail(error)
+        raise
+    trials.end(best)
+    return (
+        [one._replace(run_summary=study) for one in best]
+        if isinstance(best, list)
+        else best._replace(run_summary=study)
+    )
+
+
+def _check_searchable(trainer: "OnlineTrainer") -> None:
+    if trainer.eval_dataset is None:
+        raise ValueError("hyperparameter_search compares trials by their evaluation: give an `eval_dataset`.")
+    model = trainer.made_of.get("model")
+    if trainer.made_of.get("model_init") is None and not isinstance(model, str | os.PathLike):
+        raise ValueError(
+            "hyperparameter_search trains a fresh model in every trial, and this trainer was given one that is"
+            f" loaded ({type(model).__name__}). Give its hub id or folder, or a function that makes"
+            " it: model_init=..."
         )
-
-    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Called by `Trainer` after every evaluation while it trains."""
-        if self._trial_heard is not None and self._trial_heard(metrics, step):
-            self.control.should_training_stop = True
-
-    def _check_searchable(self) -> None:
-        if self.eval_dataset is None:
-            raise ValueError("hyperparameter_search compares trials by their evaluation: give an `eval_dataset`.")
-        model = self.made_of.get("model")
-        if self.made_of.get("model_init") is None and not isinstance(model, str | os.PathLike):
-            raise ValueError(
-                "hyperparameter_search trains a fresh model in every trial, and this trainer was given one that is"
-                f" loaded ({type(model).__name__}). Give its hub id or folder, or a function that makes"
-                " it: model_init=..."
-            )
-        if any(part is not None for part in self.made_of.get("optimizers") or ()):
-            raise ValueError(
-                "hyperparameter_search cannot use `optimizers`: they belong to one model, and every trial has another."
-                " Name it in the config (optim=...), or give `optimizer_cls_and_kwargs`."
-            )
-
-    def _users_callbacks(self) -> list[Any]:
-        """Copies, since some count."""
-        return [copy.copy(one) for one in self.callback_handler.callbacks if id(one) not in self._own_callbacks]
+    if any(part is not None for part in trainer.made_of.get("optimizers") or ()):
+        raise ValueError(
+            "hyperparameter_search cannot use `optimizers`: they belong to one model, and every trial has another."
+            " Name it in the config (optim=...), or give `optimizer_cls_and_kwargs`."
+        )
 
 
 class _Trials:
@@ -150,7 +134,7 @@ class _Trials:
 
     def __init__(
         self,
-        original: Any,
+        original: "OnlineTrainer",
         hp_name: Callable[[Any], str] | None,
         objective: Objective,
         caught: Iterable[type[Exception]] = (),
@@ -220,7 +204,7 @@ class _Trials:
             pruned = bool(trainer.collectives.gather(ended, "hear whether the trial goes on")[0])
             return pruned
 
-        trainer._trial_heard = heard
+        trainer.on_evaluated = heard
         trainer.hp_name = lambda _: os.path.basename(trainer.args.output_dir)
         trainer.train(trial=trial)
         return self._objective(trainer.evaluate()) if value is None else value, pruned
@@ -230,7 +214,7 @@ class _Trials:
         args: OnlineConfig = original.args.with_changes(
             **{"output_dir": os.path.join(original.args.output_dir, name), **changes}
         )
-        parts = {**original.made_of, "args": args, "callbacks": original._users_callbacks()}
+        parts = {**original.made_of, "args": args, "callbacks": original.users_callbacks()}
         if (make := parts.get("model_init")) is not None:
             parts["model_init"] = lambda: make_model(make, trial)
         return type(original)(**parts)

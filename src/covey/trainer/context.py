@@ -1,0 +1,88 @@
+"""`RunContext`: settings, services and state of a run that every phase of a training step reads."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from transformers import TrainerState
+
+from covey.algorithms.algorithm import Algorithm
+from covey.config.algebra import BatchAlgebra
+from covey.config.base import OnlineConfig
+from covey.observability.metrics import MetricLog
+from covey.observability.timeline import PhaseTimer, Timeline
+from covey.trainer.distributed.collectives import Collectives
+from covey.trainer.distributed.sharding import Sharding
+
+
+class TrainingLoop(Protocol):
+    """Attributes of Hugging Face's trainer, which it may replace while it runs."""
+
+    state: TrainerState
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    train_dataset: Any
+    is_in_train: bool
+
+    @property
+    def policy(self) -> Any:
+        """The transformers (or PEFT) model without its wrappers."""
+        ...
+
+
+@dataclass
+class RunContext:
+    """Settings, services and state of a run.
+
+    Attributes:
+        args: the config.
+        algebra: its batch sizes.
+        algorithm: advantages, objective and weighting.
+        loop: Hugging Face's trainer.
+        accelerator, sharding: placement of the model.
+        collectives: exchanges between processes.
+        metrics, phases, timeline: measurements.
+    """
+
+    args: OnlineConfig
+    algebra: BatchAlgebra
+    algorithm: Algorithm
+    loop: TrainingLoop
+    accelerator: Accelerator
+    sharding: Sharding
+    collectives: Collectives
+    metrics: MetricLog
+    phases: PhaseTimer
+    timeline: Timeline
+
+    @property
+    def training(self) -> bool:
+        """False while an evaluation runs."""
+        return bool(self.loop.model.training)
+
+    @property
+    def mode(self) -> str:
+        """`train` or `eval`."""
+        return "train" if self.training else "eval"
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.loop.state.global_step
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self.accelerator.device
+
+    @property
+    def group_size(self) -> int:
+        """Completions of each prompt."""
+        return self.algebra.num_generations if self.training else self.algebra.eval_group
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Completions of one nominal micro-batch of this process."""
+        return self.args.per_device_train_batch_size if self.training else self.args.per_device_eval_batch_size
