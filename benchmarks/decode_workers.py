@@ -189,15 +189,16 @@ class VllmServer:
         from covey.engines.servers.engine import RemoteEngine
         from covey.engines.servers.http_client import ServerClient
         from covey.engines.servers.server_process import ServerProcess, free_port
-        from covey.engines.servers.vllm.api import VllmDialect
-        from covey.engines.servers.vllm.weights import VllmWeights
+        from covey.engines.servers.vllm.api import VllmApi
+        from covey.engines.servers.vllm.weights import VllmWeightApi
+        from covey.engines.servers.weights.sender import WeightSender
 
         url = f"http://127.0.0.1:{(port := free_port())}"
         command = [sys.executable, "-m", "covey.cli.main", "vllm-serve", "--model", folder, "--port", str(port)]
         command += ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "256", "--block-size", "32"]
         log = Path(tempfile.mkdtemp()) / "server.log"
         self.process = ServerProcess(command, f"{url}/health", log_path=log, deadline=600, name="vLLM").start()
-        self.engine = RemoteEngine([ServerClient(url)], VllmDialect(), VllmWeights(), ends=frozenset())
+        self.engine = RemoteEngine([ServerClient(url)], VllmApi(), WeightSender(VllmWeightApi()), ends=frozenset())
 
     def sample(self, work: Work) -> list[Tokens]:
         """A request for every length in a group; all of a group's where they are equal, as the trainer makes them."""

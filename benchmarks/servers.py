@@ -69,11 +69,12 @@ def sync(folder: str) -> Iterator[dict[str, Any]]:
 def _updates(url: str, model: Any, way: str, *, adapter_only: bool) -> dict[str, Any]:
     from covey.engines.servers.engine import RemoteEngine
     from covey.engines.servers.http_client import ServerClient
-    from covey.engines.servers.vllm.api import VllmDialect
-    from covey.engines.servers.vllm.weights import VllmWeights
+    from covey.engines.servers.vllm.api import VllmApi
+    from covey.engines.servers.vllm.weights import VllmWeightApi
+    from covey.engines.servers.weights.sender import WeightSender
     from covey.policy.weights import weight_update
 
-    engine = RemoteEngine([ServerClient(url)], VllmDialect(), VllmWeights(way), ends=frozenset())
+    engine = RemoteEngine([ServerClient(url)], VllmApi(), WeightSender(VllmWeightApi(), way), ends=frozenset())
     update = weight_update(model, 0, adapter_only=adapter_only)
     seconds = []
     try:

@@ -133,7 +133,7 @@ def test_a_key_travels_in_the_environment_and_guards_every_route():
     assert "secret-1" not in shlex.join(command(*arguments))
     assert added(*arguments)["VLLM_API_KEY"] == "secret-1"
     words = command(*arguments)
-    assert words[words.index("--middleware") + 1] == "covey.engines.servers.vllm.auth.RequireKey"
+    assert words[words.index("--middleware") + 1] == "covey.engines.servers.vllm.launch.RequireKey"
     assert "--middleware" not in command("m")
 
 

@@ -101,7 +101,7 @@ def test_a_key_is_asked_for_on_every_route_that_matters_and_shown_nowhere(start_
     assert sample(running, key=key, model="quail")["token_ids"]
     assert key not in running.log
     commands = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True).stdout
-    assert "vllm_auth.RequireKey" in commands and key not in commands
+    assert "launch.RequireKey" in commands and key not in commands
 
 
 TRAINER = """

@@ -10,7 +10,7 @@ from PIL import Image
 from covey import GRPOConfig, GRPOTrainer
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
-from covey.engines.servers.vllm.images import body_of
+from covey.engines.servers.vllm.sampling import image_request
 from tests.support import tiny_vision
 
 pytestmark = pytest.mark.vllm
@@ -23,7 +23,7 @@ def test_vllm_reads_tokens_images_and_settings_from_the_request():
     picture = tiny_vision.picture(0)
     media = Media((picture,), {}, {}, start=1, length=4, short_ids=(7,))
     asked = SampleRequest([5, 9, 9, 9, 9, 6], 2, SamplingParams(4, top_k=5), [3, 4], media=(media,))
-    read = GenerateRequest.model_validate(json.loads(json.dumps(body_of(asked, "m", frozenset({1})))))
+    read = GenerateRequest.model_validate(json.loads(json.dumps(image_request(asked, "m", frozenset({1})))))
     assert read.token_ids == [5, 7, 6] and read.return_token_ids
     settings = read.sampling_params
     assert (settings.n, settings.seed, settings.max_tokens, settings.top_k, settings.logprobs) == (2, 3, 4, 5, 0)

@@ -13,12 +13,12 @@ from covey.core.weights import WeightUpdate
 from covey.engines.servers.errors import ServerError
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerFacts
-from covey.engines.servers.vllm import weights as vllm_transports
-from covey.engines.servers.vllm.weights import VllmWeights
+from covey.engines.servers.weights.channels import Group
 from covey.policy.loading import load_policy
 from covey.policy.weights import weight_update
 from tests.real_vllm.serving import SHAPE
 from tests.support import tiny
+from tests.support.servers.senders import vllm_sender
 
 pytestmark = pytest.mark.vllm
 
@@ -82,7 +82,7 @@ def weights():
     made = []
 
     def make(way="auto", **options):
-        made.append(VllmWeights(way, **{"bucket_bytes": SMALL, **options}))
+        made.append(vllm_sender(way, **{"bucket_bytes": SMALL, **options}))
         return made[-1]
 
     yield make
@@ -152,7 +152,7 @@ def test_a_policy_in_four_bits_goes_as_the_numbers_it_stands_for(server, weights
 def test_a_tensor_that_changed_on_its_way_is_refused_and_the_next_update_is_whole(server, weights, monkeypatch):
     one, model = weights("group"), policy(1)
     run(server, one, weight_update(policy(2), 0))
-    send = vllm_transports.Group.send
+    send = Group.send
     sent = []
 
     def spoil(self, data, seconds):
@@ -162,7 +162,7 @@ def test_a_tensor_that_changed_on_its_way_is_refused_and_the_next_update_is_whol
             data[1] ^= 4
         send(self, data, seconds)
 
-    monkeypatch.setattr(vllm_transports.Group, "send", spoil)
+    monkeypatch.setattr(Group, "send", spoil)
     with pytest.raises(ServerError, match=r"version 1 \(bucket 3 of \d+: model.*changed on its way"):
         run(server, one, weight_update(model, 1))
     assert run(server, one, weight_update(model, 1)) == [expected(model)]
@@ -201,7 +201,7 @@ def test_a_server_that_is_killed_during_the_transfer_is_an_error_at_once(start_s
     one = weights("group")
     run(running, one, weight_update(policy(1), 1))
     sent = []
-    send = vllm_transports.Group.send
+    send = Group.send
 
     def kill_at_third(self, data, seconds):
         sent.append(data)
@@ -210,7 +210,7 @@ def test_a_server_that_is_killed_during_the_transfer_is_an_error_at_once(start_s
             time.sleep(1.0)
         send(self, data, seconds)
 
-    monkeypatch.setattr(vllm_transports.Group, "send", kill_at_third)
+    monkeypatch.setattr(Group, "send", kill_at_third)
     begun = time.monotonic()
     with pytest.raises(ServerError, match=r"version 2 \(bucket 3 of"):
         run(running, one, weight_update(policy(2), 2), deadline=300.0)

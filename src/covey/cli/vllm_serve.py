@@ -15,8 +15,14 @@ from pathlib import Path
 from covey.cli import serving
 from covey.cli.env import memory_bytes, usable_cores
 from covey.cli.serving import Make, Request
-from covey.engines.servers.vllm import auth
-from covey.engines.servers.vllm.flags import ENVIRONMENT, LORA_ENVIRONMENT, OLDEST, lora_flags, weight_flags
+from covey.engines.servers.vllm.launch import (
+    ENVIRONMENT,
+    LORA_ENVIRONMENT,
+    MIDDLEWARE,
+    OLDEST,
+    lora_flags,
+    weight_flags,
+)
 
 RENAMED = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
 """Flags of TRL's command that vLLM calls something else."""
@@ -127,7 +133,7 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> tuple[li
     notes = [f"serving {request.model} at {serving.url_of(request)}"]
     if request.api_key:
         added["VLLM_API_KEY"] = request.api_key
-        command += ["--middleware", auth.PATH]
+        command += ["--middleware", MIDDLEWARE]
     if request.has("enable-lora") and "--no-enable-lora" not in request.flags:
         added |= LORA_ENVIRONMENT
         if not request.has("max-loras") and not request.has("max-cpu-loras"):  # one must not be below the other

@@ -33,11 +33,11 @@ class SharedServers(Protocol):
         """On every process: within this context no request begins."""
         ...
 
-    def tell(self) -> Any:
+    def export_state(self) -> Any:
         """On the process that sent: what the others must know about it; picklable."""
         ...
 
-    def learn(self, version: int, told: Any) -> None:
+    def import_state(self, version: int, state: Any) -> None:
         """On the others: the servers hold `version`."""
         ...
 
@@ -165,7 +165,11 @@ class WeightSync:
             engine.load_weights(self._announcing(update) if together else update)
         except BaseException as caught:
             error = caught
-        word = ("done", None if error is None else _words(error), None if error else (engine.tell(), self._base_sent))
+        word = (
+            "done",
+            None if error is None else _words(error),
+            None if error else (engine.export_state(), self._base_sent),
+        )
         self._from_first(word, update.version)
         if error is not None:
             raise error
@@ -182,7 +186,7 @@ class WeightSync:
             if said is not None:
                 raise RuntimeError(f"process 0 could not send the weights: {said}")
             told, self._base_sent = told
-            engine.learn(update.version, told)
+            engine.import_state(update.version, told)
             return
 
     def _from_first(self, word: Any, version: int) -> Any:

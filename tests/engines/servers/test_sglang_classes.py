@@ -17,11 +17,11 @@ from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.images import sent_ids, sent_images
 from covey.engines.servers.sglang import payload
-from covey.engines.servers.sglang.api import SglangDialect
-from covey.engines.servers.sglang.weights import SglangWeights
+from covey.engines.servers.sglang.api import SglangApi
 from covey.engines.servers.weights.buckets import Packer
 from covey.policy.weights import weight_update
 from tests.support import tiny, tiny_vision
+from tests.support.servers.senders import sglang_sender
 from tests.support.servers.sglang_package import BODIES, RECORD, describe, load
 from tests.support.servers.sglang_servers import InThread, request, update
 
@@ -41,14 +41,14 @@ def asked(tiny_folder):
     server = InThread(tiny_folder, "--enable-lora", "--enable-memory-saver")
     try:
         policy = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["q_proj"]))
-        engine = RemoteEngine([ServerClient(server.url)], SglangDialect(), SglangWeights("tensor"), ends=frozenset({1}))
+        engine = RemoteEngine([ServerClient(server.url)], SglangApi(), sglang_sender("tensor"), ends=frozenset({1}))
         for version in (1, 2, 3):
             engine.load_weights(weight_update(policy, version, adapter_only=True))
         asyncio.run(engine.generate(request()))
         engine.close()
         for way in ("tensor", "disk"):
-            dialect = SglangDialect(temperature=0.7, vocab_size=tiny.config().vocab_size)
-            transport = SglangWeights(way, bucket_bytes=20_000)
+            dialect = SglangApi(temperature=0.7, vocab_size=tiny.config().vocab_size)
+            transport = sglang_sender(way, bucket_bytes=20_000)
             last = way == "disk"  # afterwards it sleeps
             engine = RemoteEngine([ServerClient(server.url)], dialect, transport, ends=frozenset({1}), sleeps=last)
             with engine.awake():
@@ -115,7 +115,7 @@ def test_images_are_read_as_one_list_for_each_completion(real):
 
 
 def test_a_group_is_announced_with_the_fields_of_its_class(real):
-    """The fake in a thread cannot join a group; the body is the one that `SglangWeights` makes."""
+    """The fake in a thread cannot join a group; the body is the one that `sglang_sender` makes."""
     body = {
         "master_address": "127.0.0.1",
         "master_port": 1,

@@ -10,7 +10,8 @@ from covey.core.rollout import FinishReason
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerBusy, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk
-from covey.engines.servers.sglang.api import SglangDialect, facts_of, sampled_of, ways_of
+from covey.engines.servers.sglang.api import SglangApi, chunk_of, facts_of
+from covey.engines.servers.sglang.weights import obstacles_of
 from tests.support import tiny
 from tests.support.servers.fake_sglang import check_fields
 from tests.support.servers.sglang_servers import InThread, call, greedy, logprobs_of, request
@@ -42,7 +43,7 @@ def other(tiny_folder):
 
 
 def ask(server, method, *args, dialect=None, api_key=None, **kwargs):
-    call_it = getattr(dialect or SglangDialect(vocab_size=VOCABULARY), method)
+    call_it = getattr(dialect or SglangApi(vocab_size=VOCABULARY), method)
     return call(server.url, lambda connection: call_it(connection, *args, **{"deadline": 10.0, **kwargs}), api_key)
 
 
@@ -54,20 +55,20 @@ def generate(server, asked, ends=ENDS, **kwargs):
 
 
 def test_a_server_says_what_it_is(running, tiny_folder):
-    facts = ask(running, "look")
+    facts = ask(running, "probe")
     assert (facts.model, facts.path, facts.release) == (tiny_folder, tiny_folder, "0.5.23")
     assert (facts.max_context, facts.world_size, facts.dtype) == (256, 1, torch.float32)
     assert facts.reports_temperature and not facts.sleeps
 
 
 def test_older_names_of_routes_are_known(other):
-    assert ask(other("--old-names"), "look").release == "0.5.23"
+    assert ask(other("--old-names"), "probe").release == "0.5.23"
 
 
 def test_replicas_take_weights_from_files_alone():
     model, info = {"model_path": "m"}, {"tp_size": 2, "pp_size": 1, "dp_size": 4}
-    assert ways_of(info) == ("disk",) and facts_of(model, info).world_size == 8
-    assert ways_of({"pp_size": 2}) == ("tensor", "disk") and ways_of({}) == ("group", "tensor", "disk")
+    assert set(obstacles_of(info)) == {"group", "tensor"} and facts_of(model, info).world_size == 8
+    assert set(obstacles_of({"pp_size": 2})) == {"group"} and not obstacles_of({})
 
 
 def test_what_is_unknown_stays_unknown():
@@ -78,24 +79,24 @@ def test_what_is_unknown_stays_unknown():
 def test_a_key_is_needed_where_the_server_has_one(other):
     server = other("--api-key", "secret")
     with pytest.raises(ServerRefused, match="Give the server's API key"):
-        ask(server, "look")
-    assert ask(server, "look", api_key="secret").release
+        ask(server, "probe")
+    assert ask(server, "probe", api_key="secret").release
 
 
 def test_another_vocabulary_is_refused(running):
     with pytest.raises(ServerRefused, match=r"lacks token 4999.*Start the server with the model that is trained"):
-        ask(running, "look", dialect=SglangDialect(vocab_size=5000))
+        ask(running, "probe", dialect=SglangApi(vocab_size=5000))
 
 
 def test_logprobs_without_the_temperature_are_refused_where_it_matters(other):
     server = other("--original-logprobs")
-    assert ask(server, "look").reports_temperature
+    assert ask(server, "probe").reports_temperature
     with pytest.raises(ServerRefused, match=r"temperature 0\.7.*SGLANG_RETURN_ORIGINAL_LOGPROB"):
-        ask(server, "look", dialect=SglangDialect(temperature=0.7, vocab_size=VOCABULARY))
+        ask(server, "probe", dialect=SglangApi(temperature=0.7, vocab_size=VOCABULARY))
 
 
 def test_logprobs_with_the_temperature_are_not(running):
-    assert ask(running, "look", dialect=SglangDialect(temperature=0.7, vocab_size=VOCABULARY)).reports_temperature
+    assert ask(running, "probe", dialect=SglangApi(temperature=0.7, vocab_size=VOCABULARY)).reports_temperature
 
 
 def test_a_server_of_another_make_is_pointed_out():
@@ -109,7 +110,7 @@ def test_a_server_of_another_make_is_pointed_out():
         listening = await asyncio.start_server(handle, "127.0.0.1", 0)
         server = ServerClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
         try:
-            await SglangDialect().look(server, 5.0)
+            await SglangApi().probe(server, 5.0)
         finally:
             await server.close()
             listening.close()
@@ -120,7 +121,7 @@ def test_a_server_of_another_make_is_pointed_out():
 
 def test_a_server_that_was_left_paused_goes_on(running):
     ask(running, "pause")
-    assert ask(running, "look").release
+    assert ask(running, "probe").release
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def test_further_settings_are_passed_on(running):
 
 def test_settings_that_are_ours_are_refused():
     with pytest.raises(ValueError, match="leave out n, sampling_seed"):
-        SglangDialect(extra={"n": 2, "sampling_seed": 3, "regex": "a"})
+        SglangApi(extra={"n": 2, "sampling_seed": 3, "regex": "a"})
 
 
 def test_what_is_paused_comes_back_aborted_with_what_there_is(other):
@@ -210,16 +211,16 @@ def answer(tokens=(4, 5), logprobs=(-1.0, -2.0), kind="length", **changes):
 
 
 def test_a_plain_answer():
-    sampled = sampled_of(answer())
+    sampled = chunk_of(answer())
     assert isinstance(sampled, SampledChunk) and not sampled.aborted
     assert (sampled.completion.token_ids, sampled.completion.logprobs) == ([4, 5], [-1.0, -2.0])
 
 
 def test_an_aborted_answer_ends_where_tokens_and_logprobs_do():
-    sampled = sampled_of(answer(tokens=(4, 5, 6), kind="abort"))
+    sampled = chunk_of(answer(tokens=(4, 5, 6), kind="abort"))
     assert sampled.aborted and sampled.completion.token_ids == [4, 5]
     waiting = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "in queue"}}}
-    assert sampled_of(waiting).aborted
+    assert chunk_of(waiting).aborted
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_an_aborted_answer_ends_where_tokens_and_logprobs_do():
 )
 def test_what_is_no_completion_is_refused(broken, says):
     with pytest.raises(ValueError, match=says):
-        sampled_of(broken)
+        chunk_of(broken)
 
 
 def test_missing_completions_are_noticed(running):
@@ -261,7 +262,7 @@ def test_the_prefix_cache_is_emptied_as_soon_as_nothing_runs(other):
     busy.start()
     while "/generate" not in server.paths():
         pass
-    ask(server, "forget_prefixes")
+    ask(server, "clear_prefix_cache")
     busy.join()
     assert "/flush_cache" in server.paths()
 
@@ -269,23 +270,23 @@ def test_the_prefix_cache_is_emptied_as_soon_as_nothing_runs(other):
 def test_a_cache_that_stays_in_use_is_an_error_with_the_servers_words(running):
     running.fail("/flush_cache", text="Flush cache failed.", times=1000)
     with pytest.raises(ServerRefused, match=r"empty the prefix cache.*Flush cache failed"):
-        ask(running, "forget_prefixes", deadline=0.5)
+        ask(running, "clear_prefix_cache", deadline=0.5)
     running.fail("/flush_cache", times=0)
 
 
 def test_a_cache_in_use_is_tried_again(running):
     running.fail("/flush_cache", text="Flush cache failed.", times=2)
-    ask(running, "forget_prefixes")
+    ask(running, "clear_prefix_cache")
 
 
 def test_notes_last(running):
-    ask(running, "write_stamp", "covey-1-2")
-    assert ask(running, "read_stamp") == "covey-1-2"
+    ask(running, "write_version", "covey-1-2")
+    assert ask(running, "read_version") == "covey-1-2"
 
 
 def test_memory_is_released_and_taken_back(other):
     server = other("--enable-memory-saver")
-    dialect = SglangDialect()
+    dialect = SglangApi()
     for _ in range(2):  # twice the same is once
         ask(server, "sleep", 1, dialect=dialect)
     with pytest.raises((DeadlineExceeded, ServerRefused)):
@@ -312,7 +313,7 @@ def test_a_server_that_cannot_release_memory_says_how_to_start_it(running):
 def test_a_server_that_starts_is_busy(running):
     running.fail("/health", status=503, text="")
     with pytest.raises(ServerBusy):
-        ask(running, "look")
+        ask(running, "probe")
 
 
 def test_the_fake_refuses_fields_that_do_not_exist():

@@ -15,10 +15,10 @@ from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang import payload
-from covey.engines.servers.sglang.api import SglangDialect
-from covey.engines.servers.sglang.weights import SglangWeights
+from covey.engines.servers.sglang.api import SglangApi
 from covey.policy.weights import weight_update
 from tests.support import tiny
+from tests.support.servers.senders import sglang_sender
 from tests.support.servers.sglang_servers import InThread, OwnProcess, call, greedy, request, update
 
 ENDS = frozenset({1})
@@ -55,7 +55,7 @@ def engines():
             settings = {"ends": ENDS, "vocab_size": VOCABULARY, "timeout": 10.0, "sync_timeout": 30.0, **options}
             made = RemoteEngine(
                 [ServerClient(server.url) for server in servers],
-                SglangDialect(vocab_size=VOCABULARY),
+                SglangApi(vocab_size=VOCABULARY),
                 transport,
                 **settings,
             )
@@ -74,7 +74,7 @@ def send(transport, server, what, deadline=30.0):
     """The transport alone, at a server that is paused for it."""
 
     async def once(connection):
-        dialect = SglangDialect()
+        dialect = SglangApi()
         await dialect.pause(connection, 5.0)
         try:
             await transport.send([connection], what, deadline)
@@ -91,7 +91,7 @@ def send(transport, server, what, deadline=30.0):
 @pytest.mark.parametrize("way", ["group", "tensor", "disk"])
 def test_after_each_update_greedy_output_is_that_of_the_trainers_weights(running, engines, way):
     """Small buckets, so that there are several; a new model each time, and the group is used again."""
-    engine = engines(SglangWeights(way, bucket_bytes=20_000), running)
+    engine = engines(sglang_sender(way, bucket_bytes=20_000), running)
     for version in (1, 2):
         policy = tiny.model(seed=10 * version + len(way))
         engine.load_weights(update(policy, version))
@@ -103,7 +103,7 @@ def test_after_each_update_greedy_output_is_that_of_the_trainers_weights(running
 
 @pytest.mark.parametrize("way", ["group", "tensor", "disk"])
 def test_half_precision_arrives_as_such(running, engines, way):
-    engine = engines(SglangWeights(way), running)
+    engine = engines(sglang_sender(way), running)
     policy = tiny.model(seed=3).bfloat16()
     engine.load_weights(update(policy, 1))
     assert continuation(engine) == greedy(policy.float(), PROMPT, 10)
@@ -113,14 +113,14 @@ def test_numbers_inside_of_requests_arrive_too(running, engines, monkeypatch):
     """As for a server on another machine, or where there is no shared memory."""
     monkeypatch.setattr(payload, "shared_memory_left", lambda: 0)
     policy = tiny.model(seed=4)
-    engine = engines(SglangWeights("tensor", bucket_bytes=20_000), running)
+    engine = engines(sglang_sender("tensor", bucket_bytes=20_000), running)
     engine.load_weights(update(policy, 1))
     assert continuation(engine) == greedy(policy, PROMPT, 10)
 
 
 def test_shared_memory_is_where_numbers_lie_not_in_the_request(running, engines):
     before = len(running.log())
-    engines(SglangWeights("tensor"), running).load_weights(update(tiny.model(seed=5), 1))
+    engines(sglang_sender("tensor"), running).load_weights(update(tiny.model(seed=5), 1))
     bodies = [body for path, body in running.log()[before:] if path == "/update_weights_from_tensor"]
     largest = max(len(text) for body in bodies for text in body["serialized_named_tensors"])
     assert largest < 20_000 < update(tiny.model(), 1).nbytes
@@ -129,7 +129,7 @@ def test_shared_memory_is_where_numbers_lie_not_in_the_request(running, engines)
 def test_every_rank_of_a_server_gets_a_payload(other, engines):
     server = other("--tp-size", "2")
     policy = tiny.model(seed=6)
-    engine = engines(SglangWeights("tensor"), server)
+    engine = engines(sglang_sender("tensor"), server)
     engine.load_weights(update(policy, 1))
     assert continuation(engine) == greedy(policy, PROMPT, 10)
 
@@ -137,7 +137,7 @@ def test_every_rank_of_a_server_gets_a_payload(other, engines):
 def test_replicas_get_files(other, engines):
     server = other("--dp-size", "2")
     policy = tiny.model(seed=7)
-    engine = engines(SglangWeights(), server)
+    engine = engines(sglang_sender(), server)
     engine.load_weights(update(policy, 1))
     assert continuation(engine) == greedy(policy, PROMPT, 10)
     assert "/update_weights_from_disk" in server.paths()
@@ -145,20 +145,20 @@ def test_replicas_get_files(other, engines):
 
 def test_replicas_cannot_join_a_group(other):
     with pytest.raises(ServerRefused, match=r"take weights by group.*replicas \(--dp-size\) take weights from files"):
-        send(SglangWeights("group"), other("--dp-size", "2"), update(tiny.model(), 1))
+        send(sglang_sender("group"), other("--dp-size", "2"), update(tiny.model(), 1))
 
 
 def test_only_the_latest_folder_is_kept_and_none_in_the_end(other, tmp_path):
     server = other()
-    transport = SglangWeights("disk", folder=str(tmp_path))
+    transport = sglang_sender("disk", folder=str(tmp_path))
 
     async def twice(connection):
-        await SglangDialect().pause(connection, 5.0)
+        await SglangApi().pause(connection, 5.0)
         for version in (1, 2):
             await transport.send([connection], update(tiny.model(seed=version), version), 30.0)
         kept = [path.name for path in next(tmp_path.iterdir()).iterdir()]
         await transport.close()
-        await SglangDialect().resume(connection, 5.0)
+        await SglangApi().resume(connection, 5.0)
         return kept
 
     kept = call(server.url, twice)
@@ -168,7 +168,7 @@ def test_only_the_latest_folder_is_kept_and_none_in_the_end(other, tmp_path):
 
 def test_the_prefix_cache_is_emptied_once_per_update(running, engines):
     before = len(running.paths())
-    engines(SglangWeights("tensor", bucket_bytes=20_000), running).load_weights(update(tiny.model(), 1))
+    engines(sglang_sender("tensor", bucket_bytes=20_000), running).load_weights(update(tiny.model(), 1))
     paths = running.paths()[before:]
     assert paths.count("/update_weights_from_tensor") > 2 and paths.count("/flush_cache") == 1
 
@@ -177,15 +177,13 @@ def test_two_servers_get_the_same(running, tiny_folder, tmp_path, engines):
     second = OwnProcess(tiny_folder, tmp_path)
     try:
         policy = tiny.model(seed=8)
-        engine = engines(SglangWeights("group"), running, second)
+        engine = engines(sglang_sender("group"), running, second)
         engine.load_weights(update(policy, 1))
         for url in (running.url, second.url):
             asked = request(n=1, max_tokens=10, temperature=0.0)
             [one] = call(
                 url,
-                lambda server, asked=asked: SglangDialect().generate(
-                    server, asked, model="m", ends=ENDS, deadline=10.0
-                ),
+                lambda server, asked=asked: SglangApi().generate(server, asked, model="m", ends=ENDS, deadline=10.0),
             )
             assert one.completion.token_ids == greedy(policy, PROMPT, 10)
     finally:
@@ -207,7 +205,7 @@ def adapted(seed, base=None):
 
 
 def test_an_adapter_travels_alone_under_a_name_for_each_version(running, engines, tiny_folder):
-    engine = engines(SglangWeights(), running)
+    engine = engines(sglang_sender(), running)
     engine.load_weights(update(tiny.model(), 0))
     for version in (1, 2, 3):
         policy = adapted(version)
@@ -225,7 +223,7 @@ def test_an_adapter_travels_alone_under_a_name_for_each_version(running, engines
 def test_a_base_that_the_server_was_not_started_with_is_sent_first(running, engines):
     base = tiny.model(seed=12)
     policy = adapted(4, base)
-    engine = engines(SglangWeights(), running)
+    engine = engines(sglang_sender(), running)
     sent = weight_update(policy, 1, adapter_only=True)
     assert sent.base is not None
     engine.load_weights(sent)
@@ -236,7 +234,7 @@ def test_a_server_without_adapters_says_how_to_start_it(other, tiny_folder):
     sent = weight_update(adapted(1), 1, adapter_only=True)
     alone = WeightUpdate(sent.version, sent.specs, sent.tensors, sent.adapter)
     with pytest.raises(ServerRefused, match=r"LoRA is not enabled.*--max-lora-rank"):
-        send(SglangWeights(), other(), alone)
+        send(sglang_sender(), other(), alone)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -258,12 +256,12 @@ def wrong(name=None, shape=None):
 )
 def test_what_the_servers_model_does_not_have_is_named_with_version_and_server(running, way, what, says):
     with pytest.raises(ServerRefused, match=rf"{running.url}: cannot take weights of version 7.*{says}"):
-        send(SglangWeights(way), running, wrong(**what))
+        send(sglang_sender(way), running, wrong(**what))
 
 
 @pytest.mark.parametrize("way", ["group", "tensor", "disk"])
 def test_after_a_failed_update_the_next_one_arrives(running, engines, way):
-    engine = engines(SglangWeights(way, bucket_bytes=20_000), running)
+    engine = engines(sglang_sender(way, bucket_bytes=20_000), running)
     with pytest.raises(ServerError):
         engine.load_weights(wrong(name="model.nonsense"))
     policy = tiny.model(seed=9)
@@ -275,7 +273,7 @@ def test_after_a_failed_update_the_next_one_arrives(running, engines, way):
 def test_a_session_that_a_killed_run_left_open_is_closed_first(running, engines, way):
     call(running.url, lambda server: server.ask("/begin_weight_update", doing="x", deadline=5.0, body={}))
     policy = tiny.model(seed=13)
-    engine = engines(SglangWeights(way), running)
+    engine = engines(sglang_sender(way), running)
     engine.load_weights(update(policy, 1))
     assert continuation(engine) == greedy(policy, PROMPT, 10)
 
@@ -283,21 +281,21 @@ def test_a_session_that_a_killed_run_left_open_is_closed_first(running, engines,
 def test_a_refusal_names_the_bucket_and_repeats_the_servers_words(running):
     running.fail("/update_weights_from_distributed", text='{"success": false, "message": "out of memory"}')
     with pytest.raises(ServerRefused, match=r"version 1 \(bucket 1 of 1: model.embed_tokens.weight \.\.\..*out of mem"):
-        send(SglangWeights("group"), running, update(tiny.model(), 1))
+        send(sglang_sender("group"), running, update(tiny.model(), 1))
 
 
 def test_a_group_that_nobody_joins_ends_by_the_deadline(running):
     running.fail("/init_weights_update_group", hang=60)
     started = time.monotonic()
     with pytest.raises((DeadlineExceeded, ServerError), match="join a group for weights"):
-        send(SglangWeights("group"), running, update(tiny.model(), 1), deadline=3.0)
+        send(sglang_sender("group"), running, update(tiny.model(), 1), deadline=3.0)
     assert time.monotonic() - started < 20
 
 
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_emptied_fails_the_update(running, engines, monkeypatch):
     monkeypatch.setattr(fleet_module, "QUICK_SECONDS", 1.0)
-    engine = engines(SglangWeights("tensor"), running)
+    engine = engines(sglang_sender("tensor"), running)
     running.fail("/flush_cache", text="Flush cache failed.", times=100_000)
     try:
         with pytest.raises(ServerError, match="Flush cache failed"):
@@ -311,7 +309,7 @@ def test_a_server_that_dies_during_an_update_costs_itself_not_the_others(running
     second = OwnProcess(tiny_folder, tmp_path)
     try:
         policy = tiny.model(seed=14)
-        engine = engines(SglangWeights("group", bucket_bytes=20_000), running, second)
+        engine = engines(sglang_sender("group", bucket_bytes=20_000), running, second)
         second.fail("/update_weights_from_distributed", die=True)
         engine.load_weights(update(policy, 1))
         for _ in range(2):
@@ -324,7 +322,7 @@ def test_a_server_that_dies_during_an_update_costs_itself_not_the_others(running
 def test_the_only_server_dying_is_an_error_within_the_deadline(tiny_folder, tmp_path, engines):
     server = OwnProcess(tiny_folder, tmp_path)
     try:
-        engine = engines(SglangWeights("group", bucket_bytes=20_000), server, sync_timeout=4.0)
+        engine = engines(sglang_sender("group", bucket_bytes=20_000), server, sync_timeout=4.0)
         server.fail("/update_weights_from_distributed", die=True)
         with pytest.raises((NoServerLeft, ServerError), match="version 1"):
             engine.load_weights(update(tiny.model(), 1))
@@ -336,7 +334,7 @@ def test_completions_under_way_are_continued_with_the_new_weights(tiny_folder, e
     server = InThread(tiny_folder, "--seconds-per-token", "0.03")
     try:
         policy = tiny.model(seed=15)
-        engine = engines(SglangWeights("tensor"), server)
+        engine = engines(sglang_sender("tensor"), server)
         engine.load_weights(update(tiny.model(), 1))
 
         async def during():
@@ -354,7 +352,7 @@ def test_completions_under_way_are_continued_with_the_new_weights(tiny_folder, e
 
 def test_unknown_ways_are_refused():
     with pytest.raises(ValueError, match="'pigeon'; choose one of: auto, group, tensor, disk"):
-        SglangWeights("pigeon")
+        sglang_sender("pigeon")
 
 
 def test_shared_memory_is_measured():

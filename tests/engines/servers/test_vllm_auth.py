@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from covey.engines.servers.vllm.auth import PATH, RequireKey
+from covey.engines.servers.vllm.launch import MIDDLEWARE, RequireKey
 
 
 @pytest.fixture
@@ -58,5 +58,5 @@ def test_a_door_without_a_key_does_not_exist(monkeypatch):
 
 
 def test_it_is_found_under_its_path():
-    module, _, name = PATH.rpartition(".")
+    module, _, name = MIDDLEWARE.rpartition(".")
     assert getattr(__import__(module, fromlist=[name]), name) is RequireKey

@@ -10,7 +10,7 @@ from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.rollout import FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.vllm.api import VllmDialect
+from covey.engines.servers.vllm.api import VllmApi
 from tests.support import tiny
 from tests.support.servers import fake_vllm
 from tests.support.servers.fake_vllm import FakeVllm
@@ -30,7 +30,7 @@ def ask(server, method, *args, dialect=None, api_key=None, **kwargs):
     async def once():
         connection = ServerClient(server.url, api_key)
         try:
-            call = getattr(dialect or VllmDialect(vocab_size=VOCABULARY), method)
+            call = getattr(dialect or VllmApi(vocab_size=VOCABULARY), method)
             return await call(connection, *args, deadline=5.0, **kwargs)
         finally:
             await connection.close()
@@ -39,7 +39,7 @@ def ask(server, method, *args, dialect=None, api_key=None, **kwargs):
 
 
 def look(server, api_key=None, **options):
-    return ask(server, "look", dialect=VllmDialect(**{"vocab_size": VOCABULARY, **options}), api_key=api_key)
+    return ask(server, "probe", dialect=VllmApi(**{"vocab_size": VOCABULARY, **options}), api_key=api_key)
 
 
 def test_a_server_says_what_it_is(servers):
@@ -117,7 +117,7 @@ def test_generation_kwargs_the_server_would_ignore_are_refused_with_a_proposal(s
 @pytest.mark.parametrize("name", ["n", "stream", "logprobs", "max_tokens"])
 def test_generation_kwargs_that_would_break_requests_are_refused(name):
     with pytest.raises(ValueError, match=f"leave out {name}"):
-        VllmDialect(extra={name: 1})
+        VllmApi(extra={name: 1})
 
 
 def test_settings_of_the_request_and_generation_kwargs_arrive(servers):
@@ -165,17 +165,17 @@ def test_a_prefix_cache_in_use_is_not_taken_for_empty(servers):
     server = servers()
     server.misbehave("/reset_prefix_cache", fake_vllm.text('{"success": false}'))
     with pytest.raises(ServerBusy, match="still use it"):
-        ask(server, "forget_prefixes")
-    ask(server, "forget_prefixes")
+        ask(server, "clear_prefix_cache")
+    ask(server, "clear_prefix_cache")
 
 
 def test_a_stamp_is_kept_and_releases_without_one_are_known_by_it(servers):
     server = servers()
-    ask(server, "write_stamp", "covey-1234-5")
-    assert ask(server, "read_stamp") == "covey-1234-5"
+    ask(server, "write_version", "covey-1234-5")
+    assert ask(server, "read_version") == "covey-1234-5"
     older = servers(keeps_stamp=False)
-    ask(older, "write_stamp", "covey-1234-5")
-    assert ask(older, "read_stamp") is None
+    ask(older, "write_version", "covey-1234-5")
+    assert ask(older, "read_version") is None
 
 
 def test_a_server_that_is_awake_is_not_woken(servers):

@@ -12,12 +12,12 @@ from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerFacts
-from covey.engines.servers.vllm import weights as vllm_transports
-from covey.engines.servers.vllm.weights import VllmWeights
+from covey.engines.servers.weights.channels import Group
 from tests.support import tiny
 from tests.support.servers import fake_vllm
 from tests.support.servers.fake_vllm import FakeVllm
 from tests.support.servers.fake_vllm_weights import FakeVllmWeights
+from tests.support.servers.senders import vllm_sender
 
 SMALL = 4000
 """Bytes of a bucket: the tiny model takes about twenty."""
@@ -56,7 +56,7 @@ def weights():
     made = []
 
     def make(way="auto", **options):
-        made.append(VllmWeights(way, **{"bucket_bytes": SMALL, **options}))
+        made.append(vllm_sender(way, **{"bucket_bytes": SMALL, **options}))
         return made[-1]
 
     yield make
@@ -126,8 +126,8 @@ def test_files_are_the_way_to_a_server_that_was_started_without_ours(servers, we
 @pytest.mark.parametrize(
     ("way", "options", "why"),
     [
-        ("group", {"kind": FakeVllm}, r"by group: it was started without our way"),
-        ("group", {"backend": "nccl"}, r"by group: it was started without our way.*'nccl'"),
+        ("group", {"kind": FakeVllm}, r"by group:.*None"),
+        ("group", {"backend": "nccl"}, r"by group:.*'nccl'"),
         ("ipc", {}, r"by ipc: it runs on cpu"),
         ("disk", {"elsewhere": True}, r"by disk: it is on another machine.*vllm_weight_folder"),
     ],
@@ -164,13 +164,13 @@ def test_after_a_failure_the_next_attempt_sends_everything(servers, weights, pat
 
 def test_bytes_that_changed_on_their_way_are_refused_and_the_tensor_is_named(servers, weights, monkeypatch):
     server, one, model = servers(), weights("group"), tiny.model(seed=7)
-    true_send, sent = vllm_transports.Group.send, []
+    true_send, sent = Group.send, []
 
     def spoil(self, data, seconds):
         sent.append(data)
         true_send(self, data ^ 1 if len(sent) == 4 else data, seconds)
 
-    monkeypatch.setattr(vllm_transports.Group, "send", spoil)
+    monkeypatch.setattr(Group, "send", spoil)
     with pytest.raises(ServerError, match=r"bucket 4 of .*'model\.layers.*changed on its way"):
         send(one, [server], update(model))
     send(one, [server], update(model))
@@ -178,7 +178,7 @@ def test_bytes_that_changed_on_their_way_are_refused_and_the_tensor_is_named(ser
 
 
 def test_a_server_that_dies_during_the_transfer_is_noticed_before_the_deadline(servers, weights, monkeypatch):
-    server, true_send, sent = servers(), vllm_transports.Group.send, []
+    server, true_send, sent = servers(), Group.send, []
 
     def die(self, data, seconds):
         sent.append(data)
@@ -186,7 +186,7 @@ def test_a_server_that_dies_during_the_transfer_is_noticed_before_the_deadline(s
             server.kill()
         true_send(self, data, seconds)
 
-    monkeypatch.setattr(vllm_transports.Group, "send", die)
+    monkeypatch.setattr(Group, "send", die)
     begun = time.monotonic()
     with pytest.raises(ServerError, match=r"version 1 \(bucket 4 of"):
         send(weights("group"), [server], update(tiny.model(seed=7)), deadline=120.0)
@@ -252,7 +252,7 @@ def test_adapters_get_a_name_each_and_old_ones_go(servers, weights, elsewhere):
 def test_other_processes_learn_the_names(servers, weights):
     one, other = weights(), weights()
     send(one, [servers(max_lora_rank=8)], adapter(3))
-    other.learn(one.tell())
+    other.import_state(one.export_state())
     facts = ServerFacts(model="tiny", release="")
     assert other.model_name(facts, 3) == one.model_name(facts, 3) != "tiny"
 
@@ -309,14 +309,14 @@ def test_a_plain_server_that_was_started_anew_is_sent_the_adapter_again(servers,
     name = one.model_name(ServerFacts(model="tiny", release=""), 1)
     server.kill()
     server.start()  # nothing tells this start from the one before, and the engine left it out meanwhile
-    one.forget(ServerClient(server.url))
+    one.invalidate(ServerClient(server.url))
     send(one, [server], lora)
     assert list(server.adapters) == [name]
-    one.forget(ServerClient(server.url))  # it was left out and has the adapter nevertheless
+    one.invalidate(ServerClient(server.url))  # it was left out and has the adapter nevertheless
     send(one, [server], lora)
     assert list(server.adapters) == [name]
 
 
 def test_unknown_ways_are_refused():
     with pytest.raises(ValueError, match="'telepathy'; choose one of: auto, group, ipc, disk"):
-        VllmWeights("telepathy")
+        vllm_sender("telepathy")

@@ -1,5 +1,6 @@
 """Mistakes about how weights reach inference servers."""
 
+import asyncio
 import socket
 import warnings
 
@@ -9,25 +10,30 @@ from covey.core.engine import EngineTraits
 from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.servers.errors import ServerRefused
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.vllm.weight_api import VllmEndpoint, choose_way
-from covey.engines.servers.vllm.weights import VllmWeights
+from covey.engines.servers.vllm.weights import VllmWeightApi, endpoint_of
 from covey.engines.servers.weights.buckets import Packer, unpack
+from covey.engines.servers.weights.deadline import Deadline
+from covey.engines.servers.weights.sender import choose_method
 from covey.policy.weights import weight_update
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.weight_sync import WeightSync
 from tests.support import tiny
 from tests.support.mistakes.cases import CONFIG, Bench, Mistake
 
+FACTS = {"backend": "covey", "max_lora_rank": None, "boot": None}
+
 
 def plain_server(url="http://127.0.0.1:8000"):
-    return VllmEndpoint(ServerClient(url), world_size=1, facts=None)
+    return endpoint_of(ServerClient(url), 1, {})
 
 
 def taken_port(bench: Bench):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        VllmWeights(port=other.getsockname()[1])._meeting_place(plain_server().server)
+        api = VllmWeightApi(port=other.getsockname()[1])
+        endpoint = endpoint_of(ServerClient("http://127.0.0.1:8000"), 1, {"device": "cpu", **FACTS})
+        asyncio.run(api.join_group(endpoint, "group", False, Deadline("join", 5.0)))
 
 
 def adapted(**changes):
@@ -71,14 +77,16 @@ def spoiled(bench: Bench):
 WEIGHTS = [
     Mistake(
         "Sent weights over a group to a server that was not started for it",
-        lambda bench: choose_way("group", [plain_server()], shared_folder=False),
+        lambda bench: choose_method(VllmWeightApi(), "group", [plain_server()], shared_folder=False),
         (r"127\.0\.0\.1:8000", "its backend is None", "covey vllm-serve"),
         kind=ServerRefused,
         when=CONFIG,
     ),
     Mistake(
         "Sent weights as files to a server on another machine",
-        lambda bench: choose_way("auto", [plain_server("http://10.1.2.3:8000")], shared_folder=False),
+        lambda bench: choose_method(
+            VllmWeightApi(), "auto", [plain_server("http://10.1.2.3:8000")], shared_folder=False
+        ),
         (r"10\.1\.2\.3", "vllm_weight_folder", "covey vllm-serve"),
         kind=ServerRefused,
         when=CONFIG,

@@ -36,7 +36,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # it is also a program of its own
 
-from covey.engines.servers.vllm.flags import BACKEND
+from covey.engines.servers.vllm.launch import BACKEND
 from covey.engines.servers.weights.buckets import unpack
 from covey.engines.servers.weights.channels import boot_id, join
 from covey.engines.servers.weights.deadline import in_thread

@@ -367,7 +367,7 @@ FAULTS = [
           during=lambda scene: setattr(scene.servers[0], "token_delay", 9.0)),
     Fault("the only server is killed, and stays away", ENDS, (r"none of 1", r"last checkpoint", r"broke off|Connect"),
           NoServerLeft, during=killed_for_good),
-    Fault("log-probs are NaN in every answer", ENDS, (r"1 of \d log-probs are none \(nan\)", r"bfloat16"), BadAnswer,
+    Fault("log-probs are NaN in every answer", ENDS, (r"1 of \d log-probs.*\(nan\)", r"bfloat16"), BadAnswer,
           during=wrong(ANSWER, NAN, 9)),
     Fault("log-probs are missing in every answer", ENDS, (r"no log-probs came for \d tokens",), BadAnswer,
           during=wrong(ANSWER, edit(lambda choice: choice.update(logprobs=None)), 9)),

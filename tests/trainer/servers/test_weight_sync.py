@@ -45,10 +45,10 @@ class Shared(Engine):
         finally:
             self.holds -= 1
 
-    def tell(self):
+    def export_state(self):
         return ["http://a"]
 
-    def learn(self, version, told):
+    def import_state(self, version, told):
         self.adopted = version, told
 
 

@@ -1,9 +1,8 @@
-"""Samples from inference servers, and brings them the policy's weights.
+"""Engine over inference servers: samples from them, and brings them the policy's weights.
 
 All HTTP runs in one background thread; `generate` may be awaited from any loop, `load_weights` is called from any
-thread, also while completions are being sampled. What a make of server calls things is its `ServerApi`'s; how weights
-travel is a `WeightTransport`'s; which server gets a request is the `ServerPool`'s; which weights servers hold is
-`ServerWeights`'.
+thread, also while completions are being sampled. See also: `ServerApi` (requests of a backend), `ServerPool` (load and
+failover), `ServerWeights` (versions), `WeightSender` (weight transfer).
 """
 
 import asyncio
@@ -19,18 +18,18 @@ import torch
 from covey.core.engine import EngineTraits, SampleRequest
 from covey.core.rollout import Completion
 from covey.core.weights import WeightUpdate
+from covey.engines.servers.completions import PartialCompletion, check_answer, single_request
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded
-from covey.engines.servers.handshake import arrive
+from covey.engines.servers.handshake import connect
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.partial_completion import PartialCompletion, check_answer, one_of
-from covey.engines.servers.protocols import SampledChunk, ServerApi, WeightTransport
+from covey.engines.servers.protocols import SampledChunk, ServerApi
 from covey.engines.servers.server_pool import QUICK_SECONDS, PoolMember, ServerPool
-from covey.engines.servers.sleep import SleepMode
+from covey.engines.servers.weights.sender import WeightSender
 from covey.engines.servers.weights.versions import ServerWeights
 from covey.runtime.loop_thread import LoopThread
 
 EMPTY_ABORTS = 10
-"""How often in a row a server may break a completion off without having sampled a token."""
+"""Times in a row that a server may abort a completion without having sampled a token."""
 
 
 class RemoteEngine:
@@ -38,31 +37,31 @@ class RemoteEngine:
 
     Args:
         servers: each holds the whole model.
-        dialect: how they are spoken to.
-        transport: how weights reach them. Needed in every process, since it knows under which name they are sampled
-            from; only the process that calls `load_weights` sends any.
+        api: requests of their backend.
+        sender: sends them weights. Needed in every process, since it knows the names to sample from; only the process
+            that calls `load_weights` sends any.
         ends: tokens that end a completion.
         vocab_size: of the model that is trained; None: not compared.
-        max_context: tokens that model can attend to; None: the servers' alone counts.
+        max_context: tokens that model can attend to; None: only the servers' limit counts.
         model_name: of the model that is trained, to compare with the servers'.
         timeout: seconds to wait for servers to be up, at the start and when all have failed.
         request_timeout: seconds one request may take.
         sync_timeout: seconds a weight update may take in all.
-        concurrency: most completions in flight at one server.
+        concurrency: maximal number of completions in flight at one server.
         resend: a server that comes back between two updates is sent the last one again, from the background thread:
             only if that takes no other process and the policy does not change meanwhile.
         sleeps: servers release their memory outside `awake`; for a process that has them to itself.
 
     Raises:
-        ServerRefused: a server is not one that this run can sample from.
+        ServerRefused: the run cannot sample from a server.
         NoServerLeft: a server is not up in time.
     """
 
     def __init__(
         self,
         servers: Sequence[ServerClient],
-        dialect: ServerApi,
-        transport: WeightTransport,
+        api: ServerApi,
+        sender: WeightSender,
         *,
         ends: frozenset[int],
         vocab_size: int | None = None,
@@ -75,8 +74,8 @@ class RemoteEngine:
         resend: bool = False,
         sleeps: bool = False,
     ):
-        self.dialect = dialect
-        self.transport = transport
+        self.api = api
+        self.sender = sender
         self._ends = ends
         self._vocab_size = vocab_size
         self._request_timeout = request_timeout
@@ -84,20 +83,21 @@ class RemoteEngine:
         self._sleeps = sleeps
         self._awake = 0
         self._thread = LoopThread("covey-servers")
-        weakref.finalize(self, _give_back, self._thread, list(servers), transport)  # when the program ends, as well
+        weakref.finalize(self, _finalize, self._thread, list(servers), sender)  # at the end of the program as well
         try:
-            self._fleet = self._thread.run(self._start(servers, timeout, concurrency, model_name, resend))
+            self._pool = self._thread.run(self._start(servers, timeout, concurrency, model_name, resend))
         except BaseException:
             self._thread.run(_close_all(servers), QUICK_SECONDS)
             self._thread.close(seconds=10.0)
             raise
-        facts = [member.facts for member in self._fleet.members]
-        self._max_context = _smallest([max_context, *(fact.max_context for fact in facts)])
+        facts = [member.facts for member in self._pool.members]
+        limits = [max_context, *(fact.max_context for fact in facts)]
+        self._max_context = min((limit for limit in limits if limit is not None), default=None)
         if max_context is not None and self._max_context is not None and self._max_context < max_context:
             warnings.warn(
                 f"the servers attend to {self._max_context} tokens and the model to {max_context}: prompt and"
                 f" completion end at {self._max_context}. If that is too short, start them with a longer context"
-                f" ({dialect.settings.context}).",
+                f" ({api.settings.context}).",
                 stacklevel=2,
             )
         self.traits = EngineTraits(
@@ -111,35 +111,33 @@ class RemoteEngine:
     async def _start(
         self, servers: Sequence[ServerClient], timeout: float, concurrency: int, model_name: str | None, resend: bool
     ) -> ServerPool:
-        dialect = self.dialect
-        members = await arrive(dialect, servers, timeout, vocab_size=self._vocab_size, model_name=model_name)
+        members = await connect(self.api, servers, timeout, vocab_size=self._vocab_size, model_name=model_name)
 
         async def readmit(member: PoolMember) -> bool:
-            weights = to_readmit()
+            weights = weights_ref()
             return weights is not None and await weights.readmit(member)
 
-        fleet = ServerPool(
+        pool = ServerPool(
             members,
-            alive=dialect.alive,
+            check_alive=self.api.check_alive,
             readmit=readmit,
             concurrency=concurrency,
             timeout=timeout,
-            timeout_setting=dialect.settings.timeout,
+            timeout_setting=self.api.settings.timeout,
         )
-        self._sleep = SleepMode(fleet, dialect, self._sleeps, self._sync_timeout)
         self._weights = ServerWeights(
-            fleet, dialect, self.transport, self._sleep, timeout=self._sync_timeout, resend=resend
+            pool, self.api, self.sender, timeout=self._sync_timeout, resend=resend, sleeps=self._sleeps
         )
-        to_readmit = weakref.ref(self._weights)  # what looks after servers keeps neither the engine nor its weights
-        return fleet
+        weights_ref = weakref.ref(self._weights)  # the pool's tasks must keep neither the engine nor its weights alive
+        return pool
 
     # ---- sampling --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        """Sample `request.n` completions of one prompt; drafts are not made use of.
+        """Sample `request.n` completions of one prompt; drafts are ignored.
 
         Raises:
-            ServerRefused: a server said no.
+            ServerRefused: a server refused the request.
             ServerError: answers could not be used, several times.
             NoServerLeft: all servers failed and none came back.
         """
@@ -148,76 +146,73 @@ class RemoteEngine:
     async def _generate(self, request: SampleRequest) -> list[Completion]:
         params = replace(request.params, max_tokens=request.token_budget(self._max_context))
         request = replace(request, params=params, drafts=None, draft_logprobs=None)
-        answer, version = await self._ask(request)
-        return list(
-            await asyncio.gather(
-                *(self._finish(one_of(request, i), sampled, version) for i, sampled in enumerate(answer))
-            )
-        )
+        answer, version = await self._request(request)
+        finished = (self._finish(single_request(request, i), chunk, version) for i, chunk in enumerate(answer))
+        return list(await asyncio.gather(*finished))
 
-    async def _ask(self, request: SampleRequest) -> tuple[list[SampledChunk], int | None]:
-        """The answer, and the version of the weights that all of its tokens were sampled with.
+    async def _request(self, request: SampleRequest) -> tuple[list[SampledChunk], int | None]:
+        """Answer of a server, and the version of the weights that all of its tokens were sampled with.
 
-        A pause breaks off whatever is being sampled, so what comes back whole was sampled with one version: the one at
-        its start, or, where another process sent new weights before the server had begun, the one at its end.
+        A pause aborts all requests, so an answer that is whole was sampled with one version: the one at its start,
+        or, where another process sent new weights before the server had begun, the one at its end.
         """
 
         async def call(member: PoolMember) -> tuple[list[SampledChunk], int | None]:
             version = member.version
-            model = self.transport.model_name(member.facts, version or 0)
+            model = self.sender.model_name(member.facts, version or 0)
             try:
-                answer = await self.dialect.generate(
+                answer = await self.api.generate(
                     member.server, request, model=model, ends=self._ends, deadline=self._request_timeout
                 )
             except DeadlineExceeded as error:
-                raise DeadlineExceeded.of(self.dialect.settings.request_timeout, error) from error
+                raise DeadlineExceeded.of(self.api.settings.request_timeout, error) from error
             check_answer(member.url, request, answer, self._ends, self._vocab_size)
-            if any(sampled.aborted for sampled in answer):
-                await self._weights.wait_for_news(version)
-            elif model == member.facts.model:  # an adapter is of one version for ever
+            if any(chunk.aborted for chunk in answer):
+                await self._weights.wait_for_update(version)
+            elif model == member.facts.model:  # an adapter has one version
                 version = member.version
             return answer, version
 
-        return await self._fleet.run(call, load=request.n)
+        return await self._pool.run(call, load=request.n)
 
-    async def _finish(self, request: SampleRequest, sampled: SampledChunk, version: int | None) -> Completion:
-        """Continue a completion that new weights broke off, with what there is of it as part of the prompt."""
-        progress = PartialCompletion(request)
-        progress.add(sampled, version)
+    async def _finish(self, request: SampleRequest, chunk: SampledChunk, version: int | None) -> Completion:
+        """Continue a completion that new weights aborted, with its tokens so far as part of the prompt."""
+        partial = PartialCompletion(request)
+        partial.add(chunk, version)
         empty = 0
-        while sampled.aborted and not progress.complete(self._ends):
-            empty = 0 if sampled.completion.token_ids else empty + 1
+        while chunk.aborted and not partial.complete(self._ends):
+            empty = 0 if chunk.completion.token_ids else empty + 1
             if empty > EMPTY_ABORTS:
-                raise BadAnswer("the server", "generate", f"it broke a completion off {empty} times in a row")
-            [sampled], version = await self._ask(progress.rest())
-            progress.add(sampled, version)
-        return progress.completion(sampled.completion.finish if not sampled.aborted else progress.end(self._ends))
+                raise BadAnswer("the server", "generate", f"it aborted a completion {empty} times in a row")
+            [chunk], version = await self._request(partial.rest())
+            partial.add(chunk, version)
+        return partial.completion(partial.finish(self._ends) if chunk.aborted else chunk.completion.finish)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Bring every server that lives to `update`; completions under way are continued with the new weights.
+        """Bring every server that answers to `update`; completions in flight are continued with the new weights.
 
-        A server that fails is left out, the others go on. Where all have failed, one that comes back in time will do.
+        A server that fails is left out, the others go on. Where all have failed, one that comes back in time suffices.
 
         Raises:
-            ServerError: it failed although servers live; with the version, the tensor and the server's words.
-            NoServerLeft: no server lives, or comes back in time.
+            ServerError: a server that answers failed; with the version, the tensor and the server's message.
+            NoServerLeft: no server answers, or comes back in time.
         """
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        most = self._sync_timeout + 4 * QUICK_SECONDS  # what is begun in time may end a little later
+        limit = self._sync_timeout + 4 * QUICK_SECONDS  # requests that began in time may end a little later
         try:
-            self._thread.run(self._weights.load(update, device), most)
+            self._thread.run(self._weights.load(update, device), limit)
         except TimeoutError as error:
-            urls = ", ".join(member.url for member in self._fleet.members)
+            urls = ", ".join(member.url for member in self._pool.members)
             doing = f"send weights of version {update.version}"
-            late = DeadlineExceeded(urls, doing, f"not done within {most:g} seconds")
-            raise DeadlineExceeded.of(self.dialect.settings.sync_timeout, late) from error
+            late = DeadlineExceeded(urls, doing, f"not done within {limit:g} seconds")
+            raise DeadlineExceeded.of(self.api.settings.sync_timeout, late) from error
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Within this context requests wait instead of starting: another process changes the weights."""
-        hold = self._fleet.held()
+        """Context in which requests wait instead of starting: another process changes the weights."""
+        hold = self._pool.held()
 
         async def begin() -> None:
             hold.__enter__()
@@ -231,17 +226,17 @@ class RemoteEngine:
         finally:
             self._thread.run(end(), QUICK_SECONDS)
 
-    def tell(self) -> Any:
-        """After `load_weights`: what the `adopt` of other processes must know; JSON."""
-        return {"urls": self.holders, "transport": self.transport.tell()}
+    def export_state(self) -> Any:
+        """State after `load_weights` for the `import_state` of other processes; JSON."""
+        return {"urls": self._weights.holders, "sender": self.sender.export_state()}
 
-    def learn(self, version: int, told: Any) -> None:
-        """`adopt` what another process has sent, with all that its `tell` said."""
-        self.transport.learn(told["transport"])
-        self.adopt(version, told["urls"])
+    def import_state(self, version: int, state: Any) -> None:
+        """Take over the state of the process that sent `version`."""
+        self.sender.import_state(state["sender"])
+        self.adopt(version, state["urls"])
 
     def adopt(self, version: int, urls: Sequence[str] | None = None) -> None:
-        """Learn that the servers hold `version`, which another process has sent.
+        """Record that the servers hold `version`, which another process has sent.
 
         Args:
             version: of the weights.
@@ -251,50 +246,49 @@ class RemoteEngine:
 
     @property
     def version(self) -> int | None:
-        """Of the weights that completions are sampled with; None before any were sent."""
+        """Version of the weights that completions are sampled with; None before any were sent."""
         return self._weights.version
 
     @property
     def holders(self) -> list[str]:
-        """URLs of the servers that have the current version, for the `adopt` of other processes."""
+        """URLs of the servers that hold the current version."""
         return self._weights.holders
 
-    # ---- sleeping and ending ---------------------------------------------------------------------------------------
+    # ---- sleeping and closing --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Within this context the servers have their memory, and those that lost the current weights are left out.
+        """Context in which the servers have their memory, and those that lost the current weights are left out.
 
         Raises:
-            ServerRefused: another run sent weights to a server, so what was sampled meanwhile may come from those.
+            ServerRefused: another run sent weights to a server, so completions may have been sampled from those.
         """
-        self._thread.run(self._get_up())
+        self._thread.run(self._wake())
         self._awake += 1
         try:
             yield
-            self._thread.run(self._look_back())
+            if self._weights.sends:
+                self._thread.run(self._recheck())
         finally:
             self._awake -= 1
             if self._sleeps and not self._awake:
-                self._thread.run(self._lie_down())
+                self._thread.run(self._sleep())
 
-    async def _get_up(self) -> None:
+    async def _wake(self) -> None:
         async with self._weights.changing:
-            await self._sleep.wake()
+            await self._weights.wake()
             await self._weights.recheck()
 
-    async def _look_back(self) -> None:
-        """Nobody else may have changed the weights while they were sampled from."""
-        if self._weights.sends:
-            async with self._weights.changing:
-                await self._weights.recheck()
-
-    async def _lie_down(self) -> None:
+    async def _recheck(self) -> None:
         async with self._weights.changing:
-            await self._sleep.lie_down()
+            await self._weights.recheck()
+
+    async def _sleep(self) -> None:
+        async with self._weights.changing:
+            await self._weights.sleep()
 
     def close(self) -> None:
-        """Give connections, groups and the thread back; completions under way are lost."""
+        """Release connections, groups and the thread; completions in flight are lost."""
         if self._thread.running:
             try:
                 self._thread.run(self._close(), 2 * QUICK_SECONDS)
@@ -302,27 +296,23 @@ class RemoteEngine:
                 self._thread.close(seconds=10.0)
 
     async def _close(self) -> None:
-        self._fleet.close()
-        await _let_go([member.server for member in self._fleet.members], self.transport)
+        self._pool.close()
+        await _release([member.server for member in self._pool.members], self.sender)
 
 
-def _give_back(thread: LoopThread, servers: Sequence[ServerClient], transport: WeightTransport) -> None:
-    """`close` for an engine that nobody closed."""
+def _finalize(thread: LoopThread, servers: Sequence[ServerClient], sender: WeightSender) -> None:
+    """`close` for an engine that was never closed."""
     if thread.running and not thread.is_current_thread():
         with contextlib.suppress(Exception):
-            thread.run(_let_go(servers, transport), QUICK_SECONDS)
+            thread.run(_release(servers, sender), QUICK_SECONDS)
     thread.close(seconds=10.0)
 
 
-async def _let_go(servers: Sequence[ServerClient], transport: WeightTransport) -> None:
-    await transport.close()
+async def _release(servers: Sequence[ServerClient], sender: WeightSender) -> None:
+    await sender.close()
     await _close_all(servers)
 
 
 async def _close_all(servers: Sequence[ServerClient]) -> None:
     for server in servers:
         await server.close()
-
-
-def _smallest(numbers: Sequence[int | None]) -> int | None:
-    return min((number for number in numbers if number is not None), default=None)

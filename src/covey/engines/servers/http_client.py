@@ -1,4 +1,4 @@
-"""One inference server, as HTTP sees it: requests with a deadline, answers or errors that carry its own words."""
+"""HTTP client of one inference server: requests with a deadline, and errors with the server's own message."""
 
 import asyncio
 import json
@@ -17,23 +17,21 @@ from covey.engines.servers.errors import (
 )
 
 CONNECT_SECONDS = 10.0
-"""To get a connection at all; a machine that drops packets must not use up the whole deadline."""
+"""To open a connection; a machine that drops packets must not use up the whole deadline."""
 
 SHOWN = 2000
 """Characters of a server's answer that an error repeats."""
 
 
 class ServerClient:
-    """Speaks HTTP with one server.
-
-    A connection pool belongs to an event loop; every loop that calls gets its own, which `close` gives back.
+    """Client of one server, with a connection pool for every event loop that calls it.
 
     Args:
         url: as in http://127.0.0.1:8000, without a path.
         api_key: sent as a bearer token, never shown.
 
     Raises:
-        ValueError: the URL is none.
+        ValueError: the URL is invalid.
     """
 
     def __init__(self, url: str, api_key: str | None = None):
@@ -56,21 +54,21 @@ class ServerClient:
         body: Any = None,
         query: dict[str, Any] | None = None,
     ) -> Any:
-        """One request; the answer's JSON, or its text if it is none.
+        """Send one request; the answer's JSON, or its text if that is no JSON.
 
         Args:
             method: GET, POST, ...
             path: as in "/health".
-            doing: what for, as an infinitive, for errors: "send weights of version 3".
-            deadline: seconds until the whole answer must be there.
+            doing: purpose as an infinitive, for errors: "send weights of version 3".
+            deadline: seconds until the whole answer must have arrived.
             body: sent as JSON.
             query: parameters of the URL.
 
         Raises:
-            ServerUnreachable, DeadlineExceeded, ServerBusy, ServerRefused, ServerError: see there.
+            ServerError: a subclass of it (`covey.engines.servers.errors`), or itself for other failures (HTTP 500).
         """
-        patience = min(CONNECT_SECONDS, deadline)
-        timeout = aiohttp.ClientTimeout(total=deadline, connect=patience)
+        connect = min(CONNECT_SECONDS, deadline)
+        timeout = aiohttp.ClientTimeout(total=deadline, connect=connect)
         try:
             async with self._session().request(
                 method, self.url + path, json=body, params=query, timeout=timeout, allow_redirects=False
@@ -79,7 +77,7 @@ class ServerClient:
                 status, elsewhere = answer.status, answer.headers.get("Location")
         except (TimeoutError, aiohttp.ConnectionTimeoutError) as error:
             if isinstance(error, aiohttp.ConnectionTimeoutError):
-                raise ServerUnreachable(self.url, doing, f"no connection within {patience:g} seconds") from error
+                raise ServerUnreachable(self.url, doing, f"no connection within {connect:g} seconds") from error
             raise DeadlineExceeded(self.url, doing, f"no answer within {deadline:g} seconds") from error
         except aiohttp.ClientSSLError as error:
             hint = "Write http:// if it speaks no TLS; else make its certificate known to this machine."
@@ -87,17 +85,17 @@ class ServerClient:
         except aiohttp.ClientConnectorError as error:
             raise ServerUnreachable(self.url, doing, str(error)) from error
         except (aiohttp.ClientError, OSError) as error:
-            said = f"the connection broke off ({type(error).__name__}: {error})"
-            raise ServerUnreachable(self.url, doing, said) from error
+            message = f"the connection broke off ({type(error).__name__}: {error})"
+            raise ServerUnreachable(self.url, doing, message) from error
         if status >= 300:
             raise self._failure(status, text, doing, elsewhere)
         return _as_json(text)
 
     async def ask(self, path: str, *, doing: str, deadline: float, body: Any = None) -> dict[str, Any]:
-        """POST `body`; the answer must be a JSON object.
+        """Send `body` with POST; the answer must be a JSON object.
 
         Raises:
-            BadAnswer: it is something else; and what `call` raises.
+            BadAnswer: it is not; and all that `call` raises.
         """
         answer = await self.call("POST", path, doing=doing, deadline=deadline, body=body)
         if not isinstance(answer, dict):
@@ -105,7 +103,7 @@ class ServerClient:
         return answer
 
     async def close(self) -> None:
-        """Give this event loop's connections back."""
+        """Close this event loop's connections."""
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
             await session.close()
@@ -123,21 +121,21 @@ class ServerClient:
         return self._sessions[loop]
 
     def _failure(self, status: int, text: str, doing: str, elsewhere: str | None) -> ServerError:
-        said = f"HTTP {status}: {message_of(text)}"
+        message = f"HTTP {status}: {message_of(text)}"
         if status < 400:
             hint = "Requests are not sent on, and neither is the key: give the address of the server itself."
             return ServerRefused(self.url, doing, f"HTTP {status}: it sends requests on to {elsewhere!r}", hint)
         if status in (401, 403):
-            return ServerRefused(self.url, doing, said, "Give the server's API key, or check the one you gave.")
+            return ServerRefused(self.url, doing, message, "Give the server's API key, or check the one you gave.")
         if status in (404, 405):
-            return ServerRefused(self.url, doing, said, "Is it the right server, of a version that can do this?")
+            return ServerRefused(self.url, doing, message, "Is it the right server, of a version that can do this?")
         if status in (408, 429, 502, 503, 504):
-            return ServerBusy(self.url, doing, said)
-        return (ServerRefused if status < 500 else ServerError)(self.url, doing, said)
+            return ServerBusy(self.url, doing, message)
+        return (ServerRefused if status < 500 else ServerError)(self.url, doing, message)
 
 
 def _as_json(text: str) -> Any:
-    """What a text says in JSON, or the text itself; also where it is made to be too deep or too long for a reader."""
+    """The text's JSON value, or the text itself: also where it is nested too deeply, or holds too long a number."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -145,7 +143,7 @@ def _as_json(text: str) -> Any:
 
 
 def message_of(text: str) -> str:
-    """The words in an error's body, wherever servers put them."""
+    """Message in an error's body, under the keys that servers use."""
     body = _as_json(text)
     if isinstance(body, str):
         return body[:SHOWN].strip() or "(no message)"

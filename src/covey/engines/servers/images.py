@@ -1,8 +1,8 @@
-"""Images on their way to inference servers: as PNG in base64, beside prompts in which each is a single token.
+"""Images in requests to inference servers: PNG in base64, with prompts in which each image is a single token.
 
-Servers expand that token themselves, with a processor of their own, so what they make of a prompt is compared with what
-the trainer's processor made of it: a server that leaves the images out, or resizes them otherwise, would sample from
-something else than what is trained on. Not here: where in a request images belong, which differs by make.
+Servers expand that token with a processor of their own, so the length of the expanded prompt is compared with the
+trainer's: a server that leaves images out or resizes them differently would sample from other inputs than those
+trained on.
 """
 
 import base64
@@ -13,44 +13,34 @@ from covey.core.engine import SampleRequest
 from covey.core.media import images_of, unexpanded
 from covey.engines.servers.errors import ServerRefused
 
-SAME = "Start it with the model that is trained and the same settings of its processor"
-"""What makes the two agree."""
-
 
 def sent_ids(request: SampleRequest) -> list[int]:
-    """The prompt as servers are sent it."""
+    """Tokens of the prompt with one token for each image."""
     return unexpanded(request.prompt_ids, request.media) if request.media else request.prompt_ids
 
 
 def sent_images(request: SampleRequest) -> list[str]:
-    """Its images as data URLs, in the order of the tokens that stand for them."""
-    return [_data_url(image) for image in images_of(request.media)]
+    """Images as data URLs, in the order of their tokens."""
+    urls = []
+    for image in images_of(request.media):
+        data = BytesIO()
+        image.save(data, "PNG", compress_level=1)
+        urls.append("data:image/png;base64," + base64.b64encode(data.getvalue()).decode())
+    return urls
 
 
 def check_expanded(url: str, request: SampleRequest, count: Any) -> None:
-    """Refuse a server that makes other tokens of a prompt with images.
-
-    Args:
-        url: of the server.
-        request: with images.
-        count: tokens that the server says it made of the prompt; None if it says nothing.
+    """Compare the length of the server's expanded prompt, or None if it reports none, with the trainer's.
 
     Raises:
-        ServerRefused: they are more or fewer than the trainer's.
+        ServerRefused: they differ.
     """
     if count != len(request.prompt_ids):
-        images = sum(len(one.images) for one in request.media)
-        said = "does not say how many tokens" if count is None else f"makes {count} tokens"
+        images = sum(len(media.images) for media in request.media)
+        made = "does not report how many tokens it makes" if count is None else f"makes {count} tokens"
         raise ServerRefused(
             url,
             "sample with images",
-            f"it {said}{' it makes' if count is None else ''} of a prompt with {images} images, and the trainer's"
-            f" processor makes {len(request.prompt_ids)}",
-            f"{SAME}.",
+            f"it {made} of a prompt with {images} images, and the trainer's processor makes {len(request.prompt_ids)}",
+            "Start it with the model that is trained and the same settings of its processor.",
         )
-
-
-def _data_url(image: Any) -> str:
-    data = BytesIO()
-    image.save(data, "PNG", compress_level=1)
-    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()

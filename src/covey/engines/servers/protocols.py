@@ -1,32 +1,33 @@
-"""How one make of inference server is spoken to. To support another, write a `ServerApi` and its `WeightTransport`s.
+"""Interface of an inference server's backend: vLLM, SGLang, or another.
 
-A dialect knows paths and bodies. It knows no load or retries (`Fleet`), versions (`ServerWeights`) or threads
-(`RemoteEngine`).
+A third backend is a `ServerApi` (sampling, pausing, sleeping) and a `WeightApi` (in `weights.sender`): paths and bodies
+alone. Load and retries belong to `ServerPool`, versions to `ServerWeights`, threads to `RemoteEngine`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from covey.core.engine import SampleRequest
 from covey.core.rollout import Completion
-from covey.core.weights import WeightUpdate
 from covey.engines.servers.http_client import ServerClient
+
+ADAPTER_PREFIX = "covey-"
+"""Prefix of the adapter names that the trainer gives; no model may be served under such a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself.
+    """Properties that a server reports.
 
     Attributes:
         model: the name it answers to.
-        release: the version of its software, as in "0.32.0".
-        max_context: tokens it can attend to, or None if it does not say.
-        world_size: processes that hold weights (tensor x pipeline x data parallel); 1 if it does not say.
-        dtype: it computes in, or None if it does not say.
-        vocab_size: tokens that its model embeds, or None if it does not say.
+        release: version of its software, as in "0.32.0".
+        max_context: tokens it can attend to; None if unknown.
+        world_size: processes that hold weights (tensor x pipeline x data parallel); 1 if unknown.
+        dtype: it computes in; None if unknown.
+        vocab_size: tokens that its model embeds; None if unknown.
         reports_after_cut: its log-probs are those of the distribution after top-k, top-p, min-p and penalties.
         reports_temperature: its log-probs are those at the sampling temperature; False: always at temperature 1.
         sleeps: it was started so that it can release its memory.
@@ -49,12 +50,12 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class SampledChunk:
-    """A completion as far as it got.
+    """A completion, or its first part.
 
     Attributes:
         completion: the tokens so far.
-        aborted: the server was paused or told to stop: what is missing can be asked for later, with the prompt and
-            these tokens as the new prompt.
+        aborted: the server was paused or told to stop: the rest can be requested later, with the prompt and these
+            tokens as the new prompt.
     """
 
     completion: Completion
@@ -63,13 +64,13 @@ class SampledChunk:
 
 @dataclass(frozen=True, slots=True)
 class SettingNames:
-    """What the settings that an error speaks of are called for one make of server.
+    """Names that one backend's settings have in error messages.
 
     Attributes:
         timeout: seconds to wait for servers to be up.
         request_timeout: seconds for one request.
         sync_timeout: seconds for a weight update.
-        context: the option that a server is started with for a longer context.
+        context: the server's option for a longer context.
     """
 
     timeout: str
@@ -79,39 +80,39 @@ class SettingNames:
 
 
 class ServerApi(Protocol):
-    """What differs between makes of servers. Every method is one or a few requests, all within `deadline` seconds."""
+    """Requests of one backend. Every method is one or a few requests, all within `deadline` seconds."""
 
     name: str
-    """Of the make, for messages: "vLLM"."""
+    """Of the backend, for messages: "vLLM"."""
 
     settings: SettingNames
     """For messages."""
 
-    async def look(self, server: ServerClient, deadline: float) -> ServerFacts:
-        """Whether the server is up, and what it is.
+    async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
+        """Read the server's properties, and check that it is up and can be trained with.
 
         Raises:
-            ServerRefused: it lacks something that training needs; the message names the option to start it with.
+            ServerRefused: it lacks a feature that training needs; the message names the option to start it with.
         """
         ...
 
-    async def alive(self, server: ServerClient, deadline: float) -> None:
-        """A cheap look at whether it can sample at all; raises a `ServerError` if it cannot."""
+    async def check_alive(self, server: ServerClient, deadline: float) -> None:
+        """Check cheaply that the server can sample; raises a `ServerError` if it cannot."""
         ...
 
     async def generate(
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
     ) -> list[SampledChunk]:
-        """`request.n` completions, tokens in and tokens out, with a log-prob for every token.
+        """Sample `request.n` completions, tokens in and tokens out, with a log-prob for every token.
 
-        What the server would do by itself (defaults of the model's generation config, its own idea of the token that
-        ends a text) must not show: the request alone decides. The tokens are checked by the caller.
+        Only the request decides: neither the model's generation config nor the server's own end-of-text token has an
+        effect. The caller checks the tokens.
 
         Args:
-            server: where.
-            request: what.
-            model: name to sample from: the server's model, or an adapter it was given.
-            ends: tokens that end a completion, and the only ones; the one that was sampled is its last token.
+            server: client of the server.
+            request: prompt, settings and seeds.
+            model: name to sample from: the server's model, or a loaded adapter.
+            ends: the only tokens that end a completion; the sampled one is its last token.
             deadline: seconds.
 
         Raises:
@@ -120,25 +121,26 @@ class ServerApi(Protocol):
         ...
 
     async def pause(self, server: ServerClient, deadline: float) -> None:
-        """Stop sampling: what is in flight comes back `aborted`, what comes meanwhile waits."""
+        """Stop sampling: requests in flight return `aborted`, new ones wait."""
         ...
 
     async def resume(self, server: ServerClient, deadline: float) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         ...
 
-    async def forget_prefixes(self, server: ServerClient, deadline: float) -> None:
-        """Empty the prefix cache: what it holds was computed with other weights."""
+    async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
+        """Empty the prefix cache, which was computed with other weights."""
         ...
 
-    async def write_stamp(self, server: ServerClient, stamp: str, deadline: float) -> None:
-        """Leave a note that lasts as long as the server's weights do; one that keeps no notes ignores it."""
+    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
+        """Store a text that lasts as long as the server's weights; ignored by a server that stores none."""
         ...
 
-    async def read_stamp(self, server: ServerClient, deadline: float) -> str | None:
-        """The note that was left, or anything else where none was; None if the server keeps no notes.
+    async def read_version(self, server: ServerClient, deadline: float) -> str | None:
+        """Text of `write_version`, or any other where none was stored; None if the server stores none.
 
-        It tells a server that was restarted, or that another run sends weights to, from one that still has ours.
+        It distinguishes a server that still holds this run's weights from one that was restarted, or that another run
+        sends weights to.
         """
         ...
 
@@ -148,41 +150,4 @@ class ServerApi(Protocol):
 
     async def wake(self, server: ServerClient, deadline: float) -> None:
         """Take the memory back."""
-        ...
-
-
-class WeightTransport(Protocol):
-    """One way for weights to reach servers of one make."""
-
-    name: str
-    """For messages."""
-
-    async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, deadline: float) -> None:
-        """Bring all servers to `update`. They are paused, and their prefix caches emptied, by the caller.
-
-        The servers may be others than last time. After a failure it may be called again: it starts from scratch.
-
-        Raises:
-            ServerError: with the server's words, the step (`update.version`) and the tensor being sent.
-        """
-        ...
-
-    def model_name(self, facts: ServerFacts, version: int) -> str:
-        """What to ask for in `generate` once `version` has been sent: the server's model, or a versioned adapter."""
-        ...
-
-    def tell(self) -> Any:
-        """After `send`: what `model_name` must know in processes that did not send; JSON."""
-        ...
-
-    def learn(self, told: Any) -> None:
-        """In those processes: what `tell` said in the one that sent."""
-        ...
-
-    def forget(self, server: ServerClient) -> None:
-        """A server that was left out comes back: it may have been started anew, and lack what it was sent."""
-        ...
-
-    async def close(self) -> None:
-        """Give back groups, ports, files."""
         ...

@@ -1,7 +1,7 @@
-"""Several servers as one: a request goes to the least loaded, and one that fails is left out until it is well again.
+"""Pool of inference servers: a request goes to the least loaded one, and a failed server is left out until it recovers.
 
-It knows load, failures and waiting. It knows no HTTP, weights or sampling: what to ask a server, and whether one that
-came back may take part again, is handed in. Everything here belongs to one event loop.
+Requests and the check whether a server may take part again are passed in as functions. Everything here runs in one
+event loop.
 """
 
 import asyncio
@@ -18,37 +18,37 @@ from covey.engines.servers.protocols import ServerFacts
 T = TypeVar("T")
 
 ATTEMPTS = 3
-"""How often one request may be answered with something that cannot be used."""
+"""Unusable answers to one request before it fails."""
 
 LATE = 2
-"""How often one request may take too long: a server that lives and is too slow will be so the next time as well."""
+"""Missed deadlines of one request before it fails: a server that is too slow will be so the next time as well."""
 
 QUICK_SECONDS = 15.0
-"""For a server to say that it lives, or to be paused: it may be busy."""
+"""Deadline of health checks and pauses: a server may be busy."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-"""Seconds until a server that failed is looked at again, twice as many every time."""
+"""Seconds until a server that failed is checked again, doubled every time."""
 
 WATCH_EVERY = 10.0
-"""Seconds between looks at servers that owe an answer: one that froze does not break its connections."""
+"""Seconds between health checks of servers with requests in flight: one that froze does not break its connections."""
 
 MISSES = 2
-"""Looks in a row that must fail before a server that owes answers is given up."""
+"""Health checks in a row that must fail before a server with requests in flight is left out."""
 
 
 @dataclass(eq=False)
 class PoolMember:
-    """A server and what is known of it.
+    """A server and its state.
 
     Attributes:
-        server: the server.
-        facts: what it said of itself.
+        server: client of the server.
+        facts: properties that it reported.
         version: of the weights it holds; None: those it was started with.
         up: it may be given requests.
-        load: completions it is working on for us.
-        words: what it said last when it failed; empty if it is well.
-        calls: requests under way.
-        misses: looks in a row that failed while it owed answers.
+        load: completions in flight.
+        last_error: text of its last failure; empty if it is healthy.
+        calls: requests in flight.
+        misses: failed health checks in a row.
     """
 
     server: ServerClient
@@ -56,19 +56,19 @@ class PoolMember:
     version: int | None = None
     up: bool = True
     load: int = 0
-    words: str = ""
+    last_error: str = ""
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     misses: int = 0
 
     @property
     def url(self) -> str:
-        """Of the server."""
+        """URL of the server."""
         return self.server.url
 
     @property
     def behind(self) -> bool:
-        """It is well and waits for the current weights."""
-        return not self.up and not self.words
+        """True if it is healthy and waits for the current weights."""
+        return not self.up and not self.last_error
 
 
 class ServerPool:
@@ -76,25 +76,25 @@ class ServerPool:
 
     Args:
         members: all servers, up.
-        alive: raises a `ServerError` if the server does not live; given the seconds it has to say so.
-        readmit: looks at a server that was left out: whether it may take part again, or a `ServerError`.
-        concurrency: most completions a server is given at once; a larger request has a server to itself.
+        check_alive: raises a `ServerError` if the server does not answer within the given seconds.
+        readmit: checks a server that was left out: True if it may take part again, or a `ServerError`.
+        concurrency: maximal number of completions in flight at a server; a larger request has a server to itself.
         timeout: seconds to wait for a server when none is left.
-        timeout_setting: what that is called, for errors.
+        timeout_setting: name of that setting, for errors.
     """
 
     def __init__(
         self,
         members: list[PoolMember],
         *,
-        alive: Callable[[ServerClient, float], Awaitable[None]],
+        check_alive: Callable[[ServerClient, float], Awaitable[None]],
         readmit: Callable[[PoolMember], Awaitable[bool]],
         concurrency: int,
         timeout: float,
         timeout_setting: str,
     ):
         self.members = members
-        self._ask_alive = alive
+        self._check_alive = check_alive
         self._readmit = readmit
         self._concurrency = concurrency
         self._timeout = timeout
@@ -114,34 +114,36 @@ class ServerPool:
     async def run(
         self, call: Callable[[PoolMember], Coroutine[Any, Any, T]], load: int = 1, doing: str = "generate"
     ) -> T:
-        """Have one server do something; another one, or the same later, if it fails in a way that may pass.
+        """Send a request to one server; to another one, or the same later, if it fails in a way that may pass.
 
         Args:
             call: the request, given the server; may be started again from scratch.
-            load: completions it is worth.
+            load: number of completions.
             doing: for errors.
 
         Raises:
-            ServerRefused: a server said no.
-            ServerError: `ATTEMPTS` answers could not be used, `LATE` were not there in time, or servers that live
+            ServerRefused: a server refused it.
+            ServerError: `ATTEMPTS` answers could not be used, `LATE` were not there in time, or servers that answer
                 have failed for longer than the timeout.
             NoServerLeft: all servers failed, and none came back in time.
         """
-        self._watch_over()
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.get_running_loop().create_task(self._watch_requests())
         failed: set[PoolMember] = set()
         strikes = late = lost = 0
         since: float | None = None
         while True:
-            member = await self._seat(load, failed, doing)
+            member = await self._select(load, failed, doing)
             task = asyncio.get_running_loop().create_task(call(member))
             member.calls.add(task)
             member.load += load
             try:
                 return await task
             except asyncio.CancelledError:
-                if _cancelled_from_outside():
+                caller = asyncio.current_task()
+                if caller is not None and caller.cancelling():
                     raise
-                # recalled: the server froze, or its weights are about to change
+                # else recalled: the server froze, or its weights are about to change
             except RETRIED as error:
                 lost += 1
                 if isinstance(error, DeadlineExceeded):
@@ -163,9 +165,9 @@ class ServerPool:
             finally:
                 member.calls.discard(task)
                 member.load -= load
-                self._tell()
+                self._notify()
 
-    async def _seat(self, load: int, failed: set[PoolMember], doing: str) -> PoolMember:
+    async def _select(self, load: int, failed: set[PoolMember], doing: str) -> PoolMember:
         """The least loaded member with room, preferably none that failed at this request."""
         empty_since: float | None = None
         while True:
@@ -184,31 +186,31 @@ class ServerPool:
             await self._wait(patience)
 
     def none_left(self, doing: str, waited: float) -> NoServerLeft:
-        """The error for when nobody is left."""
+        """Error for when no server can be used."""
         return NoServerLeft(
             f"cannot {doing}: none of {len(self.members)} inference servers can be used, and none came back within"
             f" {waited:g} seconds. Start one again at its address and resume from the last checkpoint, or wait longer"
-            f" ({self._timeout_setting}). What each of them said last:",
-            {member.url: member.words for member in self.members},
+            f" ({self._timeout_setting}). The last error of each:",
+            {member.url: member.last_error for member in self.members},
         )
 
     # ---- leaving and coming back -----------------------------------------------------------------------------------
 
     def leave_out(self, member: PoolMember, error: BaseException | str) -> None:
-        """Give a member no more requests until it is found well again; requests under way go on."""
-        member.words = str(error) or type(error).__name__
+        """Give a member no more requests until it has recovered; requests in flight go on."""
+        member.last_error = str(error) or type(error).__name__
         member.up = False
         if member not in self._revivals:
             self._revivals[member] = asyncio.get_running_loop().create_task(self._revive(member))
-        self._tell()
+        self._notify()
 
     def admit(self, member: PoolMember) -> None:
-        """Give a member requests."""
-        member.up, member.words, member.misses = True, "", 0
+        """Give a member requests again."""
+        member.up, member.last_error, member.misses = True, "", 0
         revival = self._revivals.pop(member, None)
         if revival is not None and revival is not asyncio.current_task():
             revival.cancel()
-        self._tell()
+        self._notify()
 
     async def _revive(self, member: PoolMember) -> None:
         pause = FIRST_PAUSE
@@ -219,36 +221,28 @@ class ServerPool:
                 if await self._readmit(member):
                     self.admit(member)
                 else:
-                    member.words = ""
-            except Exception as error:  # not its own fault, perhaps, as when a disk is full; it is looked at again
-                member.words = str(error) or type(error).__name__
+                    member.last_error = ""
+            except Exception as error:  # perhaps not the server's, as when a disk is full; it is checked again
+                member.last_error = str(error) or type(error).__name__
 
-    async def alive(self, member: PoolMember) -> None:
-        """Raises a `ServerError` if the server does not live."""
-        await self._ask_alive(member.server, QUICK_SECONDS)
-
-    def _watch_over(self) -> None:
-        if self._watch is None or self._watch.done():
-            self._watch = asyncio.get_running_loop().create_task(self._look_after())
-
-    async def watch(self, members: list[PoolMember]) -> PoolMember:
-        """The first of `members` that is found dead while something is asked of them; looks on until then."""
+    async def first_dead(self, members: list[PoolMember]) -> PoolMember:
+        """Check the health of `members` until one of them is dead, and return it."""
         while True:
             await asyncio.sleep(WATCH_EVERY)
             await asyncio.gather(*(self._check(member) for member in members))
-            gone = next((member for member in members if member.misses >= MISSES), None)
-            if gone is not None:
-                return gone
+            dead = next((member for member in members if member.misses >= MISSES), None)
+            if dead is not None:
+                return dead
 
-    async def _look_after(self) -> None:
-        """While answers are owed, see now and then whether those who owe them still live."""
+    async def _watch_requests(self) -> None:
+        """Health-check servers with requests in flight every `WATCH_EVERY` seconds."""
         while any(member.calls for member in self.members) or self._revivals:
             await asyncio.sleep(WATCH_EVERY)
             await asyncio.gather(*(self._check(member) for member in self.up if member.calls))
 
     async def _check(self, member: PoolMember) -> None:
         try:
-            await self.alive(member)
+            await self._check_alive(member.server, QUICK_SECONDS)
             member.misses = 0
         except ServerError as error:
             member.misses += 1
@@ -262,18 +256,18 @@ class ServerPool:
         do: Callable[[ServerClient, float], Awaitable[None]],
         seconds: float | None = None,
     ) -> list[PoolMember]:
-        """Do something with every member at once; those that fail in a way that may pass are left out.
+        """Send a request to every member at once; those that fail in a way that may pass are left out.
 
         Args:
-            members: with whom.
-            do: what, given the server and its deadline in seconds.
+            members: recipients.
+            do: the request, given the server and its deadline in seconds.
             seconds: that deadline; None: `QUICK_SECONDS`.
 
         Returns:
-            With whom it was done.
+            Members that succeeded.
 
         Raises:
-            ServerRefused: a server said no.
+            ServerRefused: a server refused it.
         """
         deadline = QUICK_SECONDS if seconds is None else seconds
         results = await asyncio.gather(*(do(member.server, deadline) for member in members), return_exceptions=True)
@@ -288,22 +282,22 @@ class ServerPool:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Within this context requests wait instead of starting."""
+        """Context in which requests wait instead of starting."""
         self._held += 1
         try:
             yield
         finally:
             self._held -= 1
-            self._tell()
+            self._notify()
 
     def recall(self, members: Iterable[PoolMember]) -> None:
-        """Cancel requests under way; `run` starts them again."""
+        """Cancel requests in flight; `run` starts them again."""
         for member in members:
             for task in list(member.calls):
                 task.cancel()
 
     async def drain(self, members: Iterable[PoolMember], seconds: float) -> None:
-        """Wait for requests under way to come back, and recall those that do not: they had not begun."""
+        """Wait for requests in flight to come back, and recall those that do not: they had not begun."""
         calls = [task for member in members for task in member.calls]
         if calls:
             await asyncio.wait(calls, timeout=seconds)
@@ -313,7 +307,7 @@ class ServerPool:
         """Members that can be sent weights; waits for the first one, as long as for one to sample from.
 
         Args:
-            until: when to give up at the latest, on the monotonic clock.
+            until: latest time to wait for, on the monotonic clock.
             doing: for errors.
 
         Raises:
@@ -329,23 +323,17 @@ class ServerPool:
         return [member for member in self.members if member.up or member.behind]
 
     def close(self) -> None:
-        """Stop looking after servers."""
+        """Stop checking servers."""
         for task in [*self._revivals.values(), *([self._watch] if self._watch else [])]:
             task.cancel()
 
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _wait(self, seconds: float | None) -> None:
-        """Until something changes, or for so long."""
+        """Wait for a change, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
-
-
-def _cancelled_from_outside() -> bool:
-    """Whether it is this task that is to end, not just one it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

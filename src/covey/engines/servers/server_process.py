@@ -1,7 +1,6 @@
-"""Starting an inference server as a child and waiting until it answers.
+"""Inference server as a child process: a command, a check that it is ready, and a deadline.
 
-Nothing here knows what kind of server it is: a command, how one sees that it is ready, and a deadline. The server ends
-with this process, whatever ends it (`covey.runtime.child_process`).
+The server ends with this process, whatever ends it (`covey.runtime.child_process`).
 """
 
 import os
@@ -20,27 +19,25 @@ from types import TracebackType
 from covey.runtime.child_process import ChildProcess
 
 TAIL_LINES = 30
-"""Of the log that an error repeats: enough for a traceback."""
+"""Lines of the log that an error repeats: enough for a traceback."""
 
 STOP_SECONDS = 10.0
-"""For a server to end when asked, before it is killed."""
+"""For a server to end after SIGTERM, before it is killed."""
 
 POLL_SECONDS = 0.25
 
 
 class LaunchFailed(RuntimeError):
-    """A server ended, or was not ready in time. The message has the end of its log."""
+    """A server ended, or was not ready in time. The message contains the end of its log."""
 
 
 class ServerProcess:
-    """An inference server that was started here.
-
-    Within `with` it is up; afterwards it and all its processes are gone. `start` and `stop` do the same without.
+    """An inference server that runs within `with`, or from `start` until `stop`; all its processes end with it.
 
     Args:
         command: program and arguments; keep secrets out of it, any user of the machine can read it.
-        ready: the URL that answers 200 when the server can work, or a function that says whether it can.
-        log_path: file for what it prints; folders are made, an older file is replaced.
+        ready: URL that answers 200 when the server can sample, or a function that returns True then.
+        log_path: file for its output; folders are created, an older file is replaced.
         deadline: seconds until it must be ready.
         env: variables on top of this process's own; the place for an API key.
         name: for messages.
@@ -75,7 +72,7 @@ class ServerProcess:
         """Start it and wait until it is ready.
 
         Raises:
-            LaunchFailed: it ended first, or the deadline passed; nothing of it is left running.
+            LaunchFailed: it ended first, or the deadline passed; none of its processes is left running.
             RuntimeError: it runs already.
         """
         if self.running:
@@ -104,16 +101,16 @@ class ServerProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """True from its start until it ends."""
         return self._child is not None and self._child.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Of the process that guards it: killing that one ends the server as well."""
+        """Id of the process that guards it: killing that one ends the server as well."""
         return self._child.pid if self._child else None
 
     def log_tail(self) -> str:
-        """The last lines of what it printed."""
+        """Last lines of its output."""
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.is_file() else []
         return "\n".join(lines[-TAIL_LINES:]) or "(it printed nothing)"
 
@@ -145,7 +142,7 @@ class ServerProcess:
 
 
 def answers(url: str, seconds: float = 2.0) -> bool:
-    """Whether a GET of `url` is answered with a status of 200."""
+    """True if a GET of `url` is answered with a status of 200."""
     try:
         with _DIRECT.open(url, timeout=seconds) as answer:
             return answer.status == 200
@@ -154,11 +151,11 @@ def answers(url: str, seconds: float = 2.0) -> bool:
 
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""A proxy for the outside world knows nothing of a server that was started here."""
+"""No proxy: it could not reach a server on this machine."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on now; somebody else may take it before you do."""
+    """A TCP port that is free now; another process may take it before you do."""
     with socket.socket() as one:
         one.bind((host, 0))
         return one.getsockname()[1]

@@ -1,6 +1,6 @@
 """Inference servers of a run, built from its config: addresses, keys, deadlines, and how weights reach them.
 
-To add a make of server, write its dialect and transport (`covey.engines.servers`) and a function like
+To add a backend, write its `ServerApi` and `WeightApi` (`covey.engines.servers.protocols`) and a function like
 `vllm_servers`. Not here: which engine a run samples with (`covey.trainer.engines.build`), or when weights are sent.
 """
 
@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.protocols import ServerApi, WeightTransport
+from covey.engines.servers.protocols import ServerApi
 from covey.engines.servers.server_process import ServerProcess, free_port
 from covey.engines.servers.sglang import launch
-from covey.engines.servers.sglang.api import SglangDialect
-from covey.engines.servers.sglang.weights import SglangWeights
-from covey.engines.servers.vllm.api import VllmDialect
-from covey.engines.servers.vllm.weights import VllmWeights
+from covey.engines.servers.sglang.api import SglangApi
+from covey.engines.servers.sglang.weights import SglangWeightApi
+from covey.engines.servers.vllm.api import VllmApi
+from covey.engines.servers.vllm.weights import VllmWeightApi
+from covey.engines.servers.weights.sender import WeightSender
 from covey.policy.loading import end_token_ids
 from covey.policy.weights import active_adapter, adapter_config, has_adapter, unwrapped, why_not_alone
 
@@ -32,17 +33,17 @@ def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, contex
         NoServerLeft: one is not up within `vllm_server_timeout`.
     """
     api_key = args.vllm_server_api_key or os.environ.get("VLLM_API_KEY") or None
-    dialect = VllmDialect(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model))
-    transport = VllmWeights(
-        way=args.vllm_weight_transfer,
-        port=args.vllm_group_port,
+    api = VllmApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model))
+    sender = WeightSender(
+        VllmWeightApi(port=args.vllm_group_port),
+        method=args.vllm_weight_transfer,
         folder=args.vllm_weight_folder,
         bucket_bytes=args.vllm_weight_bucket << 20,
     )
     return remote_engine(
         [ServerClient(url, api_key) for url in args.vllm_urls],
-        dialect,
-        transport,
+        api,
+        sender,
         model,
         tokenizer,
         accelerator,
@@ -65,13 +66,10 @@ def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, cont
         ServerRefused: a server is not one that this run can sample from.
         NoServerLeft: one is not up within `sglang_server_timeout`.
     """
-    dialect = SglangDialect(
-        temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model)
-    )
-    transport = SglangWeights(
-        way=args.sglang_weight_transfer,
-        device=accelerator.device,
-        port=args.sglang_group_port,
+    api = SglangApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model))
+    sender = WeightSender(
+        SglangWeightApi(device=accelerator.device, port=args.sglang_group_port),
+        method=args.sglang_weight_transfer,
         folder=args.checkpoint_path,
     )
     api_key = args.sglang_api_key or os.environ.get(launch.KEY) or None
@@ -83,8 +81,8 @@ def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, cont
     try:
         engine = remote_engine(
             [ServerClient(url, api_key) for url in urls],
-            dialect,
-            transport,
+            api,
+            sender,
             model,
             tokenizer,
             accelerator,
@@ -148,15 +146,15 @@ def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> Start
 
 def remote_engine(
     servers: list[ServerClient],
-    dialect: ServerApi,
-    transport: WeightTransport,
+    api: ServerApi,
+    sender: WeightSender,
     model: Any,
     tokenizer: Any,
     accelerator: Any,
     context: int | None,
     **settings: Any,
 ) -> RemoteEngine:
-    """The engine over servers of any make.
+    """The engine over servers of any backend.
 
     Raises:
         ValueError: several processes would put the same servers to sleep.
@@ -168,8 +166,8 @@ def remote_engine(
         )
     return RemoteEngine(
         servers,
-        dialect,
-        transport,
+        api,
+        sender,
         ends=frozenset(end_token_ids(model, tokenizer)),
         vocab_size=vocabulary_of(model),
         max_context=context,

@@ -1,15 +1,15 @@
-"""How SGLang's own server is spoken to: `/generate` with token ids, and its routes for training, as of release 0.5.23.
+"""Requests of SGLang's own server: `/generate` with token ids, and its routes for training, as of release 0.5.23.
 
-What is worth knowing about these servers:
+Properties of these servers:
 
 - Log-probs are those of the softmax at the sampling temperature, before top-k, top-p and min-p, which is what
   `Completion.logprobs` asks for. Penalties and grammars show in them. A server started with
   SGLANG_RETURN_ORIGINAL_LOGPROB=1 leaves the temperature out.
-- Seeds count only under `--enable-deterministic-inference`; else the server draws noise of its own.
-- A paused server lets requests wait, its health check among them, and then calls itself unwell.
-- What it asserts and does not find (memory taken back that was not released, say) ends it.
+- Seeds count only under `--enable-deterministic-inference`; else the server uses noise of its own.
+- A paused server lets requests wait, its health check among them, which then fails.
+- A failed assertion ends it, as when memory is taken back that was not released.
 
-Not here: how weights travel (`sglang_transports`).
+See also: `covey.engines.servers.sglang.weights`.
 """
 
 import asyncio
@@ -22,14 +22,11 @@ import torch
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.rollout import Completion, FinishReason
+from covey.engines.servers.completions import STOPS, PartialCompletion, single_request
 from covey.engines.servers.errors import BadAnswer, ServerRefused, same_vocabulary
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.images import check_expanded, sent_ids, sent_images
-from covey.engines.servers.partial_completion import STOPS, PartialCompletion, one_of
-from covey.engines.servers.protocols import SampledChunk, ServerFacts, SettingNames
-
-ADAPTER = "covey-"
-"""How the names of adapters begin that Covey gives to a server; no model may be served under one."""
+from covey.engines.servers.protocols import ADAPTER_PREFIX, SampledChunk, ServerFacts, SettingNames
 
 DTYPES = {
     "half": torch.float16,
@@ -38,15 +35,15 @@ DTYPES = {
     "float": torch.float32,
     "float32": torch.float32,
 }
-"""Names under which a server knows number formats; "auto" says nothing."""
+"""dtypes by the names that a server reports; "auto" stands for none."""
 
-OURS = frozenset(
+RESERVED = frozenset(
     {"max_new_tokens", "n", "sampling_seed", "stop_token_ids", "ignore_eos", "beam_width", "stream_interval"}
 )
-"""Sampling parameters that are not the user's to set."""
+"""Sampling parameters that users cannot set."""
 
 FLUSH_SECONDS = 5.0
-"""A server waits this long, at a time, for its last requests to end before it gives up emptying its cache."""
+"""For the last requests to end, in one attempt to empty the cache."""
 
 KV, GRAPHS, WEIGHTS = "kv_cache", "cuda_graph", "weights"
 """Kinds of memory that a server can release."""
@@ -54,16 +51,16 @@ KV, GRAPHS, WEIGHTS = "kv_cache", "cuda_graph", "weights"
 PROBE_TEMPERATURE = 2.0
 
 
-class SglangDialect:
-    """Speaks with SGLang's server.
+class SglangApi:
+    """A `ServerApi` for SGLang's server.
 
     Args:
-        temperature: that will be sampled at: at another than 1 it matters which log-probs a server reports.
+        temperature: sampling temperature of the run: at another than 1 it matters which log-probs a server reports.
         extra: settings of `SamplingParams.extra` that requests will hold.
-        vocab_size: of the model that is trained; None: neither it nor the log-probs' temperature is looked at.
+        vocab_size: of the model that is trained; None: neither it nor the log-probs' temperature is checked.
 
     Raises:
-        ValueError: `extra` holds what is not the user's to set.
+        ValueError: `extra` holds a reserved setting.
     """
 
     name = "SGLang"
@@ -79,36 +76,34 @@ class SglangDialect:
         self._extra = dict(extra or {})
         self._vocab_size = vocab_size
         self._released: dict[str, list[str]] = {}
-        if taken := sorted(OURS & self._extra.keys()):
+        if taken := sorted(RESERVED & self._extra.keys()):
             raise ValueError(
                 f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
                 f" {', '.join(taken)}."
             )
 
-    # ---- what it is ------------------------------------------------------------------------------------------------
-
-    async def look(self, server: ServerClient, deadline: float) -> ServerFacts:
-        """Whether the server is up, and what it is. One that was left paused is told to go on.
+    async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
+        """Read the server's properties, and resume it if it was left paused.
 
         Raises:
-            ServerRefused: it is no SGLang server, serves another vocabulary, or leaves the temperature out of what it
-                reports.
+            ServerRefused: it is no SGLang server, serves another vocabulary, or leaves the temperature out of its
+                log-probs.
         """
         model = await model_info(server, deadline)
         info = await server_info(server, deadline)
-        await self.resume(server, deadline)  # paused, it would not be in health
-        await server.call("GET", "/health", doing="look at the server", deadline=deadline)
-        return replace(facts_of(model, info), reports_temperature=await self._probe(server, deadline))
+        await self.resume(server, deadline)  # paused, it would fail its health check
+        await server.call("GET", "/health", doing="check its health", deadline=deadline)
+        return replace(facts_of(model, info), reports_temperature=await self._reports_temperature(server, deadline))
 
-    async def alive(self, server: ServerClient, deadline: float) -> None:
-        """Whether it answers; it does so too while it is paused, which its health check does not."""
+    async def check_alive(self, server: ServerClient, deadline: float) -> None:
+        """Check that it answers, which it does while it is paused too; its health check does not."""
         await model_info(server, deadline)
 
-    async def _probe(self, server: ServerClient, deadline: float) -> bool:
-        """Ask for single tokens to see whether the vocabularies agree and the temperature shows in log-probs.
+    async def _reports_temperature(self, server: ServerClient, deadline: float) -> bool:
+        """Sample single tokens to compare the vocabularies, and to find out whether log-probs include the temperature.
 
-        A token outside of the vocabulary may only be asked about: in a prompt it would end the server. The likeliest
-        token is sampled greedily, where its log-prob is always that at temperature 1, and asked about in the warmth.
+        A token outside of the vocabulary may only be scored: in a prompt it would end the server. The likeliest token
+        is sampled greedily, which gives its log-prob at temperature 1, then scored at temperature 2 and compared.
         """
         last = 0 if self._vocab_size is None else self._vocab_size - 1
         with same_vocabulary(last):
@@ -130,29 +125,29 @@ class SglangDialect:
         )
 
     async def _token(
-        self, server: ServerClient, after: int, temperature: float, about: int, deadline: float
+        self, server: ServerClient, after: int, temperature: float, scored: int, deadline: float
     ) -> tuple[SampledChunk, float]:
-        """One token after the prompt `after`, and the log-prob of the token `about` in its place."""
+        """Sample one token after the prompt `after`; also the log-prob of the token `scored` in its place."""
         doing = "sample a token"
         body = {
             "input_ids": [[after]],
             "sampling_params": [{**self._extra, "max_new_tokens": 1, "temperature": temperature}],
             "return_logprob": True,
-            "token_ids_logprob": [[about]],
+            "token_ids_logprob": [[scored]],
         }
         answer = await self._post(server, body, deadline, doing)
         [sampled] = completions_of(server, answer, 1, doing)
         try:
             return sampled, float(answer[0]["meta_info"]["output_token_ids_logprobs"][0][0][0])
         except (LookupError, TypeError, ValueError) as error:
-            raise BadAnswer(server.url, doing, f"it does not say how likely token {about} was") from error
+            raise BadAnswer(server.url, doing, f"it does not report how likely token {scored} was") from error
 
     # ---- sampling --------------------------------------------------------------------------------------------------
 
     async def generate(
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
     ) -> list[SampledChunk]:
-        """`request.n` completions in one request, each with its seed; the server computes their prompt once."""
+        """Sample `request.n` completions in one request, each with its seed; the server computes their prompt once."""
         until = time.monotonic() + deadline
         answer = await self._sample(server, request, model, ends, deadline)
         if any(name in request.params.extra for name in STOPS):
@@ -160,38 +155,35 @@ class SglangDialect:
         return list(
             await asyncio.gather(
                 *(
-                    self._go_on(server, one_of(request, i), sampled, model, ends, until)
-                    for i, sampled in enumerate(answer)
+                    self._continue(server, single_request(request, i), chunk, model, ends, until)
+                    for i, chunk in enumerate(answer)
                 )
             )
         )
 
-    async def _go_on(
+    async def _continue(
         self,
         server: ServerClient,
         request: SampleRequest,
-        sampled: SampledChunk,
+        chunk: SampledChunk,
         model: str,
         ends: frozenset[int],
         until: float,
     ) -> SampledChunk:
-        """Continue a completion that the server ended at a token which ends texts for it alone.
+        """Continue a completion that the server ended at a token which is not in `ends`.
 
-        It adds those of the model's own files to ours; to have it ignore them is to have it ignore ours as well.
+        It adds the end tokens of the model's own files to `ends`; an option to ignore those would ignore `ends` too.
         """
-        progress = PartialCompletion(request)
-        progress.add(sampled, None)
-        while not sampled.aborted and sampled.completion.finish is FinishReason.STOP and not progress.complete(ends):
+        partial = PartialCompletion(request)
+        partial.add(chunk, None)
+        while not chunk.aborted and chunk.completion.finish is FinishReason.STOP and not partial.complete(ends):
             left = max(until - time.monotonic(), 0.01)
-            [sampled] = await self._sample(server, progress.rest(), model, ends, left)
-            progress.add(sampled, None)
-        finish = sampled.completion.finish if sampled.aborted else progress.end(ends)
-        whole = Completion(progress.token_ids, progress.logprobs, finish)
-        return (
-            sampled
-            if len(whole.token_ids) == len(sampled.completion.token_ids)
-            else SampledChunk(whole, sampled.aborted)
-        )
+            [chunk] = await self._sample(server, partial.rest(), model, ends, left)
+            partial.add(chunk, None)
+        if len(partial.token_ids) == len(chunk.completion.token_ids):
+            return chunk
+        finish = chunk.completion.finish if chunk.aborted else partial.finish(ends)
+        return SampledChunk(Completion(partial.token_ids, partial.logprobs, finish), chunk.aborted)
 
     async def _sample(
         self, server: ServerClient, request: SampleRequest, model: str, ends: frozenset[int], deadline: float
@@ -201,7 +193,7 @@ class SglangDialect:
             "sampling_params": [sampling_params(request.params, seed, ends) for seed in request.seeds],
             "return_logprob": True,
         }
-        if model.startswith(ADAPTER):
+        if model.startswith(ADAPTER_PREFIX):
             body["lora_path"] = [model] * request.n
         if request.media:
             body["image_data"] = [sent_images(request)] * request.n
@@ -216,15 +208,15 @@ class SglangDialect:
     # ---- training --------------------------------------------------------------------------------------------------
 
     async def pause(self, server: ServerClient, deadline: float) -> None:
-        """Abort what is in flight and hold what comes."""
+        """Abort requests in flight and hold new ones."""
         await server.call("POST", "/pause_generation", doing="pause", deadline=deadline, body={"mode": "abort"})
 
     async def resume(self, server: ServerClient, deadline: float) -> None:
-        """Go on, also with what has waited."""
+        """Continue sampling, also of requests that have waited."""
         await server.call("POST", "/continue_generation", doing="resume", deadline=deadline, body={})
 
-    async def forget_prefixes(self, server: ServerClient, deadline: float) -> None:
-        """Empty the prefix cache; asked again until nothing uses it."""
+    async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
+        """Empty the prefix cache; repeated until no request uses it."""
         doing = "empty the prefix cache"
         until = time.monotonic() + deadline
         while True:
@@ -235,23 +227,20 @@ class SglangDialect:
                 await server.call("POST", "/flush_cache", doing=doing, deadline=left, query=query)
                 return
             except ServerRefused as refused:
-                if "HTTP 400" not in refused.said or time.monotonic() + wait >= until:
+                if "HTTP 400" not in refused.message or time.monotonic() + wait >= until:
                     raise
             await asyncio.sleep(min(0.1, wait))
 
-    async def write_stamp(self, server: ServerClient, stamp: str, deadline: float) -> None:
-        """Set what `/model_info` calls the version of its weights."""
-        body = {"new_version": stamp, "abort_all_requests": False}
-        doing = "note which weights it holds"
-        await server.call("POST", "/update_weight_version", doing=doing, deadline=deadline, body=body)
+    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
+        """Set the version that /model_info reports."""
+        await write_version(server, version, deadline)
 
-    async def read_stamp(self, server: ServerClient, deadline: float) -> str | None:
-        """What `/model_info` calls the version of its weights."""
-        version = (await model_info(server, deadline)).get("weight_version")
-        return None if version is None else str(version)
+    async def read_version(self, server: ServerClient, deadline: float) -> str | None:
+        """Version that /model_info reports."""
+        return await read_version(server, deadline)
 
     async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
-        """Release memory, the weights' too if they are backed up in host memory or not needed again (level 2)."""
+        """Release memory, also of weights that are backed up in host memory or not needed again (level 2)."""
         if server.url in self._released:
             return
         info = await server_info(server, deadline)
@@ -262,14 +251,14 @@ class SglangDialect:
         weights = level > 1 or bool(info.get("enable_weights_cpu_backup"))
         tags = [KV, GRAPHS, *([WEIGHTS] if weights else [])]
         await self.pause(server, deadline)
-        await self.forget_prefixes(server, deadline)
+        await self.clear_prefix_cache(server, deadline)
         await server.call(
             "POST", "/release_memory_occupation", doing="put it to sleep", deadline=deadline, body={"tags": tags}
         )
         self._released[server.url] = tags
 
     async def wake(self, server: ServerClient, deadline: float) -> None:
-        """Take back exactly what was released, if anything was."""
+        """Take back the memory that was released, if any."""
         tags = self._released.get(server.url)
         if tags is not None:
             body = {"tags": tags}
@@ -282,7 +271,7 @@ class SglangDialect:
 
 
 def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> dict[str, Any]:
-    """All of them, or the model's generation config would decide."""
+    """All sampling parameters, since the model's generation config would decide those left out."""
     return {
         "max_new_tokens": params.max_tokens,
         "sampling_seed": seed if seed < 1 << 63 else seed - (1 << 64),
@@ -300,7 +289,7 @@ def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> 
 
 
 def completions_of(server: ServerClient, answer: Any, n: int, doing: str) -> list[SampledChunk]:
-    """The completions of an answer, in order.
+    """Completions of an answer, in order.
 
     Raises:
         BadAnswer: there are too few, or one is incomplete.
@@ -308,22 +297,22 @@ def completions_of(server: ServerClient, answer: Any, n: int, doing: str) -> lis
     if not isinstance(answer, list) or len(answer) != n:
         raise BadAnswer(server.url, doing, f"{answer!r:.200} came where {n} completions belong")
     try:
-        return [sampled_of(one) for one in answer]
+        return [chunk_of(item) for item in answer]
     except ValueError as error:
         raise BadAnswer(server.url, doing, str(error)) from error
 
 
 def prompt_tokens_of(answer: Any) -> Any:
-    """How many tokens `/generate` says that it made of a prompt; None if it says nothing."""
+    """Length of the prompt that `/generate` reports, or None."""
     meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
     return meta.get("prompt_tokens") if isinstance(meta, Mapping) else None
 
 
-def sampled_of(answer: Any) -> SampledChunk:
-    """A completion as `/generate` answers it.
+def chunk_of(answer: Any) -> SampledChunk:
+    """Completion in an answer of `/generate`.
 
     Raises:
-        ValueError: tokens or log-probs are missing, or do not belong together.
+        ValueError: tokens or log-probs are missing, or do not match.
     """
     meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
     if not isinstance(meta, Mapping):
@@ -333,7 +322,7 @@ def sampled_of(answer: Any) -> SampledChunk:
     if kind not in ("stop", "length", "abort"):
         raise ValueError(f"a completion ended with {reason!r:.100}, and stop, length and abort are known")
     tokens, triples = answer.get("output_ids"), meta.get("output_token_logprobs") or []
-    if not isinstance(tokens, list) or not all(isinstance(one, list) and len(one) > 1 for one in triples):
+    if not isinstance(tokens, list) or not all(isinstance(triple, list) and len(triple) > 1 for triple in triples):
         raise ValueError(f"{answer!r:.200} came where `output_ids` and log-probs belong")
     if kind == "abort":  # it may end between a token and its log-prob; such a token is sampled again
         count = min(len(tokens), len(triples))
@@ -345,7 +334,7 @@ def sampled_of(answer: Any) -> SampledChunk:
 
 
 def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
-    """What `/model_info` and `/server_info` say, in Covey's terms."""
+    """Properties from the answers of `/model_info` and `/server_info`."""
     tensor, pipeline, data = (int(info.get(f"{kind}_size") or 1) for kind in ("tp", "pp", "dp"))
     limits = [info.get("context_length") or info.get("max_req_input_len"), info.get("max_total_num_tokens")]
     return ServerFacts(
@@ -360,38 +349,43 @@ def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
     )
 
 
-def ways_of(info: Mapping[str, Any]) -> tuple[str, ...]:
-    """How a server can take weights: its data-parallel replicas from files alone, pipelined ones in no group."""
-    if int(info.get("dp_size") or 1) > 1:
-        return ("disk",)
-    return ("tensor", "disk") if int(info.get("pp_size") or 1) > 1 else ("group", "tensor", "disk")
+async def write_version(server: ServerClient, version: str, deadline: float) -> None:
+    """Set the version that /model_info reports."""
+    body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
+    await server.call("POST", "/update_weight_version", doing=doing, deadline=deadline, body=body)
+
+
+async def read_version(server: ServerClient, deadline: float) -> str | None:
+    """Version that /model_info reports."""
+    version = (await model_info(server, deadline)).get("weight_version")
+    return None if version is None else str(version)
 
 
 async def model_info(server: ServerClient, deadline: float) -> dict[str, Any]:
-    """The model behind a server, and the version of its weights."""
+    """Model of a server, and the version of its weights."""
     answer = await _either(server, "/model_info", "/get_model_info", deadline)
     if not isinstance(answer.get("model_path"), str):
-        raise BadAnswer(server.url, "see what the server is", "it names no model_path", "Is it SGLang's own server?")
+        raise BadAnswer(server.url, "read its properties", "it names no model_path", "Is it SGLang's own server?")
     return answer
 
 
 async def server_info(server: ServerClient, deadline: float) -> dict[str, Any]:
-    """What a server was started with."""
+    """Options that a server was started with."""
     return await _either(server, "/server_info", "/get_server_info", deadline)
 
 
 async def _either(server: ServerClient, path: str, older: str, deadline: float) -> dict[str, Any]:
-    """The answer of a path, or of the name that it had in older releases."""
-    doing, hint = "see what the server is", "Is it SGLang's own server (`covey sglang-serve`) that listens there?"
+    """Answer of a path, or of its name in older releases."""
+    doing, hint = "read its properties", "Is it SGLang's own server (`covey sglang-serve`) that listens there?"
     try:
         answer = await server.call("GET", path, doing=doing, deadline=deadline)
     except ServerRefused as refused:
-        if "HTTP 404" not in refused.said:
+        if "HTTP 404" not in refused.message:
             raise
         try:
             answer = await server.call("GET", older, doing=doing, deadline=deadline)
         except ServerRefused as error:
-            raise ServerRefused(server.url, doing, error.said, hint) from error
+            raise ServerRefused(server.url, doing, error.message, hint) from error
     if not isinstance(answer, dict):
         raise BadAnswer(server.url, doing, f"{path} answered {answer!r:.100}", hint)
     return answer

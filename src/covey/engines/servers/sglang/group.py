@@ -1,7 +1,7 @@
-"""The process group in which a trainer broadcasts weights to one SGLang server: rank 0 here, the others there.
+"""Process group in which the trainer, rank 0, broadcasts weights to the processes of one SGLang server.
 
-SGLang makes its end with torch's own helper for named groups; this is the same with a deadline on every step. Any
-failure ends the group, and the next update makes another.
+SGLang creates its end with torch's helper for named groups; this is the same with a deadline on every step. Any failure
+ends the group, and the next update creates another.
 """
 
 import time
@@ -16,15 +16,15 @@ from torch import Tensor
 from covey.engines.servers.weights.channels import nccl_that_raises, open_store
 
 SPARE_SECONDS = 3600.0
-"""Beyond a deadline of ours: NCCL's own expiry is not to come first."""
+"""Beyond the deadline here, so that NCCL's own timeout does not come first."""
 
 
 class SglangGroup:
-    """Rank 0 of a group that the server is told to join at `address` and `port`, as `name`.
+    """Rank 0 of a group that the server joins at `address` and `port`, as `name`; a `WeightChannel`.
 
     Args:
-        address: of this machine, as the server reaches it; nothing listens wider.
-        size: processes in all, this one included.
+        address: of this machine, as the server reaches it; the store listens on it alone.
+        size: number of processes, this one included.
         backend: "nccl" or "gloo".
         port: to listen on; 0 takes a free one.
 
@@ -40,17 +40,16 @@ class SglangGroup:
 
     @property
     def port(self) -> int:
-        """That it listens on."""
+        """Port that it listens on."""
         return int(self._store.port)
 
     def join(self, seconds: float) -> None:
-        """Wait for the others.
+        """Wait for the other members.
 
         Raises:
-            RuntimeError: they did not come in time, or could not be connected.
+            RuntimeError: they did not join in time, or could not be connected.
         """
-        # The two ends look for each other under keys of the store that this helper alone knows; the server uses it
-        # too, which is why a private function is called here.
+        # The two ends meet under keys of the store that only this private helper knows; the server uses it too.
         from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
         self._store.set_timeout(timedelta(seconds=max(seconds, 0.001)))
@@ -66,11 +65,11 @@ class SglangGroup:
             )
         self._group = group
 
-    def broadcast(self, data: Tensor, seconds: float) -> None:
-        """Send to everyone, and wait until it is out.
+    def send(self, data: Tensor, seconds: float) -> None:
+        """Broadcast to all members, and wait until it is done.
 
         Raises:
-            RuntimeError: the connection broke, or it took longer; the group is of no more use then.
+            RuntimeError: the connection broke, or it took longer; the group is unusable then.
         """
         if self._group is None:
             raise RuntimeError("the connection was closed")
@@ -84,7 +83,7 @@ class SglangGroup:
         work.wait()
 
     def close(self) -> None:
-        """Leave, whatever state it is in; members that still wait get an error."""
+        """Leave in any state; members that still wait get an error."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(Exception):

@@ -1,7 +1,7 @@
-"""Starts SGLang's server with a key that no other user of the machine can read: `python -m` this, with its flags.
+"""Start of an SGLang server with a key that no other user of the machine can read: `python -m` this, with its flags.
 
 SGLang takes its key from the command line alone, and the command line of a process is public. Here it comes from the
-environment, and is added to the arguments inside of the process.
+environment, and is added to the arguments inside the process.
 """
 
 import os
@@ -23,7 +23,7 @@ MODULE = "covey.engines.servers.sglang.launch"
 def command(
     model: str, port: int, device: str, flags: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """What starts a server for this machine alone, and what to add to its environment.
+    """Command of a server for this machine alone, and the additions to its environment.
 
     Args:
         model: hub id or folder.
@@ -33,7 +33,7 @@ def command(
         environ: of this process.
 
     Raises:
-        ValueError: the device is none.
+        ValueError: the device is invalid.
     """
     kind, _, index = device.partition(":")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):

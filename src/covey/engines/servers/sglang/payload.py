@@ -1,7 +1,7 @@
-"""Tensors in the form in which SGLang takes them over HTTP: pickled, as base64 text. Nothing is unpickled here.
+"""Tensors as SGLang takes them over HTTP: pickled, as base64 text. Nothing is unpickled here.
 
-The receiver rebuilds them with a list of allowed functions, all of torch's own, so no class of Covey's or SGLang's may
-appear. Numbers travel inside the text, or stay in shared memory of this machine while the text only says where.
+The receiver allows only functions of torch, so no class of Covey or SGLang may appear. The text holds the numbers, or
+their address in this machine's shared memory.
 """
 
 import base64
@@ -17,16 +17,23 @@ from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 
 SHARED_MEMORY = "/dev/shm"
-"""Where Linux keeps what processes share; containers often get 64 MB of it."""
+"""Shared memory on Linux; containers often get 64 MB of it."""
+
+
+def encode(named: list[tuple[str, Tensor]], copies: int, *, shared: bool) -> list[str]:
+    """One text for each of `copies` processes; of shared memory each opens a text of its own."""
+    if shared:
+        return [by_name(named) for _ in range(copies)]
+    return [inline(own_copies(named))] * copies
 
 
 def inline(tensors: Any) -> str:
-    """A dict or list with CPU tensors in it, numbers included."""
+    """Text of a dict or list of CPU tensors, numbers included."""
     return base64.b64encode(pickle.dumps(tensors)).decode()
 
 
 def own_copies(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Tensors that share no storage: `inline` would write all of a shared one for each."""
+    """Copies without shared storage, of which `inline` would write the whole for each tensor."""
     return [(name, tensor.detach().cpu().clone()) for name, tensor in named]
 
 
@@ -38,9 +45,9 @@ def shared_buffer(nbytes: int) -> Tensor:
 
 
 def by_name(named: list[tuple[str, Tensor]]) -> str:
-    """Views of shared buffers; one process of this machine may open them once.
+    """Text with the addresses of views of shared buffers, for one process of this machine to open once.
 
-    They must keep their contents until the receiver has answered.
+    The buffers must keep their contents until the receiver has answered.
     """
     text = io.BytesIO()
     _ByName(text).dump(named)
@@ -48,7 +55,7 @@ def by_name(named: list[tuple[str, Tensor]]) -> str:
 
 
 def shared_memory_left() -> int:
-    """Bytes that can still be shared. A process that writes beyond them is killed by the system."""
+    """Bytes that can still be shared. The system kills a process that writes beyond them."""
     try:
         room = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -57,9 +64,9 @@ def shared_memory_left() -> int:
 
 
 class _ByName(pickle.Pickler):
-    """Writes where a storage lies instead of what it holds, for a receiver that is not a child of this process.
+    """Pickler that writes a storage's address instead of its contents, for a receiver that is not a child process.
 
-    torch's own way hands file descriptors over a socket, which only relatives may open.
+    torch itself passes file descriptors over a socket, which only parent and child processes can do.
     """
 
     def __init__(self, file: io.BytesIO):
@@ -80,5 +87,5 @@ class _ByName(pickle.Pickler):
         return NotImplemented
 
     def _once(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The same object for the same memory, so that it is written, and opened, once."""
+        """Same object for the same memory, so that it is written, and opened, once."""
         return self._storages.setdefault(storage.data_ptr(), storage)

@@ -1,216 +1,138 @@
-"""How weights reach SGLang servers: over a process group, as tensors over HTTP, or as files.
+"""Requests of SGLang servers about weights.
 
-`SglangWeights` is the one transport that an engine holds. For every update it asks the servers what they are and takes
-the best way that all of them have:
+Transfer methods:
 
-- `group`: buckets broadcast over NCCL or gloo; the next bucket is gathered while one is sent;
+- `group`: buckets broadcast over NCCL or gloo;
 - `tensor`: buckets in shared memory that a server on this machine opens; to another machine, the numbers inside of
   HTTP requests, which is slow;
-- `disk`: safetensors in a folder that trainer and server both see, and the only way to data-parallel replicas.
+- `disk`: safetensors in a folder that trainer and server both see, and the only method for data-parallel replicas.
 
-An adapter goes over HTTP and is loaded under a name of its own for every version, so that no cache mixes two.
+An adapter travels inside HTTP requests.
 """
 
-import asyncio
 import hashlib
-import logging
-import shutil
-import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor
 
 from covey.core.weights import WeightUpdate
-from covey.engines.servers.adapter_registry import AdapterBook
-from covey.engines.servers.errors import ServerRefused
+from covey.engines.servers.errors import ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.sglang import payload as payload
-from covey.engines.servers.sglang.api import ADAPTER
+from covey.engines.servers.sglang import payload
+from covey.engines.servers.sglang.api import model_info, read_version, server_info, write_version
 from covey.engines.servers.sglang.group import SglangGroup
-from covey.engines.servers.sglang.weight_api import (
-    WAYS,
-    SglangEndpoint,
-    begin_update,
-    choose_way,
-    confirm,
-    end_update,
-    look,
-    quietly,
+from covey.engines.servers.weights.buckets import Bucket, Packer
+from covey.engines.servers.weights.deadline import Deadline, in_thread, meet, together
+from covey.engines.servers.weights.sender import (
+    BucketTransfer,
+    WeightApi,
+    WeightChannel,
+    WeightEndpoint,
+    is_local,
+    listen_for,
 )
-from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket, Packer
-from covey.engines.servers.weights.channels import own_address
-from covey.engines.servers.weights.deadline import Deadline, all_of, in_thread, meet, together
-from covey.engines.servers.weights.files import CheckpointDir
 
 INLINE_BYTES = 32 * 2**20
-"""Of numbers in one HTTP request; as text they are a third more."""
+"""Bound of the numbers in one HTTP request; as text they are a third larger."""
 
-KEPT_ADAPTERS = 2
-"""Versions of an adapter that a server keeps: the current one, and the one of requests that are asked again."""
+CLEANUP_SECONDS = 5.0
+"""For a server to close what a failed update left open."""
+
 AS_STARTED = "default"
-"""The version of its weights that a server names until somebody sends some."""
-
-log = logging.getLogger(__name__)
+"""Weight version that a server reports until a trainer sends weights."""
 
 
-class SglangWeights(AdapterBook):
-    """Brings SGLang servers to a version of the policy; a `WeightTransport`.
+class SglangWeightApi(WeightApi):
+    """Requests of SGLang servers about weights.
 
     Args:
-        way: one of `WAYS`; "auto" takes the fastest that every server has.
-        device: of the policy: tensors on a GPU are broadcast with NCCL, others with gloo.
-        port: of this machine, where servers meet the trainer, the next ones for further servers; 0 takes free ones.
-        folder: for weights that travel as files; servers on other machines must see it under the same name. None: a
-            temporary folder, for servers on this machine.
-        bucket_bytes: most bytes sent at once.
+        device: device of the policy: tensors on a GPU are broadcast with NCCL, others with gloo.
+        port: port of this machine where the first server joins the trainer's group, the next ones for further servers;
+            0 takes free ones.
     """
 
     name = "sglang"
+    methods = automatic = ("group", "tensor", "disk")
+    folder_setting = "checkpoint_path"
+    method_hint = "Set checkpoint_path to a folder that it sees."
+    reopens_folder = True
+    adapters_kept = 2
+    adapter_hint = (
+        "Start it with --enable-lora --max-lora-rank R --lora-target-modules all, or set vllm_lora_sync='merged'."
+    )
 
-    def __init__(
-        self,
-        way: str = "auto",
-        device: torch.device | None = None,
-        port: int = 0,
-        folder: str | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-    ):
-        if way not in WAYS:
-            raise ValueError(f"weights cannot travel by {way!r}; choose one of: {', '.join(WAYS)}.")
-        super().__init__(ADAPTER)
-        self._way, self._port, self._folder, self._bucket_bytes = way, port, folder, bucket_bytes
-        self._device = device or torch.device("cpu")
-        self._shelf = CheckpointDir(folder, self._run)
-        self._groups: dict[str, tuple[str, SglangGroup]] = {}  # by URL: the start of the server it belongs to
+    def __init__(self, device: torch.device | None = None, port: int = 0):
+        self._device, self._port = device or torch.device("cpu"), port
+        self._offsets: dict[str, int] = {}  # of the port, by URL
+        self._group_names: dict[str, str] = {}  # by URL
 
-    # ---- what engines call -----------------------------------------------------------------------------------------
+    async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
+        """Read the model and the parallel sizes from the server's own description."""
+        model = await model_info(server, until.left(server))
+        info = await server_info(server, until.left(server))
+        processes, start_id = int(info.get("tp_size") or 1), str(info.get("startup_time") or "")
+        return WeightEndpoint(server, processes, start_id, is_local(server), obstacles_of(info), model)
 
-    async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, deadline: float) -> None:
-        """Bring all servers to `update`; see `WeightTransport`."""
-        until = Deadline(f"take weights of version {update.version}", deadline)
-        peers = [await look(server, until) for server in servers]
-        if update.adapter is None:
-            await self._send_model(peers, update, until)
-            self._adapters.pop(update.version, None)
-        else:
-            await self._send_adapter(peers, update, until)
-
-    async def close(self) -> None:
-        """Leave groups, remove files."""
-        for _, group in self._groups.values():
-            group.close()
-        self._groups.clear()
-        self._shelf.clear()
-
-    # ---- a whole model ---------------------------------------------------------------------------------------------
-
-    async def _send_model(self, peers: list[SglangEndpoint], update: WeightUpdate, until: Deadline) -> None:
-        way = choose_way(self._way, peers, shared_folder=self._folder is not None)
-        log.debug("weights of version %d travel by %s", update.version, way)
-        if way == "disk":
-            await self._by_disk(peers, update, until)
-        elif way == "group":
-            packer = Packer(update, self._bucket_bytes, self._device, dense=True)
-            await self._by_buckets(peers, update, until, packer, self._broadcast, self._connect)
-        else:
-            await self._by_buckets(peers, update, until, *self._payloads(peers, update))
-        await all_of(confirm(peer, update, until) for peer in peers)
-
-    async def _by_disk(self, peers: list[SglangEndpoint], update: WeightUpdate, until: Deadline) -> None:
-        folder = self._shelf.path / f"v{update.version}-{uuid.uuid4().hex[:6]}"
-        older = [path for path in self._shelf.path.iterdir() if path.is_dir()]
-        await in_thread(lambda: self._shelf.write(update, folder.name, self._bucket_bytes))
+    async def load_folder(self, endpoint: WeightEndpoint, folder: Path, version: int, until: Deadline) -> None:
+        """Make the server read its weights from `folder`."""
+        server, doing = endpoint.server, f"{until.doing} from {folder}"
         body = {
             "model_path": str(folder),
             "load_format": "safetensors",
-            "weight_version": str(update.version),
+            "weight_version": str(version),
             "flush_cache": False,
         }
-        doing = f"{until.doing} from {folder}"
-        hint = "It must see this folder under the same name: set checkpoint_path to one that it shares."
-
-        async def load(server: ServerClient) -> None:
-            try:
-                await server.ask("/update_weights_from_disk", doing=doing, deadline=until.left(server), body=body)
-            except ServerRefused as error:
-                raise ServerRefused(server.url, doing, error.said, hint) from error
-
         try:
-            await all_of(load(peer.server) for peer in peers)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        for path in older:
-            shutil.rmtree(path, ignore_errors=True)
+            await server.ask("/update_weights_from_disk", doing=doing, deadline=until.left(server), body=body)
+        except ServerRefused as error:
+            hint = "It must see this folder under the same name: set checkpoint_path to one that it shares."
+            raise ServerRefused(server.url, doing, error.message, hint) from error
 
-    async def _by_buckets(
-        self,
-        peers: list[SglangEndpoint],
-        update: WeightUpdate,
-        until: Deadline,
-        packer: Packer,
-        push: Callable[[SglangEndpoint, dict[str, Any], Bucket, str, Deadline], Awaitable[None]],
-        connect: Callable[[SglangEndpoint, Deadline], Awaitable[None]] | None = None,
-    ) -> None:
-        """Every bucket to every server. One that fails is left behind, and its error raised in the end."""
-        gathering = asyncio.ensure_future(in_thread(packer.next))
-        left = list(peers)
-        failures: list[BaseException] = []
+    async def read_version(self, server: ServerClient, seconds: float) -> str | None:
+        """Version that /model_info reports."""
+        return await read_version(server, seconds)
 
-        async def each(do: Callable[[SglangEndpoint], Awaitable[None]]) -> None:
-            results = await asyncio.gather(*(do(peer) for peer in left), return_exceptions=True)
-            failures.extend(result for result in results if isinstance(result, BaseException))
-            left[:] = [peer for peer, result in zip(left, results, strict=True) if result is None]
+    async def write_version(self, server: ServerClient, version: str, seconds: float) -> None:
+        """Set the version that /model_info reports."""
+        await write_version(server, version, seconds)
 
-        async def begin(peer: SglangEndpoint) -> None:
-            if connect is not None:
-                await connect(peer, until)
-            await begin_update(peer, until)
+    # ---- buckets ---------------------------------------------------------------------------------------------------
 
-        try:
-            await each(begin)
-            bucket, number = await asyncio.shield(gathering), 0
-            while bucket is not None and left:
-                gathering = asyncio.ensure_future(in_thread(packer.next))
-                number += 1
-                doing = f"{until.doing} (bucket {number} of {len(packer.plan)}: {bucket})"
-                body: dict[str, Any] = {"flush_cache": False}
-                if number == len(packer.plan):
-                    body["weight_version"] = str(update.version)
-                full = bucket
-                await each(lambda peer: push(peer, body, full, doing, until))  # noqa: B023 - awaited within the turn
-                bucket = await asyncio.shield(gathering)
-            await each(lambda peer: end_update(peer, until))
-        finally:
-            await asyncio.wait([gathering])
-            packer.close()
-            await asyncio.gather(*(self._abandon(peer) for peer in peers if peer not in left))
-        if failures:
-            raise failures[0]
+    def packer(
+        self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[WeightEndpoint]
+    ) -> Packer:
+        """Dense buckets for a group; for "tensor", buckets in shared memory where all servers can open it."""
+        if method == "group":
+            return Packer(update, bucket_bytes, self._device, dense=True)
+        cpu = torch.device("cpu")
+        if method == "adapter":
+            return Packer(update, bucket_bytes, cpu)
+        largest = max(bucket_bytes, *(spec.nbytes for spec in update.specs))
+        room = payload.shared_memory_left() > 3 * min(largest, update.nbytes)  # two buckets, and others need some
+        if room and all(endpoint.same_machine for endpoint in endpoints):
+            return Packer(update, bucket_bytes, cpu, allocate=payload.shared_buffer)
+        return Packer(update, min(bucket_bytes, INLINE_BYTES), cpu)
 
-    async def _abandon(self, peer: SglangEndpoint) -> None:
-        """Close what a failed update left open at a server, if it still answers."""
-        known = self._groups.pop(peer.server.url, None)
-        if known is not None:
-            known[1].close()
-            await quietly(peer, "/destroy_weights_update_group", {"group_name": known[1].name})
-        await quietly(peer, "/end_weight_update", {})
+    async def join_group(
+        self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline
+    ) -> WeightChannel | None:
+        """Meet the server in a process group of its own; "tensor" needs none."""
+        if method != "group":
+            return None
+        server, doing = endpoint.server, "join a group for weights"
+        port = self._port and self._port + self._offsets.setdefault(server.url, len(self._offsets))
+        hint = "Choose a free port with sglang_group_port; runs on one machine need one for each server."
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
 
-    # ---- the group -------------------------------------------------------------------------------------------------
+        def listen(address: str) -> SglangGroup:
+            return SglangGroup(address, 1 + endpoint.processes, backend, port)
 
-    async def _connect(self, peer: SglangEndpoint, until: Deadline) -> None:
-        known = self._groups.get(peer.server.url)
-        if known is not None and known[0] == peer.born:
-            return
-        if known is not None:
-            known[1].close()
-            del self._groups[peer.server.url]
-        server, doing = peer.server, "join a group for weights"
-        group = self._open_group(peer)
-        self._groups[server.url] = (peer.born, group)
+        group = listen_for(server, port, hint, listen)
+        self._group_names[server.url] = group.name
         body = {
             "master_address": group.address,
             "master_port": group.port,
@@ -223,129 +145,118 @@ class SglangWeights(AdapterBook):
         async def ask(seconds: float) -> None:
             await server.ask("/init_weights_update_group", doing=doing, deadline=seconds, body=body)
 
-        await meet(server, doing, until, f"{group.address}, port {group.port}", ask, group.join)
-
-    def _open_group(self, peer: SglangEndpoint) -> SglangGroup:
-        target = urlsplit(peer.server.url)
-        assert target.hostname is not None, "checked by `ServerClient`"
-        port = self._port and self._port + len(self._groups)
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
         try:
-            address = own_address(target.hostname, target.port or 80)
-            return SglangGroup(address, 1 + peer.copies, backend, port)
-        except OSError as error:
-            raise ServerRefused(
-                peer.server.url,
-                "join a group for weights",
-                f"this machine cannot listen on port {port} for it ({error})",
-                "Choose a free port with sglang_group_port; runs on one machine need one for each server.",
-            ) from error
+            await meet(server, doing, until, f"{group.address}, port {group.port}", ask, group.join)
+        except BaseException:
+            group.close()
+            raise
+        return group
 
-    async def _broadcast(
-        self, peer: SglangEndpoint, common: dict[str, Any], bucket: Bucket, doing: str, until: Deadline
+    async def begin(self, endpoint: WeightEndpoint, until: Deadline) -> None:
+        """Open the server for an update; one that a killed run left open is closed first."""
+        try:
+            await self._post("/begin_weight_update", endpoint, until)
+        except ServerRefused as error:
+            if "already open" not in error.message:
+                raise
+            await self._post("/end_weight_update", endpoint, until)
+            await self._post("/begin_weight_update", endpoint, until)
+
+    async def push(
+        self, endpoint: WeightEndpoint, channel: WeightChannel | None, transfer: BucketTransfer, until: Deadline
     ) -> None:
-        server = peer.server
-        group, seconds = self._groups[server.url][1], until.left(server)
-        specs = [entry.spec for entry in bucket.entries]
-        data = bucket.data[: sum(spec.nbytes for spec in specs)]
-        body = {
+        """Send one bucket, over the group or inside the request."""
+        server, bucket, doing = endpoint.server, transfer.bucket, transfer.doing
+        body: dict[str, Any] = {"flush_cache": False}
+        if transfer.number + 1 == transfer.count:
+            body["weight_version"] = str(transfer.version)
+        if channel is None:
+            tensors = list(bucket.tensors().items())
+            body["serialized_named_tensors"] = await in_thread(
+                lambda: payload.encode(tensors, endpoint.processes, shared=bucket.data.is_shared())
+            )
+            await server.ask("/update_weights_from_tensor", doing=doing, deadline=until.left(server), body=body)
+            return
+        seconds, specs = until.left(server), [entry.spec for entry in bucket.entries]
+        body |= {
             "names": [spec.name for spec in specs],
             "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
             "shapes": [list(spec.shape) for spec in specs],
-            "group_name": group.name,
+            "group_name": self._group_names[server.url],
             "load_format": "flattened_bucket",
-            **common,
         }
+        data = bucket.data[: sum(spec.nbytes for spec in specs)]
         request = server.ask("/update_weights_from_distributed", doing=doing, deadline=seconds, body=body)
-        await together(server, doing, request, lambda: group.broadcast(data, seconds))
+        await together(server, doing, request, partial(channel.send, data, seconds))
 
-    # ---- tensors over HTTP -----------------------------------------------------------------------------------------
+    async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
+        """Put the new weights in use; the last bucket carried their version."""
+        await self._post("/end_weight_update", endpoint, until)
 
-    def _payloads(
-        self, peers: list[SglangEndpoint], update: WeightUpdate
-    ) -> tuple[Packer, Callable[[SglangEndpoint, dict[str, Any], Bucket, str, Deadline], Awaitable[None]]]:
-        """Buckets for `/update_weights_from_tensor`, and how one is sent."""
-        cpu = torch.device("cpu")
-        largest = max(self._bucket_bytes, *(spec.nbytes for spec in update.specs))
-        room = payload.shared_memory_left() > 3 * min(largest, update.nbytes)  # two buckets, and others need some
-        shared = room and all(peer.same_machine for peer in peers)
-        if shared:
-            packer = Packer(update, self._bucket_bytes, cpu, allocate=payload.shared_buffer)
-        else:
-            packer = Packer(update, min(self._bucket_bytes, INLINE_BYTES), cpu)
+    async def abandon(self, endpoint: WeightEndpoint) -> None:
+        """Close the group and the update at a server that still answers."""
+        name = self._group_names.pop(endpoint.server.url, None)
+        if name is not None:
+            await self._try("/destroy_weights_update_group", endpoint, {"group_name": name})
+        await self._try("/end_weight_update", endpoint, {})
 
-        def written(bucket: Bucket, copies: int) -> list[str]:
-            named = list(bucket.tensors().items())
-            if shared:  # every process opens the memory once
-                return [payload.by_name(named) for _ in range(copies)]
-            return [payload.inline(payload.own_copies(named))] * copies
+    async def _post(self, path: str, endpoint: WeightEndpoint, until: Deadline) -> None:
+        server = endpoint.server
+        await server.ask(path, doing=until.doing, deadline=until.left(server), body={})
 
-        async def push(
-            peer: SglangEndpoint, common: dict[str, Any], bucket: Bucket, doing: str, until: Deadline
-        ) -> None:
-            server = peer.server
-            body = {"serialized_named_tensors": await in_thread(lambda: written(bucket, peer.copies)), **common}
-            await server.ask("/update_weights_from_tensor", doing=doing, deadline=until.left(server), body=body)
+    async def _try(self, path: str, endpoint: WeightEndpoint, body: dict[str, Any]) -> None:
+        with suppress(ServerError):
+            await endpoint.server.ask(path, doing="clean up", deadline=CLEANUP_SECONDS, body=body)
 
-        return packer, push
+    # ---- adapters --------------------------------------------------------------------------------------------------
 
-    # ---- an adapter ------------------------------------------------------------------------------------------------
+    async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
+        """Tell whether the server was started with `model`; its version shows whether an earlier run used it."""
+        found = endpoint.details
+        return found["model_path"] == model and str(found.get("weight_version")) == AS_STARTED
 
-    async def _send_adapter(self, peers: list[SglangEndpoint], update: WeightUpdate, until: Deadline) -> None:
-        assert update.adapter is not None, "the caller looked"
-        await self._send_bases(peers, update, until)
-        packer = Packer(update, max(2 * update.nbytes, 1), torch.device("cpu"))
-        bucket = await in_thread(packer.next)
-        await in_thread(packer.next)  # the pass ends
-        assert bucket is not None, "an adapter has tensors"
+    def encode_adapter(self, bucket: Bucket) -> tuple[str, dict[str, str]]:
+        """Text of all tensors, and their checksums by name."""
         tensors = dict(payload.own_copies(bucket.tensors().items()))
-        name = self._name_for(update)
-        text = await in_thread(lambda: payload.inline(tensors))
+        checksums = {
+            name: hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, tensor in tensors.items()
+        }
+        return payload.inline(tensors), checksums
+
+    async def load_adapter(
+        self,
+        endpoint: WeightEndpoint,
+        name: str,
+        config: dict[str, Any],
+        source: tuple[str, dict[str, str]],
+        channel: WeightChannel | None,
+        until: Deadline,
+    ) -> None:
+        """Load an adapter from the text of `encode_adapter`."""
+        server, doing, (text, checksums) = endpoint.server, f"load the adapter {name}", source
+        await self._try("/unload_lora_adapter", endpoint, {"lora_name": name})  # an earlier attempt may have loaded it
         body = {
             "lora_name": name,
-            "config_dict": update.adapter,
-            "expected_checksums": {key: _sha256(tensor) for key, tensor in tensors.items()},
+            "config_dict": config,
+            "expected_checksums": checksums,
+            "serialized_named_tensors": [text] * endpoint.processes,
         }
-        await all_of(self._load_adapter(peer, body, text, until) for peer in peers)
-        self._adapters[update.version] = name
-        stamp = {"new_version": str(update.version), "abort_all_requests": False}
-        for peer in peers:
-            left = until.left(peer.server)
-            await peer.server.ask("/update_weight_version", doing=until.doing, deadline=left, body=stamp)
-
-    async def _send_bases(self, peers: list[SglangEndpoint], update: WeightUpdate, until: Deadline) -> None:
-        """Servers that were started with another model than the adapter lies on get that model first, once."""
-        assert update.adapter is not None, "the caller looked"
-        if update.base is None:
-            return
-        wanted = update.adapter.get("base_model_name_or_path")
-        fresh = [peer for peer in peers if (peer.server.url, peer.born) not in self._bases]
-        # A server that an earlier run used says so by its version; nobody knows what that run left.
-        lacking = [peer for peer in fresh if not wanted or peer.model != wanted or peer.version != AS_STARTED]
-        if lacking:
-            await self._send_model(lacking, update.base, until)
-        self._bases |= {(peer.server.url, peer.born) for peer in fresh}
-
-    async def _load_adapter(self, peer: SglangEndpoint, body: dict[str, Any], text: str, until: Deadline) -> None:
-        server, name = peer.server, body["lora_name"]
-        loaded = self._loaded.setdefault((server.url, peer.born), [])
-        if name in loaded:
-            return
-        await quietly(peer, "/unload_lora_adapter", {"lora_name": name})  # an earlier try may have got through
-        doing = f"load the adapter {name}"
-        hint = (
-            "Start it with --enable-lora --max-lora-rank R --lora-target-modules all, or set vllm_lora_sync='merged'."
-        )
         try:
-            full = {**body, "serialized_named_tensors": [text] * peer.copies}
-            await server.ask("/load_lora_adapter_from_tensors", doing=doing, deadline=until.left(server), body=full)
+            await server.ask("/load_lora_adapter_from_tensors", doing=doing, deadline=until.left(server), body=body)
         except ServerRefused as error:
-            raise ServerRefused(server.url, doing, error.said, hint) from error
-        loaded.append(name)
-        while len(loaded) > KEPT_ADAPTERS:
-            old = {"lora_name": loaded.pop(0)}
-            await server.ask("/unload_lora_adapter", doing=f"unload {old}", deadline=until.left(server), body=old)
+            raise ServerRefused(server.url, doing, error.message, self.adapter_hint) from error
+
+    async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
+        """Drop an adapter."""
+        server, body = endpoint.server, {"lora_name": name}
+        await server.ask("/unload_lora_adapter", doing=f"unload {name}", deadline=until.left(server), body=body)
 
 
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+def obstacles_of(info: Mapping[str, Any]) -> dict[str, str]:
+    """Transfer methods that a server does not support, with the reason."""
+    if int(info.get("dp_size") or 1) > 1:
+        return dict.fromkeys(("group", "tensor"), "replicas (--dp-size) take weights from files alone")
+    if int(info.get("pp_size") or 1) > 1:
+        return {"group": "pipelines (--pp-size) take weights in no group"}
+    return {}

@@ -1,4 +1,4 @@
-"""How a vLLM server is told to sample, on whichever of its routes, and what its answers say."""
+"""Bodies and answers of vLLM's sampling routes: `/v1/completions`, and `/inference/v1/generate` for images."""
 
 from typing import Any
 
@@ -6,9 +6,10 @@ from covey.core.engine import SampleRequest
 from covey.core.rollout import Completion, FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerError
 from covey.engines.servers.http_client import ServerClient
+from covey.engines.servers.images import sent_ids, sent_images
 from covey.engines.servers.protocols import SampledChunk
 
-OURS = frozenset(
+RESERVED = frozenset(
     {
         "add_special_tokens",
         "best_of",
@@ -27,19 +28,23 @@ OURS = frozenset(
         "use_beam_search",
     }
 )
-"""Parts of a request that are not the user's to set."""
+"""Parts of a request that users cannot set."""
 
 FINISHES = {"stop": FinishReason.STOP, "repetition": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 ABORTED = "abort"
 
+IMAGE_ROUTE = "/inference/v1/generate"
+"""Route for prompts with images, which the completions route does not take."""
+
+TEXT = ("stop", "bad_words")
+"""Settings for which vLLM has to detokenize while it samples."""
+
 
 def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str, Any]:
-    """Every setting, or the model's generation config decides; completion i has the seed of the first plus i.
+    """All sampling settings, since the model's generation config would decide those left out.
 
-    Args:
-        request: whose `params.extra` goes before everything else.
-        ends: tokens that end a completion.
+    Completion i has the seed of the first plus i; `params.extra` takes precedence.
     """
     params = request.params
     return {
@@ -53,20 +58,20 @@ def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str,
         "repetition_penalty": params.repetition_penalty,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "ignore_eos": True,  # the server's idea of what ends a text; ours is next
+        "ignore_eos": True,  # the model's own; `stop_token_ids` decide
         "stop_token_ids": sorted(ends),
         "logprobs": 0,
         **params.extra,
     }
 
 
-def refuse_ours(extra: dict[str, Any]) -> None:
-    """Settings that requests decide themselves.
+def refuse_reserved(extra: dict[str, Any]) -> None:
+    """Refuse settings that requests decide themselves.
 
     Raises:
         ValueError: `extra` holds one.
     """
-    if taken := sorted(OURS & extra.keys()):
+    if taken := sorted(RESERVED & extra.keys()):
         raise ValueError(
             f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
             f" {', '.join(taken)}."
@@ -86,8 +91,8 @@ def completions_of(server: ServerClient, answer: dict[str, Any]) -> list[Sampled
     try:
         return [_sampled(server, choice) for choice in sorted(choices, key=lambda choice: choice["index"])]
     except (KeyError, TypeError, AttributeError) as error:
-        said = f"a choice of its answer is incomplete ({type(error).__name__}: {error}): {choices!r:.300}"
-        raise BadAnswer(server.url, "generate", said) from error
+        message = f"a choice of its answer is incomplete ({type(error).__name__}: {error}): {choices!r:.300}"
+        raise BadAnswer(server.url, "generate", message) from error
 
 
 def _sampled(server: ServerClient, choice: dict[str, Any]) -> SampledChunk:
@@ -103,3 +108,35 @@ def _sampled(server: ServerClient, choice: dict[str, Any]) -> SampledChunk:
         reported = []
     completion = Completion(tokens, reported, FINISHES.get(finish, FinishReason.LENGTH))
     return SampledChunk(completion, aborted=finish == ABORTED)
+
+
+def image_request(request: SampleRequest, model: str, ends: frozenset[int]) -> dict[str, Any]:
+    """Body of a request with images."""
+    settings = sampling_settings(request, ends)
+    return {
+        "model": model,
+        "token_ids": sent_ids(request),
+        "content_parts": [{"type": "image_url", "url": url} for url in sent_images(request)],
+        "return_token_ids": True,
+        "sampling_params": {"detokenize": any(name in settings for name in TEXT), **settings},
+    }
+
+
+def image_answer(url: str, answer: Any) -> tuple[dict[str, Any], int | None]:
+    """Answer to a request with images in the form of `/v1/completions`, and the length of the expanded prompt.
+
+    Raises:
+        BadAnswer: it is incomplete.
+    """
+    try:
+        choices = []
+        for choice in answer["choices"]:
+            given = choice.get("logprobs")
+            if given is not None:
+                given = {"token_logprobs": [entry["logprob"] for entry in given.get("content") or []]}
+            choices.append({**choice, "logprobs": given})
+        prompt = answer.get("prompt_token_ids")
+    except (KeyError, TypeError, AttributeError) as error:
+        message = f"its answer is incomplete ({type(error).__name__}: {error}): {answer!r:.300}"
+        raise BadAnswer(url, "generate", message) from error
+    return {"choices": choices}, None if prompt is None else len(prompt)

@@ -1,343 +1,266 @@
-"""How weights reach vLLM servers: over a process group, through CUDA's shared memory, or as files.
+"""Requests of vLLM servers about weights.
 
-`VllmWeights` is the one transport that an engine holds. For every update it asks the servers what they are and takes
-the best way that all of them have:
+Transfer methods:
 
-- `group`: buckets over gloo or NCCL, into vLLM's own weight transfer; the next bucket is gathered while one is sent;
-- `ipc`: the same with CUDA memory that a server on the same GPU opens where it lies; on request only;
-- `disk`: safetensors in a folder that trainer and server both see; the last resort, and all that a `vllm serve`
-  without our worker (`vllm_flags`) can do.
+- `group`: buckets over gloo or NCCL, into vLLM's own weight transfer;
+- `ipc`: the same with CUDA memory that a server on the same GPU opens in place; on request only;
+- `disk`: safetensors in a folder that trainer and server both see; the last resort, and the only method of a
+  `vllm serve` without Covey's worker extension (`covey.engines.servers.vllm.launch`).
 
-An adapter is a folder that the server loads under a name of its own for every version, so that no cache mixes two; a
-server on another machine gets its bytes over the group and writes the folder itself. Adding a way: a `Channel`, if
-buckets are what it sends.
+An adapter is a folder that the server loads; a server on another machine gets the bytes over the group and writes the
+folder itself.
 """
 
-import asyncio
 import contextlib
 import json
-import shutil
+import logging
 import uuid
-from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from covey.core.weights import WeightUpdate
-from covey.engines.servers.adapter_registry import AdapterBook
+import torch
+
 from covey.engines.servers.errors import (
+    RETRIED,
+    BadAnswer,
     DeadlineExceeded,
     ServerError,
     ServerRefused,
     ServerUnreachable,
 )
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.vllm.flags import ADAPTERS
-from covey.engines.servers.vllm.weight_api import (
-    VllmEndpoint,
-    choose_way,
-    confirm,
-    group_backend,
-    has_base,
-    load_folder,
-    look,
-    rpc,
-    write_version,
+from covey.engines.servers.vllm.api import read_version, write_version
+from covey.engines.servers.vllm.launch import ADAPTERS, AS_STARTED, BACKEND
+from covey.engines.servers.weights.buckets import Bucket
+from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id, shared_store
+from covey.engines.servers.weights.deadline import Deadline, meet, together
+from covey.engines.servers.weights.sender import (
+    BucketTransfer,
+    WeightApi,
+    WeightChannel,
+    WeightEndpoint,
+    is_local,
+    listen_for,
 )
-from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket, Packer
-from covey.engines.servers.weights.channels import Channel, Group, Ipc, own_address, shared_store
-from covey.engines.servers.weights.deadline import Deadline, all_of, in_thread, meet, together
-from covey.engines.servers.weights.files import CheckpointDir
 
-WAYS = ("auto", "group", "ipc", "disk")
+log = logging.getLogger(__name__)
 
 
-class VllmWeights(AdapterBook):
-    """Brings vLLM servers to a version of the policy; a `WeightTransport`.
+class VllmWeightApi(WeightApi):
+    """Requests of vLLM servers about weights.
 
     Args:
-        way: one of `WAYS`; "auto" takes the group where every server can, else files.
-        port: of this machine, where servers meet the trainer; 0 takes any free one.
-        folder: for weights that travel as files; servers on other machines must see it under the same name. None: a
-            temporary folder, for servers on this machine.
-        bucket_bytes: most bytes sent at once.
+        port: port of this machine where servers join the trainer's group; 0 takes any free one.
     """
 
     name = "vllm"
+    methods = ("group", "ipc", "disk")
+    automatic = ("group", "disk")
+    folder_setting = "vllm_weight_folder"
+    method_hint = "Start it with `covey vllm-serve`, or with the options that docs/engines.md lists for `vllm serve`."
+    adapters_from_disk = True
+    adapters_kept = ADAPTERS
+    adapter_hint = "Start it with `covey vllm-serve --enable-lora --max-lora-rank R`, or set vllm_lora_sync='merged'."
 
-    def __init__(self, way: str = "auto", port: int = 0, folder: str | None = None, bucket_bytes: int = BUCKET_BYTES):
-        if way not in WAYS:
-            raise ValueError(f"weights cannot travel by {way!r}; choose one of: {', '.join(WAYS)}.")
-        super().__init__("covey-")
-        self._way, self._port, self._folder, self._bucket_bytes = way, port, folder, bucket_bytes
-        self._shelf = CheckpointDir(folder, self._run)
-        self._stores: dict[str, Any] = {}
+    def __init__(self, port: int = 0):
+        self._port = port
+        self._run = uuid.uuid4().hex[:8]
+        self._stores: dict[str, Any] = {}  # by address of this machine
         self._groups = 0
-        self._channels: dict[str, tuple[str, str, Channel]] = {}  # by URL: the process and kind it belongs to
 
-    # ---- what engines call -----------------------------------------------------------------------------------------
+    async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
+        """Ask for the number of processes, and the workers for their transfer backend and devices.
 
-    async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, deadline: float) -> None:
-        """Bring all servers to `update`; see `WeightTransport`."""
-        until = Deadline(f"take weights of version {update.version}", deadline)
-        peers = [await look(server, until.left(server)) for server in servers]
-        if update.adapter is None:
-            await self._send_model(peers, update, until)
-            self._adapters.pop(update.version, None)
-        else:
-            await self._send_adapter(peers, update, until)
-
-    async def close(self) -> None:
-        """Leave groups, remove files."""
-        for _, _, channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
-        self._stores.clear()
-        self._shelf.clear()
-
-    # ---- a whole model ---------------------------------------------------------------------------------------------
-
-    async def _send_model(self, peers: list[VllmEndpoint], update: WeightUpdate, until: Deadline) -> None:
-        way = choose_way(self._way, peers, shared_folder=self._folder is not None)
-        if way == "disk":
-            await self._by_disk(peers, update, until)
-        else:
-            await self._by_buckets(peers, update, until, ipc=way == "ipc")
-        stamp = str(update.version)
-        await all_of(confirm(peer, stamp, until) for peer in peers)
-
-    async def _by_disk(self, peers: list[VllmEndpoint], update: WeightUpdate, until: Deadline) -> None:
-        folder = self._shelf.path / f"v{update.version}-{uuid.uuid4().hex[:6]}"
+        Raises:
+            ServerRefused: its routes for weights are closed.
+        """
+        doing = "find out how it takes weights"
         try:
-            await in_thread(lambda: self._shelf.write(update, folder.name, self._bucket_bytes))
-            await all_of(load_folder(peer, folder, until) for peer in peers)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        for peer in peers:
-            await write_version(peer, str(update.version), until)
-
-    async def _by_buckets(self, peers: list[VllmEndpoint], update: WeightUpdate, until: Deadline, *, ipc: bool) -> None:
-        packer = Packer(update, self._bucket_bytes)
-        gathering = asyncio.ensure_future(in_thread(packer.next))
+            answer = await server.call("GET", "/get_world_size", doing=doing, deadline=until.left(server))
+        except ServerRefused as error:
+            message = f"its routes for weights are closed ({error.message})"
+            raise ServerRefused(server.url, "take weights", message, self.method_hint) from error
+        processes = answer.get("world_size") if isinstance(answer, dict) else None
+        if not isinstance(processes, int) or processes < 1:
+            raise BadAnswer(server.url, doing, f"/get_world_size answered {answer!r:.200}")
         try:
-            first = await asyncio.shield(gathering)  # its device tells how it can be sent
-            on_gpu = first is not None and first.data.is_cuda
-            await all_of(self._start(peer, update.version, until, ipc, on_gpu) for peer in peers)
-            left, failures, number, bucket = list(peers), [], 0, first
-            while bucket is not None and left:
-                gathering = asyncio.ensure_future(in_thread(packer.next))
-                sent = await asyncio.gather(
-                    *(self._push(peer, update, bucket, number, len(packer.plan), until) for peer in left),
-                    return_exceptions=True,
-                )
-                failures += [error for error in sent if isinstance(error, BaseException)]
-                left = [peer for peer, error in zip(left, sent, strict=True) if error is None]
-                bucket, number = await asyncio.shield(gathering), number + 1
-            await all_of(self._finish(peer, update.version, until) for peer in left)
-            if failures:
-                raise failures[0]
-        finally:
-            await asyncio.wait([gathering])
-            packer.close()
-
-    async def _start(self, peer: VllmEndpoint, version: int, until: Deadline, ipc: bool, on_gpu: bool) -> None:
-        """Connect where that is missing, and get the server ready."""
-        server = peer.server
-        await self._connect(peer, until, ipc, on_gpu)
-        for attempt in range(3):
-            try:
-                await server.call("POST", "/start_weight_update", doing=until.doing, deadline=until.left(server))
-                return
-            except ServerError as error:
-                if attempt == 2 or "already active" not in error.said:
-                    raise
-            # An update that broke off is still open, ours or another trainer's. Ending it says what is missing, and
-            # vLLM takes note of the end only the second time, when nothing is.
-            with contextlib.suppress(ServerError):
-                path, seconds = "/finish_weight_update", until.left(server)
-                await server.call("POST", path, doing=until.doing, deadline=seconds, body={})
-
-    async def _push(
-        self, peer: VllmEndpoint, update: WeightUpdate, bucket: Bucket, number: int, count: int, until: Deadline
-    ) -> None:
-        """Send one bucket: tell the server what comes, and send it at the same time."""
-        server = peer.server
-        channel = self._channels[server.url][2]
-        doing = f"take weights of version {update.version} (bucket {number + 1} of {count}: {bucket})"
-        seconds = until.left(server)
-        piece = {
-            "version": update.version,
-            "number": number,
-            "count": count,
-            "manifest": bucket.manifest(),
-            "note": channel.note(bucket.data),
-            "seconds": seconds,
-        }
-        request = server.call("POST", "/update_weights", doing=doing, deadline=seconds, body={"update_info": piece})
-        try:
-            await together(server, doing, request, lambda: channel.send(bucket.data, seconds))
-        except BaseException:
-            self._disconnect(peer)
+            facts = (await call_workers(server, "covey_facts", doing, until.left(server)))[0]
+        except (DeadlineExceeded, ServerUnreachable):
             raise
+        except ServerError as error:
+            log.debug("%s runs without Covey's worker extension: %s", server.url, error)
+            facts = {}
+        return endpoint_of(server, processes, facts)
 
-    async def _finish(self, peer: VllmEndpoint, version: int, until: Deadline) -> None:
-        body = {"weight_version": str(version)}
-        server = peer.server
-        await server.call("POST", "/finish_weight_update", doing=until.doing, deadline=until.left(server), body=body)
+    async def load_folder(self, endpoint: WeightEndpoint, folder: Path, version: int, until: Deadline) -> None:
+        """Make the server read its weights from `folder`, with checksums where it has Covey's worker extension."""
+        server, doing = endpoint.server, f"{until.doing} from {folder}"
+        if endpoint.details:
+            await call_workers(server, "covey_load_folder", doing, until.left(server), folder=str(folder))
+        else:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await server.call("POST", "/collective_rpc", doing=doing, deadline=until.left(server), body=body)
+        await write_version(server, str(version), until.left(server))
 
-    # ---- connections -----------------------------------------------------------------------------------------------
+    async def read_version(self, server: ServerClient, seconds: float) -> str | None:
+        """Version that /weight_info reports."""
+        return await read_version(server, seconds)
 
-    async def _connect(self, peer: VllmEndpoint, until: Deadline, ipc: bool, on_gpu: bool) -> None:
-        assert peer.facts is not None, "`choose_way` looked"
-        kind = "ipc" if ipc else group_backend(peer, on_gpu)
-        known = self._channels.get(peer.server.url)
-        if known is not None and known[:2] == (peer.facts["born"], kind):
-            return
-        self._disconnect(peer)
-        server, doing = peer.server, f"join a {kind} group for weights"
-        address, store = ("", None) if ipc else self._meeting_place(server)
+    async def write_version(self, server: ServerClient, version: str, seconds: float) -> None:
+        """Set the version that /weight_info reports."""
+        await write_version(server, version, seconds)
+
+    # ---- buckets ---------------------------------------------------------------------------------------------------
+
+    async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> WeightChannel:
+        """Connect over CUDA IPC, NCCL or gloo.
+
+        NCCL refuses two members on one GPU, so it is taken only between a trainer and a server on different ones.
+        """
+        server, facts, address, store, kind = endpoint.server, endpoint.details, "", None, method
+        if method == "group":
+            kind = "gloo"
+            if on_gpu and facts["device"] == "cuda":
+                mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+                kind = "gloo" if facts["gpu"] == mine else "nccl"
+            hint = "Choose a free port with vllm_group_port; runs on one machine need one each."
+            address, store = listen_for(server, self._port, hint, self._listen)
         self._groups += 1
-        name, world_size = f"{self._run}/{self._groups}", 1 + peer.world_size
-        port = 0 if store is None else store.port
-        meeting = {
-            "channel": kind,
-            "address": address,
-            "port": port,
-            "name": name,
-            "world_size": world_size,
-        }
+        name, world_size = f"{self._run}/{self._groups}", 1 + endpoint.processes
+        doing, port = f"join a {kind} group for weights", 0 if store is None else store.port
+        meeting = {"channel": kind, "address": address, "port": port, "name": name, "world_size": world_size}
 
         async def ask(seconds: float) -> None:
             body = {"init_info": {**meeting, "seconds": seconds}}
             await server.call("POST", "/init_weight_transfer_engine", doing=doing, deadline=seconds, body=body)
 
         def join(seconds: float) -> Channel:
-            return Ipc() if ipc else Group(kind, store, name, 0, world_size, address, seconds)
+            return Ipc() if store is None else Group(kind, store, name, 0, world_size, address, seconds)
 
-        channel = await meet(server, doing, until, f"{address}, port {port}", ask, join)
-        self._channels[server.url] = (peer.facts["born"], kind, channel)
+        return await meet(server, doing, until, f"{address}, port {port}", ask, join)
 
-    def _disconnect(self, peer: VllmEndpoint) -> None:
-        known = self._channels.pop(peer.server.url, None)
-        if known is not None:
-            known[2].close()
-
-    def _meeting_place(self, server: ServerClient) -> tuple[str, Any]:
-        """This machine's address as the server sees it, and a store that listens there."""
-        target = urlsplit(server.url)
-        assert target.hostname is not None, "checked by `ServerClient`"
-        try:
-            address = own_address(target.hostname, target.port or 80)
-            if address not in self._stores:
-                self._stores[address] = shared_store(address, self._port, seconds=60.0)
-        except OSError as error:
-            raise ServerRefused(
-                server.url,
-                "join a group for weights",
-                f"this machine cannot listen on port {self._port} for it ({error})",
-                "Choose a free port with vllm_group_port; runs on one machine need one each.",
-            ) from error
+    def _listen(self, address: str) -> tuple[str, Any]:
+        if address not in self._stores:
+            self._stores[address] = shared_store(address, self._port, seconds=60.0)
         return address, self._stores[address]
 
-    # ---- an adapter ------------------------------------------------------------------------------------------------
+    async def begin(self, endpoint: WeightEndpoint, until: Deadline) -> None:
+        """Open the server for an update."""
+        server = endpoint.server
+        for attempt in range(3):
+            try:
+                await server.call("POST", "/start_weight_update", doing=until.doing, deadline=until.left(server))
+                return
+            except ServerError as error:
+                if attempt == 2 or "already active" not in error.message:
+                    raise
+            # An update that broke off is still open, this run's or another trainer's. Ending it reports what is
+            # missing; vLLM records the end only the second time, when nothing is.
+            with contextlib.suppress(ServerError):
+                await self._finish(server, {}, until)
 
-    async def _send_adapter(self, peers: list[VllmEndpoint], update: WeightUpdate, until: Deadline) -> None:
-        for peer in peers:
-            if peer.facts is not None and peer.facts["max_lora_rank"] is None:
-                raise ServerRefused(
-                    peer.server.url,
-                    until.doing,
-                    "it was started without adapters",
-                    "Start it with `covey vllm-serve --enable-lora`, or set vllm_lora_sync='merged'.",
-                )
-        await self._send_bases(peers, update, until)
-        name = self._name_for(update)
-        near = [peer for peer in peers if self._way != "group" and (peer.same_machine or self._folder is not None)]
-        folder = self._shelf.path / name
-        if near and not folder.exists():
-            await in_thread(lambda: self._shelf.write(update, name, self._bucket_bytes))
-        places = {peer.server.url: str(folder) for peer in near}
-        far = [peer for peer in peers if peer not in near]
-        if far:
-            places |= await self._carry_adapter(far, update, name, until)
-        await all_of(self._load_adapter(peer, name, places[peer.server.url], until) for peer in peers)
-        self._adapters[update.version] = name
-        stamp = str(update.version)
-        await all_of(write_version(peer, stamp, until) for peer in peers)
-        await all_of(confirm(peer, stamp, until) for peer in peers)
-        self._forget_files(peers)
+    async def push(
+        self, endpoint: WeightEndpoint, channel: WeightChannel | None, transfer: BucketTransfer, until: Deadline
+    ) -> None:
+        """Announce one bucket, and send it at the same time."""
+        assert isinstance(channel, Group | Ipc), "`join_group` made it"
+        server, data, seconds = endpoint.server, transfer.bucket.data, until.left(endpoint.server)
+        piece = {
+            "version": transfer.version,
+            "number": transfer.number,
+            "count": transfer.count,
+            "manifest": transfer.bucket.manifest(),
+            "note": channel.note(data),
+            "seconds": seconds,
+        }
+        body = {"update_info": piece}
+        request = server.call("POST", "/update_weights", doing=transfer.doing, deadline=seconds, body=body)
+        await together(server, transfer.doing, request, partial(channel.send, data, seconds))
 
-    async def _send_bases(self, peers: list[VllmEndpoint], update: WeightUpdate, until: Deadline) -> None:
-        """Servers that were started with another model than the adapter lies on get that model first, once."""
-        assert update.adapter is not None, "the caller looked"
-        if update.base is None:
-            return
-        fresh = {(peer.server.url, "" if peer.facts is None else peer.facts["born"]): peer for peer in peers}
-        fresh = {key: peer for key, peer in fresh.items() if key not in self._bases}
-        lacking = [peer for peer in fresh.values() if not await has_base(peer, update, until)]
-        if lacking:
-            await self._send_model(lacking, update.base, until)
-        self._bases |= fresh.keys()  # not before: an attempt that failed sends them again
+    async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
+        """Put the new weights in use, and record their version."""
+        await self._finish(endpoint.server, {"weight_version": str(version)}, until)
 
-    async def _carry_adapter(
-        self, peers: list[VllmEndpoint], update: WeightUpdate, name: str, until: Deadline
-    ) -> dict[str, str]:
-        """Send an adapter's bytes to servers on other machines; returns the folder each of them wrote."""
-        choose_way("group", peers, shared_folder=False)
-        packer = Packer(update, max(2 * update.nbytes, 1))
-        bucket = await in_thread(packer.next)
-        await in_thread(packer.next)  # the pass ends
-        assert bucket is not None, "an adapter has tensors"
-        places = {}
-        for peer in peers:
-            server = peer.server
-            await self._connect(peer, until, ipc=False, on_gpu=bucket.data.is_cuda)
-            channel, seconds = self._channels[server.url][2], until.left(server)
+    async def _finish(self, server: ServerClient, body: dict[str, str], until: Deadline) -> None:
+        path, seconds = "/finish_weight_update", until.left(server)
+        await server.call("POST", path, doing=until.doing, deadline=seconds, body=body)
+
+    # ---- adapters --------------------------------------------------------------------------------------------------
+
+    async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
+        """Tell whether the server was started with `model` and has been sent no weights since."""
+        server = endpoint.server
+        if await read_version(server, until.left(server)) != AS_STARTED:
+            return False  # an earlier run used this server, and may have left any weights
+        answer = await server.call("GET", "/v1/models", doing=until.doing, deadline=until.left(server))
+        models = answer.get("data", []) if isinstance(answer, dict) else []
+        return model in {name for listed in models for name in (listed.get("root"), listed.get("id"))}
+
+    async def load_adapter(
+        self,
+        endpoint: WeightEndpoint,
+        name: str,
+        config: dict[str, Any],
+        source: Path | Bucket,
+        channel: WeightChannel | None,
+        until: Deadline,
+    ) -> None:
+        """Load an adapter from a folder, which workers on another machine write from the bytes first."""
+        server = endpoint.server
+        if isinstance(source, Bucket):
+            assert isinstance(channel, Group), "the sender connects before it sends bytes"
+            seconds = until.left(server)
             kwargs = {
                 "name": name,
-                "config": json.dumps(update.adapter),
-                "manifest": bucket.manifest(),
-                "note": channel.note(bucket.data),
+                "config": json.dumps(config),
+                "manifest": source.manifest(),
+                "note": channel.note(source.data),
                 "seconds": seconds,
             }
-            try:
-                request = rpc(server, "covey_take_adapter", until.doing, seconds, **kwargs)
-                answers, _ = await together(server, until.doing, request, partial(channel.send, bucket.data, seconds))
-            except BaseException:
-                self._disconnect(peer)
-                raise
-            places[server.url] = answers[0]["folder"]
-        return places
-
-    async def _load_adapter(self, peer: VllmEndpoint, name: str, folder: str, until: Deadline) -> None:
-        server = peer.server
-        loaded = self._loaded.setdefault((server.url, "" if peer.facts is None else peer.facts["born"]), [])
-        if name in loaded:
-            return
-        doing = f"load the adapter {name}"
-        hint = "Start it with `covey vllm-serve --enable-lora --max-lora-rank R`, or set vllm_lora_sync='merged'."
+            request = call_workers(server, "covey_take_adapter", until.doing, seconds, **kwargs)
+            answers, _ = await together(server, until.doing, request, partial(channel.send, source.data, seconds))
+            source = answers[0]["folder"]
+        doing, body = f"load the adapter {name}", {"lora_name": name, "lora_path": str(source)}
         try:
-            body = {"lora_name": name, "lora_path": folder}
             await server.call("POST", "/v1/load_lora_adapter", doing=doing, deadline=until.left(server), body=body)
-        except (ServerUnreachable, DeadlineExceeded):
+        except RETRIED:
             raise
         except ServerError as error:
-            if "already been loaded" not in error.said:  # names are of one content: an earlier try got through
-                raise type(error)(server.url, doing, error.said, hint) from error
-        loaded.append(name)
-        while len(loaded) > ADAPTERS:
-            old = loaded.pop(0)
-            body = {"lora_name": old}
-            await server.call(
-                "POST", "/v1/unload_lora_adapter", doing=f"unload {old}", deadline=until.left(server), body=body
-            )
-            if peer.facts is not None:
-                await rpc(server, "covey_forget_adapter", f"forget {old}", until.left(server), name=old)
+            if "already been loaded" not in error.message:  # by an earlier attempt; a name has one content
+                raise type(error)(server.url, doing, error.message, self.adapter_hint) from error
 
-    def _forget_files(self, peers: list[VllmEndpoint]) -> None:
-        """Remove folders of adapters that no server may still load; a server reloads what it dropped from its slots."""
-        kept = {name for names in self._loaded.values() for name in names}
-        for version, name in list(self._adapters.items()):
-            if name not in kept:
-                del self._adapters[version]
-                shutil.rmtree(self._shelf.path / name, ignore_errors=True)
+    async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
+        """Drop an adapter, and the folder that the server wrote for it."""
+        server, doing, body = endpoint.server, f"unload {name}", {"lora_name": name}
+        await server.call("POST", "/v1/unload_lora_adapter", doing=doing, deadline=until.left(server), body=body)
+        if endpoint.details:
+            await call_workers(server, "covey_forget_adapter", doing, until.left(server), name=name)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._stores.clear()
+
+
+async def call_workers(server: ServerClient, method: str, doing: str, deadline: float, **kwargs: Any) -> list[Any]:
+    """Results of a method of all workers."""
+    body = {"method": method, "kwargs": kwargs}
+    answer = await server.ask("/collective_rpc", doing=doing, deadline=deadline, body=body)
+    results = answer.get("results")
+    if not isinstance(results, list) or not results:
+        raise BadAnswer(server.url, doing, f"/collective_rpc answered {answer!r:.200}")
+    return results
+
+
+def endpoint_of(server: ServerClient, processes: int, facts: dict[str, Any]) -> WeightEndpoint:
+    """Endpoint from the facts of a worker (`CoveyWorker.covey_facts`); empty without Covey's worker extension."""
+    obstacles = {}
+    if facts.get("backend") != BACKEND:
+        found = f"it was started without Covey's backend for weight transfer (its backend is {facts.get('backend')!r})"
+        obstacles = {"group": found, "ipc": found}
+    elif facts["device"] != "cuda":
+        obstacles["ipc"] = f"it runs on {facts['device']}, and only memory of a GPU can be shared"
+    if facts and facts["max_lora_rank"] is None:
+        obstacles["adapter"] = "it was started without adapters"
+    near = facts["boot"] is not None and facts["boot"] == boot_id() if facts else is_local(server)
+    return WeightEndpoint(server, processes, facts.get("born", ""), near, obstacles, facts)

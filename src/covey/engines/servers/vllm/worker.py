@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from covey.engines.servers.vllm.flags import BACKEND
+from covey.engines.servers.vllm.launch import BACKEND
 from covey.engines.servers.weights.buckets import unpack
 from covey.engines.servers.weights.channels import Channel, boot_id, join
 from covey.engines.servers.weights.files import read_folder

@@ -1,7 +1,7 @@
 """Ways for a flat buffer of bytes to get from a trainer into the processes of a server.
 
 Both ends are here, because they must agree; the server's end is used by `vllm_worker`. A channel knows no names or
-shapes (`buckets`) and no requests (`vllm_transports`). Groups are made without torch's global process group, so that
+shapes (`buckets`) and no requests (`vllm.weights`). Groups are made without torch's global process group, so that
 they disturb neither the trainer's nor the server's own, and every operation on them has a deadline.
 """
 

@@ -1,4 +1,4 @@
-"""What all transports of weights do: wait for several things at once, with a deadline, and say who failed how."""
+"""Deadlines of weight transfers: requests and transfers that run at the same time, and whose failure is reported."""
 
 import asyncio
 import logging
@@ -13,11 +13,11 @@ import torch
 from covey.engines.servers.errors import DeadlineExceeded, GroupNotJoined, ServerError, ServerUnreachable
 from covey.engines.servers.http_client import ServerClient
 
-LAST_WORDS_SECONDS = 5.0
-"""How long a server may take to say why it stopped taking part in a transfer."""
+ERROR_SECONDS = 5.0
+"""For a server to report why it left a transfer."""
 
 JOIN_SECONDS = 60.0
-"""For a server to join a group: a firewall that drops its packets must not use up the time that the others need."""
+"""For a server to join a group: a firewall that drops its packets must not use up the time of the other servers."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Deadline:
-    """A moment in time, and what must be done by then."""
+    """A moment in time, and the work that must end by then."""
 
     doing: str
     seconds: float
@@ -36,10 +36,10 @@ class Deadline:
         self.at = time.monotonic() + self.seconds
 
     def left(self, server: ServerClient) -> float:
-        """Seconds that are left.
+        """Seconds until the deadline.
 
         Raises:
-            DeadlineExceeded: none are.
+            DeadlineExceeded: it has passed.
         """
         left = self.at - time.monotonic()
         if left <= 0:
@@ -50,7 +50,7 @@ class Deadline:
 async def together(server: ServerClient, doing: str, request: Awaitable[R], transfer: Callable[[], T]) -> tuple[R, T]:
     """Run a request and the transfer it announces; both must succeed.
 
-    When the transfer fails, the server's own words are waited for shortly: they say more than "connection closed".
+    When the transfer fails, the server's own error is awaited shortly: it is clearer than "connection closed".
 
     Raises:
         ServerError: either failed.
@@ -60,16 +60,18 @@ async def together(server: ServerClient, doing: str, request: Awaitable[R], tran
     try:
         await asyncio.wait([asked, moved], return_when=asyncio.FIRST_EXCEPTION)
         if moved.done() and moved.exception() is not None:
-            await asyncio.wait([asked], timeout=LAST_WORDS_SECONDS)
+            await asyncio.wait([asked], timeout=ERROR_SECONDS)
         if asked.done() and (error := asked.exception()) is not None:
             raise error
         if moved.done() and (cause := moved.exception()) is not None:
             if isinstance(cause, (RuntimeError, OSError)):
                 late = "imed out" in str(cause) or "imeout" in str(cause)
-                raise (DeadlineExceeded if late else ServerUnreachable)(server.url, doing, _said(cause)) from cause
+                raise (DeadlineExceeded if late else ServerUnreachable)(
+                    server.url, doing, _first_line(cause)
+                ) from cause
             raise cause
         return asked.result(), moved.result()
-    finally:  # given up, or one of them failed; the thread ends at its own deadline, or when the channel is closed
+    finally:  # cancelled, or one of them failed; the thread ends at its own deadline, or when the channel is closed
         asked.cancel()
         moved.cancel()
         await asyncio.gather(asked, moved, return_exceptions=True)
@@ -83,22 +85,19 @@ async def meet(
     request: Callable[[float], Awaitable[Any]],
     join: Callable[[float], T],
 ) -> T:
-    """Have a server join a group with this process.
+    """Form a group of a server and this process.
 
     Args:
-        server: that is to join.
+        server: the other member.
         doing: for errors.
-        until: when all must be done; joining has a limit of its own within that.
-        where: it must connect to, for the error.
-        request: tells the server to join, given the seconds it may take.
-        join: this process's part, given the same.
-
-    Returns:
-        What `join` does.
+        until: deadline of the whole update; joining has a limit of its own within that.
+        where: address that the server must connect to, for the error.
+        request: request to the server to join, given its seconds.
+        join: this process's part, given the same; its result is returned.
 
     Raises:
         GroupNotJoined: not in time.
-        ServerError: the server said no.
+        ServerError: the server refused.
     """
     seconds = min(JOIN_SECONDS, until.left(server))
     ends = time.monotonic() + seconds
@@ -108,21 +107,18 @@ async def meet(
         if not isinstance(error, DeadlineExceeded) and time.monotonic() < ends:
             raise
         hint = f"It must be able to connect to this machine at {where}: open that to it, or send weights as files."
-        raise GroupNotJoined(server.url, doing, error.said, hint) from error
+        raise GroupNotJoined(server.url, doing, error.message, hint) from error
     return joined
 
 
-def _said(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """The first line of a message, without the source file that torch puts before it."""
     line = str(error).strip().partition("\n")[0]
     return line.split("] ", 1)[-1].split(" This is typically", 1)[0]
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread of its own, which does not keep the program from ending.
-
-    The thread uses the GPU that is current here: torch keeps that for every thread by itself.
-    """
+    """Run `work` in a daemon thread of its own, with this thread's current GPU (torch keeps one for each thread)."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
     gpu = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
@@ -140,7 +136,7 @@ async def in_thread(work: Callable[[], T]) -> T:
             error = caught
         try:
             loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:  # the loop was closed: nobody waits any more
+        except RuntimeError:  # the loop was closed: no task waits any more
             log.debug("a transfer ended after its loop: %r", error)
 
     threading.Thread(target=run, daemon=True, name="covey-weights").start()
@@ -148,7 +144,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 async def all_of(awaitables: Any) -> None:
-    """Wait for all; the first error is raised when every one has ended."""
+    """Wait for all to end, then raise the first error."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

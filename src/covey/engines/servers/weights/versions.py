@@ -1,7 +1,6 @@
-"""Which weights servers hold: sends them the policy's, and knows who has them, whatever fails meanwhile.
+"""Weight versions of servers: sends them the policy's weights, and records which server holds which.
 
-Everything here belongs to the event loop of the `ServerPool`. Not here: how weights travel (a `WeightTransport`), or
-what is sampled with them (`RemoteEngine`).
+Everything here runs in the event loop of the `ServerPool`.
 """
 
 import asyncio
@@ -24,68 +23,62 @@ from covey.engines.servers.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from covey.engines.servers.handshake import LOOK_SECONDS
-from covey.engines.servers.protocols import ServerApi, WeightTransport
+from covey.engines.servers.handshake import PROBE_SECONDS
+from covey.engines.servers.protocols import ServerApi
 from covey.engines.servers.server_pool import QUICK_SECONDS, PoolMember, ServerPool
-from covey.engines.servers.sleep import SleepMode
+from covey.engines.servers.weights.sender import WeightSender
 
 GRACE_SECONDS = 5.0
-"""After a pause, for what was in flight to come back."""
+"""After a pause, for requests in flight to come back."""
 
 SEND_ATTEMPTS = 3
-"""How often weights are sent to servers that live and fail at taking them."""
+"""Attempts to send weights to a server that answers and fails at taking them."""
 
 
 class ServerWeights:
     """Brings servers to versions of the policy.
 
     Args:
-        fleet: the servers.
-        dialect: how they are spoken to.
-        transport: how weights reach them.
-        sleep: those that sleep are woken to be sent weights.
-        timeout: seconds an update may take in all.
+        pool: the servers.
+        api: requests of their backend.
+        sender: sends weights to them.
+        timeout: seconds that an update, or falling asleep or waking up, may take in all.
         resend: see `RemoteEngine`.
+        sleeps: servers release their memory between samplings.
 
     Attributes:
         version: of the weights that completions are sampled with; None before any were sent.
-        sends: it is this process that sends them.
+        sends: this process sends them.
         changing: held while weights change, or servers fall asleep or wake.
     """
 
     def __init__(
-        self,
-        fleet: ServerPool,
-        dialect: ServerApi,
-        transport: WeightTransport,
-        sleep: SleepMode,
-        *,
-        timeout: float,
-        resend: bool,
+        self, pool: ServerPool, api: ServerApi, sender: WeightSender, *, timeout: float, resend: bool, sleeps: bool
     ):
         self.version: int | None = None
         self.sends = False
         self.changing = asyncio.Lock()
-        self._fleet = fleet
-        self._dialect = dialect
-        self._transport = transport
-        self._sleep = sleep
+        self._pool = pool
+        self._api = api
+        self._sender = sender
         self._timeout = timeout
         self._resend = resend
+        self._sleeps = sleeps
+        self._asleep = False
         self._run = uuid.uuid4().hex[:8]
-        self._hopeless: dict[PoolMember, ServerError] = {}  # they live and take no weights
+        self._excluded: dict[PoolMember, ServerError] = {}  # they answer and take no weights
         self._latest: WeightUpdate | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def holders(self) -> list[str]:
-        """URLs of the servers that have the current version."""
-        return [member.url for member in self._fleet.members if member.up and member.version == self.version]
+        """URLs of the servers that hold the current version."""
+        return [member.url for member in self._pool.members if member.up and member.version == self.version]
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     async def load(self, update: WeightUpdate, device: int | None) -> None:
-        """Bring every server that lives to `update`, within the timeout.
+        """Bring every server that answers to `update`, within the timeout.
 
         Args:
             update: the weights.
@@ -97,22 +90,22 @@ class ServerWeights:
         until = time.monotonic() + self._timeout
         doing = f"send weights of version {update.version}"
         async with self.changing:
-            with self._fleet.held():
+            with self._pool.held():
                 self._latest, self.version = update, update.version
                 try:
-                    await self._bring(update, until, doing)
+                    await self._send_until_held(update, until, doing)
                 except BaseException as error:
-                    for member in self._fleet.up:  # nobody knows what they hold now
-                        self._fleet.leave_out(member, error)
+                    for member in self._pool.up:  # their weights are unknown now
+                        self._pool.leave_out(member, error)
                     raise
-        self._tell_news()
+        self._notify()
 
-    async def _bring(self, update: WeightUpdate, until: float, doing: str) -> None:
-        """Send until somebody has it; one that lives and fails is tried again by itself, after the others."""
-        failures: Counter[PoolMember | None] = Counter()  # None: nobody's in particular
+    async def _send_until_held(self, update: WeightUpdate, until: float, doing: str) -> None:
+        """Retry until a server holds the update; those that answer and fail are tried after the others, alone."""
+        failures: Counter[PoolMember | None] = Counter()  # None: of no server in particular
         done = False
         while True:
-            reachable = await self._fleet.reachable(until, doing)
+            reachable = await self._pool.reachable(until, doing)
             failing = [member for member in reachable if failures[member]]
             members = failing if done else [member for member in reachable if member not in failing] or failing
             if not members:
@@ -125,153 +118,169 @@ class ServerWeights:
             except ServerRefused:
                 raise
             except ServerError as error:
-                if not await self._lose(members, error):
+                if not await self._leave_out_failed(members, error):
                     blamed = next((member for member in members if member.url == error.url), None)
                     failures[blamed] += SEND_ATTEMPTS if isinstance(error, GroupNotJoined) else 1
                     if failures[blamed] >= SEND_ATTEMPTS:
-                        others = [m for m in self._fleet.members if m is not blamed and m not in self._hopeless]
+                        others = [m for m in self._pool.members if m is not blamed and m not in self._excluded]
                         if blamed is None or not others:
                             raise
-                        self._give_up(blamed, error)
+                        self._exclude(blamed, error)
                 if time.monotonic() >= until:
                     if not done:
                         raise
                     for member in members:
                         if member.up:
-                            self._fleet.leave_out(member, error)
+                            self._pool.leave_out(member, error)
                     return
 
-    def _give_up(self, member: PoolMember, error: ServerError) -> None:
-        """Send a server no more weights until it has been away, as it is while it is started anew."""
-        self._fleet.leave_out(member, error)
-        self._hopeless[member] = error
+    def _exclude(self, member: PoolMember, error: ServerError) -> None:
+        """Send a server no more weights until it stops answering, as it does during a restart."""
+        self._pool.leave_out(member, error)
+        self._excluded[member] = error
         warnings.warn(
-            f"{error} It lives and takes no weights, so the run goes on without it; start it anew to have it back.",
+            f"{error} It answers and takes no weights, so the run goes on without it; restart it to have it back.",
             stacklevel=2,
         )
 
     async def _update(self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str) -> bool:
-        """Pause, send, resume; whether any of `members` has the new weights."""
+        """Pause, send, resume; True if any of `members` has the new weights."""
         for member in members:
             if not member.up:
-                self._transport.forget(member.server)
-        await self._sleep.wake(members)
+                self._sender.invalidate(member.server)
+        await self.wake(members)
         try:
-            members = await self._fleet.each(members, self._dialect.pause)
-            await self._fleet.drain(members, GRACE_SECONDS)
+            members = await self._pool.each(members, self._api.pause)
+            await self._pool.drain(members, GRACE_SECONDS)
             if members:
                 await self._send(members, update, until, doing)
-                members = await self._fleet.each(members, self._dialect.forget_prefixes)
-                stamp = self._stamp(update.version)
-                members = await self._fleet.each(
-                    members, lambda server, deadline: self._dialect.write_stamp(server, stamp, deadline)
+                members = await self._pool.each(members, self._api.clear_prefix_cache)
+                stamp = f"covey-{self._run}-{update.version}"
+                members = await self._pool.each(
+                    members, lambda server, deadline: self._api.write_version(server, stamp, deadline)
                 )
         finally:
-            members = await self._fleet.each(members, self._dialect.resume)
+            members = await self._pool.each(members, self._api.resume)
         for member in members:
             member.version = update.version
-            self._fleet.admit(member)
+            self._pool.admit(member)
         return bool(members)
 
     async def _send(self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str) -> None:
-        """Have the transport send; a server that dies meanwhile ends it, whatever the transport waits for."""
+        """Run the sender; a server that dies meanwhile ends it, whatever the sender waits for."""
         left = max(1.0, until - time.monotonic())
         servers = [member.server for member in members]
         with torch.no_grad():
-            sending = asyncio.ensure_future(self._transport.send(servers, update, left))
-        watching = asyncio.ensure_future(self._fleet.watch(members))
+            sending = asyncio.ensure_future(self._sender.send(servers, update, left))
+        watching = asyncio.ensure_future(self._pool.first_dead(members))
         try:
             await asyncio.wait([sending, watching], timeout=left + 1.0, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 return sending.result()
             if watching.done():
-                gone = watching.result()
-                raise ServerUnreachable(gone.url, doing, f"it died meanwhile ({gone.words or 'it does not answer'})")
+                dead = watching.result()
+                message = f"it died meanwhile ({dead.last_error or 'it does not answer'})"
+                raise ServerUnreachable(dead.url, doing, message)
             urls = ", ".join(member.url for member in members)
-            raise DeadlineExceeded(urls, doing, f"{self._transport.name} took longer than {left:.0f} seconds")
+            raise DeadlineExceeded(urls, doing, f"{self._sender.name} took longer than {left:.0f} seconds")
         except GroupNotJoined:
-            raise  # that has a limit of its own
+            raise  # it has a limit of its own
         except DeadlineExceeded as error:
-            raise DeadlineExceeded.of(self._dialect.settings.sync_timeout, error) from error
+            raise DeadlineExceeded.of(self._api.settings.sync_timeout, error) from error
         finally:
             for task in (sending, watching):
                 task.cancel()
             await asyncio.wait([sending, watching], timeout=GRACE_SECONDS)
 
-    async def _lose(self, members: list[PoolMember], error: ServerError) -> bool:
-        """Leave out whoever is to blame for `error`; whether anybody is."""
-        asked = [member for member in members if not member.words]
-        for member in await self._fleet.each(asked, self._dialect.alive):
+    async def _leave_out_failed(self, members: list[PoolMember], error: ServerError) -> bool:
+        """Leave out the members that caused `error`; True if there are any."""
+        healthy = [member for member in members if not member.last_error]
+        for member in await self._pool.each(healthy, self._api.check_alive):
             if member.url == error.url and isinstance(error, RETRIED) and not isinstance(error, GroupNotJoined):
-                self._fleet.leave_out(member, error)
-        return any(member.words for member in asked)
+                self._pool.leave_out(member, error)
+        return any(member.last_error for member in healthy)
 
-    # ---- who holds what --------------------------------------------------------------------------------------------
+    # ---- sleeping --------------------------------------------------------------------------------------------------
+
+    async def wake(self, members: Sequence[PoolMember] = ()) -> None:
+        """Wake servers that sleep; among `members`, also those left out, which may have been asleep then."""
+        sleeping = self._pool.up if self._asleep else []
+        if self._sleeps:
+            sleeping += [member for member in members if not member.up]
+        await self._pool.each(sleeping, self._api.wake, self._timeout)
+        self._asleep = False
+
+    async def sleep(self) -> None:
+        """Make all servers that are up release their memory."""
+        self._asleep = True
+        await self._pool.each(
+            self._pool.up, lambda server, deadline: self._api.sleep(server, 1, deadline), self._timeout
+        )
+
+    # ---- versions that servers hold --------------------------------------------------------------------------------
 
     async def adopt(self, version: int, urls: Sequence[str] | None) -> None:
-        """Learn that `urls` hold `version`, which another process has sent; None: all that are up."""
+        """Record that `urls` hold `version`, which another process has sent; None: all that are up."""
         self.version = version
-        for member in self._fleet.members:
+        for member in self._pool.members:
             if member.url in urls if urls is not None else member.up or member.behind:
                 member.version = version
-                self._fleet.admit(member)
+                self._pool.admit(member)
             elif member.up:
-                self._fleet.leave_out(member, "it did not get the latest weights")
-        self._tell_news()
+                self._pool.leave_out(member, "it did not get the latest weights")
+        self._notify()
 
     async def readmit(self, member: PoolMember) -> bool:
-        """Whether a server that was left out may sample: it lives, and holds the current weights."""
+        """Tell whether a server that was left out may sample again: it answers and holds the current weights."""
         try:
-            await self._fleet.alive(member)
+            await self._api.check_alive(member.server, QUICK_SECONDS)
         except (ServerUnreachable, ServerBusy):
-            self._hopeless.pop(member, None)
+            self._excluded.pop(member, None)
             raise
-        if (hopeless := self._hopeless.get(member)) is not None:
-            raise ServerError(hopeless.url, hopeless.doing, hopeless.said, "Start it anew to have it back.")
-        await self._sleep.wake_returning(member)
+        if (reason := self._excluded.get(member)) is not None:
+            raise ServerError(reason.url, reason.doing, reason.message, "Restart it to have it back.")
+        if self._sleeps and not self._asleep:  # it may have been left out while it slept
+            await self._api.wake(member.server, self._timeout)
         if self.version is None:
             return True
-        if member.version == self.version and await self._is_ours(member):
+        if member.version == self.version and await self._holds_version(member):
             return True
         update = self._latest
         if not self._resend or update is None or self.changing.locked():
             return False
         async with self.changing:
-            member.facts = await self._dialect.look(member.server, LOOK_SECONDS)
+            member.facts = await self._api.probe(member.server, PROBE_SECONDS)
             until = time.monotonic() + self._timeout
             try:
                 return await self._update([member], update, until, f"send weights of version {update.version}")
             except GroupNotJoined as error:
-                self._give_up(member, error)
+                self._exclude(member, error)
                 raise
 
     async def recheck(self) -> None:
-        """Leave out servers that lost what they were sent, as by being started anew since their last answer.
+        """Leave out servers that lost their weights, as in a restart since their last answer.
 
         Raises:
-            ServerRefused: another run sent a server weights.
+            ServerRefused: another run sent weights to a server.
         """
         if self.version is not None:
-            await asyncio.gather(*(self._recheck(member) for member in self._fleet.up))
+            await asyncio.gather(*(self._recheck(member) for member in self._pool.up))
 
     async def _recheck(self, member: PoolMember) -> None:
         try:
-            if not await self._is_ours(member):
-                self._fleet.leave_out(member, "it was started anew and lost the weights it was sent")
+            if not await self._holds_version(member):
+                self._pool.leave_out(member, "it was restarted and lost the weights it was sent")
         except RETRIED as error:
-            self._fleet.leave_out(member, error)
+            self._pool.leave_out(member, error)
 
-    def _stamp(self, version: int) -> str:
-        return f"covey-{self._run}-{version}"
-
-    async def _is_ours(self, member: PoolMember) -> bool:
-        """Whether the server still holds what it was sent.
+    async def _holds_version(self, member: PoolMember) -> bool:
+        """Tell whether the server still holds the weights that were recorded for it.
 
         Raises:
             ServerRefused: another run sends it weights.
         """
-        stamp = await self._dialect.read_stamp(member.server, QUICK_SECONDS)
-        if stamp is None:  # it keeps no notes: believe it unless it may have been started anew
+        stamp = await self._api.read_version(member.server, QUICK_SECONDS)
+        if stamp is None:  # it stores none: assume so unless it may have been restarted
             return member.up
         _, _, rest = stamp.partition("covey-")
         run, _, version = rest.partition("-")
@@ -284,13 +293,13 @@ class ServerWeights:
             )
         return version == str(member.version)
 
-    async def wait_for_news(self, version: int | None) -> None:
-        """Where another process sends the weights, an aborted request means that it does so now."""
+    async def wait_for_update(self, version: int | None) -> None:
+        """Wait for the next version after an aborted request, if another process sends the weights."""
         if self.sends or version is None or self.version != version:
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), self._timeout)
+            await asyncio.wait_for(self._changed.wait(), self._timeout)
 
-    def _tell_news(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,92 @@
+"""Start of a vLLM server that takes weights: options, environment, and the middleware that requires its API key.
+
+Imports neither torch nor vLLM: the command line prints these, and vLLM's API server loads `RequireKey`.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+OLDEST = (0, 28)
+"""First release with every route that is used; /weight_info came last."""
+
+WORKER = "covey.engines.servers.vllm.worker.CoveyWorker"
+"""Worker extension; importing it registers the weight transfer backend `BACKEND`."""
+
+BACKEND = "covey"
+"""Covey's backend for vLLM's weight transfer, over gloo, NCCL or CUDA IPC, as the trainer asks for."""
+
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Opens the routes that take weights."""
+
+LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+"""Opens the routes that take adapters."""
+
+ADAPTERS = 3
+"""Adapter versions that a server keeps: the current one, and those of requests still in flight."""
+
+AS_STARTED = "default"
+"""Weight version that a server reports until a trainer sends weights."""
+
+MIDDLEWARE = f"{__name__}.RequireKey"
+"""Value of `--middleware`."""
+
+OPEN_PATHS = frozenset({"/health", "/ping"})
+"""For load balancers, which have no key; they report only that the server is up."""
+
+
+def weight_flags() -> list[str]:
+    """Options of `vllm serve` for weights."""
+    return ["--worker-extension-cls", WORKER, "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
+
+
+def lora_flags() -> list[str]:
+    """Options of `vllm serve` that go with its --enable-lora."""
+    return ["--max-loras", str(ADAPTERS), "--max-cpu-loras", str(ADAPTERS)]
+
+
+class RequireKey:
+    """ASGI middleware: answers 401 unless a request carries `Authorization: Bearer KEY`.
+
+    vLLM itself requires the key only where completions are served: the routes that replace weights and call methods of
+    its workers would be open to everyone who reaches the port.
+
+    Args:
+        app: the application behind it.
+
+    Raises:
+        ValueError: there is no key in `$VLLM_API_KEY`.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]):
+        key = os.environ.get("VLLM_API_KEY")
+        if not key:
+            raise ValueError("RequireKey needs the key in the environment variable VLLM_API_KEY, which is not set.")
+        self._app = app
+        self._expected = _digest(b"Bearer " + key.encode())
+
+    async def __call__(
+        self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[[dict[str, Any]], Awaitable[None]]
+    ) -> None:
+        """Pass the request on, or answer 401."""
+        if scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS or self._knows_key(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            error = {"error": {"message": "the API key is missing or wrong", "code": 401}}
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": json.dumps(error).encode()})
+
+    def _knows_key(self, scope: dict[str, Any]) -> bool:
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(_digest(given[0]), self._expected)
+
+
+def _digest(text: bytes) -> bytes:
+    """Hash of constant length, so that the time of a comparison reveals nothing."""
+    return hashlib.sha256(text).digest()

@@ -1,0 +1,481 @@
+"""Weight path from the trainer to inference servers, the same for every backend.
+
+`WeightSender` chooses a transfer method that all servers support, packs buckets and pushes one while the next is
+gathered, writes folders, keeps the record of adapters, and confirms the version afterwards. A backend subclasses
+`WeightApi`, which is its requests about weights and nothing else; `CheckpointApi` in the tests is the smallest one.
+"""
+
+import asyncio
+import shutil
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from torch import Tensor
+
+from covey.core.weights import WeightUpdate
+from covey.engines.servers.errors import BadAnswer, ServerRefused
+from covey.engines.servers.http_client import ServerClient
+from covey.engines.servers.protocols import ADAPTER_PREFIX, ServerFacts
+from covey.engines.servers.weights.buckets import BUCKET_BYTES, Bucket, Packer
+from covey.engines.servers.weights.channels import own_address
+from covey.engines.servers.weights.deadline import Deadline, all_of, in_thread
+from covey.engines.servers.weights.files import CheckpointDir
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class WeightEndpoint:
+    """A server as `WeightApi.probe` found it.
+
+    Attributes:
+        server: client of the server.
+        processes: number of its processes that hold weights.
+        start_id: differs between two starts of the server; "" where the server does not report it.
+        same_machine: the server certainly runs on this machine.
+        obstacles: reason by transfer method that this server does not support; "adapter" counts as one.
+        details: further facts for the backend itself.
+    """
+
+    server: ServerClient
+    processes: int = 1
+    start_id: str = ""
+    same_machine: bool = False
+    obstacles: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BucketTransfer:
+    """One bucket of an update: the `number`th, from 0, of `count`; `doing` describes it in errors."""
+
+    bucket: Bucket
+    number: int
+    count: int
+    version: int
+    doing: str
+
+
+class WeightChannel(Protocol):
+    """Trainer's end of a connection over which buckets reach one server."""
+
+    def send(self, data: Tensor, seconds: float) -> None:
+        """Send the bytes; RuntimeError after `seconds`."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class WeightApi(ABC):
+    """Requests of one backend about weights; each ends within the time that is left until its deadline.
+
+    A backend with buckets overrides `push` and what it needs of `begin`, `end`, `abandon`, `join_group` and `packer`;
+    one with adapters overrides `has_base`, `load_adapter` and `unload_adapter`. Methods that its `methods` and
+    `adapters_kept` do not promise are never called.
+    """
+
+    name: str
+    """For messages."""
+    methods: tuple[str, ...] = ("disk",)
+    """Transfer methods that may be asked for: "disk", or names of the backend's own for buckets."""
+    automatic: tuple[str, ...] = ("disk",)
+    """Methods that "auto" chooses from, in order of preference."""
+    folder_setting = "the shared folder"
+    """Name of the setting for the folder that servers on other machines see, for messages."""
+    method_hint = "Set a folder that the server sees under the same name."
+    """Advice for when a server does not support the method."""
+    reopens_folder = False
+    """The server may read the folder of its last update again, so it is deleted after the next update only."""
+    adapters_from_disk = False
+    """Servers that share a disk load adapters from a folder; otherwise the bytes are sent."""
+    adapters_kept = 1
+    """Adapter versions that a server keeps: the current one, and those of requests still in flight."""
+    adapter_hint = "Start it with adapters enabled."
+    """Advice for when a server does not take adapters."""
+
+    @abstractmethod
+    async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
+        """Find out which transfer methods the server supports.
+
+        Raises:
+            ServerRefused: its routes for weights are closed.
+        """
+
+    @abstractmethod
+    async def load_folder(self, endpoint: WeightEndpoint, folder: Path, version: int, until: Deadline) -> None:
+        """Make the server read its weights from `folder`, and record their version."""
+
+    @abstractmethod
+    async def read_version(self, server: ServerClient, seconds: float) -> str | None:
+        """Version of its weights that the server reports; None if it keeps none."""
+
+    @abstractmethod
+    async def write_version(self, server: ServerClient, version: str, seconds: float) -> None:
+        """Record the version of the server's weights."""
+
+    # ---- buckets ---------------------------------------------------------------------------------------------------
+
+    def packer(
+        self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[WeightEndpoint]
+    ) -> Packer:
+        """Buckets of `update` in the layout that `method` needs."""
+        return Packer(update, bucket_bytes)
+
+    async def join_group(
+        self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline
+    ) -> WeightChannel | None:
+        """Connect to the server for `method`, with buckets on a GPU or not; None where requests carry the bytes."""
+        return None
+
+    async def begin(self, endpoint: WeightEndpoint, until: Deadline) -> None:
+        """Open the server for an update; one that another trainer left open is closed first."""
+        return None
+
+    async def push(
+        self, endpoint: WeightEndpoint, channel: WeightChannel | None, transfer: BucketTransfer, until: Deadline
+    ) -> None:
+        """Send one bucket."""
+        raise NotImplementedError(f"{self.name} promises a transfer method for buckets and has no `push`")
+
+    async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
+        """Put the new weights in use."""
+        return None
+
+    async def abandon(self, endpoint: WeightEndpoint) -> None:
+        """Close what a failed update left open; raises nothing."""
+        return None
+
+    # ---- adapters --------------------------------------------------------------------------------------------------
+
+    async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
+        """Tell whether the server holds `model` as it was started, with no weights sent since."""
+        return False
+
+    def encode_adapter(self, bucket: Bucket) -> Any:
+        """Form of an adapter's bytes that `load_adapter` takes; computed once for all servers, in a thread."""
+        return bucket
+
+    async def load_adapter(
+        self,
+        endpoint: WeightEndpoint,
+        name: str,
+        config: dict[str, Any],
+        source: Any,
+        channel: WeightChannel | None,
+        until: Deadline,
+    ) -> None:
+        """Load an adapter under `name` from `source`, a folder or the result of `encode_adapter`."""
+        raise NotImplementedError(f"{self.name} takes no adapters, and one was sent")
+
+    async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
+        """Drop an adapter that no request samples from."""
+        return None
+
+    def close(self) -> None:
+        """Release ports."""
+        return None
+
+
+class WeightSender:
+    """Brings the servers of one backend to a version of the policy.
+
+    Args:
+        api: requests of the backend.
+        method: one of `api.methods`; "auto" takes the first of `api.automatic` that every server supports.
+        folder: for weights that travel as files; servers on other machines must see it under the same name. None: a
+            temporary folder, for servers on this machine.
+        bucket_bytes: upper bound of a bucket's size.
+
+    Raises:
+        ValueError: `method` is unknown.
+    """
+
+    def __init__(
+        self, api: WeightApi, method: str = "auto", folder: str | None = None, bucket_bytes: int = BUCKET_BYTES
+    ):
+        known = ("auto", *api.methods)
+        if method not in known:
+            raise ValueError(f"weights cannot be transferred by {method!r}; choose one of: {', '.join(known)}.")
+        self.name = api.name
+        self._api = api
+        self._method, self._shared_folder, self._bucket_bytes = method, folder is not None, bucket_bytes
+        self._run = uuid.uuid4().hex[:8]
+        self._files = CheckpointDir(folder, self._run)
+        self._loaded_folder: Path | None = None
+        # By URL: the start of the server, the method and the device that the channel belongs to; and the channel.
+        self._channels: dict[str, tuple[tuple[str, str, bool], WeightChannel | None]] = {}
+        self._bases: set[tuple[str, str]] = set()  # URL and start of servers that hold the adapters' base model
+        self._adapters: dict[int, str] = {}  # adapter names, by version
+        self._loaded: dict[tuple[str, str], list[str]] = {}  # adapter names, by URL and start
+        self._named: tuple[WeightUpdate, str] | None = None
+        self._updates = 0
+
+    # ---- interface of the engine -----------------------------------------------------------------------------------
+
+    async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, seconds: float) -> None:
+        """Bring all servers to `update`. The caller pauses them, and empties their prefix caches.
+
+        The servers may be others than last time. After a failure it may be called again: it starts from scratch.
+
+        Raises:
+            ServerError: with the server's message, the version and the tensors being sent.
+        """
+        until = Deadline(f"take weights of version {update.version}", seconds)
+        endpoints = [await self._api.probe(server, until) for server in servers]
+        if update.adapter is None:
+            await self._send_model(endpoints, update, until)
+            self._adapters.pop(update.version, None)
+        else:
+            await self._send_adapter(endpoints, update, update.adapter, until)
+
+    def model_name(self, facts: ServerFacts, version: int) -> str:
+        """Name to sample `version` from: the server's model, or a versioned adapter."""
+        return self._adapters.get(version, facts.model)
+
+    def export_state(self) -> dict[str, str]:
+        """Adapter names by version, which `model_name` needs in processes that do not send; JSON."""
+        return {str(version): name for version, name in self._adapters.items()}
+
+    def import_state(self, state: dict[str, str]) -> None:
+        """Take over the state of the process that sends."""
+        self._adapters = {int(version): name for version, name in state.items()}
+
+    def invalidate(self, server: ServerClient) -> None:
+        """Send a server everything again, unless it reports its starts: it may have been restarted."""
+        self._bases.discard((server.url, ""))
+        self._loaded.pop((server.url, ""), None)
+
+    async def close(self) -> None:
+        """Leave groups, remove files."""
+        for url in list(self._channels):
+            self._disconnect(url)
+        self._api.close()
+        self._files.clear()
+
+    # ---- a whole model ---------------------------------------------------------------------------------------------
+
+    async def _send_model(self, endpoints: list[WeightEndpoint], update: WeightUpdate, until: Deadline) -> None:
+        method = choose_method(self._api, self._method, endpoints, shared_folder=self._shared_folder)
+        if method == "disk":
+            await self._send_folder(endpoints, update, until)
+        else:
+            await self._send_buckets(endpoints, update, method, until)
+        await all_of(self._confirm(endpoint, update.version, until) for endpoint in endpoints)
+
+    async def _send_folder(self, endpoints: list[WeightEndpoint], update: WeightUpdate, until: Deadline) -> None:
+        folder = self._files.path / f"v{update.version}-{uuid.uuid4().hex[:6]}"
+        stale: Path | None = folder
+        try:
+            await in_thread(lambda: self._files.write(update, folder.name, self._bucket_bytes))
+            await all_of(self._api.load_folder(endpoint, folder, update.version, until) for endpoint in endpoints)
+            if self._api.reopens_folder:
+                stale, self._loaded_folder = self._loaded_folder, folder
+        finally:
+            if stale is not None:
+                shutil.rmtree(stale, ignore_errors=True)
+
+    async def _send_buckets(
+        self, endpoints: list[WeightEndpoint], update: WeightUpdate, method: str, until: Deadline
+    ) -> None:
+        """Push every bucket to every server. A server that fails is skipped from then on, and its error raised last."""
+        packer = self._api.packer(update, method, self._bucket_bytes, endpoints)
+        remaining, number = list(endpoints), 0
+        failures: list[BaseException] = []
+
+        async def each(do: Callable[[WeightEndpoint], Awaitable[None]]) -> None:
+            results = await asyncio.gather(*(do(endpoint) for endpoint in remaining), return_exceptions=True)
+            failures.extend(result for result in results if isinstance(result, BaseException))
+            remaining[:] = [one for one, result in zip(remaining, results, strict=True) if result is None]
+
+        gathering = asyncio.ensure_future(in_thread(packer.next))
+        try:
+            bucket = await asyncio.shield(gathering)
+            on_gpu = bucket is not None and bucket.data.is_cuda
+            await each(lambda endpoint: self._begin(endpoint, method, on_gpu, until))
+            while bucket is not None and remaining:
+                gathering = asyncio.ensure_future(in_thread(packer.next))
+                doing = f"{until.doing} (bucket {number + 1} of {len(packer.plan)}: {bucket})"
+                transfer = BucketTransfer(bucket, number, len(packer.plan), update.version, doing)
+                await each(lambda endpoint: self._push(endpoint, transfer, until))  # noqa: B023 - awaited in this turn
+                bucket, number = await asyncio.shield(gathering), number + 1
+            await each(lambda endpoint: self._api.end(endpoint, update.version, until))
+        finally:
+            await asyncio.wait([gathering])
+            packer.close()
+            await asyncio.gather(*(self._abandon(one) for one in endpoints if one not in remaining))
+        if failures:
+            raise failures[0]
+
+    async def _begin(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> None:
+        await self._connect(endpoint, method, on_gpu, until)
+        await self._api.begin(endpoint, until)
+
+    async def _push(self, endpoint: WeightEndpoint, transfer: BucketTransfer, until: Deadline) -> None:
+        url = endpoint.server.url
+        try:
+            await self._api.push(endpoint, self._channels[url][1], transfer, until)
+        except BaseException:  # cancelled as well: the two ends may disagree about the bytes that were sent
+            self._disconnect(url)
+            raise
+
+    async def _abandon(self, endpoint: WeightEndpoint) -> None:
+        self._disconnect(endpoint.server.url)
+        await self._api.abandon(endpoint)
+
+    async def _confirm(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
+        server = endpoint.server
+        found = await self._api.read_version(server, until.left(server))
+        if found != str(version):
+            raise BadAnswer(
+                server.url,
+                until.doing,
+                f"afterwards it reports weights of version {found!r}, not '{version}'",
+                "Does another trainer send weights to it?",
+            )
+
+    # ---- connections -----------------------------------------------------------------------------------------------
+
+    async def _connect(
+        self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline
+    ) -> WeightChannel | None:
+        url, wanted = endpoint.server.url, (endpoint.start_id, method, on_gpu)
+        known = self._channels.get(url)
+        if known is None or known[0] != wanted:
+            self._disconnect(url)
+            self._channels[url] = wanted, await self._api.join_group(endpoint, method, on_gpu, until)
+        return self._channels[url][1]
+
+    def _disconnect(self, url: str) -> None:
+        _, channel = self._channels.pop(url, (None, None))
+        if channel is not None:
+            channel.close()
+
+    # ---- an adapter ------------------------------------------------------------------------------------------------
+
+    async def _send_adapter(
+        self, endpoints: list[WeightEndpoint], update: WeightUpdate, config: dict[str, Any], until: Deadline
+    ) -> None:
+        for endpoint in endpoints:
+            if "adapter" in endpoint.obstacles:
+                why = endpoint.obstacles["adapter"]
+                raise ServerRefused(endpoint.server.url, until.doing, why, self._api.adapter_hint)
+        await self._send_bases(endpoints, update, config, until)
+        if self._named is None or self._named[0] is not update:  # another attempt at an update keeps its name
+            self._updates += 1
+            self._named = update, f"{ADAPTER_PREFIX}{self._run}-v{update.version}-{self._updates}"
+        name = self._named[1]
+        from_disk = self._api.adapters_from_disk and self._method != "group"
+        near = [one for one in endpoints if from_disk and (one.same_machine or self._shared_folder)]
+        far = [one for one in endpoints if one not in near]
+        folder, encoded, on_gpu = self._files.path / name if near else None, None, False
+        if folder is not None and not folder.exists():
+            await in_thread(lambda: self._files.write(update, name, self._bucket_bytes))
+        if far:
+            if self._api.adapters_from_disk:  # the bytes need a group instead
+                choose_method(self._api, "group", far, shared_folder=False)
+            packer = self._api.packer(update, "adapter", max(2 * update.nbytes, 1), far)
+            bucket = await in_thread(packer.next)
+            await in_thread(packer.next)  # ends the iteration, which is collective under sharding
+            assert bucket is not None, "an adapter has tensors"
+            encoded, on_gpu = await in_thread(partial(self._api.encode_adapter, bucket)), bucket.data.is_cuda
+
+        async def load(endpoint: WeightEndpoint) -> None:
+            server = endpoint.server
+            loaded = self._loaded.setdefault((server.url, endpoint.start_id), [])
+            if name in loaded:
+                return
+            source, channel = folder, None
+            if endpoint in far:
+                source = encoded
+                if self._api.adapters_from_disk:
+                    channel = await self._connect(endpoint, "group", on_gpu, until)
+            try:
+                await self._api.load_adapter(endpoint, name, config, source, channel, until)
+            except BaseException:
+                if channel is not None:
+                    self._disconnect(server.url)
+                raise
+            loaded.append(name)
+            while len(loaded) > self._api.adapters_kept:
+                await self._api.unload_adapter(endpoint, loaded.pop(0), until)
+
+        await all_of(load(endpoint) for endpoint in endpoints)
+        self._adapters[update.version] = name
+        version = str(update.version)
+        await all_of(self._api.write_version(one.server, version, until.left(one.server)) for one in endpoints)
+        await all_of(self._confirm(endpoint, update.version, until) for endpoint in endpoints)
+        # A server reloads what it dropped from its slots, so a folder stays until no server lists its adapter.
+        kept = {name for names in self._loaded.values() for name in names}
+        for number, old in list(self._adapters.items()):
+            if old not in kept:
+                del self._adapters[number]
+                if self._api.adapters_from_disk:
+                    shutil.rmtree(self._files.path / old, ignore_errors=True)
+
+    async def _send_bases(
+        self, endpoints: list[WeightEndpoint], update: WeightUpdate, config: dict[str, Any], until: Deadline
+    ) -> None:
+        """Send the base model, once, to servers that were started with another model than the adapter's."""
+        if update.base is None:
+            return
+        model = config.get("base_model_name_or_path")
+        new = [one for one in endpoints if (one.server.url, one.start_id) not in self._bases]
+        lacking = [one for one in new if not model or not await self._api.has_base(one, model, until)]
+        if lacking:
+            await self._send_model(lacking, update.base, until)
+        self._bases |= {(one.server.url, one.start_id) for one in new}  # not before: a failed attempt is repeated
+
+
+def choose_method(api: WeightApi, wanted: str, endpoints: Sequence[WeightEndpoint], *, shared_folder: bool) -> str:
+    """Transfer method that all servers support.
+
+    Raises:
+        ServerRefused: there is none, or one of them does not support the wanted one.
+    """
+    refused: list[tuple[str, WeightEndpoint, str]] = []
+    for method in api.automatic if wanted == "auto" else (wanted,):
+        obstacles = [(method, one, why) for one in endpoints if (why := _obstacle(api, method, one, shared_folder))]
+        if not obstacles:
+            return method
+        refused.append(obstacles[0])
+    method, endpoint, why = refused.pop()
+    why += "".join(f"; by {other}: {reason} ({one.server.url})" for other, one, reason in refused)
+    raise ServerRefused(endpoint.server.url, f"take weights by {method}", why, api.method_hint)
+
+
+def _obstacle(api: WeightApi, method: str, endpoint: WeightEndpoint, shared_folder: bool) -> str | None:
+    if method == "disk" and "disk" not in endpoint.obstacles and not (shared_folder or endpoint.same_machine):
+        return f"it is on another machine, and no folder is known that both see ({api.folder_setting})"
+    return endpoint.obstacles.get(method)
+
+
+def is_local(server: ServerClient) -> bool:
+    """Tell whether the URL is certainly one of this machine."""
+    return urlsplit(server.url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
+def listen_for(server: ServerClient, port: int, hint: str, listen: Callable[[str], T]) -> T:
+    """Result of `listen`, given this machine's address as the server sees it.
+
+    Raises:
+        ServerRefused: the port is taken, or there is no route to the server.
+    """
+    target = urlsplit(server.url)
+    assert target.hostname is not None, "checked by `ServerClient`"
+    try:
+        return listen(own_address(target.hostname, target.port or 80))
+    except OSError as error:
+        raise ServerRefused(
+            server.url,
+            "join a group for weights",
+            f"this machine cannot listen on port {port} for it ({error})",
+            hint,
+        ) from error

@@ -1,0 +1,52 @@
+"""Weight senders for tests: over vLLM's and SGLang's APIs, and over the smallest backend there can be."""
+
+import torch
+
+from covey.engines.servers.sglang.weights import SglangWeightApi
+from covey.engines.servers.vllm.api import read_version, write_version
+from covey.engines.servers.vllm.weights import VllmWeightApi
+from covey.engines.servers.weights.sender import WeightApi, WeightEndpoint, WeightSender
+
+
+def vllm_sender(method="auto", port=0, **options):
+    return WeightSender(VllmWeightApi(port), method, **options)
+
+
+def sglang_sender(method="auto", device: torch.device | None = None, port=0, **options):
+    return WeightSender(SglangWeightApi(device, port), method, **options)
+
+
+class CheckpointApi(WeightApi):
+    """Reads a folder of safetensors with vLLM's `reload_weights`; the smallest `WeightApi`."""
+
+    name = "checkpoints"
+
+    async def probe(self, server, until):
+        return WeightEndpoint(server, same_machine=True)
+
+    async def load_folder(self, endpoint, folder, version, until):
+        server, body = endpoint.server, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await server.ask("/collective_rpc", doing=until.doing, deadline=until.left(server), body=body)
+        await self.write_version(server, str(version), until.left(server))
+
+    async def read_version(self, server, seconds):
+        return await read_version(server, seconds)
+
+    async def write_version(self, server, version, seconds):
+        await write_version(server, version, seconds)
+
+
+class RecordingSender(WeightSender):
+    """Sends checkpoints.
+
+    Attributes:
+        sent: (version, urls) of every call, also of those that failed.
+    """
+
+    def __init__(self):
+        super().__init__(CheckpointApi())
+        self.sent = []
+
+    async def send(self, servers, update, seconds):
+        self.sent.append((update.version, [server.url for server in servers]))
+        await super().send(servers, update, seconds)
