@@ -70,13 +70,13 @@ def test_every_prompt_comes_as_often_as_it_is_to_be_completed():
     assert all(one.finish is FinishReason.STOP and one.sampled == [True] * 4 for one in rollouts)
 
 
-def test_processes_that_share_a_group_sample_its_completions_differently():
+def test_processes_that_share_a_group_sample_differently():
     everything = [PromptSample({"prompt": "1+1="}, 0, sample) for sample in range(4)]
     ranks = [collector(sampled).collect(share, PARAMS, ("train", 0)) for share in (everything[:2], everything[2:])]
     assert len({tuple(one.completion_ids) for share in ranks for one in share}) == 4
 
 
-def test_settings_may_differ_and_those_that_do_not_exist_are_refused():
+def test_sampling_settings_can_be_changed_unknown_ones_raise():
     engine = ScriptedEngine(letters)
 
     def function(prompts, complete):
@@ -89,7 +89,7 @@ def test_settings_may_differ_and_those_that_do_not_exist_are_refused():
     assert all(one.finish is FinishReason.LENGTH for one in rollouts)
 
 
-def test_a_mask_says_which_tokens_the_policy_chose_and_so_where_its_turns_end():
+def test_env_mask_marks_sampled_tokens_and_ends_of_turns():
     def function(prompts, complete):
         count = len(prompts)
         return {

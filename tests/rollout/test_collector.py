@@ -43,14 +43,14 @@ def collector(tiny_tokenizer):
     return Collector(Echo(), PromptCodec(tiny_tokenizer, None, None), seed=7)
 
 
-def test_rollouts_come_in_the_order_of_their_draws(collector):
+def test_rollouts_keep_the_order_of_their_samples(collector):
     rollouts = collector.collect(draws([0, 1, 2], 2), PARAMS, ("train", 0))
     expected = [sample_seed(7, "train", 0, p, s) % 100 + 4 for p in range(3) for s in range(2)]
     assert [r.completion_ids[0] for r in rollouts] == expected
     assert [r.group for r in rollouts] == [0, 0, 1, 1, 2, 2]
 
 
-def test_siblings_are_one_request(collector):
+def test_a_group_is_one_request(collector):
     collector.collect(draws([0, 1], 3), PARAMS, ("train", 0))
     assert [request.n for request in collector.engine.requests] == [3, 3]
 
@@ -61,12 +61,12 @@ def test_a_share_of_a_group_keeps_its_seeds(collector):
     assert [r.completion_ids for r in half] == [r.completion_ids for r in whole[2:]]
 
 
-def test_the_same_prompt_drawn_again_is_another_group(collector):
+def test_the_same_prompt_again_is_another_group(collector):
     rollouts = collector.collect(draws([0, 0], 2), PARAMS, ("train", 0))
     assert [r.group for r in rollouts] == [0, 0, 1, 1]
 
 
-def test_another_generation_samples_anew(collector):
+def test_another_batch_key_samples_differently(collector):
     first = collector.collect(draws([0, 1], 4), PARAMS, ("train", 0))
     second = collector.collect(draws([0, 1], 4), PARAMS, ("train", 1))
     assert [r.completion_ids for r in first] != [r.completion_ids for r in second]
@@ -78,11 +78,11 @@ def test_the_version_that_sampled_a_token_stays_with_it(tiny_tokenizer, versions
     assert [r.versions for r in collector.collect(draws([0], 2), PARAMS, ("train", 0))] == [versions, versions]
 
 
-def test_nothing_to_draw_is_no_error(collector):
+def test_an_empty_batch_is_no_error(collector):
     assert collector.collect([], PARAMS, ("eval", 0)) == []
 
 
-def test_the_engine_learns_of_what_has_ended_its_sampling(tiny_tokenizer):
+def test_the_engine_is_given_the_exception_that_ends_a_batch(tiny_tokenizer):
     class Fails(Echo):
         ended_by = ()
 
@@ -146,7 +146,7 @@ def test_sampling_takes_no_gradients_in_a_notebook_either(tiny_tokenizer, tiny_m
     assert proof == 3 and modes[proof:] == [(False, True)] * (len(modes) - proof)
 
 
-def test_what_an_interrupted_caller_waited_for_does_not_go_on(monkeypatch):
+def test_an_interrupted_wait_cancels_the_coroutine(monkeypatch):
     ended = []
 
     async def rollout():

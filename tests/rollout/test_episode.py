@@ -81,7 +81,7 @@ def test_a_conversation_is_the_one_that_the_template_renders():
     assert rollout.prompt_ids + rollout.completion_ids == rendered([*QUESTION, *messages])
 
 
-def test_what_the_policy_chose_is_marked_and_so_are_the_ends_of_its_turns():
+def test_sampled_tokens_and_ends_of_turns_are_marked():
     rollout = play(talk(engine(Says("5", "4")).begin(), "No."))
     told = len(tokens("<bos>user: No.<eos><bos>assistant: "))
     assert rollout.sampled == [True] * 2 + [False] * told + [True] * 2
@@ -92,7 +92,7 @@ def test_what_the_policy_chose_is_marked_and_so_are_the_ends_of_its_turns():
     assert rollout.finish is FinishReason.STOP and rollout.num_turns == 2
 
 
-def test_several_messages_are_written_at_once_and_one_may_come_without_a_list():
+def test_write_accepts_one_message_or_several():
     messages = [{"role": "tool", "content": "6"}, {"role": "tool", "content": "7"}]
     one, several = engine(Says("x")).begin(), engine(Says("x")).begin()
     play(talk(one, messages[0])), play(talk(several, messages))
@@ -102,7 +102,7 @@ def test_several_messages_are_written_at_once_and_one_may_come_without_a_list():
     )
 
 
-def test_after_a_prompt_that_is_a_string_texts_follow_as_they_are():
+def test_text_follows_a_string_prompt_unchanged():
     rollout = play(talk(engine(Says("4", "9"), prompt="2+2=").begin(), " 3*3="))
     assert rollout.prompt_ids == tokens("2+2=")
     assert TOKENIZER.decode(rollout.completion_ids) == "4<eos> 3*3=9<eos>"
@@ -117,7 +117,7 @@ def test_a_message_that_the_assistant_has_begun_is_continued():
     assert rollout.prompt_ids + rollout.completion_ids == rendered([*QUESTION, *rollout.completion])
 
 
-def test_an_episode_may_begin_with_another_prompt_and_tools_of_its_own():
+def test_an_episode_can_have_its_own_prompt_and_tools():
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}" + tokenizer.chat_template
     playing = engine(Says("4"), tokenizer=tokenizer)
@@ -128,7 +128,7 @@ def test_an_episode_may_begin_with_another_prompt_and_tools_of_its_own():
     assert playing.episodes == list(episode)
 
 
-def test_a_row_has_chat_template_arguments_of_its_own_in_every_turn():
+def test_template_arguments_of_a_row_apply_to_every_turn():
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("<bos>assistant: ", "<bos>assistant: {{ mood or '' }}")
     playing = engine(Says("4"), tokenizer=tokenizer, chat_template_kwargs={"mood": ":) "})
@@ -138,7 +138,7 @@ def test_a_row_has_chat_template_arguments_of_its_own_in_every_turn():
     assert TOKENIZER.decode(rollout.completion_ids) == "4<eos><bos>user: Sure?<eos><bos>assistant: :) 4<eos>"
 
 
-def test_what_an_engine_does_not_report_is_unknown():
+def test_values_that_an_engine_does_not_report_are_none():
     rollout = play(talk(engine(Says("5", "4", reports=False)).begin(), "No."))
     assert (rollout.logprobs, rollout.entropies, rollout.versions) == (None, None, None)
 
@@ -188,7 +188,7 @@ def test_room_is_for_all_turns_together():
 
 
 @pytest.mark.parametrize(("spare", "written"), [(1, True), (0, False)])
-def test_what_leaves_no_room_to_answer_is_not_written(spare, written):
+def test_messages_that_leave_no_room_to_answer_are_not_written(spare, written):
     told = len(tokens("<bos>user: No.<eos><bos>assistant: "))
 
     async def rollout():
@@ -201,7 +201,7 @@ def test_what_leaves_no_room_to_answer_is_not_written(spare, written):
     assert len(play(rollout()).completion_ids) == 2 + written * told
 
 
-def test_what_is_far_too_long_is_not_even_encoded(monkeypatch):
+def test_text_far_beyond_the_room_is_not_encoded(monkeypatch):
     async def rollout():
         episode = engine(Says("5", "4"), max_tokens=50).begin()
         await episode.sample()
@@ -212,7 +212,7 @@ def test_what_is_far_too_long_is_not_even_encoded(monkeypatch):
     assert len(play(rollout()).completion_ids) == 2
 
 
-def test_the_models_context_bounds_prompt_and_completion_together():
+def test_the_context_bounds_prompt_and_completion_together():
     episode = engine(Says("123456"), context=len(rendered(QUESTION, answer=True)) + 3).begin()
     reply = play(episode.sample())
     assert reply.text == "123" and episode.finish is FinishReason.LENGTH
@@ -233,7 +233,7 @@ def test_a_turn_that_ends_with_the_room_is_whole():
 # ---- turns with a limit of their own ---------------------------------------------------------------------------------
 
 
-def test_a_turn_that_its_own_limit_cuts_off_may_go_on():
+def test_a_turn_that_max_tokens_cut_off_can_be_continued():
     asked = Says("12", "34", "5")
 
     async def rollout():
@@ -253,7 +253,7 @@ def test_a_turn_that_its_own_limit_cuts_off_may_go_on():
     assert len({request.seeds[0] for request in asked.requests}) == 3
 
 
-def test_a_turn_that_its_own_limit_cuts_off_is_ended_by_what_is_written():
+def test_write_ends_a_turn_that_max_tokens_cut_off():
     async def rollout():
         episode = engine(Says("12345", "4")).begin()
         await episode.sample(max_tokens=2)
@@ -270,7 +270,7 @@ def test_a_turn_that_its_own_limit_cuts_off_is_ended_by_what_is_written():
 
 
 @pytest.mark.parametrize("said", ["call", ""])
-def test_a_turn_that_the_engine_stops_at_a_text_is_ended_by_what_is_written(said):
+def test_write_ends_a_turn_that_a_stop_text_cut_off(said):
     """Servers can be told to stop at a text: the token that ends the turn is missing then."""
 
     async def stops(request):
@@ -311,7 +311,7 @@ def test_the_first_turn_is_what_a_plain_completion_would_be():
     assert rollout.completion_ids[0] == 4 + sample_seed(*KEY) % 90
 
 
-def test_turns_episodes_forks_and_asides_have_seeds_of_their_own():
+def test_turns_episodes_forks_and_generate_have_own_seeds():
     async def seeds():
         said = Says("x")
         playing = engine(said)
@@ -369,7 +369,7 @@ def test_a_fork_in_the_middle_of_a_turn_goes_on_with_it():
 # ---- replies that nobody trains on -----------------------------------------------------------------------------------
 
 
-def test_asides_leave_no_trace_in_the_episode():
+def test_generate_leaves_the_episode_unchanged():
     async def rollout():
         asked = Says("yes")
         playing = engine(asked)
@@ -384,14 +384,14 @@ def test_asides_leave_no_trace_in_the_episode():
 
 
 @pytest.mark.parametrize("wrong", [{"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}])
-def test_an_aside_with_a_number_out_of_range_is_no_fault_of_the_engines(wrong):
+def test_invalid_arguments_of_generate_are_no_engine_failure(wrong):
     playing = engine(Says("x"))
     with pytest.raises(ValueError, match="must be at least"):
         play(playing.generate("?", **wrong))
     assert playing.failure is None
 
 
-def test_what_the_engine_raises_is_noted_as_its_fault():
+def test_an_exception_of_the_engine_is_noted_as_its_failure():
     async def broken(request):
         raise RuntimeError("no weights")
 
@@ -412,7 +412,7 @@ def test_what_the_engine_raises_is_noted_as_its_fault():
         (QUESTION, [{"role": "user", "content": [{"type": "image"}]}], "must be text"),
     ],
 )
-def test_what_cannot_follow_is_refused(prompt, said, error):
+def test_messages_that_cannot_follow_are_refused(prompt, said, error):
     async def rollout():
         episode = engine(Says("5"), prompt=prompt).begin()
         await episode.sample()
@@ -435,7 +435,7 @@ def test_messages_follow_a_turn_of_the_policy():
         play(twice())
 
 
-def test_one_thing_at_a_time_happens_to_an_episode():
+def test_concurrent_sampling_of_an_episode_is_refused():
     async def both():
         episode = engine(Says("5")).begin()
         await asyncio.gather(episode.sample(), episode.sample())
@@ -444,7 +444,7 @@ def test_one_thing_at_a_time_happens_to_an_episode():
         play(both())
 
 
-def test_templates_are_made_once_for_each_set_of_tools_and_arguments():
+def test_templates_are_cached_by_tools_and_arguments():
     templates = TurnTemplates(PromptCodec(TOKENIZER, None, None), [EOS])
     one = templates.of([], {"mood": "x"})
     assert templates.of([], {"mood": "x"}) is one and templates.of([], None) is not one

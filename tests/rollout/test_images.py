@@ -72,7 +72,7 @@ def test_every_kind_of_pixel_becomes_rgb(given, expected):
         (Image.new("RGB", (0, 2)), "no pixels: it is 0x2"),
     ],
 )
-def test_pixels_that_mean_nothing_certain_are_refused(given, message):
+def test_images_of_unknown_range_or_size_are_refused(given, message):
     with pytest.raises(ImageError, match=message):
         read_image(given)
 
@@ -88,7 +88,7 @@ def test_a_photograph_stands_upright():
 @pytest.mark.parametrize(
     "given", [b"", b"no picture", as_png(CAT)[:40], "no/such/file.png", "data:image/png;base64,%", {}]
 )
-def test_what_cannot_be_read_says_so(given):
+def test_unreadable_images_are_named_in_the_error(given):
     with pytest.raises(ImageError, match="image 3"):
         read_image(given, "image 3")
 
@@ -121,7 +121,7 @@ def test_parts_keep_their_images_and_columns_fill_the_others():
 
 
 @pytest.mark.parametrize("given", [["a"], ["a", "b", "c"]])
-def test_places_and_images_must_be_equally_many(given):
+def test_image_parts_and_images_must_match_in_number(given):
     with pytest.raises(ImageError, match=f"2 image parts.*{len(given)} images"):
         with_images([{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], given)
 

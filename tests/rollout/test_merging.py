@@ -51,7 +51,7 @@ def ask(*requests, error=None):
     return asyncio.run(all_at_once())
 
 
-def test_equal_prompts_are_one_request_and_everybody_gets_their_own():
+def test_equal_prompts_become_one_request_with_own_results():
     asked, answers = ask(request([1]), request([2, 3]), request([4]))
     assert asked == [([5, 6], 4, [1, 2, 3, 4])]
     assert answers == [[1], [2, 3], [4]]
@@ -69,7 +69,7 @@ def test_other_settings_are_other_requests():
     assert asked == [([5, 6], 2, [1, 3]), ([5, 6], 1, [2])]
 
 
-def test_drafts_keep_a_request_to_itself_and_other_images_are_another():
+def test_drafts_and_other_images_prevent_coalescing():
     cat, dog = (Media((name,), {}, {}, 0, 1, (7,)) for name in ("a cat", "a dog"))
     with_cat, with_dog, again = (request([seed], media=(one,)) for seed, one in ((2, cat), (5, dog), (6, cat)))
     asked, _ = ask(request([1]), with_cat, request([3], drafts=[[7]]), request([4]), with_dog, again)

@@ -20,7 +20,7 @@ def test_a_conversation_is_answered(codec):
     assert codec.tokenizer.decode(ids) == "<bos>user: hi<eos><bos>assistant: "
 
 
-def test_a_conversation_that_ends_with_the_assistant_is_continued(codec):
+def test_a_prompt_that_ends_with_the_assistant_is_continued(codec):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I s"}]
     assert codec.tokenizer.decode(codec.encode(messages)).endswith("assistant: I s")
     completion = codec.decode(messages, codec.tokenizer("ay")["input_ids"])
@@ -64,7 +64,7 @@ def test_an_empty_prompt_is_refused(codec):
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["hi"], {"role": "user"}])
-def test_other_things_are_no_prompts(codec, prompt):
+def test_values_of_other_types_are_refused_as_prompts(codec, prompt):
     with pytest.raises(ValueError, match="must be a string or a non-empty list"):
         codec.encode(prompt)
 
@@ -93,7 +93,7 @@ def test_a_prefill_may_come_in_parts(codec):
     assert codec.decode(messages, codec.tokenizer("ay")["input_ids"])[0]["content"] == "I say"
 
 
-def test_template_arguments_that_a_row_leaves_out_are_the_configs(tiny_tokenizer):
+def test_missing_template_arguments_come_from_the_config(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}"
     codec = PromptCodec(tiny_tokenizer, {"mood": "!"}, None)
     assert codec.tokenizer.decode(codec.encode([{"role": "user", "content": "hi"}], {"mood": None})) == "hi!"

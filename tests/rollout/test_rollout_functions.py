@@ -76,7 +76,7 @@ def test_one_turn_is_what_would_be_sampled_without_a_function():
     assert [one.extras for one in found] == [{"answer": 0}] * 4 + [{"answer": 2}] * 4
 
 
-def test_siblings_prompt_is_computed_once_though_they_run_on_another_thread():
+def test_a_group_on_another_thread_shares_one_prompt_computation():
     for _ in range(5):  # two threads meet in many ways
         engine = ScriptedEngine(letters)
         collect(collector(twice, engine), draws(prompts=3, group=8))
@@ -97,7 +97,7 @@ def test_branches_that_are_sampled_at_once_are_one_request():
     assert [one.request.n for one in engine.served] == [1, 5]
 
 
-def test_two_generations_of_one_function_are_equal_and_others_are_not():
+def test_equal_batch_keys_sample_equally_other_keys_do_not():
     made = collector(twice)
     first, again, other = (collect(made, key=("train", number)) for number in (0, 0, 1))
     assert [one.completion_ids for one in first] == [one.completion_ids for one in again]
@@ -128,7 +128,7 @@ def test_a_failing_function_costs_its_rollout():
     assert len(rollouts[2].completion_ids) == 4, "what there was until then"
 
 
-def test_a_late_function_costs_its_rollout_and_blocks_nobody_for_long():
+def test_a_late_function_fails_its_rollout_and_blocks_no_other():
     async def blocks(row, engine):
         if (row["answer"], engine.sibling) == (2, 3):
             time.sleep(3)  # and not `await asyncio.sleep`
@@ -142,7 +142,7 @@ def test_a_late_function_costs_its_rollout_and_blocks_nobody_for_long():
     assert all(one.finish is FinishReason.STOP for one in again)
 
 
-def test_an_engines_error_ends_the_batch_whatever_the_function_makes_of_it():
+def test_an_engine_error_ends_the_batch_even_if_it_is_caught():
     def broken(prompt_ids, seed):
         raise RuntimeError("no weights")
 
@@ -217,7 +217,7 @@ def test_a_rollout_is_nobody_elses():
     assert first is not second and len(first.completion_ids) == 4 and first.extras == {"answer": 0}
 
 
-def test_what_a_failing_function_has_put_into_its_episode_is_not_trained_on():
+def test_invalid_tokens_of_a_failed_episode_are_not_trained_on():
     async def spoils(row, engine):
         episode = engine.begin()
         await episode.sample()
@@ -286,7 +286,7 @@ def test_whatever_a_function_raises_costs_its_rollout(error):
     assert rollouts[1].error.startswith(type(error).__name__)
 
 
-def test_what_a_function_does_to_its_row_is_no_business_of_others():
+def test_a_function_that_changes_its_row_affects_no_other():
     async def spoils(row, engine):
         row["answer"] = row["prompt"] = "mine"
         return await once(row, engine)
@@ -362,7 +362,7 @@ def test_a_rollout_that_is_returned_twice_counts_twice():
         ([], r"returned \[\]"),
     ],
 )
-def test_a_group_function_that_returns_something_else_costs_its_group(returned, error):
+def test_a_wrong_result_of_a_group_function_fails_its_group(returned, error):
     async def plays(row, engine, n):
         return returned if row["answer"] == 2 else await tree(row, engine, n)
 

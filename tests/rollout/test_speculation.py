@@ -39,7 +39,7 @@ def test_the_last_completion_is_kept():
     assert (len(drafts), drafts.num_tokens) == (1, 3)
 
 
-def test_another_prompt_another_place_and_another_text_are_other_drafts():
+def test_drafts_are_keyed_by_prompt_text_and_sample_index():
     drafts = store()
     drafts.put(key(3, 0, (7, 8)), [5], [-1.0])
     assert drafts.get(key(4, 0, (7, 8))) is None
@@ -157,7 +157,7 @@ def share(rollouts):
     return sum(r.reused for r in rollouts) / sum(len(r.completion_ids) for r in rollouts)
 
 
-def test_an_unchanged_policy_writes_the_same_again_and_all_of_it_is_reused(tiny_tokenizer):
+def test_an_unchanged_policy_reuses_every_token(tiny_tokenizer):
     collect, reuse = collector(tiny_tokenizer, Markov()).collect, Speculation(1000)
     first = collect(draws([0, 1, 2]), PARAMS, ("train", 0), reuse)
     second = collect(draws([2, 0, 1]), PARAMS, ("train", 1), reuse)  # another order, another generation
@@ -166,7 +166,7 @@ def test_an_unchanged_policy_writes_the_same_again_and_all_of_it_is_reused(tiny_
 
 
 @pytest.mark.parametrize("change", [0.02, 0.2, 1.0])
-def test_a_changed_policy_writes_what_it_would_have_without_drafts(tiny_tokenizer, change):
+def test_drafts_do_not_change_the_samples_of_a_changed_policy(tiny_tokenizer, change):
     outcomes = []
     for verifies in (True, False):
         engine, reuse = Markov(verifies=verifies), Speculation(1000)

@@ -1,9 +1,8 @@
-"""Speculative reuse: the last completions of a prompt, kept as drafts for its next visit.
+"""Speculative reuse: the last completions of a prompt serve as drafts when it comes again.
 
-When a prompt comes again (another epoch), the policy has changed little, and most of what it would write now is what
-it wrote then. The engine checks such a draft in one parallel pass and decodes only from where it no longer holds
-(SPEC-RL, arXiv 2509.23232). Here is what is remembered, what an engine is given, and how a sample is seeded; the
-checking itself is the engine's (`SampleRequest.drafts`). A missing draft costs time and never changes a result.
+When a prompt comes again (another epoch), the policy has changed little, and would mostly sample the same tokens. The
+engine verifies such a draft in one parallel pass and decodes from the first token that it rejects (SPEC-RL, arXiv
+2509.23232; `SampleRequest.drafts`). A missing draft costs time and never changes a result.
 """
 
 import dataclasses
@@ -21,9 +20,9 @@ from covey.core.rollout import Rollout
 
 
 class DraftKey(NamedTuple):
-    """Which completion a draft is of: the prompt's number, a fingerprint of its tokens, and its place in the group.
+    """Key of a completion: the prompt's number, a fingerprint of its tokens, and the index in the group.
 
-    The number tells equal prompts of a dataset apart; the fingerprint keeps drafts of one dataset from another.
+    The number distinguishes equal prompts of a dataset; the fingerprint those of different datasets.
     """
 
     prompt: int
@@ -33,7 +32,7 @@ class DraftKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A completion as it is kept: 4 bytes per token, and 4 more where log-probs are kept too."""
+    """A stored completion: 4 bytes per token, and 4 more with log-probs."""
 
     token_ids: array
     logprobs: array | None = None
@@ -49,8 +48,8 @@ class DraftStore:
     """The last completion of every (prompt, sample) this process has seen, within a bound.
 
     Args:
-        max_tokens: tokens kept; beyond that the completions that were sampled longest ago are forgotten.
-        with_logprobs: whether a draft is kept with its log-probs; without them it is not kept at all then.
+        max_tokens: tokens stored; beyond that the oldest completions are dropped.
+        with_logprobs: store log-probs too, and no completion without them.
     """
 
     def __init__(self, max_tokens: int, *, with_logprobs: bool):
@@ -60,28 +59,28 @@ class DraftStore:
         self._drafts: dict[DraftKey, Draft] = {}  # oldest first
 
     def __len__(self) -> int:
-        """Completions kept."""
+        """Number of completions."""
         return len(self._drafts)
 
     def get(self, key: DraftKey) -> Draft | None:
-        """The last completion, or None if it was never seen or is forgotten."""
+        """The last completion, or None."""
         return self._drafts.get(key)
 
     def put(self, key: DraftKey, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """Keep a completion in place of the one before it."""
+        """Store a completion in place of the one before it."""
         if (old := self._drafts.pop(key, None)) is not None:
             self.num_tokens -= len(old.token_ids)
         if self.with_logprobs and logprobs is None:
             return
-        kept = array("f", logprobs) if self.with_logprobs and logprobs is not None else None
-        self._drafts[key] = Draft(array("i", token_ids), kept)
+        stored = array("f", logprobs) if self.with_logprobs and logprobs is not None else None
+        self._drafts[key] = Draft(array("i", token_ids), stored)
         self.num_tokens += len(token_ids)
         while self.num_tokens > self.max_tokens:
             oldest = self._drafts.pop(next(iter(self._drafts)))
             self.num_tokens -= len(oldest.token_ids)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Everything kept, in order of age: `keys` [E, 3], `lengths` [E], `token_ids` and `logprobs` [N] or [0]."""
+        """All drafts, oldest first: `keys` [E, 3], `lengths` [E], `token_ids` and `logprobs` [N] or [0]."""
         drafts = self._drafts.values()
         return {
             "keys": torch.tensor(list(self._drafts), dtype=torch.int64).view(-1, 3),
@@ -91,7 +90,7 @@ class DraftStore:
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Keep what `state_dict` returned, and nothing else."""
+        """Replace all drafts by those of `state_dict`."""
         self._drafts.clear()
         self.num_tokens = 0
         lengths = state["lengths"].tolist()
@@ -103,13 +102,13 @@ class DraftStore:
 
 
 class Speculation:
-    """How a run reuses earlier completions.
+    """Reuse of earlier completions in a run.
 
-    Exact (`lenience=None`): a draft token stays where it is what this row would have sampled without a draft, by its
-    own random numbers (common random numbers, arXiv 2408.07978). For a draft to hold, these must be the numbers that
-    it was written with, so a sample's seed is the same at every visit and does not depend on the generation.
+    Exact (`lenience=None`): a draft token is accepted if the sequence would have sampled it without a draft, by its own
+    random numbers (common random numbers, arXiv 2408.07978). These must be the numbers that the draft was sampled with,
+    so the seed of a sample is the same whenever its prompt comes, and does not depend on the batch.
 
-    Lenient: a draft token stays with probability min(1, lenience * p_now / p_then), judged with fresh random numbers.
+    Lenient: a draft token is accepted with probability min(1, lenience * p_now / p_then), by fresh random numbers.
 
     Args:
         max_tokens: bound of the store.
@@ -121,16 +120,16 @@ class Speculation:
         self.drafts = DraftStore(max_tokens, with_logprobs=lenience is not None)
 
     def seed_key(self, key: tuple[int | str, ...], prompt_ids: Sequence[int]) -> tuple[int | str, ...]:
-        """What seeds a prompt's samples beside their place: `key` (the generation), or the prompt itself when exact."""
+        """Key that seeds a prompt's samples with their index: `key` (the batch), or the prompt itself when exact."""
         return ("reuse", fingerprint(prompt_ids)) if self.lenience is None else key
 
     def with_drafts(self, request: SampleRequest, prompt: int, samples: Sequence[int]) -> SampleRequest:
-        """The request with what is known of its completions.
+        """The request with drafts of its completions, where there are any.
 
         Args:
             request: one prompt.
             prompt: its number.
-            samples: the place in the group of each of its completions.
+            samples: the index in the group of each of its completions.
         """
         mark = fingerprint(request.prompt_ids)
         drafts = [self.drafts.get(DraftKey(prompt, mark, sample)) for sample in samples]
@@ -145,11 +144,11 @@ class Speculation:
         )
 
     def remember(self, prompts: Sequence[int], samples: Sequence[int], rollouts: Sequence[Rollout]) -> None:
-        """Keep finished rollouts for the next visit.
+        """Store finished rollouts as drafts.
 
         Args:
             prompts: the number of each rollout's prompt.
-            samples: its place in the group.
+            samples: its index in the group.
             rollouts: in the same order.
         """
         for prompt, sample, rollout in zip(prompts, samples, rollouts, strict=True):
@@ -166,12 +165,12 @@ class Speculation:
 
 
 def reuse_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
-    """The share of sampled tokens that were taken from drafts, as a metric."""
+    """The share of sampled tokens that come from drafts, as a metric."""
     reused = sum(rollout.reused for rollout in rollouts)
     return {"sampling/reused_token_fraction": Mean(float(reused), float(sum(r.num_sampled for r in rollouts)))}
 
 
 def _joined(parts: Sequence[array], dtype: torch.dtype) -> torch.Tensor:
-    """Arrays end to end, as one tensor of their own."""
+    """Concatenation of arrays, as a tensor with memory of its own."""
     whole = b"".join(part.tobytes() for part in parts)
     return torch.frombuffer(bytearray(whole), dtype=dtype) if whole else torch.empty(0, dtype=dtype)

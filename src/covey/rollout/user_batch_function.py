@@ -1,7 +1,7 @@
-"""Rollout functions of the user's own that play all of a generation at once: `def rollout(prompts, trainer) -> dict`.
+"""Users' rollout functions that play a whole batch at once: `def rollout(prompts, trainer) -> dict`.
 
-They run on a thread of their own and sample with `trainer.generate_completions`. What they return is checked. Not here:
-functions that play one rollout or one group (`functions`).
+They run on a thread of their own and sample with `trainer.generate_completions`. Their results are validated. See also
+`user_functions`, for functions that play one rollout or one group.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,64 +25,56 @@ from covey.runtime.deadlines import CallTimeout, run_in_thread
 from covey.runtime.user_code import UserCodeError
 
 
-class _Sampling:
+@dataclass(eq=False)
+class _Sampler:
     """Completions for a function that runs on another thread than the engine."""
 
-    def __init__(
-        self,
-        merged: RequestCoalescer,
-        codec: PromptCodec,
-        params: SamplingParams,
-        seed_key: tuple[int | str, ...],
-        loop: asyncio.AbstractEventLoop,
-    ):
-        self._merged, self._codec, self._params, self._key, self._loop = merged, codec, params, seed_key, loop
-        self._calls = 0
+    coalescer: RequestCoalescer
+    codec: PromptCodec
+    params: SamplingParams
+    seed_key: tuple[int | str, ...]
+    loop: asyncio.AbstractEventLoop
+    calls: int = 0
 
     def complete(self, prompts: Sequence[Any], changes: dict[str, Any]) -> list[tuple[list[int], Completion]]:
-        known = {one.name for one in fields(SamplingParams)}
+        known = {field.name for field in fields(SamplingParams)}
         if unknown := sorted(set(changes) - known):
             raise RolloutError(
                 f"no such sampling setting: {', '.join(unknown)}. There are: {', '.join(sorted(known))}."
             )
-        params, call = replace(self._params, **changes), self._calls
-        self._calls += 1
-        encoded = [self._encoded(one) for one in prompts]
-        seeds = [sample_seed(*self._key, "call", call, i) for i in range(len(prompts))]
+        params, call = replace(self.params, **changes), self.calls
+        self.calls += 1
+        encoded = [self._encode(prompt) for prompt in prompts]
+        seeds = [sample_seed(*self.seed_key, "call", call, i) for i in range(len(prompts))]
+        requests = [
+            SampleRequest(prompt.ids, 1, params, [seed], media=prompt.media)
+            for prompt, seed in zip(encoded, seeds, strict=True)
+        ]
 
         async def sample() -> list[list[Completion]]:
-            asked = (
-                SampleRequest(one.ids, 1, params, [seed], media=one.media)
-                for one, seed in zip(encoded, seeds, strict=True)
-            )
-            return await asyncio.gather(*(self._merged.generate(request) for request in asked))
+            return await asyncio.gather(*map(self.coalescer.generate, requests))
 
-        answers = asyncio.run_coroutine_threadsafe(sample(), self._loop).result()
-        return [(one.ids, answer[0]) for one, answer in zip(encoded, answers, strict=True)]
+        completions = asyncio.run_coroutine_threadsafe(sample(), self.loop).result()
+        return [(prompt.ids, one) for prompt, (one,) in zip(encoded, completions, strict=True)]
 
-    def _encoded(self, prompt: Any) -> Encoded:
-        if not _is_tokens(prompt):
-            return self._codec.read(prompt)
-        vision = self._codec.vision
+    def _encode(self, prompt: Any) -> Encoded:
+        if not (isinstance(prompt, list | tuple) and prompt and all(isinstance(token, int) for token in prompt)):
+            return self.codec.read(prompt)
+        vision = self.codec.vision
         if vision is not None and not vision.placeholders.isdisjoint(prompt):
             raise RolloutError(
-                "a prompt of tokens holds some that stand for images, and nothing says which: give"
-                " `generate_completions` messages, whose image parts hold their images, as the prompts of rollout_func"
-                " do."
+                "a prompt of tokens holds tokens of images, and the images are not given: give `generate_completions`"
+                " messages, whose image parts hold their images, as the prompts of rollout_func do."
             )
         return Encoded(list(prompt))
 
 
-def _is_tokens(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(one, int) for one in prompt)
-
-
-_CURRENT: ContextVar[_Sampling | None] = ContextVar("covey_sampling", default=None)
-"""Of the function that this code is called by."""
+_CURRENT: ContextVar[_Sampler | None] = ContextVar("covey_sampling", default=None)
+"""Sampler of the function that calls this code."""
 
 
 class BatchFunction:
-    """A user's `(prompts, trainer) -> dict`, for all prompts of a generation at once.
+    """A user's `(prompts, trainer) -> dict`, for all prompts of a batch at once.
 
     The dictionary holds, for every prompt, a list in `prompt_ids`, `completion_ids` and `logprobs` (which may be None).
     `env_mask` may say with 1 and 0 which completion tokens the policy chose. For a vision-language model `images` may
@@ -95,7 +87,7 @@ class BatchFunction:
         timeout: seconds that it may take.
         codec: decodes what it returns.
         limits: of its tokens.
-        end_ids: tokens that end a completion; one that ends otherwise was cut off.
+        end_ids: tokens that end a completion; any other last token means that it was cut off.
     """
 
     def __init__(
@@ -113,28 +105,28 @@ class BatchFunction:
         self._codec = codec
         self._limits = limits
         self._end_ids = frozenset(end_ids)
-        self._under_way: list[_Sampling] = []
+        self._samplers: list[_Sampler] = []
 
     @contextmanager
     def sampling(
-        self, merged: RequestCoalescer, codec: PromptCodec, params: SamplingParams, seed_key: tuple[int | str, ...]
+        self, coalescer: RequestCoalescer, codec: PromptCodec, params: SamplingParams, seed_key: tuple[int | str, ...]
     ) -> Iterator[None]:
         """Within this context `complete` samples: with these settings, on the event loop that is running now.
 
-        Several generations may be under way, where they are sampled ahead; each has its own context.
+        Several batches may be in flight with async rollouts; each has its own context.
         """
-        mine = _Sampling(merged, codec, params, seed_key, asyncio.get_running_loop())
-        self._under_way.append(mine)
-        token = _CURRENT.set(mine)
+        own = _Sampler(coalescer, codec, params, seed_key, asyncio.get_running_loop())
+        self._samplers.append(own)
+        token = _CURRENT.set(own)
         try:
             yield
         finally:
             _CURRENT.reset(token)
-            self._under_way.remove(mine)
-            merged.close()
+            self._samplers.remove(own)
+            coalescer.close()
 
     def complete(self, prompts: Sequence[Any], **changes: Any) -> list[tuple[list[int], Completion]]:
-        """For the user's function, while it runs: a completion of each prompt, with the prompt's tokens.
+        """A completion of each prompt, with the prompt's tokens, for the user's function while it runs.
 
         Args:
             prompts: texts, messages or lists of tokens.
@@ -144,12 +136,12 @@ class BatchFunction:
             RolloutError: called at another time, or with a setting that does not exist.
         """
         current = _CURRENT.get()
-        if current is None and len(self._under_way) == 1:
-            (current,) = self._under_way  # on a thread that the function has started
-        if current not in self._under_way:
+        if current is None and len(self._samplers) == 1:
+            (current,) = self._samplers  # on a thread that the function has started
+        if current is None or current not in self._samplers:
             raise RolloutError(
-                "completions can be had here only while rollout_func runs, and on its own thread where several"
-                " generations are sampled at once."
+                "completions are sampled only while rollout_func runs, and on its own thread where several batches are"
+                " in flight."
             )
         return current.complete(prompts, changes)
 
@@ -158,17 +150,17 @@ class BatchFunction:
 
         Args:
             prompts: text or messages.
-            images: what the prompts show, for each a list; empty where the policy sees none.
+            images: a list of those that each prompt shows; empty where the policy sees none.
 
         Raises:
-            RolloutError: the function took too long, or returned something else than described.
-            Exception: what it raised.
+            RolloutError: the function took too long, or its result is not as described.
+            Exception: raised by the function.
         """
 
         def run() -> list[Rollout]:
             shared = {id(image): image for shown in images for image in shown}
-            given = copy.deepcopy(list(prompts), shared)
-            return self._rollouts(prompts, images, self._function(given, self._trainer))
+            own_prompts = copy.deepcopy(list(prompts), shared)
+            return self._rollouts(prompts, images, self._function(own_prompts, self._trainer))
 
         try:
             return await run_in_thread(run, self._timeout)
@@ -203,38 +195,38 @@ class BatchFunction:
         extras = {name: values for name, values in returned.items() if name not in read}
         rollouts = []
         for i, prompt in enumerate(prompts):
-            completion_ids = [int(one) for one in returned["completion_ids"][i]]
-            logprobs, mask = _of(returned["logprobs"], i), _of(returned.get("env_mask"), i)
+            completion_ids = [int(token) for token in returned["completion_ids"][i]]
+            logprobs, mask = _item(returned["logprobs"], i), _item(returned.get("env_mask"), i)
             for name, values in (("logprobs", logprobs), ("env_mask", mask)):
                 if values is not None and len(values) != len(completion_ids):
                     raise RolloutError(
                         f"rollout_func returned {len(values)} {name} for the {len(completion_ids)} completion_ids of"
                         f" prompt {i}; it needs one for each."
                     )
-            sampled = [True] * len(completion_ids) if mask is None else [bool(one) for one in mask]
+            sampled = [True] * len(completion_ids) if mask is None else [bool(flag) for flag in mask]
             rollout = Rollout(
-                prompt_ids=[int(one) for one in returned["prompt_ids"][i]],
+                prompt_ids=[int(token) for token in returned["prompt_ids"][i]],
                 completion_ids=completion_ids,
                 sampled=sampled,
-                logprobs=None if logprobs is None else [_single(one) for one in logprobs],
+                logprobs=None if logprobs is None else [_sampled_logprob(value) for value in logprobs],
                 completion=self._codec.decode(prompt, completion_ids),
                 finish=FinishReason.STOP if set(completion_ids[-1:]) & self._end_ids else FinishReason.LENGTH,
-                extras={name: _of(values, i) for name, values in extras.items()},
+                extras={name: _item(values, i) for name, values in extras.items()},
                 turn_ends=[end for end, (now, then) in enumerate(pairwise([*sampled, False])) if now and not then],
             )
             rollout = self._limits.checked(rollout)
             if vision is not None:
-                own = _of(returned.get("images"), i)
-                rollout.media = _shown(vision, rollout, own, images[i] if images else (), i)
+                own_images = _item(returned.get("images"), i)
+                rollout.media = _find_media(vision, rollout, own_images, images[i] if images else (), i)
             rollouts.append(rollout)
         return rollouts
 
 
-def _shown(vision: Vision, rollout: Rollout, own: Any, of_row: Sequence[Any], number: int) -> tuple[Media, ...]:
-    """What a rollout shows: the images that were returned with it, or else those of its row, if any."""
+def _find_media(vision: Vision, rollout: Rollout, own: Any, of_row: Sequence[Any], number: int) -> tuple[Media, ...]:
+    """Media of a rollout: the images that were returned with it, or else those of its row, if any."""
     ids = rollout.prompt_ids + rollout.completion_ids
-    written = [True] * len(rollout.prompt_ids) + [not one for one in rollout.sampled]
-    if own is None and not any(id_ in vision.placeholders for id_, other in zip(ids, written, strict=True) if other):
+    written = [True] * len(rollout.prompt_ids) + [not flag for flag in rollout.sampled]
+    if own is None and vision.placeholders.isdisjoint(id_ for id_, other in zip(ids, written, strict=True) if other):
         return ()
     if own is not None and not isinstance(own, list | tuple):
         raise RolloutError(
@@ -251,10 +243,10 @@ def _shown(vision: Vision, rollout: Rollout, own: Any, of_row: Sequence[Any], nu
         ) from error
 
 
-def _of(values: Any, place: int) -> Any:
-    return None if values is None else values[place]
+def _item(values: Any, index: int) -> Any:
+    return None if values is None else values[index]
 
 
-def _single(logprob: Any) -> float:
+def _sampled_logprob(logprob: Any) -> float:
     """A log-prob; servers that report the most probable tokens give a list, the sampled one first."""
     return float(logprob[0] if isinstance(logprob, list | tuple) else logprob)

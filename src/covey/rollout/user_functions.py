@@ -1,12 +1,12 @@
-"""Rollout functions of the user's own that play one rollout, or a group of siblings, kept from harming the run.
+"""Users' rollout functions that play one rollout or one group, isolated from the run.
 
 - `async def rollout(row, engine) -> Rollout` plays one rollout (`RolloutFunction`).
 - `async def rollouts(row, engine, n) -> list[Rollout]` plays the n completions of a prompt together (`GroupFunction`):
   branches of one tree, players of one game.
 
-Both run on an event loop apart, so that one that blocks delays nothing but others of its kind, and under a deadline.
-What they return is checked: tokens outside of the vocabulary would otherwise end the run far from their cause. Not
-here: functions that play all of a generation at once (`batch_function`).
+Both run on an event loop of their own, so that one that blocks delays only others of its kind, and under a deadline.
+Their results are validated: tokens outside of the vocabulary would otherwise fail far from their cause. See also
+`user_batch_function`, for functions that play a whole batch.
 """
 
 import asyncio
@@ -27,14 +27,16 @@ from covey.runtime.user_code import UserCodeError, is_async
 
 T = TypeVar("T")
 
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-class _Apart:
-    """Runs coroutines of the user's on an event loop apart.
+
+class _IsolatedFunction:
+    """Runs a user's coroutine function on an event loop of its own.
 
     Args:
         function: the user's.
         timeout: seconds that one call may take.
-        limits: of the tokens of what it returns.
+        limits: of the tokens that it returns.
     """
 
     def __init__(self, function: Callable[..., Awaitable[Any]], timeout: float, limits: RolloutValidator):
@@ -44,17 +46,17 @@ class _Apart:
         self._loop = LoopThread("covey-async-tools")
         self._relay = CallbackRelay()
 
-    async def _read(self, engine: EpisodeEngine, read: Callable[[Any], T], *arguments: Any) -> T:
-        """What `read` makes of what the function returns; there too, for that may hang or change as long as it likes.
+    async def _call(self, engine: EpisodeEngine, check: Callable[[Any], T], *arguments: Any) -> T:
+        """`check` of the function's result; on that loop too, since the result's own code may hang.
 
         Raises:
-            CallTimeout, UserCodeError: as `LoopThread.call`.
-            RolloutError: what `read` says of it.
+            CallTimeout, UserCodeError: it took too long, or raised.
+            RolloutError: raised by `check`.
         """
-        engine.wrap_generate(partial(self._across, asyncio.get_running_loop()))
+        engine.wrap_generate(partial(self._generate_on, asyncio.get_running_loop()))
 
         async def play() -> T:
-            return read(await self._function(*arguments))
+            return check(await self._function(*arguments))
 
         try:
             return await self._loop.call(play, self._timeout)
@@ -63,18 +65,18 @@ class _Apart:
                 raise raised.error from None
             raise
 
-    def _across(self, home: asyncio.AbstractEventLoop, generate: Generate) -> Generate:
-        """The engine for code on another loop. What is asked there in one turn is asked here in one turn too."""
+    def _generate_on(self, home: asyncio.AbstractEventLoop, generate: Generate) -> Generate:
+        """`generate` for code on another loop. Requests of one turn there are submitted in one turn here."""
 
-        async def from_there(request: SampleRequest) -> list[Completion]:
-            answer: Future[list[Completion]] = Future()
-            self._relay.send(home, lambda: _answer(generate(request), answer))
-            return await asyncio.wrap_future(answer)
+        async def submit(request: SampleRequest) -> list[Completion]:
+            future: Future[list[Completion]] = Future()
+            self._relay.send(home, lambda: _run_into(generate(request), future))
+            return await asyncio.wrap_future(future)
 
-        return from_there
+        return submit
 
 
-class RolloutFunction(_Apart):
+class RolloutFunction(_IsolatedFunction):
     """A user's `async (row, engine) -> Rollout` as an agent."""
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
@@ -82,20 +84,20 @@ class RolloutFunction(_Apart):
 
         Raises:
             CallTimeout, UserCodeError: it took too long, or raised.
-            RolloutError: what it returned is no rollout that can be trained on.
+            RolloutError: the result is no rollout that can be trained on.
         """
-        return await self._read(engine, self._one, row, engine)
+        return await self._call(engine, self._checked, row, engine)
 
-    def _one(self, returned: Any) -> Rollout:
-        if not isinstance(returned, Rollout):
+    def _checked(self, result: Any) -> Rollout:
+        if not isinstance(result, Rollout):
             raise RolloutError(
-                f"the rollout function returned {type(returned).__name__}; it must return a Rollout, such as"
+                f"the rollout function returned {type(result).__name__}; it must return a Rollout, such as"
                 " `episode.done()` gives."
             )
-        return self._limits.checked(returned)
+        return self._limits.checked(result)
 
 
-class GroupFunction(_Apart):
+class GroupFunction(_IsolatedFunction):
     """A user's `async (row, engine, n) -> n rollouts`."""
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:
@@ -103,72 +105,72 @@ class GroupFunction(_Apart):
 
         Raises:
             CallTimeout, UserCodeError: it took too long, or raised.
-            RolloutError: what it returned are not n rollouts that can be trained on.
+            RolloutError: the result is not n rollouts that can be trained on.
         """
-        return await self._read(engine, partial(self._several, n), row, engine, n)
+        return await self._call(engine, partial(self._checked, n), row, engine, n)
 
-    def _several(self, n: int, returned: Any) -> list[Rollout]:
-        rollouts = list(returned) if isinstance(returned, list | tuple) else []
+    def _checked(self, n: int, result: Any) -> list[Rollout]:
+        rollouts = list(result) if isinstance(result, list | tuple) else []
         if len(rollouts) != n or not all(isinstance(rollout, Rollout) for rollout in rollouts):
             kinds = sorted({type(rollout).__name__ for rollout in rollouts})
-            got = f"{len(rollouts)} of {', '.join(kinds)}" if rollouts else repr(returned)[:60]
+            got = f"{len(rollouts)} of {', '.join(kinds)}" if rollouts else repr(result)[:60]
             raise RolloutError(
                 f"the rollout function was asked for {n} rollouts of a prompt and returned {got}; it must return a list"
                 f" of {n} Rollouts, such as `episode.done()` gives."
             )
-        return [self._limits.checked(rollout) for rollout in rollouts]  # copies: one that is returned twice is two
+        return [self._limits.checked(rollout) for rollout in rollouts]  # copies, also of one that is returned twice
 
 
-def _answer(work: Coroutine[Any, Any, T], answer: "Future[T]") -> None:
-    """Run a coroutine on the loop that is running; what becomes of it becomes of `answer`, and the other way round."""
+def _run_into(work: Coroutine[Any, Any, T], future: "Future[T]") -> None:
+    """Run a coroutine on the running loop; result, exception and cancellation go to `future`, and cancellation back."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
 
     def settle(task: "asyncio.Task[T]") -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
+        with suppress(InvalidStateError):  # the future was cancelled
             if task.cancelled():
-                answer.cancel()
+                future.cancel()
             elif (error := task.exception()) is not None:
-                answer.set_exception(error)
+                future.set_exception(error)
             else:
-                answer.set_result(task.result())
+                future.set_result(task.result())
 
-    def given_up(answer: "Future[T]") -> None:
-        if answer.cancelled():
+    def cancel_task(future: "Future[T]") -> None:
+        if future.cancelled():
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(task.cancel)
 
     task.add_done_callback(settle)
-    answer.add_done_callback(given_up)
+    future.add_done_callback(cancel_task)
 
 
 def form_of(function: Callable[..., Any]) -> str:
-    """What a `rollout_func` plays: "rollout", "group" or, if it is no coroutine function, "batch".
+    """Form of a `rollout_func`: "rollout", "group" or, if it is no coroutine function, "batch".
 
     Raises:
-        ValueError: it takes other arguments than any of the forms.
+        ValueError: its arguments match none of the forms.
     """
     try:
-        taken = inspect.signature(function).parameters.values()
-    except ValueError:  # compiled code that does not say
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # compiled code without a signature
         return "batch"
+    positional = [one for one in parameters if one.kind in POSITIONAL]
+    needed = [one.name for one in positional if one.default is one.empty]
+    variadic = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     if not is_async(function):
-        needed = [one.name for one in taken if one.kind in POSITIONAL and one.default is one.empty]
         if "engine" in needed:
             raise ValueError(
                 f"`rollout_func` is a function of ({', '.join(needed)}) that is not async, and an engine is waited for:"
                 " write `async def` and `await episode.sample()`."
             )
-        takes = sum(one.kind in POSITIONAL for one in taken)
-        if len(needed) > 2 or (takes < 2 and not any(one.kind is one.VAR_POSITIONAL for one in taken)):
+        if len(needed) > 2 or (len(positional) < 2 and not variadic):
             raise ValueError(
                 f"`rollout_func` is a function of ({', '.join(needed)}), but is called with (prompts, trainer): the"
                 " config is `trainer.args`, the tokenizer `trainer.processing_class`."
             )
         return "batch"
-    if any(one.kind is one.VAR_POSITIONAL for one in taken):
+    if variadic:
         return "rollout"
-    needed = [one.name for one in taken if one.kind in POSITIONAL and one.default is one.empty]
     if len(needed) not in (2, 3) or needed[0] == "prompts":
         raise ValueError(
             f"`rollout_func` is an async function of ({', '.join(needed)}), which is none of the forms: `async def"
@@ -176,6 +178,3 @@ def form_of(function: Callable[..., Any]) -> str:
             " trainer)`."
         )
     return "rollout" if len(needed) == 2 else "group"
-
-
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

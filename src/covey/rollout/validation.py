@@ -1,8 +1,8 @@
-"""What a rollout that somebody else's code put together must be, so that it can be trained on.
+"""Validation of rollouts that a user's code has made, so that they can be trained on.
 
-Anything may come: lists that are changed later, objects in the place of text, numbers that are none.
-`RolloutValidator.checked` makes a rollout of its own of it or says what is wrong. It runs the code of what it is given
-(`__str__`, `__float__`), so it belongs under the deadline of whoever returned it.
+Their values may be anything: lists that are changed later, objects instead of text, NaN. `RolloutValidator.checked`
+makes a copy with plain values or raises. It runs the code of these values (`__str__`, `__float__`), so call it under
+the deadline of the user's code.
 """
 
 import math
@@ -13,17 +13,17 @@ from typing import Any
 
 from covey.core.rollout import FinishReason, Message, Rollout
 
-LEAST_LOGPROB_REFUSED = 1e-3
-"""A log-prob is at most 0, but for the rounding of whoever computed it."""
+MAX_LOGPROB = 1e-3
+"""A log-prob is at most 0, up to rounding."""
 
 
 class RolloutError(ValueError):
-    """Rollouts cannot be had from what the user gave: a function, an environment or tools."""
+    """A user's function, environment or tools gave no rollouts that can be trained on."""
 
 
 @dataclass(frozen=True)
 class RolloutValidator:
-    """What the tokens of a rollout must keep to.
+    """Limits of the tokens of a rollout.
 
     Attributes:
         vocabulary: number of tokens that the model knows.
@@ -34,24 +34,19 @@ class RolloutValidator:
     context: int | None
 
     def checked(self, rollout: Rollout) -> Rollout:
-        """The same rollout in lists of its own, with its `extras` as they are.
+        """A copy of the rollout with plain values; those of `extras` are shared.
 
         Raises:
             RolloutError: it cannot be trained on.
         """
         try:
-            own = _own(rollout)
+            own = _plain_rollout(rollout)
         except (TypeError, ValueError, OverflowError) as error:
             raise RolloutError(f"a rollout is not what it should be: {error}.") from error
-        self.check(own)
+        self._check(own)
         return own
 
-    def check(self, rollout: Rollout) -> None:
-        """Look at a rollout that the user's code put together.
-
-        Raises:
-            RolloutError: it cannot be trained on.
-        """
+    def _check(self, rollout: Rollout) -> None:
         ids = [*rollout.prompt_ids, *rollout.completion_ids]
         wrong = next((one for one in ids if type(one) is not int or not 0 <= one < self.vocabulary), None)
         if wrong is not None:
@@ -66,11 +61,11 @@ class RolloutValidator:
         if any(not math.isfinite(one) for one in (*(rollout.logprobs or ()), *(rollout.entropies or ()))):
             raise RolloutError("a rollout has log-probs that are not finite; leave `logprobs` None if there are none.")
         most = max(rollout.logprobs or (), default=0.0)
-        if most > LEAST_LOGPROB_REFUSED:
+        if most > MAX_LOGPROB:
             raise RolloutError(f"a rollout has a log-prob of {most:g}, and probabilities are at most 1.")
 
 
-def _own(rollout: Rollout) -> Rollout:
+def _plain_rollout(rollout: Rollout) -> Rollout:
     finish = FinishReason(rollout.finish)
     error = None if rollout.error is None else _text(rollout.error)
     return replace(
@@ -88,7 +83,7 @@ def _own(rollout: Rollout) -> Rollout:
         versions=_each(int, rollout.versions),
         turn_ends=[int(one) for one in rollout.turn_ends],
         calls={_text(fate): int(count) for fate, count in rollout.calls.items()},
-        error=error or ("the rollout function says so" if finish is FinishReason.ERROR else None),
+        error=error or ("the rollout function returned it as failed" if finish is FinishReason.ERROR else None),
         tool_seconds=float(rollout.tool_seconds),
         prompt=None if rollout.prompt is None else _text_or_messages(rollout.prompt, "prompt"),
     )
@@ -107,7 +102,7 @@ def _text_or_messages(value: Any, name: str) -> str | list[Message]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of what chat templates, logs and reward functions can read; images stay, any other object becomes text."""
+    """A copy with plain values, as chat templates and logs need; images stay, other objects become text."""
     if isinstance(value, dict):
         return {_text(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -118,5 +113,5 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Text that every tokenizer and file can hold."""
+    """Text without lone surrogates, which tokenizers and files cannot hold."""
     return str.__str__(str(value)).encode("utf-8", "replace").decode()

@@ -1,8 +1,7 @@
 """A vision-language model's processor: text and images in, tokens and inputs of the model out.
 
-Tokens are counted with images expanded, as the model sees them; beside them stands what inference servers are sent,
-where each image is one token. What the processor returns besides tokens is kept as it is (`covey.core.media`). Not
-here: reading images (`covey.rollout.images`), chat templates (`covey.rollout.prompts`).
+Tokens have images expanded, as the model sees them; inference servers are sent tokens where each image is one. The
+processor's other outputs are passed on unchanged (`covey.core.media`).
 """
 
 import hashlib
@@ -15,8 +14,8 @@ import torch
 from covey.core.media import Media
 from covey.rollout.images import ImageError, read_image
 
-REMEMBERED = 64
-"""Texts with images whose inputs are kept: siblings that play by themselves share them."""
+CACHED_TEXTS = 64
+"""Texts with images whose inputs are cached: the rollouts of a group share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Encoded:
 
     Attributes:
         ids: with images expanded.
-        media: where and what these are; empty for text alone.
+        media: positions and inputs of these; empty for text alone.
     """
 
     ids: list[int]
@@ -33,7 +32,7 @@ class Encoded:
 
 
 def tokenizer_of(processing_class: Any) -> Any:
-    """The tokenizer: of a processor, or what is given. It renders with the processor's chat template."""
+    """The tokenizer of a processor, with its chat template; a tokenizer is returned as it is."""
     tokenizer = getattr(processing_class, "tokenizer", None)
     if tokenizer is None:
         return processing_class
@@ -43,7 +42,7 @@ def tokenizer_of(processing_class: Any) -> Any:
 
 
 def is_processor(processing_class: Any) -> bool:
-    """Whether it processes images beside text."""
+    """True if it processes images and text."""
     return hasattr(processing_class, "tokenizer") and hasattr(processing_class, "image_processor")
 
 
@@ -58,15 +57,15 @@ class Vision:
     def __init__(self, processor: Any, placeholders: Sequence[int]):
         self.processor = processor
         self.placeholders = frozenset(placeholders)
-        self._known: dict[tuple[Any, ...], Encoded] = {}
+        self._cache: dict[tuple[Any, ...], Encoded] = {}
 
     def encode(self, text: str, images: Sequence[Any], start: int = 0, **tokenizing: Any) -> Encoded:
         """Tokens of a text with images.
 
         Args:
-            text: in which each image is what the chat template writes for one.
+            text: with the chat template's mark for each image.
             images: as `read_image` takes them, in the order of the text.
-            start: place of the text among the tokens of its rollout.
+            start: index of the text's first token in the rollout.
             tokenizing: further arguments of the tokenizer.
 
         Raises:
@@ -79,41 +78,43 @@ class Vision:
             return Encoded(ids)
         read = tuple(read_image(image, f"image {number}") for number, image in enumerate(images))
         key = (text, start, tuple(map(_digest, read)), tuple(sorted(tokenizing.items())))
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._process(text, read, start, tokenizing)
-            if len(self._known) > REMEMBERED:
-                del self._known[next(iter(self._known))]
-        return known
+        encoded = self._cache.get(key)
+        if encoded is None:
+            encoded = self._cache[key] = self._process(text, read, start, tokenizing)
+            if len(self._cache) > CACHED_TEXTS:
+                del self._cache[next(iter(self._cache))]
+        return encoded
 
     def find(self, ids: Sequence[int], images: Sequence[Any], written: Sequence[bool]) -> tuple[Media, ...]:
-        """Images among tokens that somebody else has put together.
+        """Images among tokens that a user's code has made.
 
-        Each is processed by itself, and looked for as the tokens that stand for it, behind those of the one before.
-        What is found can be trained on, and not be sent to servers, which would have to make the tokens themselves.
+        Each is processed by itself, and its tokens are searched for behind those of the one before. The result can be
+        trained on, but not be sent to servers, which would have to make the tokens themselves.
 
         Args:
             ids: tokens of a rollout, with images expanded.
             images: as `read_image` takes them, in their order.
-            written: by others than the policy, one value a token: only these can stand for an image.
+            written: one value a token, False for those of the policy, which stand for no image.
 
         Raises:
-            ImageError: an image cannot be read, or its tokens are not there; or there are tokens of other images.
+            ImageError: an image cannot be read, its tokens are missing, or there are tokens of other images.
         """
         found: list[Media] = []
         at = 0
         for number, image in enumerate(images):
-            stretch, alone = self._alone(read_image(image, f"image {number}"))
-            places = range(at, len(ids) - len(stretch) + 1)
-            here = (i for i in places if ids[i] == stretch[0] and list(ids[i : i + len(stretch)]) == stretch)
-            start = next((i for i in here if all(written[i : i + len(stretch)])), None)
+            own_ids, alone = self._alone(read_image(image, f"image {number}"))
+            n = len(own_ids)
+            starts = (
+                i for i in range(at, len(ids) - n + 1) if ids[i] == own_ids[0] and list(ids[i : i + n]) == own_ids
+            )
+            start = next((i for i in starts if all(written[i : i + n])), None)
             if start is None:
                 raise ImageError(
-                    f"image {number} of {len(images)} is not among the tokens: the model's processor makes"
-                    f" {len(stretch)} of it, and they are nowhere after token {at}."
+                    f"image {number} of {len(images)} is not among the tokens: the model's processor makes {n} of it,"
+                    f" and they are nowhere after token {at}."
                 )
             found.append(replace(alone, start=start))
-            at = start + len(stretch)
+            at = start + n
         covered = {i for one in found for i in range(one.start, one.start + one.length)}
         others = sum(token in self.placeholders and written[i] and i not in covered for i, token in enumerate(ids))
         if others:
@@ -122,12 +123,12 @@ class Vision:
 
     def has_stray_placeholder(self, ids: Sequence[int], media: Sequence[Media]) -> bool:
         """True where a token before the last image stands for an image and belongs to none."""
-        shown = {place for one in media for place in range(one.start, one.start + one.length)}
+        shown = {index for one in media for index in range(one.start, one.start + one.length)}
         last = max((one.start for one in media), default=0)
         return any(token in self.placeholders and i not in shown for i, token in enumerate(ids[:last]))
 
     def _alone(self, image: Any) -> tuple[list[int], Media]:
-        """The tokens that stand for an image, whatever is around it, and what the model is given with them."""
+        """The tokens of an image without text around it, and its inputs of the model."""
         tokenizer = self.processor.tokenizer
         if getattr(tokenizer, "chat_template", None):
             text = tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}], tokenize=False)
@@ -136,19 +137,17 @@ class Vision:
         encoded = self.encode(text, [image])
         (media,) = encoded.media
         marked = [any(marks[i] for marks in media.marks.values()) for i in range(media.length)]
-        places = [i for i, token in enumerate(encoded.ids) if token in self.placeholders or marked[i]]
-        if not places:
-            raise ImageError(
-                f"{type(self.processor).__name__} makes no tokens of an image that could be told from text."
-            )
-        first, last = places[0], places[-1] + 1
+        indices = [i for i, token in enumerate(encoded.ids) if token in self.placeholders or marked[i]]
+        if not indices:
+            raise ImageError(f"{type(self.processor).__name__} makes no tokens of an image that differ from text.")
+        first, last = indices[0], indices[-1] + 1
         marks = {name: marks[first:last] for name, marks in media.marks.items()}
         return encoded.ids[first:last], replace(media, marks=marks, start=0, length=last - first, short_ids=())
 
     def _process(self, text: str, images: tuple[Any, ...], start: int, tokenizing: dict[str, Any]) -> Encoded:
         try:
             made = self.processor(text=[text], images=[list(images)], return_tensors="pt", **tokenizing)
-        except Exception as error:  # processors check what they are given in ways of their own
+        except Exception as error:  # processors raise errors of every kind
             raise ImageError(
                 f"{type(self.processor).__name__} cannot process {len(images)} images of"
                 f" {', '.join('x'.join(map(str, one.size)) for one in images)} pixels with the text"

@@ -19,8 +19,7 @@ from covey.rollout.environments.agent import (
     TextEnvironmentAgent,
     ToolEnvironmentAgent,
 )
-from covey.rollout.environments.calls import EnvironmentFailed
-from covey.rollout.environments.methods import required, tool_methods
+from covey.rollout.environments.interface import EnvironmentFailed, required, tool_methods
 from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning
 from covey.rollout.tools.tool import Tool
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
@@ -180,11 +179,11 @@ def _setting(factory: Any, example: Any, name: str, otherwise: Any) -> Any:
 def _first(pool: EnvironmentPool) -> Any:
     """An environment to look at; the first rollout gets it."""
     try:
-        held = run_async(pool.acquire())
+        lease = run_async(pool.acquire())
     except EnvironmentFailed as failed:
         raise ValueError(f"{failed}. It is called without arguments and must return a new environment.") from failed
-    pool.release(held.environment)
-    return held.environment
+    pool.release(lease.environment)
+    return lease.environment
 
 
 def _refuse_tools(tools: Sequence[Any], kind: str) -> None:

@@ -98,12 +98,12 @@ def test_answers_may_be_streamed():
 @pytest.mark.parametrize(
     ("later", "reason"),
     [
-        ([{"role": "user", "content": "other"}], "does not go on from where it was"),
-        ([*START, {"role": "assistant", "content": "not what was said"}, *START], "does not go on"),
-        ([*START, {"role": "assistant", "content": "1"}], "does not go on"),
+        ([{"role": "user", "content": "other"}], "does not continue the last request"),
+        ([*START, {"role": "assistant", "content": "not what was said"}, *START], "does not continue"),
+        ([*START, {"role": "assistant", "content": "1"}], "does not continue"),
         (
             [*START, {"role": "assistant", "content": "1"}, *START, {"role": "assistant", "content": "2"}],
-            "that the policy did not say",
+            "that the policy did not write",
         ),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "text alone, not 'image_url'"),
         ([], "`messages` must be a list"),

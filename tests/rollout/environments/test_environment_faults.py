@@ -159,7 +159,7 @@ def test_what_hangs_in_async_methods():
     assert "took longer" in rollouts[1].error and "get_reward raised AttributeError" in rollouts[0].error
 
 
-def test_what_a_thrown_away_environment_does_later_reaches_nobody():
+def test_a_discarded_environment_affects_no_other_rollout():
     late = []
 
     class Late(Text):

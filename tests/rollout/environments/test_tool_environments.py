@@ -63,7 +63,7 @@ def test_a_rollout_from_reset_to_reward():
     assert ROW["prompt"] == [{"role": "user", "content": "Count to 3."}]
 
 
-def test_each_rollout_has_its_own_object_until_its_rewards_are_scored():
+def test_a_rollout_owns_its_environment_until_it_is_scored():
     agent = tool_agent(Counter)  # makes one to look at
     rollouts = play(agent, says(call("add", by=2), "done"), [ROW], group=4)
     objects = [rollout.extras["environments"] for rollout in rollouts]
@@ -146,7 +146,7 @@ def test_ordinary_methods_run_on_one_thread():
     assert len(rollout.extras["environments"].threads) == 1
 
 
-def test_messages_of_reset_follow_those_of_the_row_or_are_the_prompt():
+def test_messages_of_reset_follow_the_prompt_of_the_row():
     class Opens(OneThread):
         def reset(self, **row):
             return [{"role": "system", "content": "rules"}, {"role": "user", "content": "move"}]
@@ -190,6 +190,6 @@ def test_steps_are_rewards_too():
     assert rollout.extras["environment_reward"] == [(3, 1.0), (7, None)]
 
 
-def test_without_get_reward_there_is_no_reward_of_the_environment():
+def test_environments_without_get_reward_give_no_reward():
     (rollout,) = play(tool_agent(OneThread), says("ok"))
     assert list(rollout.extras) == ["environments"]

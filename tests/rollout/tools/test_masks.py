@@ -231,9 +231,7 @@ scenes = {"question": texts, "script": conversations, "control": st.integers(0, 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(**scenes)
 @few
-def test_prompt_turns_and_answers_concatenated_are_the_conversation_as_the_template_renders_it(
-    name, question, script, control
-):
+def test_prompt_turns_and_answers_are_the_rendered_conversation(name, question, script, control):
     scene = Scene(name, question, script, control)
     rollout = scene.play()
     assert rollout.finish is FinishReason.STOP

@@ -299,7 +299,7 @@ def test_gemma_may_print_or_assign_the_result():
     assert turn.calls == [ToolCall("f", {"a": -1500.0, "b": ["x", None]}), ToolCall("g", {"c": {"k": True}})]
 
 
-def test_arguments_may_be_a_json_string_and_the_call_may_lie_below_function():
+def test_arguments_as_json_string_and_calls_below_function():
     value = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     assert parse("json", json.dumps(value)).calls == [ToolCall("f", {"a": 1})]
 
@@ -330,7 +330,7 @@ def test_a_broken_call_of_qwen3_coder_does_not_hide_the_next_one():
     assert [bad.text for bad in turn.malformed] == ["<tool_call><function=f>{}</function></tool_call>"]
 
 
-def test_a_line_break_at_either_end_of_a_value_is_layout_and_others_belong_to_it():
+def test_only_outer_line_breaks_of_a_value_are_layout():
     turn = parse("qwen3_coder", "<function=f><parameter=code>\n\nif x:\n    y\n\n</parameter></function>")
     assert turn.calls[0].texts == {"code": "\nif x:\n    y\n"}
     for empty in ("", "\n", "\n\n"):
@@ -338,7 +338,7 @@ def test_a_line_break_at_either_end_of_a_value_is_layout_and_others_belong_to_it
         assert turn.calls[0].arguments == {"a": ""}
 
 
-def test_gemma_asks_for_the_answer_with_a_token_that_is_no_content():
+def test_the_token_that_begins_gemma_results_is_no_content():
     text = "I look.<start_function_call>call:f{}<end_function_call><start_function_response>"
     assert parse("functiongemma", text) == AssistantTurn("I look.", [ToolCall("f", {})])
 
@@ -560,7 +560,7 @@ def test_an_unknown_parser_is_refused_with_what_there_is():
         TOOL_PARSERS["hermis"]
 
 
-def test_tokens_of_the_notation_are_kept_and_other_special_ones_dropped():
+def test_only_special_tokens_of_the_notation_are_decoded():
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens([AddedToken("<|python_tag|>", special=True), AddedToken("<|eom_id|>", special=True)])
     text = 'See.<|python_tag|>{"name": "f", "parameters": {"a": "<b>"}}'
@@ -619,7 +619,7 @@ def test_a_response_template_reads_families_without_a_parser(text, turn):
     assert read_turn(tokenizer, ids, TOOL_PARSERS["json"]) == turn
 
 
-def test_a_call_that_a_response_template_cannot_read_is_malformed():
+def test_calls_unreadable_for_a_response_template_are_malformed():
     tokenizer = tiny.tokenizer()
     tokenizer.response_template = RESPONSE_TEMPLATE
     turn = read_turn(tokenizer, tokenizer('<<{"tool": "f">>')["input_ids"], TOOL_PARSERS["json"])

@@ -73,7 +73,7 @@ ALONE = LLAMA3.replace(  # nor does it render results that do not follow a call
 
 
 @pytest.mark.parametrize("template", [LLAMA3, ALONE])
-def test_a_template_of_one_call_a_turn_answers_several_all_the_same(template):
+def test_several_calls_are_answered_by_one_call_templates(template):
     tokenizer = tokenizer_of(FAMILIES["llama3"], template)
     turns = TurnTemplate(tokenizer, TOOLS)
     results = [{"role": "tool", "tool_call_id": f"call{i:05d}", "content": text} for i, text in enumerate("abc")]
@@ -81,14 +81,14 @@ def test_a_template_of_one_call_a_turn_answers_several_all_the_same(template):
     assert tokenizer.decode(turns.continuation(results[:1])) == ipython("a")
 
 
-def test_a_template_that_asks_whether_there_are_calls_renders_a_user_after_a_turn_without_any():
+def test_a_user_can_follow_a_turn_without_calls():
     text = TOKENIZERS["llama3"].decode(TURNS["llama3"].continuation([{"role": "user", "content": "And?"}]))
     user, assistant = (f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant"))
     assert text == f"{user}And?<|eot_id|>{assistant}"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_turn_that_was_cut_off_is_ended_as_the_template_ends_it(name):
+def test_a_turn_that_was_cut_off_gets_the_template_ending(name):
     """What the policy said until then, the ending and what follows are the conversation as rendered."""
     messages = [{"role": "user", "content": "2+2="}]
     said, asked = {"role": "assistant", "content": "It is, I th"}, {"role": "user", "content": "Be brief."}
@@ -97,7 +97,7 @@ def test_a_turn_that_was_cut_off_is_ended_as_the_template_ends_it(name):
     assert ids == encode(name, render(name, [*messages, said, asked]))
 
 
-def test_a_token_that_ends_a_turn_and_begins_the_results_is_said_once():
+def test_a_token_that_ends_a_turn_and_begins_results_comes_once():
     result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "4"}
     asks = TOKENIZERS["functiongemma"].convert_tokens_to_ids("<start_function_response>")
     ids = TURNS["functiongemma"].continuation([result], ended_with=asks)
@@ -107,7 +107,7 @@ def test_a_token_that_ends_a_turn_and_begins_the_results_is_said_once():
     assert qwen.continuation([result], ended_with=end) == qwen.continuation([result])
 
 
-def test_a_template_that_does_not_end_turns_with_a_token_is_continued_after_the_policys_own_end():
+def test_templates_without_end_tokens_continue_after_the_turn():
     plain = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -145,7 +145,7 @@ NUMBERS = QWEN.replace("<tool_response>\n{{", "<tool_response>\n{{ loop.index }}
         (NUMBERS, "results are rendered differently later on: '3: .*' becomes '5: "),
     ],
 )
-def test_a_template_that_is_not_prefix_stable_is_refused_with_the_reason(template, reason):
+def test_templates_that_are_not_prefix_stable_are_refused(template, reason):
     tokenizer = tokenizer_of(FAMILIES["qwen"], template)
     with pytest.raises(ValueError, match=f"(?s)not prefix-stable: {reason}.*unstable_chat_template='keep'"):
         TurnTemplate(tokenizer, TOOLS)
@@ -156,7 +156,7 @@ def test_a_template_that_is_not_prefix_stable_is_refused_with_the_reason(templat
     assert "</tool_response><|im_end|>\n<|im_start|>assistant\n" in text
 
 
-def test_a_user_after_whom_earlier_thinking_is_dropped_is_warned_of_once():
+def test_dropped_thinking_after_a_user_is_warned_of_once():
     """Qwen3's template keeps the thinking while tools answer, and drops it when a user goes on."""
     tokenizer = tokenizer_of(FAMILIES["qwen"], FORGETS_WITH_A_USER)
     turns, kept = TurnTemplate(tokenizer, TOOLS), TurnTemplate(tokenizer, TOOLS, unstable="keep")
@@ -196,7 +196,7 @@ def test_a_template_without_use_is_refused(template, message):
         TurnTemplate(tokenizer, TOOLS)
 
 
-def test_images_among_results_are_refused_and_parts_of_text_are_not():
+def test_image_parts_of_results_are_refused_text_parts_are_not():
     text = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     joined = TURNS["qwen"].continuation([{"role": "tool", "content": "a\nb"}])
     assert TURNS["qwen"].continuation([{"role": "tool", "content": text}]) == joined

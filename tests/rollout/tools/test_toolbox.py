@@ -178,7 +178,7 @@ def survey(
         ({"one": "m", "more": [], "either": 4}, (Unit.METRES, [], 4, (0, Unit.FEET))),
     ],
 )
-def test_members_of_enumerations_are_made_wherever_hints_name_them(arguments, got):
+def test_values_become_enum_members_wherever_hints_name_them(arguments, got):
     assert ask(Toolbox([survey]), ("survey", arguments))[0].content == repr(got)
 
 
@@ -301,7 +301,7 @@ def test_a_tool_cannot_change_the_call_that_is_logged():
 # --- answers -----------------------------------------------------------------------------------------------------
 
 
-def test_calls_of_a_turn_run_side_by_side_and_are_answered_in_order():
+def test_calls_of_a_turn_run_concurrently_and_keep_their_order():
     """Each thread waits for the other, so that one after the other they would not finish."""
     barrier = threading.Barrier(2, timeout=10)
     box = Toolbox([tool(lambda x: (barrier.wait(), x)[1], x={"type": "integer"}), wait])
@@ -334,7 +334,7 @@ def test_an_unknown_tool_and_a_malformed_call_are_answered():
     assert malformed.failure is Failure.MALFORMED
 
 
-def test_more_calls_than_are_executed_are_answered_with_one_error():
+def test_calls_beyond_the_limit_are_answered_with_one_error():
     ran = []
     box = Toolbox([tool(lambda: ran.append(1))], max_parallel_calls=2)
     results = ask(box, *[("t", {})] * 5)
@@ -419,7 +419,7 @@ class Liar(str):
         (lambda: Liar("fine"), "fine"),
     ],
 )
-def test_results_without_end_are_rendered_as_far_as_they_are_shown(make, text):
+def test_endless_results_are_rendered_up_to_the_limit(make, text):
     assert answer(make, max_result_chars=20).content == text
 
 
@@ -557,7 +557,7 @@ def test_a_late_coroutine_is_cancelled():
 
 
 @pytest.mark.parametrize("block", [lambda: time.sleep(5), spin])
-def test_a_coroutine_that_blocks_its_loop_leaves_the_next_call_a_new_one(block):
+def test_a_call_after_a_blocked_loop_gets_a_new_loop(block):
     async def function():
         block()
 

@@ -2,17 +2,16 @@
 
 - `agent`: plays a rollout in an environment, from `reset` to the reward: objects whose methods are tools, and objects
   with `step(text)`;
-- `pool`: makes, lends and closes the objects;
-- `gym`, `openenv`, `verifiers`: environments of these libraries; `endpoint` and `verifiers_harness` serve the last;
-- `calls`: calls their methods under a deadline;
-- `methods`, `results`: what an object offers, and whether what it returns can be used.
+- `pool`: makes, lends and closes the objects, and calls their methods under a deadline;
+- `interface`: the methods of an object, and checks of the values that they return;
+- `gym`, `openenv`, `verifiers`: environments of these libraries; `endpoint` and `verifiers_harness` serve the last.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from covey.rollout.environments.agent import EnvironmentAgent, TextEnvironmentAgent, ToolEnvironmentAgent
-from covey.rollout.environments.calls import EnvironmentFailed
+from covey.rollout.environments.interface import EnvironmentFailed
 from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning
 
 if TYPE_CHECKING:

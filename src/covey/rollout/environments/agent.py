@@ -1,9 +1,8 @@
-"""Agents that play environments: the rollout from `reset` to its reward.
+"""Agents for environments: they play the rollout from `reset` to its reward.
 
 `ToolEnvironmentAgent` plays objects whose methods are tools, `TextEnvironmentAgent` objects with
 `step(text) -> (observation, reward, done, info)`. Both take an environment from the pool when a rollout begins; it
-comes back when the rewards are scored (`EnvironmentAgent.release`). Not here: what a conversation is as tokens
-(`covey.rollout.episode`), how calls are read and executed (`covey.rollout.tools`).
+comes back when the rewards are scored (`EnvironmentAgent.release`).
 """
 
 from abc import ABC, abstractmethod
@@ -12,18 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 from covey.core.rollout import FinishReason, Rollout
-from covey.rollout.environments.calls import EnvironmentFailed, as_is
-from covey.rollout.environments.methods import accepted, required, tool_methods
-from covey.rollout.environments.pool import EnvironmentPool, Held
-from covey.rollout.environments.results import (
+from covey.rollout.environments.interface import (
+    EnvironmentFailed,
     Reward,
     Step,
+    accepted,
     as_messages,
     checked_observation,
     checked_reward,
     checked_step,
-    opened_with,
+    initial_prompt,
+    required,
+    tool_methods,
 )
+from covey.rollout.environments.pool import EnvironmentPool, Lease, unchanged
 from covey.rollout.episode import Episode, EpisodeEngine
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn
@@ -34,7 +35,7 @@ from covey.rollout.tools.toolbox import Failure, Toolbox, ToolResult
 from covey.runtime.user_code import UserCodeError
 
 OBJECTS, REWARD = "environments", "environment_reward"
-"""What reward functions get as keyword arguments: the objects, and the reward that each gave its rollout."""
+"""Keyword arguments of reward functions: the objects, and the reward that each gave its rollout."""
 
 
 class EnvironmentAgent(ABC):
@@ -42,8 +43,8 @@ class EnvironmentAgent(ABC):
 
     Args:
         pool: of the environments.
-        gives_reward: whether the environments have a reward of their own.
-        needs: columns that `reset` cannot do without.
+        gives_reward: True if the environments have a reward of their own.
+        needs: columns that `reset` has no defaults for.
     """
 
     def __init__(self, pool: EnvironmentPool, gives_reward: bool, needs: Sequence[str] = ()):
@@ -55,24 +56,27 @@ class EnvironmentAgent(ABC):
         """Play one rollout.
 
         Raises:
-            EnvironmentFailed: the environment raised, hung or returned what cannot be used; it is thrown away.
+            EnvironmentFailed: the environment raised, hung or returned an unusable value; it is discarded.
         """
-        with engine.paused_timeout():  # other rollouts may hold all environments
-            held = await self.pool.acquire()
+        with engine.paused_timeout():  # other rollouts may use all environments
+            lease = await self.pool.acquire()
         try:
-            episode = await self._begin(held, row, engine)
-            reward = await self._play(held, episode)
-            if hasattr(held.environment, "get_reward"):
-                reward = await held.call("get_reward", checked_reward)
+            where = f"{lease.kind}.reset"
+            opening = await lease.call("reset", checked_observation, **accepted(lease.environment.reset, row))
+            prompt = initial_prompt(engine.row.get("prompt"), opening, where)
+            episode = engine.begin(prompt, tools=self._tools())
+            reward = await self._play(lease, episode)
+            if hasattr(lease.environment, "get_reward"):
+                reward = await lease.call("get_reward", checked_reward)
             extras: dict[str, Any] = {REWARD: reward} if self.gives_reward else {}
             if self.pool.limit is None:
-                extras[OBJECTS] = held.environment
+                extras[OBJECTS] = lease.environment
             rollout = episode.done(**extras)
         except BaseException:
-            self.pool.discard(held)  # whatever happened, nobody knows what state it is in
+            self.pool.discard(lease)  # its state is unknown
             raise
-        if self.pool.limit is not None:  # others wait for it
-            self.pool.release(held.environment)
+        if self.pool.limit is not None:  # other rollouts wait for it
+            self.pool.release(lease.environment)
         return rollout
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
@@ -88,18 +92,11 @@ class EnvironmentAgent(ABC):
 
     @abstractmethod
     def _tools(self) -> Sequence[dict[str, Any]]:
-        """Schemas that the chat template shows."""
+        """Schemas for the chat template."""
 
     @abstractmethod
-    async def _play(self, held: Held, episode: Episode) -> Reward:
-        """From the prompt to the end; returns the rewards of turns, where the environment gives such."""
-
-    async def _begin(self, held: Held, row: dict[str, Any], engine: EpisodeEngine) -> Episode:
-        """Reset the environment to the row, and show the policy what it says."""
-        where = f"{held.kind}.reset"
-        opening = await held.call("reset", checked_observation, **accepted(held.environment.reset, row))
-        prompt = opened_with(engine.row.get("prompt"), opening, where)
-        return engine.begin(prompt, tools=self._tools())
+    async def _play(self, lease: Lease, episode: Episode) -> Reward:
+        """Play from the prompt to the end; returns rewards of turns, where the environment gives them."""
 
 
 class ToolEnvironmentAgent(EnvironmentAgent):
@@ -109,7 +106,7 @@ class ToolEnvironmentAgent(EnvironmentAgent):
         pool, gives_reward: as for `EnvironmentAgent`.
         example: an environment of the pool, whose methods describe those of all.
         tools: further tools, which belong to no environment.
-        parser: how the model writes calls.
+        parser: of the model's notation of calls.
         max_iterations: rounds of calls that are executed.
 
     Raises:
@@ -129,69 +126,67 @@ class ToolEnvironmentAgent(EnvironmentAgent):
         self._methods = [Tool.of(method) for method in tool_methods(example)]
         self._others = [Tool.of(tool) for tool in tools]
         self.toolbox = Toolbox([*self._methods, *self._others], timeout=pool.seconds)
-        self._loop = ToolAgent(self.toolbox, parser, max_iterations)
+        self._agent = ToolAgent(self.toolbox, parser, max_iterations)
 
     def _tools(self) -> Sequence[dict[str, Any]]:
         return self.toolbox.schemas
 
-    async def _play(self, held: Held, episode: Episode) -> None:
-        await self._loop.play(episode, EnvironmentToolbox(held, self._methods, self._others, self.pool))
+    async def _play(self, lease: Lease, episode: Episode) -> None:
+        await self._agent.play(episode, EnvironmentToolbox(lease, self._methods, self._others, self.pool))
 
 
 class EnvironmentToolbox(Toolbox):
-    """The methods of one environment as tools, and others beside them.
+    """The methods of one environment and further tools.
 
     Args:
-        held: the environment.
+        lease: the environment.
         methods: its methods, as they were described for an environment of the same kind.
         others: tools that belong to no environment.
         pool: of the environment.
     """
 
-    def __init__(self, held: Held, methods: Sequence[Tool], others: Sequence[Tool], pool: EnvironmentPool):
+    def __init__(self, lease: Lease, methods: Sequence[Tool], others: Sequence[Tool], pool: EnvironmentPool):
         super().__init__(
-            [*(self._bound(held, tool) for tool in methods), *others], timeout=pool.seconds, loop=pool.loop
+            [*(self._bound(lease, tool) for tool in methods), *others], timeout=pool.seconds, loop=pool.loop
         )
-        self._held, self._methods = held, methods
+        self._lease, self._methods = lease, methods
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
         """As `Toolbox.answer`.
 
         Raises:
-            EnvironmentFailed: a method was given up, so the environment's state is no longer known.
+            EnvironmentFailed: a method was abandoned, so the environment's state is unknown.
         """
         results = await super().answer(turn, first_id)
         methods = {tool.name for tool in self._methods}
         for late in (result.name for result in results if result.failure is Failure.TIMEOUT and result.name in methods):
-            self._held.caller.lose(f"{self._held.kind}.{late}")  # before its own deadline says so, at the same moment
-        if self._held.caller.lost is not None:
-            raise EnvironmentFailed(self._held.caller.lost)
+            self._lease.caller.lose(f"{self._lease.kind}.{late}")  # the caller's own deadline may be a moment later
+        if self._lease.caller.lost is not None:
+            raise EnvironmentFailed(self._lease.caller.lost)
         return results
 
-    def _bound(self, held: Held, tool: Tool) -> Tool:
-        method = getattr(held.environment, tool.name)
+    def _bound(self, lease: Lease, tool: Tool) -> Tool:
+        name, method = f"{lease.kind}.{tool.name}", getattr(lease.environment, tool.name)
 
         async def call(**arguments: Any) -> Any:
             try:
-                result = await held.caller.raw_call(f"{held.kind}.{tool.name}", method, as_is, **arguments)
+                result = await lease.caller.raw_call(name, method, unchanged, **arguments)
             except UserCodeError as raised:
                 raise raised.error from None
-            # Here nothing of the environment may run any more: rendering is under its deadline, on its own thread.
-            return await held.caller.raw_call(
-                f"{held.kind}.{tool.name}", content_of, as_is, result, limit=self.max_result_chars
-            )
+            # Rendering runs the environment's code, so it is on the environment's thread, under its deadline.
+            return await lease.caller.raw_call(name, content_of, unchanged, result, limit=self.max_result_chars)
 
         return replace(tool, function=call)
 
 
 class TextEnvironmentAgent(EnvironmentAgent):
-    """Plays environments with `step(text)`: what the policy says is the action, the observation is said to it.
+    """Plays environments with `step(text)`: the policy's turn is the action, the observation answers it.
 
     Args:
         pool: of the environments.
         max_turns: turns of the policy; None: until the environment is done or the completion is full.
         turn_end: makes the end of turn k, as reward functions name it; None: the turns' rewards are added up.
-        needs: columns that `reset` cannot do without.
+        needs: columns that `reset` has no defaults for.
     """
 
     def __init__(
@@ -208,13 +203,13 @@ class TextEnvironmentAgent(EnvironmentAgent):
     def _tools(self) -> Sequence[dict[str, Any]]:
         return ()
 
-    async def _play(self, held: Held, episode: Episode) -> Reward:
+    async def _play(self, lease: Lease, episode: Episode) -> Reward:
         rewards: list[float | None] = []
         while True:
             reply = await episode.sample()
-            if not reply.token_ids:  # no room for a turn: the environment is not shown an action nobody chose
+            if not reply.token_ids:  # no room for a turn, so there is no action
                 break
-            step = await held.call("step", checked_step, reply.text)
+            step = await lease.call("step", checked_step, reply.text)
             rewards.append(step.reward)
             if reply.finish is not FinishReason.STOP or self._over(episode, step, len(rewards)):
                 break
@@ -224,7 +219,7 @@ class TextEnvironmentAgent(EnvironmentAgent):
         return self._reward(rewards)
 
     def _over(self, episode: Episode, step: Step, turns: int) -> bool:
-        if step.cut or (not step.done and turns == self.max_turns):
+        if step.truncated or (not step.done and turns == self.max_turns):
             episode.finish = FinishReason.TOOL_BUDGET
         return step.done or turns == self.max_turns
 

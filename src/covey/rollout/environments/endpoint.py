@@ -1,14 +1,13 @@
-"""A chat completions server whose every session is one rollout: for programs that talk to a model in OpenAI's way.
+"""Chat completions server in which each session is one rollout: for programs that use OpenAI's interface.
 
-Such a program sends the whole conversation with every request. Here each request must go on from the last one: what was
-added is written to the session's `Episode`, and the policy's next turn is sampled there, so the tokens that are trained
-on are the sampled ones and never a rendering of them. The server listens on 127.0.0.1 and knows a secret path.
+Such a program sends the whole conversation with every request. Each request must continue the last one: the added
+messages are written to the session's `Episode`, and the policy's next turn is sampled there, so the tokens that are
+trained on are the sampled ones and never a rendering of them. The server listens on 127.0.0.1 at a secret path.
 """
 
 import json
 import secrets
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -19,7 +18,7 @@ from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.parsers import ToolParser, read_turn
 
 SESSION_HEADER = "X-Session-ID"
-"""Says which rollout a request belongs to."""
+"""Header that names the rollout of a request."""
 
 MAX_BODY = 64 << 20
 """Bytes of a request."""
@@ -38,10 +37,10 @@ class ChatSession:
 
     Args:
         engine: of the rollout.
-        parser: how the model writes calls of tools.
+        parser: of the model's notation of calls.
 
     Attributes:
-        episode: what has been said; None before the first request.
+        episode: the conversation so far; None before the first request.
         full: the episode had no room for another turn.
         refused: why a request could not be answered, or None.
     """
@@ -52,54 +51,56 @@ class ChatSession:
         self.refused: str | None = None
         self._engine = engine
         self._parser = parser
-        self._asked: list[Message] = []
-        self._answered: dict[str, Any] | None = None
-        self._said: Message = {}
+        self._request: list[Message] = []
+        self._response: dict[str, Any] | None = None
+        self._reply: Message = {}
 
     async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The response to a request, both as OpenAI has them. The same request again gets the same answer.
+        """The response to a request, both in OpenAI's format. The same request again gets the same response.
 
         Raises:
-            RequestError: it asks for what there is not, or does not go on from the last one.
+            RequestError: it is not supported, or does not continue the last one.
         """
-        messages = [_normal(message) for message in _listed(body)]
-        if self._answered is not None and messages == self._asked:
-            return self._answered
-        episode = self._gone_on(messages, body.get("tools") or [])
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+            raise RequestError("`messages` must be a list of messages.")
+        if body.get("n", 1) != 1:
+            raise RequestError("n must be 1: a rollout has one completion.")
+        messages = [_normalized(message) for message in messages]
+        if self._response is not None and messages == self._request:
+            return self._response
+        episode = self._extend_episode(messages, body.get("tools") or [])
         reply = None if episode.finish is not None else await episode.sample()
         if reply is None or not reply.token_ids:
             self.full = True
             raise RequestError("the completion has no room for another turn.", "context_length_exceeded")
-        self._asked = messages
-        self._answered = self._response(episode, reply)
-        return self._answered
+        self._request = messages
+        self._response = self._respond(episode, reply)
+        return self._response
 
-    def _gone_on(self, messages: list[Message], tools: list[dict[str, Any]]) -> Episode:
-        """The episode with everything in it that the program has added."""
+    def _extend_episode(self, messages: list[Message], tools: list[dict[str, Any]]) -> Episode:
+        """The episode with the messages that the program has added."""
         if self.episode is None:
             self.episode = self._engine.begin(messages, tools=tools)
             return self.episode
-        known = [*self._asked, self._said]
+        known = [*self._request, self._reply]
         if messages[: len(known)] != known or len(messages) == len(known):
             raise RequestError(
-                "the conversation does not go on from where it was: messages were changed, left out or compacted. Only"
-                " conversations that grow can be trained on."
+                "the conversation does not continue the last request: messages were changed, left out or compacted."
+                " Only conversations that grow can be trained on."
             )
         added = messages[len(known) :]
         if any(message["role"] == "assistant" for message in added):
-            raise RequestError("a message of the assistant was added that the policy did not say.")
+            raise RequestError("a message of the assistant was added that the policy did not write.")
         if self.episode.finish is None:
             self.episode.write(added)
         return self.episode
 
-    def _response(self, episode: Episode, reply: Reply) -> dict[str, Any]:
-        turn = (
-            read_turn(episode.engine.tokenizer, reply.token_ids, self._parser, episode.tools) if episode.tools else None
-        )
+    def _respond(self, episode: Episode, reply: Reply) -> dict[str, Any]:
         message: Message = {"role": "assistant", "content": reply.text}
-        if turn is not None:
-            message = as_message(turn, reply.text)
-            episode.messages[-1] = message
+        if episode.tools:
+            turn = read_turn(episode.engine.tokenizer, reply.token_ids, self._parser, episode.tools)
+            message = episode.messages[-1] = as_message(turn, reply.text)
         number = len(episode.turn_ends)
         calls = [
             {
@@ -110,22 +111,17 @@ class ChatSession:
             for i, call in enumerate(message.get("tool_calls", ()))
         ]
         sent: Message = {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
-        self._said = _normal(sent)
-        cut = episode.finish is not None
+        self._reply = _normalized(sent)
+        finish = "length" if episode.finish is not None else "tool_calls" if calls else "stop"
+        written = len(reply.token_ids)
+        total = len(episode.prompt_ids) + len(episode.completion_ids)
         return {
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": "policy",
-            "choices": [
-                {
-                    "index": 0,
-                    "message": sent,
-                    "logprobs": None,
-                    "finish_reason": "length" if cut else "tool_calls" if calls else "stop",
-                }
-            ],
-            "usage": _usage(episode, reply),
+            "choices": [{"index": 0, "message": sent, "logprobs": None, "finish_reason": finish}],
+            "usage": {"prompt_tokens": total - written, "completion_tokens": written, "total_tokens": total},
         }
 
 
@@ -146,7 +142,7 @@ class ChatEndpoint:
         self._sessions[name] = session
 
     def close(self, name: str) -> None:
-        """Answer them no more."""
+        """Refuse further requests of this session."""
         self._sessions.pop(name, None)
 
     async def __aenter__(self) -> "ChatEndpoint":
@@ -195,33 +191,17 @@ async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamR
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
     shared = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    begun = {"index": 0, "delta": delta, "finish_reason": None}
-    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    chunks: list[dict[str, Any]] = [shared | {"choices": [begun]}, shared | {"choices": [ended]}]
-    chunks.append(shared | {"choices": [], "usage": answer["usage"]})
-    for chunk in chunks:
+    first = {"index": 0, "delta": delta, "finish_reason": None}
+    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    for chunk in ({"choices": [first]}, {"choices": [last]}, {"choices": [], "usage": answer["usage"]}):
+        chunk = shared | chunk
         await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     return response
 
 
-def _usage(episode: Episode, reply: Reply) -> dict[str, int]:
-    said = len(reply.token_ids)
-    before = len(episode.prompt_ids) + len(episode.completion_ids) - said
-    return {"prompt_tokens": before, "completion_tokens": said, "total_tokens": before + said}
-
-
-def _listed(body: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-        raise RequestError("`messages` must be a list of messages.")
-    if body.get("n", 1) != 1:
-        raise RequestError("a rollout goes one way: n must be 1.")
-    return messages
-
-
-def _normal(message: dict[str, Any]) -> Message:
-    """A message with what chat templates read, written in one way, so that two can be compared."""
+def _normalized(message: dict[str, Any]) -> Message:
+    """A message with the keys that chat templates read, in one format, so that two can be compared."""
     content = message.get("content")
     if isinstance(content, list):
         other = next((part.get("type") for part in content if part.get("type") != "text"), None)
@@ -230,14 +210,14 @@ def _normal(message: dict[str, Any]) -> Message:
         content = "\n".join(part["text"] for part in content)
     normal: Message = {"role": message.get("role", "user"), "content": content or ""}
     if message.get("tool_calls"):
-        normal["tool_calls"] = [_call(one["function"]) for one in message["tool_calls"]]
+        normal["tool_calls"] = [_normalized_call(one["function"]) for one in message["tool_calls"]]
     for name in ("tool_call_id", "name"):
         if message.get(name):
             normal[name] = message[name]
     return normal
 
 
-def _call(function: dict[str, Any]) -> dict[str, Any]:
+def _normalized_call(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = json.loads(arguments) if arguments.strip() else {}

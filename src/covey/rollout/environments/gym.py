@@ -1,8 +1,8 @@
-"""gymnasium environments as text environments: `environment_factory=GymEnvironment("FrozenLake-v1", ...)`.
+"""Gymnasium environments as text environments: `environment_factory=GymEnvironment("FrozenLake-v1", ...)`.
 
-What the policy says becomes an action, an observation becomes text. Environments whose spaces are `Text` need nothing
-else; for others `actions` or `parse` says what an answer means, and `show` what the policy is told. gymnasium is
-imported when the first environment is made.
+The policy's text becomes an action, an observation becomes text. Environments whose spaces are `Text` need nothing
+else; for others `actions` or `parse` maps text to actions, and `show` observations to text. gymnasium is imported when
+the first environment is made.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from covey.core.rollout import Message
-from covey.rollout.environments.methods import library
+from covey.rollout.environments.interface import library
 
 
 class GymEnvironment:
@@ -18,14 +18,14 @@ class GymEnvironment:
 
     Args:
         make: the environment's id, or a function without arguments that makes one.
-        actions: what the policy may say, and the action that it means: the last of these words in its answer counts.
-        parse: instead of `actions`: the policy's text -> an action. Raises `ValueError` for what is none; its message
-            is told to the policy.
-        show: (observation, environment) -> what the policy is told. By default text as it is, a picture in characters
-            of an environment with `render_mode="ansi"`, and `str` of anything else.
+        actions: an action for each word; the last of these words in the policy's text counts.
+        parse: instead of `actions`: the policy's text -> an action. Raises `ValueError` for text that is no action; the
+            policy is shown its message.
+        show: (observation, environment) -> text or messages for the policy. By default text as it is, the rendering of
+            an environment with `render_mode="ansi"`, and `str` of anything else.
         instructions: the user's message before the first observation.
         system: a system message, or None.
-        invalid_reward: of an answer that is no action; the environment does not move.
+        invalid_reward: of text that is no action; the environment does not change.
         turn_rewards: give the reward of each turn to that turn rather than their sum to the whole.
         max_turns: turns of the policy.
         settings: further arguments of `gymnasium.make`.
@@ -62,11 +62,11 @@ class GymEnvironment:
         **settings: Any,
     ):
         if actions is not None and parse is not None:
-            raise ValueError("`actions` and `parse` both say what an answer means; give one of the two.")
+            raise ValueError("`actions` and `parse` both map text to actions; give one of the two.")
         if settings and not isinstance(make, str):
             raise ValueError(f"{', '.join(settings)}: settings go with an environment's id, not with a function.")
         self.make = make
-        self.parse = _named(actions) if actions is not None else parse
+        self.parse = _parse_words(actions) if actions is not None else parse
         self.show = show or _shown
         self.instructions = instructions
         self.system = system
@@ -76,10 +76,10 @@ class GymEnvironment:
         self.settings = settings
 
     def __call__(self) -> "GymText":
-        """One environment of its own.
+        """A new environment.
 
         Raises:
-            ValueError: nothing says which action an answer means.
+            ValueError: neither `actions` nor `parse` is given, and actions are not text.
         """
         if isinstance(self.make, str):
             environment = library("gymnasium", "gym").make(self.make, **self.settings)
@@ -88,7 +88,7 @@ class GymEnvironment:
         return GymText(environment, self.parse, self.show, self.invalid_reward)
 
     def dataset(self, size: int, seed: int = 0) -> list[dict[str, Any]]:
-        """Rows for `train_dataset`: each starts the environment with a seed of its own, the same for all its rollouts.
+        """Rows for `train_dataset`, each with a seed for `reset` that all its rollouts share.
 
         Args:
             size: how many.
@@ -115,8 +115,8 @@ class GymText:
     ):
         if parse is None and type(environment.action_space).__name__ != "Text":
             raise ValueError(
-                f"what the policy says is no action of {environment.action_space}. Say what it means:"
-                " actions={'left': 0, ...} with a word for each action, or parse=function from text to an action."
+                f"text is no action of {environment.action_space}. Give actions={{'left': 0, ...}} with a word for each"
+                " action, or parse=function from text to an action."
             )
         self.environment = environment
         self._parse = parse or str.strip
@@ -124,12 +124,12 @@ class GymText:
         self._invalid_reward = invalid_reward
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> str | list[Message]:
-        """Start anew; returns the first observation as text."""
+        """Reset the environment; returns the first observation as text."""
         observation, _ = self.environment.reset(seed=seed, options=options)
         return self._show(observation, self.environment)
 
     def step(self, text: str) -> tuple[str | list[Message], Any, bool, bool, dict[str, Any]]:
-        """Do what the policy says."""
+        """Take the action of the policy's text."""
         try:
             action = self._parse(text)
         except ValueError as error:
@@ -142,8 +142,8 @@ class GymText:
         self.environment.close()
 
 
-def _named(actions: Mapping[str, Any]) -> Callable[[str], Any]:
-    """The action whose name is said last; names are whole words, in any case."""
+def _parse_words(actions: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Parser to the action whose word comes last in a text; words are whole, in any case."""
     if not actions:
         raise ValueError("`actions` is empty; give a word for each action, such as {'left': 0, 'right': 1}.")
     known = {name.lower(): action for name, action in actions.items()}
@@ -151,10 +151,10 @@ def _named(actions: Mapping[str, Any]) -> Callable[[str], Any]:
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)")
 
     def parse(text: str) -> Any:
-        said = pattern.findall(text.lower())
-        if not said:
+        words = pattern.findall(text.lower())
+        if not words:
             raise ValueError(f"That is no action. Say one of: {', '.join(actions)}.")
-        return known[said[-1]]
+        return known[words[-1]]
 
     return parse
 
@@ -163,5 +163,5 @@ def _shown(observation: Any, environment: Any) -> str:
     if isinstance(observation, str):
         return observation
     if getattr(environment, "render_mode", None) == "ansi":
-        return re.sub(r"\x1b\[41m(.*?)\x1b\[0m", r"[\1]", environment.render())  # the highlighted place, in characters
+        return re.sub(r"\x1b\[41m(.*?)\x1b\[0m", r"[\1]", environment.render())  # the highlighted cell
     return str(observation)

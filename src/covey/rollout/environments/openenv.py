@@ -1,8 +1,8 @@
 """OpenEnv environments as text environments: `environment_factory=OpenEnvironment("http://localhost:8000", "message")`.
 
 An environment runs in a server of its own (a container, a Space, `uvicorn`); each rollout has a session there, through
-OpenEnv's client. What the policy says becomes an action, an observation becomes text. openenv is imported when the
-first session is opened. Not here: starting servers, and environments that offer tools of the MCP kind.
+OpenEnv's client. The policy's text becomes an action, an observation becomes text. openenv is imported when the first
+session is opened. Servers are not started here, and environments with MCP tools are not supported.
 """
 
 import json
@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from covey.core.rollout import Message
-from covey.rollout.environments.methods import library
+from covey.rollout.environments.interface import library
 
 NOT_SHOWN = frozenset({"done", "reward", "metadata"})
-"""Fields of an observation that say nothing to the policy."""
+"""Fields of an observation that the policy is not shown."""
 
 
 class OpenEnvironment:
@@ -21,13 +21,13 @@ class OpenEnvironment:
 
     Args:
         client: the server's address, or a function without arguments that makes a client of it.
-        action: what the policy says becomes: the name of the action's one field, or a function from text to an action
-            that the client takes. The function raises `ValueError` for what is none; its message is told to the policy.
-        show: observation -> what the policy is told. By default the observation's fields as JSON, or as it is where
-            there is one of text alone.
+        action: the name of the action's one field, which gets the policy's text, or a function from text to an action
+            of the client. It raises `ValueError` for text that is no action; the policy is shown its message.
+        show: observation -> text or messages for the policy. By default the observation's fields as JSON, or the text
+            of its only field.
         instructions: the user's message before the first observation.
         system: a system message, or None.
-        invalid_reward: of an answer that is no action; the environment does not move.
+        invalid_reward: of text that is no action; the environment does not change.
         turn_rewards: give the reward of each turn to that turn rather than their sum to the whole.
         max_turns: turns of the policy.
         max_environments: sessions that the server allows at a time (its `max_concurrent_envs`, 1 unless the server says
@@ -58,7 +58,7 @@ class OpenEnvironment:
         self.max_environments = max_environments
 
     def __call__(self) -> "OpenEnvText":
-        """A session of its own; it is opened by the first `reset`."""
+        """A new session; it is opened by the first `reset`."""
         action, field = self.action, str(self.action)
         parse = action if callable(action) else lambda text: {field: text}
         return OpenEnvText(self._connect(), parse, self.show, self.invalid_reward)
@@ -66,7 +66,7 @@ class OpenEnvironment:
     def dataset(
         self, size: int | None = None, seed: int = 0, resets: Sequence[Mapping[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
-        """Rows for `train_dataset`: each resets the environment in its own way, the same for all its rollouts.
+        """Rows for `train_dataset`, each with arguments for `reset` that all its rollouts share.
 
         Args:
             size: how many, each with a seed of its own.
@@ -109,11 +109,12 @@ class OpenEnvText:
         self._show = show
         self._invalid_reward = invalid_reward
 
-    # `reset` is a column of the rows and has the name of the method that it is for.
+    # The argument is a column of the rows, named after the method.
     def reset(self, reset: dict[str, Any] | None = None) -> str | list[Message]:
-        """Start anew; returns the first observation as text."""
+        """Reset the environment; returns the first observation as text."""
+        given = {name: value for name, value in (reset or {}).items() if value is not None}  # tables fill up with None
         try:
-            result = self.client.reset(**_given(reset))
+            result = self.client.reset(**given)
         except RuntimeError as error:
             if "CAPACITY_REACHED" not in str(error):
                 raise
@@ -121,7 +122,7 @@ class OpenEnvText:
         return self._show(result.observation)
 
     def step(self, text: str) -> tuple[str | list[Message], Any, bool, dict[str, Any]]:
-        """Do what the policy says."""
+        """Take the action of the policy's text."""
         try:
             action = self._parse(text)
         except ValueError as error:
@@ -146,11 +147,6 @@ def shown(observation: Any) -> str:
     fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
     if not isinstance(fields, dict):
         return str(fields)
-    said = {name: value for name, value in fields.items() if name not in NOT_SHOWN and value is not None}
-    (only,) = said.values() if len(said) == 1 else (None,)
-    return only if isinstance(only, str) else json.dumps(said, ensure_ascii=False, default=str)
-
-
-def _given(reset: dict[str, Any] | None) -> dict[str, Any]:
-    """Columns of a table hold None where a row says nothing."""
-    return {name: value for name, value in (reset or {}).items() if value is not None}
+    visible = {name: value for name, value in fields.items() if name not in NOT_SHOWN and value is not None}
+    (only,) = visible.values() if len(visible) == 1 else (None,)
+    return only if isinstance(only, str) else json.dumps(visible, ensure_ascii=False, default=str)

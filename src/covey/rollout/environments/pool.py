@@ -1,25 +1,26 @@
-"""`EnvironmentPool`: environments of a run, one for each rollout under way, reset and used again.
+"""Pool of environments: one for each rollout under way, reset and used again; calls of their methods have deadlines.
 
-A rollout takes one with `acquire` and keeps it until its rewards are scored. One that hung or failed is thrown away
-(`discard`), so what it holds reaches no other rollout. Each is closed exactly once: when it is thrown away, at the end
-of training, when training fails or is interrupted, and at the latest when the process ends. Not here: what a rollout
-does with it (`agent`).
+A rollout takes one with `acquire` and holds it until its rewards are scored. One that hung or failed is discarded, so
+its state reaches no other rollout. Each is closed exactly once: when it is discarded, at the end of training, when
+training fails or is interrupted, and at the latest when the process ends. See also `agent`, which plays rollouts.
 """
 
 import asyncio
 import concurrent.futures
+import inspect
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeVar
 
-from covey.rollout.environments.calls import Caller, EnvironmentFailed, as_is
+from covey.rollout.environments.interface import EnvironmentFailed
+from covey.runtime.deadlines import CallTimeout, await_future
 from covey.runtime.loop_thread import LoopThread
-from covey.runtime.user_code import format_error
+from covey.runtime.user_code import UserCodeError, format_error, is_async, run_awaitable
+from covey.runtime.worker_thread import WorkerThread
 
 T = TypeVar("T")
 
@@ -31,36 +32,143 @@ class EnvironmentWarning(UserWarning):
     """Something is wrong with an environment, and the run goes on."""
 
 
-class Held:
-    """An environment that a rollout holds.
+# --- calls of one environment ----------------------------------------------------------------------------------------
+
+
+class Caller:
+    """Calls functions of one environment one after another, each under a deadline.
+
+    Args:
+        loop: runs async functions; shared by all environments of a run, so that clients survive between calls.
+        seconds: the deadline of each call, the wait for earlier calls included (`tool_timeout`).
+
+    Attributes:
+        lost: why the environment can no longer be used, or None. A call that was abandoned may still be at work on it.
+    """
+
+    def __init__(self, loop: LoopThread, seconds: float):
+        self.seconds = seconds
+        self.lost: str | None = None
+        self._loop = loop
+        self._thread = WorkerThread("covey-environment", wrap_errors=True)
+        self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+
+    async def call(
+        self, name: str, function: Callable[..., Any], read: Callable[[Any], T], /, *args: Any, **kwargs: Any
+    ) -> T:
+        """`read(function(*args, **kwargs))`.
+
+        Args:
+            name: of the function, for messages.
+            function: ordinary or async.
+            read: called under the same deadline, since looking at a value may run the value's own code.
+            args, kwargs: the function's arguments.
+
+        Raises:
+            EnvironmentFailed: it raised or was late, or an earlier call was; or raised by `read`.
+        """
+        try:
+            return await self.raw_call(name, function, read, *args, **kwargs)
+        except CallTimeout:
+            raise EnvironmentFailed(f"{name} took longer than tool_timeout={self.seconds:g} s") from None
+        except UserCodeError as raised:
+            if isinstance(raised.error, EnvironmentFailed):
+                raise raised.error from None
+            raise EnvironmentFailed(f"{name} raised {raised.text}") from raised.error
+
+    async def raw_call(
+        self, name: str, function: Callable[..., Any], read: Callable[[Any], T], /, *args: Any, **kwargs: Any
+    ) -> T:
+        """The same, for callers that distinguish failures.
+
+        Raises:
+            CallTimeout, UserCodeError: as `covey.runtime.deadlines.run_in_thread`.
+            EnvironmentFailed: an earlier call was abandoned.
+        """
+        if self.lost is not None:
+            raise EnvironmentFailed(self.lost)
+        if is_async(function):
+
+            async def start() -> T:
+                return read(await function(*args, **kwargs))
+
+            return await self._on_loop(name, start)
+
+        def run() -> T:
+            result = function(*args, **kwargs)
+            return read(run_awaitable(result) if inspect.isawaitable(result) else result)
+
+        return await self._on_thread(name, run)
+
+    def lose(self, name: str) -> None:
+        """Mark the environment as unusable: a call was abandoned, so its state is unknown."""
+        self.lost = self.lost or f"{name} was given up after {self.seconds:g} s or less, and may still be at work"
+
+    def end(self) -> None:
+        """End the thread."""
+        self._thread.close()
+
+    async def _on_thread(self, name: str, run: Callable[[], T]) -> T:
+        future = self._thread.submit(run)
+        try:
+            return await await_future(future, self.seconds)
+        except (CallTimeout, asyncio.CancelledError):
+            if not (future.cancel() or future.done()):  # it has begun
+                self.lose(name)
+                self._thread.stop()
+            raise
+
+    async def _on_loop(self, name: str, start: Callable[[], Awaitable[T]]) -> T:
+        begun = False
+
+        async def take_turn() -> T:
+            nonlocal begun
+            loop = asyncio.get_running_loop()
+            if self._turn is None or self._turn[0] is not loop:  # the loop is replaced where something blocks it
+                self._turn = loop, asyncio.Lock()
+            async with self._turn[1]:
+                begun = True
+                return await start()
+
+        try:
+            return await self._loop.call(take_turn, self.seconds)
+        except (CallTimeout, asyncio.CancelledError):
+            if begun:
+                self.lose(name)
+            raise
+
+
+def unchanged(value: T) -> T:
+    """The value itself, for calls whose result is not looked at."""
+    return value
+
+
+# --- the pool --------------------------------------------------------------------------------------------------------
+
+
+class Lease:
+    """An environment that a rollout uses.
 
     Attributes:
         environment: the object that the factory made.
         caller: calls its methods.
+        kind: its class, for messages.
     """
 
     def __init__(self, environment: Any, caller: Caller):
         self.environment = environment
         self.caller = caller
-
-    @property
-    def kind(self) -> str:
-        """Its class, for messages."""
-        return type(self.environment).__name__
+        self.kind = type(environment).__name__
 
     async def call(self, method: str, check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any) -> T:
-        """Call a method; `check` makes of the answer what is needed, and is told the method's name.
+        """`check` of the value that a method returns and of the method's name.
 
         Raises:
-            EnvironmentFailed: it raised or was late, or returned what cannot be used.
+            EnvironmentFailed: it raised or was late, or returned a value that cannot be used.
         """
         name = f"{self.kind}.{method}"
-        checked = partial(_checked, check, name)
-        return await self.caller.call(name, getattr(self.environment, method), checked, *args, **kwargs)
-
-
-def _checked(check: Callable[[Any, str], T], name: str, answer: Any) -> T:
-    return check(answer, name)
+        function = getattr(self.environment, method)
+        return await self.caller.call(name, function, lambda value: check(value, name), *args, **kwargs)
 
 
 class EnvironmentPool:
@@ -80,160 +188,150 @@ class EnvironmentPool:
         self.seconds = seconds
         self.limit = limit
         self.loop = LoopThread("covey-async-tools")
-        self._shelf = _Shelf()
+        self._environments = _Environments()
         self._closing: set[Future[None]] = set()
         self._making = 0
         self._waiting: deque[Future[None]] = deque()
-        # Neither the callback nor what it refers to may keep the pool alive.
-        self._at_end = weakref.finalize(self, _close_all, self._shelf, self.loop, self._closing, seconds)
+        # Neither the callback nor its arguments may keep the pool alive.
+        self._at_end = weakref.finalize(self, _close_all, self._environments, self.loop, self._closing, seconds)
 
     def __len__(self) -> int:
-        """How many there are, lent or not."""
-        return len(self._shelf.idle) + len(self._shelf.lent)
+        """Number of environments, in use or not."""
+        return len(self._environments.idle) + len(self._environments.leased)
 
-    async def acquire(self) -> Held:
-        """One that nobody else holds: used before, or made now.
+    async def acquire(self) -> Lease:
+        """An environment that no other rollout uses: an idle one, or a new one.
 
         Raises:
-            EnvironmentFailed: the factory raised or was late, or made one that is already there.
+            EnvironmentFailed: the factory raised or was late, or returned an environment of the pool.
         """
+        known = self._environments
         while True:
-            with self._shelf.lock:
-                if self._shelf.idle:
-                    held = self._shelf.idle.pop()
-                    self._shelf.lent[id(held.environment)] = held
-                    return held
-                free = self.limit is None or len(self._shelf.lent) + self._making < self.limit
+            with known.lock:
+                if known.idle:
+                    lease = known.idle.pop()
+                    known.leased[id(lease.environment)] = lease
+                    return lease
+                may_make = self.limit is None or len(known.leased) + self._making < self.limit
                 turn: Future[None] = Future()
-                if free:
+                if may_make:
                     self._making += 1
                 else:
                     self._waiting.append(turn)
-            if free:
+            if may_make:
                 return await self._make()
             try:
                 await asyncio.wrap_future(turn)
             except asyncio.CancelledError:
-                self._next()  # had it been this one's turn, it is another's now
+                self._wake_next()  # the turn passes on, should it have come
                 raise
 
-    async def _make(self) -> Held:
-        caller = Caller(self.loop, self.seconds)
+    async def _make(self) -> Lease:
+        caller, known = Caller(self.loop, self.seconds), self._environments
         try:
-            environment = await caller.call("environment_factory", self.factory, as_is)
-            with self._shelf.lock:
-                if self._shelf.knows(environment):
+            environment = await caller.call("environment_factory", self.factory, unchanged)
+            with known.lock:
+                if id(environment) in known.leased or any(one.environment is environment for one in known.idle):
                     raise EnvironmentFailed(
                         f"environment_factory returned the same {type(environment).__name__} twice; make a new object"
-                        " in every call, since rollouts that run side by side each need one of their own"
+                        " in every call, since concurrent rollouts each need one of their own"
                     )
-                held = Held(environment, caller)
-                self._shelf.lent[id(environment)] = held
-            return held
+                lease = known.leased[id(environment)] = Lease(environment, caller)
+            return lease
         except BaseException:
             caller.end()
-            self._next()
+            self._wake_next()
             raise
         finally:
-            with self._shelf.lock:
+            with known.lock:
                 self._making -= 1
 
     def release(self, environment: Any) -> None:
-        """Take one back, to be used by another rollout; one that was given up is thrown away."""
-        with self._shelf.lock:
-            held = self._shelf.lent.pop(id(environment), None)
-            if held is not None and held.caller.lost is None:
-                self._shelf.idle.append(held)
-        if held is not None and held.caller.lost is not None:
-            self._begin_closing(held)
-        self._next()
+        """Take an environment back, to be used by another rollout; one in an unknown state is closed."""
+        known = self._environments
+        with known.lock:
+            lease = known.leased.pop(id(environment), None)
+            if lease is not None and lease.caller.lost is None:
+                known.idle.append(lease)
+        if lease is not None and lease.caller.lost is not None:
+            self._start_closing(lease)
+        self._wake_next()
 
-    def discard(self, held: Held) -> None:
-        """Throw one away: it is closed, without waiting for that."""
-        with self._shelf.lock:
-            known = self._shelf.lent.pop(id(held.environment), None)
+    def discard(self, lease: Lease) -> None:
+        """Close an environment, without waiting for that."""
+        with self._environments.lock:
+            known = self._environments.leased.pop(id(lease.environment), None)
         if known is not None:
-            self._begin_closing(held)
-        self._next()
+            self._start_closing(lease)
+        self._wake_next()
 
     def close(self) -> None:
         """Close all of them, and wait for that until the deadline. May be called again; `acquire` makes new ones."""
-        _close_all(self._shelf, self.loop, self._closing, self.seconds)
+        _close_all(self._environments, self.loop, self._closing, self.seconds)
 
-    def _next(self) -> None:
-        """Whoever has waited longest may look again."""
-        with self._shelf.lock:
+    def _wake_next(self) -> None:
+        """Let the rollout that has waited longest look for an environment again."""
+        with self._environments.lock:
             while self._waiting:
                 turn = self._waiting.popleft()
-                if turn.set_running_or_notify_cancel():  # else it has been given up
+                if turn.set_running_or_notify_cancel():  # else it was cancelled
                     turn.set_result(None)
                     return
 
-    def _begin_closing(self, held: Held) -> None:
-        future = self.loop.start(_close(held, self._shelf, self.loop, self.seconds))
+    def _start_closing(self, lease: Lease) -> None:
+        future = self.loop.start(_close(lease, self._environments, self.loop, self.seconds))
         self._closing.add(future)
         future.add_done_callback(self._closing.discard)
 
 
-class _Shelf:
-    """Which environments there are, and what went wrong with those that there were."""
+class _Environments:
+    """The environments of a pool, and errors of those that could not be closed."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a finalizer may run while it is held
-        self.idle: list[Held] = []
-        self.lent: dict[int, Held] = {}
-        self.unclosed: list[str] = []
-
-    def knows(self, environment: Any) -> bool:
-        return id(environment) in self.lent or any(held.environment is environment for held in self.idle)
-
-    def clear(self) -> list[Held]:
-        with self.lock:
-            everything = [*self.idle, *self.lent.values()]
-            self.idle.clear()
-            self.lent.clear()
-        return everything
+        self.idle: list[Lease] = []
+        self.leased: dict[int, Lease] = {}
+        self.errors: list[str] = []
 
 
-def _close_all(shelf: _Shelf, loop: LoopThread, closing: "set[Future[None]]", seconds: float) -> None:
-    everything = shelf.clear()
+def _close_all(known: _Environments, loop: LoopThread, closing: "set[Future[None]]", seconds: float) -> None:
+    with known.lock:
+        leases = [*known.idle, *known.leased.values()]
+        known.idle.clear()
+        known.leased.clear()
     waiting = list(closing)
     try:
-        waiting += [loop.start(_close(held, shelf, loop, seconds)) for held in everything]
+        waiting += [loop.start(_close(lease, known, loop, seconds)) for lease in leases]
     except RuntimeError:  # the interpreter is shutting down and starts no more threads
-        for held in everything:
-            _close_here(held, shelf)
-    if loop.is_current_thread():  # collected as garbage there: the closing cannot be waited for
+        for lease in leases:
+            close = getattr(lease.environment, "close", None)
+            try:
+                if callable(close):
+                    close()
+            except Exception as error:
+                known.errors.append(format_error(error))
+    if loop.is_current_thread():  # collected as garbage on the loop's own thread: waiting would be a deadlock
         return
     late = concurrent.futures.wait(waiting, timeout=seconds + CLOSING_GRACE).not_done
-    shelf.unclosed += ["it took too long"] * len(late)
+    known.errors += ["it took too long"] * len(late)
     loop.close()
-    if shelf.unclosed:
-        many = "an environment" if len(shelf.unclosed) == 1 else f"{len(shelf.unclosed)} environments"
-        message = f"{many} could not be closed: {shelf.unclosed[0]}."
-        shelf.unclosed.clear()
+    if known.errors:
+        count = "an environment" if len(known.errors) == 1 else f"{len(known.errors)} environments"
+        message = f"{count} could not be closed: {known.errors[0]}."
+        known.errors.clear()
         warnings.warn(message, EnvironmentWarning, stacklevel=3)
 
 
-async def _close(held: Held, shelf: _Shelf, loop: LoopThread, seconds: float) -> None:
-    """Close an environment; what goes wrong is noted."""
-    close = getattr(held.environment, "close", None)
+async def _close(lease: Lease, known: _Environments, loop: LoopThread, seconds: float) -> None:
+    """Close an environment; an error is noted."""
+    close = getattr(lease.environment, "close", None)
     try:
         if callable(close):
-            # The thread of one that was given up may never come back.
-            caller = held.caller if held.caller.lost is None else Caller(loop, seconds)
-            await caller.call(f"{held.kind}.close", close, as_is)
+            # The thread of one that was abandoned may never come back.
+            caller = lease.caller if lease.caller.lost is None else Caller(loop, seconds)
+            await caller.call(f"{lease.kind}.close", close, unchanged)
             caller.end()
     except Exception as error:
-        shelf.unclosed.append(str(error) if isinstance(error, EnvironmentFailed) else format_error(error))
+        known.errors.append(str(error) if isinstance(error, EnvironmentFailed) else format_error(error))
     finally:
-        held.caller.end()
-
-
-def _close_here(held: Held, shelf: _Shelf) -> None:
-    close = getattr(held.environment, "close", None)
-    try:
-        if callable(close):
-            close()
-    except Exception as error:
-        shelf.unclosed.append(format_error(error))
+        lease.caller.end()

@@ -1,9 +1,8 @@
 """Environments of the verifiers library: `environment_factory=VerifiersEnvironment("marble-v1")`.
 
-The environment runs unmodified, and so does all around it: its tasks are the dataset, its rewards the reward. The
-model that its programs talk to is an endpoint in this process (`endpoint`), where every rollout is sampled token by
-token from the policy. verifiers is imported when the object is made. Not here: environments of verifiers before 0.4,
-and episodes in which several agents play.
+The environment runs unmodified: its tasks are the dataset, its rewards the reward. The model that its programs talk to
+is an endpoint in this process (`endpoint`), where every rollout is sampled token by token from the policy. verifiers is
+imported when the object is made. Environments of verifiers before 0.4 and episodes of several agents are not supported.
 """
 
 import asyncio
@@ -17,16 +16,14 @@ from typing import Any
 
 from covey.core.rollout import FinishReason, Message, Rollout
 from covey.rollout.environments.agent import REWARD
-from covey.rollout.environments.calls import EnvironmentFailed
 from covey.rollout.environments.endpoint import ChatEndpoint, ChatSession
-from covey.rollout.environments.methods import library
+from covey.rollout.environments.interface import EnvironmentFailed, checked_number, library
 from covey.rollout.environments.pool import EnvironmentWarning
-from covey.rollout.environments.results import checked_number
 from covey.rollout.episode import EpisodeEngine
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
 
 SCORES = "environment_scores"
-"""What reward functions get as a keyword argument: the environment's single rewards and metrics by name."""
+"""Keyword argument of reward functions: the environment's single rewards and metrics by name."""
 
 CLOSING = 10.0
 """Seconds that closing waits for the environment's servers to end."""
@@ -38,8 +35,8 @@ class VerifiersEnvironment:
     Args:
         taskset: its id, as verifiers knows it: the name of the package.
         options: of the taskset (`--env.taskset.*`).
-        environment: further settings of the environment (`--env.*`), such as `{"agent": {"max_turns": 4}}`. They come
-            before the two below.
+        environment: further settings of the environment (`--env.*`), such as `{"agent": {"max_turns": 4}}`. They
+            override the two below.
         harness: the id of the program that plays; None: a conversation in this process, which calls no tools.
         max_turns: turns of the policy.
 
@@ -87,7 +84,7 @@ class VerifiersEnvironment:
         """One episode of a row's task. Always to be called on the same event loop.
 
         Raises:
-            EnvironmentFailed: the environment failed, or what it does cannot be trained on.
+            EnvironmentFailed: the environment failed, or its rollout cannot be trained on.
         """
         task = self._task(row)
         service = await self._serving()
@@ -109,7 +106,7 @@ class VerifiersEnvironment:
         return self._service
 
     def _first(self, size: int) -> list[Any]:
-        """Tasks are read once, and in their order: a taskset may take long to make them, or have no end."""
+        """The first tasks, each made once and in order: a taskset may take long to make them, or be endless."""
         if self._stream is None:
             self._stream = iter(self.environment.taskset)
         self._tasks += islice(self._stream, max(0, size - len(self._tasks)))
@@ -125,20 +122,20 @@ class VerifiersEnvironment:
 
 
 class _Service:
-    """An environment's servers and the endpoint, for as long as they are needed, on one event loop."""
+    """An environment's servers and the endpoint, on one event loop."""
 
     def __init__(self, environment: Any, loop: asyncio.AbstractEventLoop):
         self.loop = loop
         self._environment = environment
         self._endpoint = ChatEndpoint()
-        self._up: asyncio.Future[None] = loop.create_future()
+        self._ready: asyncio.Future[None] = loop.create_future()
         self._stop = asyncio.Event()
         self._ended: Future[None] = Future()
         self._thread = threading.current_thread()
         self._task = loop.create_task(self._serve())
 
     async def ready(self) -> None:
-        await asyncio.shield(self._up)
+        await asyncio.shield(self._ready)
 
     async def run(self, task: Any, session: ChatSession) -> Any:
         """Play an episode; its model is the session."""
@@ -146,22 +143,22 @@ class _Service:
 
         names: list[str] = []
 
-        def begun(trace: Any) -> None:
+        def on_trace(trace: Any) -> None:
             names.append(trace.id)
             self._endpoint.open(trace.id, session)
 
         # No key is read from the environment's variables: the address is secret.
         client = vf.EvalClientConfig(base_url=self._endpoint.base_url, api_key_var="COVEY_NO_KEY")
         try:
-            return await self._environment.run_episode(task, vf.ModelContext("policy", client), on_trace=begun)
+            return await self._environment.run_episode(task, vf.ModelContext("policy", client), on_trace=on_trace)
         finally:
             for name in names:
                 self._endpoint.close(name)
 
     def end(self) -> bool:
-        """Stop; returns whether that was done in time."""
+        """Stop; returns False if that took too long."""
         if self.loop.is_closed() or not self.loop.is_running():
-            return True  # with its loop
+            return True  # it ended with its loop
         self.loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is self._thread:
             return True
@@ -170,16 +167,16 @@ class _Service:
         return self._ended.done()
 
     async def _serve(self) -> None:
-        """In one task from beginning to end, as the scopes of servers have to be."""
+        """Run the servers, whose scopes must begin and end in one task."""
         try:
             async with self._endpoint, self._environment.serving():
-                self._up.set_result(None)
+                self._ready.set_result(None)
                 await self._stop.wait()
         except Exception as error:
-            if self._up.done():
-                warnings.warn(f"a verifiers environment ended badly: {error}", EnvironmentWarning, stacklevel=2)
+            if self._ready.done():
+                warnings.warn(f"a verifiers environment failed at its end: {error}", EnvironmentWarning, stacklevel=2)
             else:
-                self._up.set_exception(EnvironmentFailed(f"the environment's servers do not start: {error}"))
+                self._ready.set_exception(EnvironmentFailed(f"the environment's servers do not start: {error}"))
         finally:
             self._ended.set_result(None)
 
@@ -211,7 +208,7 @@ def _rollout(session: ChatSession, played: Any) -> Rollout:
     if len(played.traces) != 1:
         raise EnvironmentFailed(f"the episode was played by {len(played.traces)} agents; one can be trained")
     if session.episode is None:
-        raise EnvironmentFailed("the environment ended before the policy said anything")
+        raise EnvironmentFailed("the environment ended before the policy's first turn")
     (trace,) = played.traces
     scores = {name: one.score for name, one in trace.rewards.items() if one is not None}
     scores |= {name: value for name, value in trace.metrics.items() if value is not None}

@@ -1,8 +1,8 @@
-"""The program that plays tasks of the verifiers library when no other is chosen: a conversation, in this process.
+"""The default harness for tasks of the verifiers library: a conversation in this process.
 
-verifiers runs a program of its own for each rollout (a "harness"), by default in a child process that installs its
-packages anew. A plain conversation needs none of that. The module is found by verifiers under the name `HARNESS`, which
-`register` gives it. Not here: tools; their harnesses are verifiers' own `null` and `bash`.
+verifiers runs a program for each rollout (a "harness"), by default in a child process that installs its packages. A
+plain conversation needs none of that. verifiers finds the module under the name `HARNESS`, which `register` gives it.
+Tasks with tools need one of verifiers' own harnesses, `null` or `bash`.
 """
 
 import sys
@@ -29,7 +29,7 @@ def register() -> str:
 
 
 class ConversationHarness(Harness[HarnessConfig]):
-    """Asks the model once for each segment: what has been said so far goes in, a reply comes out."""
+    """Asks the model once for each segment: the conversation so far goes in, a reply comes out."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -46,7 +46,7 @@ class ConversationHarness(Harness[HarnessConfig]):
         mcp_urls: dict[str, str],
         data: TaskData,
     ) -> ProgramResult:
-        """One request. A conversation that is full ends here, without that being an error."""
+        """Send one request. A conversation that is full ends here, which is no error."""
         if mcp_urls:
             raise ValueError(
                 f"the task offers tools ({', '.join(mcp_urls)}), which need a harness that calls them: harness='null'."
@@ -57,9 +57,9 @@ class ConversationHarness(Harness[HarnessConfig]):
             messages.append({"role": "user", "content": prompt})
         elif prompt is not None:
             messages += [message_to_wire(message) for message in prompt]
-        patient = aiohttp.ClientTimeout(total=None)  # a whole rollout has a deadline, and sampling may take long
+        no_timeout = aiohttp.ClientTimeout(total=None)  # a whole rollout has a deadline, and sampling may take long
         async with (
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"}, timeout=patient) as client,
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"}, timeout=no_timeout) as client,
             client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages}) as response,
         ):
             text = await response.text()

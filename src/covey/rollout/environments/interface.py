@@ -1,48 +1,122 @@
-"""What environments return, looked at before it is used: openings, observations, steps and rewards.
+"""Interface of environments: the methods that are tools, the columns that `reset` takes, and checks of return values.
 
-Everything here is pure. What cannot be used raises `EnvironmentFailed`, which costs that rollout.
+A return value that cannot be used raises `EnvironmentFailed`, which fails that rollout.
 """
 
 import copy
+import inspect
 import math
 import numbers
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from covey.core.rollout import Message
-from covey.rollout.environments.calls import EnvironmentFailed
 from covey.rollout.images import as_parts
 from covey.rollout.prompts import is_conversational
 from covey.rollout.tools.result_text import parts_of
 from covey.runtime.user_code import format_value
 
+NOT_TOOLS = frozenset({"reset", "step", "close", "get_reward"})
+"""Public methods that the library calls, and not the policy."""
+
 Observation = str | list[Message] | list[dict[str, Any]]
-"""What the policy is told: text, messages, or parts of one, such as `{"type": "image", "image": ...}`."""
+"""Text, messages, or parts of a message, such as `{"type": "image", "image": ...}`."""
 
 Reward = float | list[tuple[Any, float | None]] | None
 """Of a rollout: a number, `(end, reward)` of its steps, or an abstention."""
 
 
+class EnvironmentFailed(Exception):
+    """An environment raised, hung, or returned a value that cannot be used; the message names the method."""
+
+
+# --- methods ---------------------------------------------------------------------------------------------------------
+
+
+def tool_methods(environment: Any) -> list[Callable[..., Any]]:
+    """The public methods of an object, in the order in which its class and then its bases define them.
+
+    Properties, attributes that happen to be callable, and `NOT_TOOLS` are left out.
+    """
+    names = {
+        name: None
+        for base in type(environment).__mro__
+        if base is not object
+        for name, value in vars(base).items()
+        if not name.startswith("_")
+        and name not in NOT_TOOLS
+        and isinstance(value, staticmethod | classmethod | type(tool_methods))
+    }
+    return [getattr(environment, name) for name in names]
+
+
+def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a row that a function takes as keyword arguments."""
+    parameters = _parameters(function)
+    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return row
+    names = {parameter.name for parameter in parameters if _by_name(parameter)}
+    return {name: value for name, value in row.items() if name in names}
+
+
+def required(function: Callable[..., Any]) -> list[str]:
+    """The columns that a function has no defaults for."""
+    parameters = _parameters(function) or ()
+    return [one.name for one in parameters if one.default is one.empty and _by_name(one)]
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """None for a function without a signature, as some written in C."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        return None
+
+
+def _by_name(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def library(name: str, extra: str) -> ModuleType:
+    """The package of an adapter.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"{name} cannot be imported ({error}). Install it with: pip install 'covey[{extra}]'"
+        ) from error
+
+
+# --- return values ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a text environment answered to a turn.
+    """Return value of a text environment's `step`.
 
     Attributes:
         observation: for the policy, or None.
         reward: of the turn, or None.
         done: the episode is over.
-        cut: it is over because it lasted too long, not because of what happened in it.
+        truncated: it is over because it lasted too long.
     """
 
     observation: Observation | None
     reward: float | None
     done: bool
-    cut: bool = False
+    truncated: bool = False
 
 
 def checked_observation(value: Any, where: str) -> Observation | None:
-    """Text, messages, or None; a PIL image, or a list with images and other things, becomes parts. All is copied.
+    """Text, messages, or None; a PIL image, or a list with images among other things, becomes parts. All is copied.
 
     Raises:
         EnvironmentFailed: anything else.
@@ -53,7 +127,7 @@ def checked_observation(value: Any, where: str) -> Observation | None:
         return copy.deepcopy(value)
     parts = parts_of(value, sys.maxsize)
     if parts is not None:
-        return copy.deepcopy(parts)  # an environment may draw its next picture over this one
+        return copy.deepcopy(parts)  # an environment may draw its next image over this one
     raise EnvironmentFailed(
         f"{where} returned {format_value(value)}; it must return text, an image, a list of text and images, a list of"
         " messages with 'role' and 'content', or None"
@@ -71,15 +145,15 @@ def checked_step(value: Any, where: str) -> Step:
             f"{where} returned {format_value(value)}; it must return (observation, reward, done, info) or"
             " (observation, reward, terminated, truncated, info)"
         )
-    done, cut = value[2], value[3] if len(value) == 5 else False
-    for flag in (done, cut):
+    done, truncated = value[2], value[3] if len(value) == 5 else False
+    for flag in (done, truncated):
         if not isinstance(flag, bool) and type(flag).__name__ not in ("bool", "bool_"):  # numpy's has another name
             raise EnvironmentFailed(f"{where} returned {format_value(flag)} where it says whether the episode is over")
     observation = checked_observation(value[0], where)
     reward = checked_number(value[1], where)
-    if observation is None and not (done or cut):
+    if observation is None and not (done or truncated):
         raise EnvironmentFailed(f"{where} returned no observation, although the episode goes on")
-    return Step(observation, reward, bool(done or cut), bool(cut and not done))
+    return Step(observation, reward, bool(done or truncated), bool(truncated and not done))
 
 
 def checked_reward(value: Any, where: str) -> Reward:
@@ -113,19 +187,22 @@ def checked_number(value: Any, where: str) -> float | None:
     return float(number)
 
 
-def opened_with(prompt: Any, opening: Observation | None, where: str) -> list[Message]:
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+def initial_prompt(prompt: Any, opening: Observation | None, where: str) -> list[Message]:
     """The prompt that an episode begins with.
 
-    Text and images of the environment are added to the last message of the user, messages follow those of the row.
-    Where the row has no prompt, they are all there is.
+    Text and images of the environment are added to the last message of the user, messages follow those of the row, or
+    stand alone where the row has no prompt.
 
     Args:
         prompt: of the row, or None.
-        opening: what `reset` returned.
-        where: names the method.
+        opening: the observation that `reset` returned.
+        where: name of the method in errors.
 
     Raises:
-        EnvironmentFailed: there is nothing to begin with, or the prompt is a string.
+        EnvironmentFailed: neither the row nor the environment has a prompt, or the row's is a string.
     """
     if prompt is None or prompt == []:
         if not opening:
@@ -137,7 +214,7 @@ def opened_with(prompt: Any, opening: Observation | None, where: str) -> list[Me
     if opening is None or opening == "":
         return messages
     last = next((message for message in reversed(messages) if message["role"] == "user"), None)
-    if last is None or _are_messages(opening):
+    if last is None or _is_messages(opening):
         return messages + as_messages(opening)
     content = last.get("content")
     if isinstance(content, list) or not isinstance(opening, str):
@@ -148,11 +225,11 @@ def opened_with(prompt: Any, opening: Observation | None, where: str) -> list[Me
 
 
 def as_messages(observation: Observation) -> list[Message]:
-    """An observation as what is said to the policy."""
-    if not isinstance(observation, str) and _are_messages(observation):
+    """An observation as messages to the policy."""
+    if not isinstance(observation, str) and _is_messages(observation):
         return list(observation)
     return [{"role": "user", "content": observation}]
 
 
-def _are_messages(observation: Observation) -> bool:
+def _is_messages(observation: Observation) -> bool:
     return not isinstance(observation, str) and all("role" in one for one in observation)
