@@ -1,9 +1,7 @@
 """Credit of steps and turns: by arithmetic, by invariance, and against loops that follow the papers."""
 
-import doctest
 import math
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -108,11 +106,6 @@ def test_outcome_and_process_are_mixed_by_their_weights():
     steps = gather_steps([[(1, 0)], []], [3, 1])
     got = token_advantages(steps, torch.tensor([2.0]), longs([3, 1]), torch.tensor([1.0, -1.0]), CreditMix(0.5, 10))
     assert got.tolist() == [11, 11, 10, -10]
-
-
-def test_the_example_of_the_page_is_true():
-    page = Path(__file__).parents[2] / "docs" / "algorithms.md"
-    assert doctest.testfile(str(page), module_relative=False).failed == 0
 
 
 # --- edges -------------------------------------------------------------------------------------------------------

@@ -1,15 +1,10 @@
 """The page about metrics says what the code says."""
 
-import doctest
 from pathlib import Path
 
 from covey.observability.metric_docs import METRIC_MEANINGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-
-
-def test_examples_of_the_page():
-    assert doctest.testfile(str(PAGE), module_relative=False).failed == 0
 
 
 def test_every_metric_is_documented_with_its_meaning():

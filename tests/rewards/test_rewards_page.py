@@ -1,16 +1,11 @@
-"""The examples of docs/rewards.md are true."""
+"""docs/rewards.md lists every built-in reward."""
 
-import doctest
 from pathlib import Path
 
 from covey import rewards
 from covey.rewards.resolve import BUILT_IN
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
-
-
-def test_the_examples_give_what_the_page_says():
-    assert doctest.testfile(str(PAGE), module_relative=False).failed == 0
 
 
 def test_every_built_in_reward_is_on_the_page_and_public():

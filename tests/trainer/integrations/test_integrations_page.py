@@ -1,4 +1,4 @@
-"""What docs/integrations.md shows works."""
+"""The examples of docs/integrations.md."""
 
 import re
 from pathlib import Path
