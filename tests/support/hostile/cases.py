@@ -19,18 +19,18 @@ from covey.engines.scripted import ScriptedEngine
 from tests.support import runs, tiny
 from tests.trainer.agents.test_tools import TEMPLATE
 
-TOLD = "The policy is told"
+TOLD = "The call fails"
 """The call fails, the policy reads why, and the rollout goes on."""
-SHOWN = "The policy is shown"
+SHOWN = "The call succeeds"
 """The call succeeds; what comes of its result."""
 FAILS = "The rollout fails"
 """It gets no reward and advantage 0; its siblings are trained on."""
 UNSCORED = "No reward"
 """The completion gets none from that function."""
 ENDS = "The run ends"
-OWN = "It is one of its own"
+OWN = "It counts as its own rollout"
 """What is returned counts as any other rollout."""
-NOTHING = "Nothing"
+NOTHING = "No effect"
 """It has no effect on anybody else."""
 
 SETTINGS: dict[str, Any] = {

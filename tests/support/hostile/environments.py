@@ -150,12 +150,12 @@ ENVIRONMENTS = [
     ),
     fails("An environment raises SystemExit in reset", text(reset=raises(SystemExit)), "reset raised SystemExit"),
     fails("An environment raises what cannot be printed", text(reset=raises(UnprintableError)), "UnprintableError"),
-    fails("An environment loops for ever in reset", text(reset=loops), "Talk.reset took longer", settings=HANGS),
+    fails("An environment loops forever in reset", text(reset=loops), "Talk.reset took longer", settings=HANGS),
     fails("An async environment never answers", async_text(never_answers), "Talk.reset took longer", settings=HANGS),
     fails("An environment returns something else from reset", text(reset=returns(5)), "Talk.reset returned 5"),
     fails("An environment returns what cannot be printed", text(reset=returns(Unprintable())), "cannot be printed"),
     fails(
-        "An environment's answer takes for ever to print", text(reset=returns(Endless())), "took longer", settings=HANGS
+        "An environment's answer takes forever to print", text(reset=returns(Endless())), "took longer", settings=HANGS
     ),
     fails("An environment begins with 1 GB of text", text(reset=large), "leaves no room to answer"),
     Case(
@@ -179,10 +179,10 @@ ENVIRONMENTS = [
     ),
     fails_with_tools("An environment's get_reward is NaN", tools(get_reward=returns(float("nan"))), "reward nan"),
     fails_with_tools(
-        "An environment loops for ever in get_reward", tools(get_reward=loops), "took longer", settings=HANGS
+        "An environment loops forever in get_reward", tools(get_reward=loops), "took longer", settings=HANGS
     ),
     fails_with_tools(
-        "A method of an environment loops for ever", tools(act=loops), "World.act was given up", settings=HANGS
+        "A method of an environment loops forever", tools(act=loops), "World.act was given up", settings=HANGS
     ),
     Case(
         "A method of an environment raises",
@@ -193,6 +193,6 @@ ENVIRONMENTS = [
         benign=BENIGN_TOOLS,
     ),
     Case("An environment raises in close", NOTHING, text(close=raises(lambda: ValueError("no"))), harmless=True),
-    Case("An environment loops for ever in close", NOTHING, text(close=loops), settings=HANGS, harmless=True),
+    Case("An environment loops forever in close", NOTHING, text(close=loops), settings=HANGS, harmless=True),
     Case("An environment leaves threads behind", NOTHING, text(reset=leaves_threads), harmless=True),
 ]

@@ -178,7 +178,7 @@ def ends(what: str, parts: Callable[[Scene], dict[str, Any]], *says: str, **more
 
 
 REWARDS = [
-    late("A reward loops for ever", reward(loops)),
+    late("A reward loops forever", reward(loops)),
     late("A reward sleeps too long", reward(sleeps)),
     late("A reward's regular expression backtracks without end", reward(backtracks)),
     late("A reward catches every interrupt", reward(catches_everything)),
@@ -196,10 +196,8 @@ REWARDS = [
     partly("A reward raises what cannot be printed", raising(UnprintableError)),
     partly("A reward recurses without end", recursing),
     Case("An async reward raises SystemExit", UNSCORED, async_reward(exits), counted=FAILURES),
-    ends(
-        "A reward raises for every completion", returns(lambda _: 1 / 0), "failed on all 8 samples: ZeroDivisionError"
-    ),
-    ends("A reward function returns text for every completion", returns(lambda all: ["1"] * len(all)), EXPECTED),
+    ends("A reward raises forevery completion", returns(lambda _: 1 / 0), "failed on all 8 samples: ZeroDivisionError"),
+    ends("A reward function returns text forevery completion", returns(lambda all: ["1"] * len(all)), EXPECTED),
     ends("A reward function returns nothing", returns(lambda _: None), "Is there a `return`", EXPECTED),
     ends("A reward function returns too few", returns(lambda all: [1.0]), "returned 1 rewards for 8", EXPECTED),
     ends("A reward function is a generator", returns(lambda all: (1.0 for _ in all)), "generator", EXPECTED),

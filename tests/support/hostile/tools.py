@@ -306,16 +306,16 @@ def late(what: str, parts: Callable[[Scene], dict[str, Any]], **more: Any) -> Ca
 
 
 TOOLS = [
-    late("A tool loops for ever", tool(loops)),
+    late("A tool loops forever", tool(loops)),
     late("A tool catches every exception", tool(catches_everything), lingers=True),
     late("A tool sleeps too long", tool(sleeps), lingers=True),
-    late("A tool waits for a lock for ever", tool(waits_for_a_lock), lingers=True),
+    late("A tool waits for a lock forever", tool(waits_for_a_lock), lingers=True),
     late("An async tool never answers", async_tool(never_answers)),
     late("An async tool blocks the event loop", async_tool(blocks), lingers=True, delays=True),
     late("An async tool loops without awaiting", async_tool(loops_without_awaiting), delays=True),
     late("An async tool catches its cancellation", async_tool(will_not_be_cancelled), lingers=True),
-    late("A tool's result takes for ever to print", tool(returns(Endless))),
-    late("A tool's exception takes for ever to print", tool(raises(EndlessError))),
+    late("A tool's result takes forever to print", tool(returns(Endless))),
+    late("A tool's exception takes forever to print", tool(raises(EndlessError))),
     Case("A tool returns 1 GB of text", SHOWN, tool(once(lambda: "x" * 10**9)), check=is_full),
     Case("A tool returns 1 GB of bytes", SHOWN, tool(once(lambda: b"x" * 10**9)), check=is_full),
     Case("A tool returns a list with 2^60 members", SHOWN, tool(returns(lambda: nested(60, 2))), check=is_full),

@@ -360,7 +360,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Used speculative_reuse with a repetition penalty": "",
         "Used speculative_reuse with another engine": "",
         "Asked for fewer than no steps of staleness": (
-            "0 takes turns, 1 samples one step ahead; [sampling ahead](algorithms.md#sampling-ahead-of-training)."
+            "0 alternates sampling and training, 1 samples one step in advance: "
+            "[asynchronous rollouts](algorithms.md#asynchronous-rollouts)."
         ),
         "Sampled ahead of training with the built-in engine": "",
         "Sampled ahead of training with vLLM in the trainer's process": "",

@@ -223,4 +223,4 @@ def test_there_are_as_many_cases_as_were_promised():
 
 def test_the_page_has_a_row_for_each_case():
     rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    assert [row for row in rows if row[0] != "what"] == [[case.what, case.outcome] for case in CASES]
+    assert [row for row in rows if row[0] != "case"] == [[case.what, case.outcome] for case in CASES]
