@@ -246,7 +246,7 @@ FUNCTIONS = [
     Case("A rollout function changes its rollout later", NOTHING, function(spoils_its_rollout_later), harmless=True),
     Case("A rollout function leaves tasks that sample on", NOTHING, function(samples_on), harmless=True),
     Case(
-        "A function for a generation changes its prompts",
+        "A function for a rollout batch changes its prompts",
         NOTHING,
         batch(spoils_its_prompts),
         harmless=True,
@@ -264,24 +264,24 @@ FUNCTIONS = [
         "the engine is out of order",
         kind=RuntimeError,
     ),
-    ends("A function for a generation raises", batch(refuses(KeyError)), "no", kind=KeyError),
+    ends("A function for a rollout batch raises", batch(refuses(KeyError)), "no", kind=KeyError),
     ends(
-        "A function for a generation raises SystemExit", batch(lambda *_: sys.exit(0)), "rollout_func raised SystemExit"
+        "A function for a rollout batch raises SystemExit", batch(lambda *_: sys.exit(0)), "rollout_func raised SystemExit"
     ),
     ends(
-        "A function for a generation never returns",
+        "A function for a rollout batch never returns",
         batch(lambda scene, *_: scene.release.wait()),
         "rollout_func took longer than rollout_timeout=0.5 s",
         settings=HANGS,
         lingers=True,
     ),
     ends(
-        "A function for a generation returns too few",
+        "A function for a rollout batch returns too few",
         batch(lambda scene, prompts, answer: {**answer, "prompt_ids": []}),
         "0 elements in 'prompt_ids' for 8 prompts",
     ),
     ends(
-        "A function for a generation returns tokens outside of the vocabulary",
+        "A function for a rollout batch returns tokens outside of the vocabulary",
         batch(lambda scene, prompts, answer: {**answer, "completion_ids": [[10**6]] * 8, "logprobs": None}),
         "token 1000000",
     ),
