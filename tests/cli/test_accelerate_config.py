@@ -40,7 +40,7 @@ def test_accelerate_reads_each_config_as_it_is_meant(name):
     assert args.nproc_per_node == ("2" if name == "cpu_2proc" else "8")
 
 
-def test_what_is_launched_is_the_command_without_the_flags_of_the_launcher(tmp_path):
+def test_the_launched_command_lacks_the_launcher_flags(tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text("")
     words = ["run.yaml", f"--accelerate_config={own}", "--num_processes", "4", "--beta", "0.1", "--machine_rank=1"]
@@ -51,7 +51,7 @@ def test_what_is_launched_is_the_command_without_the_flags_of_the_launcher(tmp_p
     ]
 
 
-def test_without_a_config_nothing_is_launched_and_nothing_is_taken_away(monkeypatch):
+def test_without_a_config_nothing_is_launched(monkeypatch):
     monkeypatch.setattr(os, "execv", lambda *command: pytest.fail("launched"))
     words = ["run.yaml", "--num_processes", "4"]
     assert launch_command("grpo", words) is None
@@ -59,7 +59,7 @@ def test_without_a_config_nothing_is_launched_and_nothing_is_taken_away(monkeypa
 
 
 def test_a_flag_needs_its_value():
-    with pytest.raises(ValueError, match="--accelerate_config needs a value"):
+    with pytest.raises(ValueError, match="--accelerate_config"):
         launch_command("grpo", ["--accelerate_config", "--beta", "0.1"])
 
 

@@ -67,8 +67,8 @@ def test_eval_samples_scores_prints_and_writes(folder, tiny_folder, capsys):
     assert f"pass@1 {metrics['eval_greedy_pass@1']:.1%} (" in printed and "evaluation.json" in printed
     assert main(["explain", "run.json"]) == 0
     explained = capsys.readouterr().out
-    assert "Suite greedy: 1 completion of each prompt, greedy." in explained
-    assert "Suite votes: 6 completions of each prompt." in explained
+    assert "Suite greedy: 1 completion(s) of each prompt, greedy." in explained
+    assert "Suite votes: 6 completion(s) of each prompt." in explained
 
 
 def test_the_report_of_a_run_tells_estimates_with_their_intervals():

@@ -114,7 +114,7 @@ def test_rloo_takes_the_same_file(run_file, capsys):
         (["--quantization", "{load_in_4bit: true}"], "`quantization_config` without `peft_config`"),
         (["--load_in_4bit", "true"], "`quantization: {load_in_4bit: ...}` in a run file"),
         (["--num_generations", "3"], "num_generations"),
-        (["--config"], "needs the path"),
+        (["--config"], "--config: expected one argument"),
     ],
 )
 def test_mistakes_are_one_line_and_no_traceback(run_file, capsys, flags, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from covey.cli.explain.images import processed
+from covey.cli.explain.model import processed
 from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
 from covey.core.media import placeholder_ids

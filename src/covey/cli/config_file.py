@@ -13,6 +13,7 @@ Every command that takes a run reads it here. Not here: loading models, datasets
 import argparse
 import dataclasses
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -195,18 +196,18 @@ class _Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Flags(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """An argument parser whose errors are exceptions, for the caller to show."""
 
     def error(self, message: str) -> Any:
-        raise ValueError(message)
+        raise ValueError(re.sub(r"^argument (--[\w-]+)(/--[\w-]+)*", r"\1", message))  # the first spelling of a flag
 
 
 def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
     """A parser of every flag that a run takes; flags that are not given leave no trace in its result."""
     from transformers import HfArgumentParser
 
-    class Parser(_Flags, HfArgumentParser):
+    class Parser(FlagParser, HfArgumentParser):
         pass
 
     parser = Parser([config_class], add_help=False, allow_abbrev=False)  # type: ignore[list-item]

@@ -1,36 +1,29 @@
 """`--accelerate_config`: a training command that starts its own processes, through `accelerate launch`.
 
-What is launched is the same command without these flags, once for each process. Not here: what a config says
-(`examples/accelerate_configs`), and training.
+Each process runs the same command without these flags. The configs are in `examples/accelerate_configs`.
 """
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FLAGS = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "gpu_ids",
-)
-"""Flags that say, together with a config, which processes are started where; `accelerate launch` knows them by these
-names."""
+from covey.cli.config_file import FlagParser
+from covey.config.messages import closest
+
+FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids")
+"""Flags that choose processes and machines, by their names in `accelerate launch`."""
 
 
 def launch_if_asked(method: str, argv: Sequence[str]) -> list[str]:
-    """The arguments of the run itself. With `--accelerate_config` this process becomes the launcher and never returns.
+    """The arguments of the run itself; with `--accelerate_config` this process becomes the launcher and never returns.
 
     Args:
         method: "grpo" or "rloo", the command.
         argv: its arguments.
 
     Raises:
-        ValueError: there is no such config, or the process was launched already.
+        ValueError: there is no such config, or a launcher has started this process already.
     """
     command = launch_command(method, argv)
     if command is None:
@@ -45,7 +38,7 @@ def launch_if_asked(method: str, argv: Sequence[str]) -> list[str]:
 
 
 def launch_command(method: str, argv: Sequence[str]) -> list[str] | None:
-    """What `--accelerate_config` amounts to, or None where it is not given.
+    """The command of the launcher, or None without `--accelerate_config`.
 
     Example:
         >>> launch_command("grpo", ["run.yaml", "--accelerate_config", "my.yaml", "--num_processes", "2"])
@@ -55,20 +48,22 @@ def launch_command(method: str, argv: Sequence[str]) -> list[str] | None:
     Raises:
         ValueError: there is no such config, or a flag lacks its value.
     """
-    config, rest = _take("accelerate_config", argv)
-    if config is None:
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    for name in ("accelerate_config", *FLAGS):
+        parser.add_argument(f"--{name}")
+    found, rest = parser.parse_known_args(argv)
+    if found.accelerate_config is None:
         return None
-    options: list[str] = []
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(find_config(found.accelerate_config))]
     for name in FLAGS:
-        value, rest = _take(name, rest)
-        if value is not None:
-            options += [f"--{name}", value]
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(find_config(config)), *options]
-    return [*launcher, "--module", "covey.cli.main", method, *rest]
+        if getattr(found, name) is not None:
+            command += [f"--{name}", getattr(found, name)]
+    return [*command, "--module", "covey.cli.main", method, *rest]
 
 
 def find_config(name: str) -> Path:
-    """The file of an accelerate config: one that comes with Covey, by its name, or any other by its path.
+    """The file of an accelerate config: the path, or the name of one that comes with Covey.
 
     Raises:
         ValueError: there is none.
@@ -78,29 +73,14 @@ def find_config(name: str) -> Path:
     known = {path.stem: path for path in configs_folder().glob("*.yaml")}
     if name in known:
         return known[name]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(
         f"--accelerate_config {name!r} is neither a file nor a config that comes with Covey; those are"
-        f" {', '.join(sorted(known))}.{hint}"
+        f" {', '.join(sorted(known))}.{closest(name, known)}"
     )
 
 
 def configs_folder() -> Path:
-    """Where the configs that come with Covey lie: in the package, or beside the sources it runs from."""
+    """Folder of the configs that come with Covey: in the package, or next to the sources it runs from."""
     package = Path(__file__).parents[1]
     installed = package / "accelerate_configs"
     return installed if installed.is_dir() else package.parents[1] / "examples" / "accelerate_configs"
-
-
-def _take(name: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of a flag, written `--name value` or `--name=value`, and the arguments without it."""
-    words = list(argv)
-    for index, word in enumerate(words):
-        if word.startswith(f"--{name}="):
-            return word.partition("=")[2], words[:index] + words[index + 1 :]
-        if word == f"--{name}":
-            if index + 1 == len(words) or words[index + 1].startswith("--"):
-                raise ValueError(f"--{name} needs a value after it.")
-            return words[index + 1], words[:index] + words[index + 2 :]
-    return None, words

@@ -1,25 +1,21 @@
-"""`covey grpo` and `covey rloo`: a run file and flags in; a trained model, curves and a report out.
-
-The steps are in `train`. How a run file is read is in `covey.cli.config_file`, what the end of a run leaves behind in
-`covey.cli.results`, and the text of `-h` in `covey.cli.train_help`.
-"""
+"""`covey grpo` and `covey rloo`: a run file and flags in; a trained model, curves and a report out."""
 
 import inspect
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from covey.cli.config_file import RunConfig, load_run
+from covey.cli.config_file import FlagParser, RunConfig, load_run
 from covey.cli.launch import launch_if_asked
 
 
 def grpo(argv: Sequence[str]) -> int:
-    """`covey grpo`; returns the exit status."""
+    """Run `covey grpo`; returns the exit status."""
     return main("grpo", argv)
 
 
 def rloo(argv: Sequence[str]) -> int:
-    """`covey rloo`; returns the exit status."""
+    """Run `covey rloo`; returns the exit status."""
     return main("rloo", argv)
 
 
@@ -27,7 +23,7 @@ def main(method: str, argv: Sequence[str]) -> int:
     """Parse the arguments of a training command and run it.
 
     Raises:
-        ValueError, FileNotFoundError, ImportError: something that the user can mend.
+        ValueError, FileNotFoundError, ImportError: an error that the user can correct.
     """
     if not argv:
         print(f"usage: covey {method} --config run.yaml [--field value ...]")
@@ -44,7 +40,7 @@ def main(method: str, argv: Sequence[str]) -> int:
 
 
 def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
-    """The run file, given as `--config FILE` or as the first word, and the flags that remain.
+    """The run file, given as `--config FILE` or as the first word, and the other flags.
 
     Example:
         >>> take_config(["--beta", "0.1", "--config", "run.yaml"])
@@ -55,26 +51,22 @@ def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
     """
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
-    for index, word in enumerate(argv):
-        if word.startswith("--config="):
-            return word.partition("=")[2], argv[:index] + argv[index + 1 :]
-        if word == "--config":
-            if index + 1 == len(argv) or argv[index + 1].startswith("--"):
-                raise ValueError("--config needs the path of a run file after it.")
-            return argv[index + 1], argv[:index] + argv[index + 2 :]
-    return None, argv
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    found, rest = parser.parse_known_args(argv)
+    return found.config, rest
 
 
 def read_run(
     path: str | None, flags: Sequence[str], method: str | None, needed: Sequence[str] | None = None
 ) -> RunConfig:
-    """The run that a file and flags describe, complete enough to start.
+    """The run of a file and flags, complete enough to start.
 
     Args:
-        path: of the file, or None.
-        flags: the others' values.
-        method: `grpo` or `rloo` when the command fixes it.
-        needed: what it has to name; what training takes if None.
+        path: the file, or None.
+        flags: settings that override the file.
+        method: `grpo` or `rloo` if the command fixes it.
+        needed: keys that must be given; those that training needs if None.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -133,7 +125,7 @@ def rewards(names: Sequence[Any]) -> list[Any]:
     """Reward functions by name.
 
     Raises:
-        ValueError: something that is no name, or names nothing.
+        ValueError: an unknown name, or an entry that is no name.
     """
     from covey.rewards import resolve_reward
 
@@ -147,7 +139,7 @@ def rewards(names: Sequence[Any]) -> list[Any]:
 
 
 def named(reference: Any, kind: str) -> Any:
-    """What a run names: a function, a tool with a schema of its own, or a maker of environments.
+    """The object of an import path: a function, a tool with a schema of its own, or an environment factory.
 
     Args:
         reference: `path/to/file.py:name`, `module:name` or `module.name`.
@@ -183,7 +175,7 @@ def adapter(settings: dict[str, Any] | None) -> Any:
 
 
 def quantisation(settings: dict[str, Any] | None) -> Any:
-    """How a run's weights are quantised, or None.
+    """The quantization config of a run, or None.
 
     Raises:
         ValueError: a setting that bitsandbytes does not have.

@@ -80,10 +80,10 @@ class Utilization:
         free = usable(self.gpu) - self.occupied
         bound = "all of it" if engine.wanted <= free else f"of which {readable(free)} are free, so some must wait"
         return (
-            f"vllm_gpu_memory_utilization=auto is {self.share:.2f} of {readable(self.gpu)}: {readable(self.occupied)}"
-            f" are taken by {self.occupied_by}; vLLM can use {readable(engine.wanted)} ({readable(engine.weights)}"
-            f" weights, {readable(engine.working)} to work with, {readable(engine.cache)} for the keys and values of all"
-            f" completions at once), {bound}."
+            f"vllm_gpu_memory_utilization=auto is {self.share:.2f} of {readable(self.gpu)}:"
+            f" {readable(self.occupied)} are taken by {self.occupied_by}; vLLM can use {readable(engine.wanted)}"
+            f" ({readable(engine.weights)} weights, {readable(engine.working)} to work with, {readable(engine.cache)}"
+            f" for the keys and values of all completions at once), {bound}."
         )
 
 

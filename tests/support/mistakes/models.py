@@ -632,13 +632,13 @@ ARGUMENTS = [
     Mistake(
         "Explained a run on a GPU whose figures are not known",
         lambda b: take_flags(["--gpu", "h10"]),
-        ("--gpu 'h10' is not known; it is one of a100, h100, h200", "Did you mean 'h100'"),
+        ("--gpu: 'h10' is not known; it is one of a100, h100, h200", "Did you mean 'h100'"),
         when=CONFIG,
     ),
     Mistake(
         "Gave the size of an image to `covey explain` in another form",
         lambda b: take_flags(["--image_size", "640,480"]),
-        ("--image_size must be width x height in pixels, as in 640x480", "not '640,480'"),
+        ("--image_size: '640,480' is not width x height in pixels, as in 640x480",),
         when=CONFIG,
     ),
     Mistake(

@@ -1,11 +1,9 @@
-"""What `covey explain` knows of a run's model: its config, what is trained of it, how it is held, and its images."""
+"""Model of an explained run: its config, its trained and quantised parts, and the images of its prompts."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from covey.cli.config_file import RunConfig
-from covey.cli.explain.images import images_of_prompt
-from covey.cli.explain.sentences import count
 from covey.cli.train import quantisation
 from covey.policy.loading import sees_images
 from covey.sizing.memory import Images
@@ -13,15 +11,15 @@ from covey.sizing.memory import Images
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model on paper.
+    """A model that is not loaded.
 
     Attributes:
-        config: of transformers; None where it is not known.
-        missing: why it is not.
-        peft: arguments of `peft.LoraConfig`, when an adapter is trained.
-        quantization: a `BitsAndBytesConfig`, when the weights under it are quantised.
-        images: of each prompt.
-        notes: what to say of it beside the memory that it takes.
+        config: transformers config; None: unknown.
+        missing: the reason.
+        peft: arguments of `peft.LoraConfig`, if an adapter is trained.
+        quantization: a `BitsAndBytesConfig`, if the weights under it are quantised.
+        images: images of each prompt.
+        notes: sentences for the section on memory.
     """
 
     config: Any = None
@@ -36,8 +34,8 @@ def model_plan(run: RunConfig, images: int, image_size: tuple[int, int]) -> Mode
     """The model of a run, if it is on this machine.
 
     Args:
-        run: which names it.
-        images: of each prompt, where it sees some.
+        run: the run.
+        images: number of images of each prompt, if the model sees images.
         image_size: width and height of each.
     """
     if run.model is None:
@@ -52,33 +50,69 @@ def model_plan(run: RunConfig, images: int, image_size: tuple[int, int]) -> Mode
         return ModelPlan(
             missing=f"{config.model_type} has no attention, and the formulas are for layers with attention"
         )
-    shown, notes = Images(), []
-    if sees_images(config):
-        shown, said = _images(run.model, config, images, image_size)
-        notes.append(said)
-    quantization = _quantisation(run, config) if run.peft is not None else None
-    return ModelPlan(config, "", run.peft, quantization, shown, notes)
+    quantization = _quantization(run, config) if run.peft is not None else None
+    if not sees_images(config):
+        return ModelPlan(config, "", run.peft, quantization)
+    counted, note = Images(), "No images are counted (--images 0)."
+    if images:
+        try:
+            counted = images_of_prompt(run.model, config, images, image_size)
+            note = (
+                f"A prompt has {images} image(s) of {image_size[0]} x {image_size[1]} pixels (--images, --image_size),"
+                f" which are {counted.tokens:,} tokens and {counted.patches:,} patches for its processor."
+            )
+        except ValueError as error:
+            note = f"Images are not counted: {error}."
+    return ModelPlan(config, "", run.peft, quantization, counted, [note])
 
 
-def _images(model: str, config: Any, number: int, size: tuple[int, int]) -> tuple[Images, str]:
-    if number == 0:
-        return Images(), "No images are counted (--images 0)."
-    try:
-        shown = images_of_prompt(model, config, number, size)
-    except ValueError as error:
-        return Images(), f"Images are not counted: {error}."
-    return shown, (
-        f"A prompt shows {count(number, 'image')} of {size[0]} x {size[1]} pixels (--images, --image_size), which its"
-        f" processor makes {count(shown.tokens, 'token')} and {count(shown.patches, 'patch', 'es')} of."
-    )
-
-
-def _quantisation(run: RunConfig, config: Any) -> Any:
-    """How the weights are quantised, by the run or as they were saved; None: they are not, or not in a known way."""
+def _quantization(run: RunConfig, config: Any) -> Any:
+    """Quantization by the run, or as the weights were saved; None: none, or of an unknown kind."""
     saved = getattr(config, "quantization_config", None) or {}
     as_saved = {name: value for name, value in saved.items() if name != "quant_method" and not name.startswith("_")}
     given = run.quantization or (as_saved if "bitsandbytes" in str(saved.get("quant_method")) else None)
     try:
         return quantisation(given)
     except ValueError:
-        return None  # which the section about the start tells
+        return None  # the section about the start reports it
+
+
+def images_of_prompt(model: str, config: Any, number: int, size: tuple[int, int]) -> Images:
+    """Tokens, patches and pixels of a prompt's images.
+
+    Args:
+        model: folder or id of a model on this machine.
+        config: its config.
+        number: images of a prompt.
+        size: width and height of each in pixels.
+
+    Raises:
+        ValueError: its processor is missing, or cannot be used.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        return processed(AutoProcessor.from_pretrained(model, local_files_only=True), config, number, size)
+    except Exception as error:  # processors of other people's raise anything
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"its processor cannot be used here ({type(error).__name__}: {reason[:200]})") from error
+
+
+def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -> Images:
+    """Tokens, patches and pixels of white images of that size, by the model's own processor."""
+    from PIL import Image
+
+    from covey.core.media import placeholder_ids
+    from covey.rollout.vision import Vision
+
+    content = [{"type": "image"}] * number + [{"type": "text", "text": "?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    encoded = Vision(processor, placeholder_ids(config)).encode(text, [Image.new("RGB", size, "white")] * number)
+    (media,) = encoded.media
+    pixels = media.tensors["pixel_values"]
+    tokens = len(encoded.ids) - len(media.short_ids) + number
+    if pixels.dim() == 2:  # a row for each patch
+        return Images(tokens, len(pixels), pixels.numel())
+    side = config.vision_config.patch_size
+    tiles = pixels.shape[:-3].numel()
+    return Images(tokens, tiles * (pixels.shape[-2] // side) * (pixels.shape[-1] // side), pixels.numel())

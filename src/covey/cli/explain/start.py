@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.config_file import RunConfig
-from covey.cli.explain.sentences import count
 from covey.config.algebra import BatchAlgebra
 from covey.trainer.integrations.trackers import check_trackers
 
@@ -33,7 +32,7 @@ class Start:
         """The findings as lines."""
         missing = [f"still to be named: {', '.join(self.missing)}."] if self.missing else []
         if self.rows is not None and not self.problems:
-            return [f"The dataset was read: {count(self.rows, 'prompt')}.", *missing, *self._not_checked()]
+            return [f"The dataset was read: {self.rows:,} prompt(s).", *missing, *self._not_checked()]
         return [*(f"will fail: {problem}" for problem in self.problems), *missing, *self._not_checked()]
 
     def _not_checked(self) -> list[str]:
