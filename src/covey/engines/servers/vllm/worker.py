@@ -1,8 +1,8 @@
-"""The server's end: loaded into vLLM's processes by `--worker-extension-cls` (see `vllm_flags`).
+"""Worker extension that `--worker-extension-cls` loads into vLLM's processes (`covey.engines.servers.vllm.launch`).
 
-Imports vLLM and is imported by nothing else in this package. It registers a backend of vLLM's own weight transfer,
-which takes buckets of checkpoint tensors from a trainer, checks them against their manifest and loads them layer by
-layer, and gives the worker a few methods that `/collective_rpc` can call. Nothing that arrives is unpickled.
+Imports vLLM; no other module of this package imports it. It registers a backend of vLLM's weight transfer, which takes
+buckets of checkpoint tensors, checks them against their manifest and loads them layer by layer, and gives the worker
+methods for `/collective_rpc`. Nothing that arrives is unpickled.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from covey.engines.servers.weights.files import read_folder
 from covey.engines.vllm_colocate.cpu_heads import repack_heads
 
 BORN = uuid.uuid4().hex
-"""Of this process: a server that was started again has another."""
+"""Id of this process: a restarted server has another."""
 
 
 @dataclass
 class Meeting(WeightTransferInitInfo):
-    """Where the trainer waits; see `channels.join`."""
+    """Arguments of `channels.join`."""
 
     channel: str
     address: str
@@ -48,7 +48,7 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass
 class Piece(WeightTransferUpdateInfo):
-    """One bucket: the `number`th of `count`, with its manifest and what its channel wants to be told."""
+    """One bucket: the `number`th of `count`, with its manifest and its channel's note."""
 
     version: int
     number: int
@@ -68,7 +68,7 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
     """Version and number of the next bucket; None between updates."""
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
-        """Meet a trainer; an earlier one is let go."""
+        """Connect to a trainer, instead of an earlier one."""
         self.shutdown()
         where = self.parallel_config
         rank = 1 + where.data_parallel_index * where.world_size + where.rank
@@ -83,14 +83,14 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
         )
 
     def start_weight_update(self) -> None:
-        """Get the layers ready for tensors of a checkpoint; what an update that failed left half loaded is dropped."""
+        """Prepare the layers for tensors of a checkpoint, also after an update that failed halfway."""
         if self.expected is not None:
             finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
         self.expected = (-1, 0)
 
     def receive_weights(self, update_info: Piece) -> None:
-        """Take one bucket, check it, and load it."""
+        """Receive one bucket, check it, and load it."""
         assert self.expected is not None, "vLLM calls `start_weight_update` first"
         version, number = self.expected
         if update_info.number != number or (number and update_info.version != version):
@@ -104,16 +104,16 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
         self.expected = (update_info.version, -1 if done else number + 1)
 
     def take(self, manifest: dict[str, Any], note: dict[str, Any], seconds: float) -> list[tuple[str, torch.Tensor]]:
-        """The tensors of a bucket, checked."""
+        """Receive and check the tensors of a bucket."""
         if self.channel is None:
             raise RuntimeError("no trainer is connected: call /init_weight_transfer_engine first")
         return unpack(manifest, self.channel.receive(int(manifest["nbytes"]), self.device, note, seconds))
 
     def finish_weight_update(self) -> None:
-        """Put the new weights in use. After one that was incomplete, a second call ends the update quietly.
+        """Put the new weights in use; after an incomplete update, a second call does nothing.
 
         Raises:
-            RuntimeError: buckets are missing; the model is whole again, but its weights are of two versions.
+            RuntimeError: buckets are missing; the model is usable, but its weights are of two versions.
         """
         if self.expected is None:
             return
@@ -124,7 +124,7 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
             raise RuntimeError(f"weights of version {version} are incomplete: bucket {number} never came")
 
     def shutdown(self) -> None:
-        """Let the trainer go."""
+        """Disconnect from the trainer."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
@@ -139,7 +139,7 @@ class CoveyWorker:
     device: Any
 
     def covey_facts(self) -> dict[str, Any]:
-        """What a trainer must know to choose how weights travel."""
+        """Properties by which a trainer chooses the transfer method."""
         transfer, lora = self.vllm_config.weight_transfer_config, self.vllm_config.lora_config
         gpu = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None
         return {
@@ -152,7 +152,7 @@ class CoveyWorker:
         }
 
     def covey_load_folder(self, folder: str) -> dict[str, Any]:
-        """Load a folder of safetensors, after all its tensors agree with its manifest."""
+        """Load a folder of safetensors, after all its tensors were compared with its manifest."""
         with set_current_vllm_config(self.vllm_config):
             read_folder(
                 Path(folder), consume=lambda tensors: self.model_runner.reload_weights(weights_iterator=tensors)
@@ -163,7 +163,7 @@ class CoveyWorker:
     def covey_take_adapter(
         self, name: str, config: str, manifest: dict[str, Any], note: dict[str, Any], seconds: float
     ) -> dict[str, Any]:
-        """Take an adapter over the trainer's channel into a folder of this machine, for `/v1/load_lora_adapter`."""
+        """Write an adapter from the trainer's channel into a folder of this machine, for `/v1/load_lora_adapter`."""
         from safetensors.torch import save_file
 
         if not isinstance(self.weight_transfer_engine, CoveyWeights):
@@ -178,7 +178,7 @@ class CoveyWorker:
         return {"folder": str(folder)}
 
     def covey_forget_adapter(self, name: str) -> dict[str, Any]:
-        """Remove what `covey_take_adapter` wrote."""
+        """Remove the folder that `covey_take_adapter` wrote."""
         shutil.rmtree(_adapter_folder(name), ignore_errors=True)
         return {"removed": name}
 
@@ -189,5 +189,5 @@ def _adapter_folder(name: str) -> Path:
     return Path(tempfile.gettempdir()) / "covey-adapters" / name
 
 
-with contextlib.suppress(ValueError):  # registered already: this module was imported under another name
+with contextlib.suppress(ValueError):  # this module was imported under another name before
     WeightTransferEngineFactory.register_engine(BACKEND, CoveyWeights)

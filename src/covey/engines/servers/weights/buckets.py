@@ -1,8 +1,7 @@
-"""Tensors on their way: packed into flat buffers, announced by a manifest that both sides check.
+"""Buckets: tensors packed into flat buffers, with a manifest that both ends check.
 
-A manifest names every tensor of a bucket with its shape, number format, place and checksum. It travels as JSON beside
-the bytes, and whoever receives the bytes refuses them where they are not what it says. Pure torch; used in the trainer
-and in the server.
+A manifest is JSON: name, shape, dtype, offset and checksum of every tensor in the bucket. The receiver refuses bytes that
+do not match it. Pure torch; used in the trainer and in the server.
 """
 
 import zlib
@@ -16,10 +15,10 @@ from torch import Tensor
 from covey.core.weights import TensorSpec, WeightUpdate
 
 BUCKET_BYTES = 128 * 2**20
-"""Large enough that requests cost nothing beside them, small enough that two fit beside any model."""
+"""Large enough that requests cost little, small enough that two fit next to any model."""
 
 ALIGNED = 16
-"""Bytes: every tensor begins at a multiple, so that any number format can be read in place."""
+"""Every tensor begins at a multiple of so many bytes, so that any dtype can be read in place."""
 
 ROW = 8192
 """Bytes summed into one number of a checksum."""
@@ -27,7 +26,7 @@ ROW = 8192
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """One tensor of a bucket: what it is, where in the buffer it begins, and its checksum."""
+    """One tensor of a bucket, its offset in the buffer, and its checksum."""
 
     spec: TensorSpec
     offset: int
@@ -43,14 +42,14 @@ class Bucket:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, as views of the buffer."""
-        return {entry.spec.name: _place(self.data, entry.offset, entry.spec) for entry in self.entries}
+        return {entry.spec.name: _view(self.data, entry.offset, entry.spec) for entry in self.entries}
 
     def __str__(self) -> str:
         first, last = self.entries[0].spec.name, self.entries[-1].spec.name
         return first if first == last else f"{first} ... {last}"
 
     def manifest(self) -> dict[str, Any]:
-        """What JSON says of it."""
+        """Manifest of the bucket, as JSON values."""
         return {
             "nbytes": self.data.numel(),
             "tensors": [
@@ -67,19 +66,19 @@ class Bucket:
 
 
 def entries_of(manifest: dict[str, Any]) -> tuple[BucketEntry, ...]:
-    """The entries that a manifest lists.
+    """Entries of a manifest.
 
     Raises:
-        ValueError: it is none, or a tensor lies outside of the buffer.
+        ValueError: the manifest is invalid, or a tensor lies outside of the buffer.
     """
     try:
         entries = tuple(
             BucketEntry(
-                TensorSpec(str(one["name"]), tuple(int(n) for n in one["shape"]), _dtype(one["dtype"])),
-                int(one["offset"]),
-                int(one["checksum"]),
+                TensorSpec(str(item["name"]), tuple(int(n) for n in item["shape"]), _dtype(item["dtype"])),
+                int(item["offset"]),
+                int(item["checksum"]),
             )
-            for one in manifest["tensors"]
+            for item in manifest["tensors"]
         )
         size = int(manifest["nbytes"])
     except (KeyError, TypeError) as error:
@@ -91,27 +90,27 @@ def entries_of(manifest: dict[str, Any]) -> tuple[BucketEntry, ...]:
 
 
 def unpack(manifest: dict[str, Any], data: Tensor) -> list[tuple[str, Tensor]]:
-    """The tensors in a buffer, as views of it.
+    """Tensors in a buffer, as views of it.
 
     Raises:
-        ValueError: the bytes are not what the manifest says; the message names the tensor.
+        ValueError: the bytes do not match the manifest; the message names the tensor.
     """
     entries = entries_of(manifest)
     if data.numel() != manifest["nbytes"]:
         raise ValueError(f"{data.numel()} bytes came where the manifest announces {manifest['nbytes']}")
     tensors = []
     for entry in entries:
-        tensor = _place(data, entry.offset, entry.spec)
+        tensor = _view(data, entry.offset, entry.spec)
         check(entry.spec.name, tensor, entry.checksum)
         tensors.append((entry.spec.name, tensor))
     return tensors
 
 
 def check(name: str, tensor: Tensor, expected: int) -> None:
-    """Refuse a tensor that changed on its way.
+    """Refuse a tensor that changed in transit.
 
     Raises:
-        ValueError: it did.
+        ValueError: the checksums differ.
     """
     found = checksum(tensor)
     if found != expected:
@@ -119,10 +118,10 @@ def check(name: str, tensor: Tensor, expected: int) -> None:
 
 
 def checksum(tensor: Tensor) -> int:
-    """32 bits that tell whether the bytes are the same; on a GPU only sums leave the device.
+    """Checksum of the bytes in 32 bits; on a GPU only sums leave the device.
 
-    The bytes are rows of 64-bit integers; the CRC is that of the sums of rows and of columns, in which any change of a
-    number shows twice. What does not fill a row goes into the CRC itself.
+    The bytes form a matrix of 64-bit integers; the CRC is taken of the sums of its rows and columns, two of which change
+    with any number, and of the remaining bytes that fill no row.
     """
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     rows = len(flat) // ROW
@@ -132,18 +131,17 @@ def checksum(tensor: Tensor) -> int:
 
 
 class Packer:
-    """Cuts an update into buckets, one after the other.
+    """Packs an update into buckets, one after the other, in two alternating buffers.
 
-    Two buffers take turns: while one is being sent, the next is filled. A bucket is therefore good until the one after
-    the next is asked for.
+    A bucket is valid until the next but one is packed, so one can be sent while the next is filled.
 
     Args:
-        update: what to send.
-        bucket_bytes: most bytes of a bucket; a tensor that is larger is a bucket by itself.
-        device: where the buffers are; None: where the tensors are.
-        dense: no gaps between tensors, for receivers that reckon without: one that would not begin at a multiple of
+        update: weights to send.
+        bucket_bytes: upper bound of a bucket's size; a larger tensor is a bucket by itself.
+        device: device of the buffers; None: that of the tensors.
+        dense: no gaps between tensors, for receivers that expect none: a tensor that would not begin at a multiple of
             `ALIGNED` begins the next bucket.
-        allocate: bytes to a flat uint8 buffer of that size, for buffers of a special kind.
+        allocate: function from a number of bytes to a flat uint8 buffer, for buffers of a special kind.
     """
 
     def __init__(
@@ -157,26 +155,26 @@ class Packer:
     ):
         self.plan = planned(update.specs, bucket_bytes, dense=dense)
         self._allocate = allocate
-        self._pass: Any = update.checked()
+        self._tensors: Any = update.checked()
         self._device = device
         self._buffers: list[Tensor | None] = [None, None]
         self._size = max((_size(specs) for specs in self.plan), default=0)
         self._packed = 0
 
     def next(self) -> Bucket | None:
-        """The next bucket, or None after the last: then the pass was whole."""
+        """Next bucket, or None after the last, when the iteration over the tensors is complete."""
         if self._packed == len(self.plan):
-            for _ in self._pass:  # ends the pass, and would tell of a tensor too many
+            for _ in self._tensors:  # raises if there are more tensors than announced
                 pass
             return None
         specs = self.plan[self._packed]
         slot = self._packed % 2
         self._packed += 1
         entries, data, offset = [], None, 0
-        for spec, (_, tensor) in zip(specs, self._pass, strict=False):
+        for spec, (_, tensor) in zip(specs, self._tensors, strict=False):
             if data is None:
                 data = self._buffer(slot, tensor.device if self._device is None else self._device)[: _size(specs)]
-            placed = _place(data, offset, spec)
+            placed = _view(data, offset, spec)
             placed.copy_(tensor)
             entries.append(BucketEntry(spec, offset, checksum(placed)))
             offset += _aligned(spec.nbytes)
@@ -184,8 +182,8 @@ class Packer:
         return Bucket(tuple(entries), data)
 
     def close(self) -> None:
-        """End the pass where it is."""
-        self._pass.close()
+        """Stop the iteration over the tensors."""
+        self._tensors.close()
 
     def _buffer(self, slot: int, device: torch.device) -> Tensor:
         buffer = self._buffers[slot]
@@ -196,11 +194,11 @@ class Packer:
 
 
 def planned(specs: Iterable[TensorSpec], bucket_bytes: int, *, dense: bool = False) -> list[list[TensorSpec]]:
-    """Consecutive tensors that travel together."""
+    """Consecutive tensors of each bucket."""
     plan: list[list[TensorSpec]] = []
     used = 0
     for spec in specs:
-        gap = dense and bool(plan) and used != sum(one.nbytes for one in plan[-1])
+        gap = dense and bool(plan) and used != sum(last.nbytes for last in plan[-1])
         if not plan or gap or used + _aligned(spec.nbytes) > bucket_bytes:
             plan.append([])
             used = 0
@@ -209,7 +207,7 @@ def planned(specs: Iterable[TensorSpec], bucket_bytes: int, *, dense: bool = Fal
     return plan
 
 
-def _place(data: Tensor, offset: int, spec: TensorSpec) -> Tensor:
+def _view(data: Tensor, offset: int, spec: TensorSpec) -> Tensor:
     return data[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
 
 

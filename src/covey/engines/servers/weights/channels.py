@@ -1,8 +1,7 @@
-"""Ways for a flat buffer of bytes to get from a trainer into the processes of a server.
+"""Channels for flat buffers of bytes from a trainer to the processes of a server: gloo, NCCL, CUDA IPC.
 
-Both ends are here, because they must agree; the server's end is used by `vllm_worker`. A channel knows no names or
-shapes (`buckets`) and no requests (`vllm.weights`). Groups are made without torch's global process group, so that
-they disturb neither the trainer's nor the server's own, and every operation on them has a deadline.
+Both ends are here; `covey.engines.servers.vllm.worker` uses the server's. Groups do not touch torch's global process
+group of either end, and every operation on them has a deadline.
 """
 
 import base64
@@ -26,19 +25,19 @@ class Channel(Protocol):
     """One end of a connection between a trainer, which is rank 0, and all processes of one server."""
 
     def note(self, data: Tensor) -> dict[str, Any]:
-        """What the other end must be told before `data` is sent, as JSON can hold it."""
+        """JSON that the receiver needs before `data` is sent."""
         ...
 
     def send(self, data: Tensor, seconds: float) -> None:
-        """Give the bytes to every process of the server; raises RuntimeError after `seconds`."""
+        """Send the bytes to every process of the server; RuntimeError after `seconds`."""
         ...
 
     def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
-        """Take the bytes, on `device`."""
+        """Receive the bytes on `device`."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         ...
 
 
@@ -47,23 +46,23 @@ class Group:
 
     Args:
         backend: "gloo" or "nccl".
-        store: where its members find one another.
-        name: of this group; no other group on the same store may have it.
+        store: store on which the members meet.
+        name: unique name on that store.
         rank: 0 for the trainer.
-        world_size: members.
-        address: of this machine, as the other one reaches it.
-        seconds: until all members must be there.
+        world_size: number of members.
+        address: address of this machine, as the other one reaches it.
+        seconds: time for all members to join.
     """
 
     def __init__(self, backend: str, store: Any, name: str, rank: int, world_size: int, address: str, seconds: float):
         self._backend = backend
         own = dist.PrefixStore(name, store)
         _gather_members(own, rank, world_size, seconds)
-        make = _gloo if backend == "gloo" else _nccl
-        self._group: Any = make(own, rank, world_size, address, timedelta(seconds=seconds))
+        create = _gloo if backend == "gloo" else _nccl
+        self._group: Any = create(own, rank, world_size, address, timedelta(seconds=seconds))
 
     def note(self, data: Tensor) -> dict[str, Any]:
-        """Nothing: the bytes come by themselves."""
+        """Nothing: the broadcast carries all."""
         return {}
 
     def send(self, data: Tensor, seconds: float) -> None:
@@ -71,7 +70,7 @@ class Group:
         self._broadcast(data.cpu() if self._backend == "gloo" else data, seconds)
 
     def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
-        """Take part in rank 0's broadcast. The buffer is new each time: loading may keep views of it for a while."""
+        """Receive rank 0's broadcast into a new buffer, since loading may keep views of it for a while."""
         where = torch.device("cpu") if self._backend == "gloo" else device
         data = torch.empty(nbytes, dtype=torch.uint8, device=where)
         self._broadcast(data, seconds)
@@ -84,7 +83,7 @@ class Group:
             group.abort()
 
     def _broadcast(self, data: Tensor, seconds: float) -> None:
-        # Held here: the end of a gloo group waits for what is under way, and holds Python's lock while it does.
+        # A reference is kept here: destroying a gloo group waits for its operations, and holds the GIL meanwhile.
         group = self._group
         if group is None:
             raise RuntimeError("the connection was closed")
@@ -99,17 +98,17 @@ class Group:
 
 
 def _gather_members(store: Any, rank: int, world_size: int, seconds: float) -> None:
-    """Wait until all members are there, so that making the group does not: torch holds Python's lock while it does.
+    """Wait for all members, so that the creation of the group does not: torch holds the GIL while it does.
 
     Raises:
-        RuntimeError: somebody did not come in time.
+        RuntimeError: a member did not join in time.
     """
     store.set(f"here/{rank}", "")
     until = time.monotonic() + seconds
     for other in range(world_size):
         while not store.check([f"here/{other}"]):
             if time.monotonic() >= until:
-                raise RuntimeError(f"timed out: member {other} of {world_size} did not come within {seconds:g} seconds")
+                raise RuntimeError(f"timed out: member {other} of {world_size} did not join within {seconds:g} seconds")
             time.sleep(0.005)
 
 
@@ -130,7 +129,7 @@ def _nccl(store: Any, rank: int, world_size: int, address: str, timeout: timedel
 
 @contextmanager
 def nccl_that_raises() -> Iterator[None]:
-    """NCCL groups made within this context raise when a wait expires; torch's default is to end the process."""
+    """Context in which new NCCL groups raise when a wait expires; torch's default is to end the process."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -145,14 +144,13 @@ def nccl_that_raises() -> Iterator[None]:
 
 
 class Ipc:
-    """CUDA memory that the processes of one machine open where it lies: nothing is sent but a handle.
+    """CUDA memory that processes of one machine open in place: only a handle is sent, as JSON.
 
-    The handle is plain bytes and numbers in JSON. The buffer may be written to again only after the server has
-    answered that it is done with it.
+    The buffer may be overwritten only after the server has answered that it has read it.
     """
 
     def note(self, data: Tensor) -> dict[str, Any]:
-        """The handle of the buffer."""
+        """Handle of the buffer."""
         if not data.is_cuda:
             raise RuntimeError(f"only memory of a GPU can be shared with a server, and this is on {data.device}")
         torch.cuda.current_stream(data.device).synchronize()
@@ -165,10 +163,10 @@ class Ipc:
         }
 
     def send(self, data: Tensor, seconds: float) -> None:
-        """Nothing is left to be done."""
+        """Nothing to do."""
 
     def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
-        """Open the buffer and copy it: the trainer will write to it again."""
+        """Open the buffer and copy it, since the trainer will overwrite it."""
         here = str(torch.cuda.get_device_properties(device).uuid)
         if note["gpu"] != here:
             raise ValueError(f"the weights are on GPU {note['gpu']}, this process uses {here}: IPC needs the same one")
@@ -180,15 +178,15 @@ class Ipc:
         return data
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to do."""
 
 
 def join(channel: str, address: str, port: int, name: str, rank: int, world_size: int, seconds: float) -> Channel:
-    """The server's end of a channel: meets the trainer at `address` and `port`.
+    """Server's end of a channel to the trainer at `address` and `port`.
 
     Raises:
         ValueError: there is no such channel.
-        RuntimeError: nobody was there within `seconds`.
+        RuntimeError: the trainer was not there within `seconds`.
     """
     if channel not in CHANNELS:
         raise ValueError(f"channel {channel!r} is not known; choose one of: {', '.join(CHANNELS)}")
@@ -199,7 +197,7 @@ def join(channel: str, address: str, port: int, name: str, rank: int, world_size
 
 
 def open_store(address: str, port: int, seconds: float) -> Any:
-    """A store for others to meet at, listening on `address` alone.
+    """Store for a group's members to meet, listening on `address` alone.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.
@@ -226,9 +224,9 @@ def open_store(address: str, port: int, seconds: float) -> Any:
 
 
 def shared_store(address: str, port: int, seconds: float) -> Any:
-    """`open_store`, or the one that is open there already: trainers of one process share it, under names of their own.
+    """`open_store`, or the store of this process that is open there already; groups on it have unique names.
 
-    A trainer whose run has failed keeps its port until it is dropped, and the next one must not stumble over that.
+    A trainer whose run has failed keeps its port until it is garbage-collected, and the next trainer needs it.
     """
     if not port:
         return open_store(address, port, seconds)
@@ -242,10 +240,10 @@ _shared: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address as `host` sees it; no packet is sent.
+    """Address of this machine as `host` sees it; no packet is sent.
 
     Raises:
-        OSError: there is no way to `host`.
+        OSError: there is no route to `host`.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -254,7 +252,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def boot_id() -> str | None:
-    """What two processes share that run under the same kernel; None where the system does not say."""
+    """Id that processes under the same running kernel share; None where the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -1,7 +1,4 @@
-"""Weights as files: safetensors with a manifest beside them, for servers that share a disk with the trainer.
-
-A folder appears under its name when it is complete. Nothing here knows a server.
-"""
+"""Weights as files: folders of safetensors and a manifest, for servers that share a disk with the trainer."""
 
 import json
 import shutil
@@ -22,11 +19,11 @@ MANIFEST = "covey_manifest.json"
 
 
 class CheckpointDir:
-    """Where the folders of one run lie. It is made when it is needed, and removed with this object at the latest.
+    """Directory of one run's weight folders, created on first use and removed with this object at the latest.
 
     Args:
-        folder: in which it is made; None: the system's folder for temporary files.
-        run: the run's own name.
+        folder: parent directory; None: the system's directory for temporary files.
+        run: unique name of the run.
     """
 
     def __init__(self, folder: str | None, run: str):
@@ -36,29 +33,29 @@ class CheckpointDir:
 
     @property
     def path(self) -> Path:
-        """The folder of folders.
+        """Path of the directory.
 
         Raises:
-            RuntimeError: it cannot be made.
+            RuntimeError: it cannot be created.
         """
         if self._path is None:
             parent = Path(self._folder or tempfile.gettempdir()).absolute()
             try:
                 if self._folder is None:
-                    made = Path(tempfile.mkdtemp(prefix="covey-weights-"))
+                    created = Path(tempfile.mkdtemp(prefix="covey-weights-"))
                 else:
-                    made = parent / f"covey-weights-{self._run}"
-                    made.mkdir(parents=True)
+                    created = parent / f"covey-weights-{self._run}"
+                    created.mkdir(parents=True)
             except OSError as error:
                 raise _cannot_write(parent, error) from error
-            self._path, self._remove = made, weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+            self._path, self._remove = created, weakref.finalize(self, shutil.rmtree, created, ignore_errors=True)
         return self._path
 
     def write(self, update: WeightUpdate, name: str, bucket_bytes: int) -> Path:
-        """`write_folder` into the folder called `name`.
+        """Write an update into the folder `name`.
 
         Raises:
-            RuntimeError: the disk is full, or will not be written to.
+            RuntimeError: the disk is full or read-only.
         """
         from safetensors import SafetensorError
 
@@ -70,7 +67,7 @@ class CheckpointDir:
         return folder
 
     def clear(self) -> None:
-        """Remove all of it."""
+        """Remove the directory."""
         self._remove()
         self._path = None
 
@@ -84,7 +81,7 @@ def _cannot_write(folder: Path, error: Exception, nbytes: int = 0) -> RuntimeErr
 
 
 def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:
-    """Write an update as `save_pretrained` would: safetensors and their index; or an adapter and its configuration."""
+    """Write an update in the format of `save_pretrained`; the folder appears under its name when it is complete."""
     from safetensors.torch import save_file
 
     staging = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
@@ -117,11 +114,11 @@ def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:
 
 
 def read_folder(folder: Path, consume: Callable[[Iterator[tuple[str, Tensor]]], Any]) -> None:
-    """Hand a folder's tensors to `consume`, after each of them was compared with the manifest.
+    """Pass a folder's tensors to `consume`, after all of them were compared with the manifest.
 
     Raises:
         ValueError: a tensor is missing, unannounced or changed; nothing was consumed then.
-        FileNotFoundError: there is no such folder here.
+        FileNotFoundError: this machine has no such folder.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
