@@ -1,6 +1,6 @@
-"""What the commands that start inference servers have in common: their arguments, and becoming the server.
+"""Common part of the commands that start inference servers: parsing their arguments, and exec of the server.
 
-A `Make` says what differs. Flags of a server that are not listed here go to it as they are.
+A `Backend` holds the differences. Flags that are not listed here are passed to the server unchanged.
 """
 
 import ipaddress
@@ -18,18 +18,18 @@ from pathlib import Path
 import yaml
 
 OWN = ("--model", "--host", "--port", "--api-key", "--dry-run")
-"""Flags that are read here."""
+"""Flags of the command itself."""
 
 
 @dataclass(frozen=True)
-class Make:
-    """One make of server.
+class Backend:
+    """Differences between the commands of two backends.
 
     Attributes:
-        command: of `covey`.
+        command: subcommand of `covey`.
         key: environment variable that holds the key.
-        port: it listens on by default.
-        renamed: flags that the server calls something else.
+        port: default port.
+        renamed: the server's names of flags, by the names that the command takes.
         switches: flags that may be followed by True or False; the server has --no-... for False.
     """
 
@@ -61,12 +61,12 @@ class Request:
     flags: list[str] = field(default_factory=list)
 
     def has(self, name: str) -> bool:
-        """Whether the user gave the server's flag `--name`, switched on or off."""
+        """True if the user gave the server's flag `--name`, switched on or off."""
         name = name.removeprefix("no-")
         return any(re.fullmatch(rf"--(no-)?{name}([=.].*)?", flag) for flag in self.flags)
 
     def number(self, name: str, short: str, default: int) -> int:
-        """The value of the server's flag `--name` or `-short`."""
+        """Value of the server's flag `--name` or `-short`."""
         words = [word for flag in self.flags for word in flag.split("=", 1)]
         for word, value in itertools.pairwise(words):
             if word in (f"--{name}", f"-{short}") and value.isdigit():
@@ -74,21 +74,21 @@ class Request:
         return default
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str], make: Make) -> Request:
-    """Arguments in either spelling, this command's apart from the server's.
+def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> Request:
+    """Split arguments, in either spelling, into the command's and the server's.
 
     Raises:
         ValueError: no model, a value that is missing or wrong, a config file that cannot be read, or an open server
             without a key.
     """
-    request = Request(port=make.port, api_key=environ.get(make.key) or None)
+    request = Request(port=backend.port, api_key=environ.get(backend.key) or None)
     words = list(argv)
     if words and not words[0].startswith("-"):
         words.insert(0, "--model")
     words = _with_files(words)
     while words:
         flag, equals, value = words.pop(0).partition("=")
-        flag = _dashed(flag, make)
+        flag = _dashed(flag, backend)
         if whole := next((own for own in OWN if flag[2:] and own.startswith(flag) and own != flag), None):
             # The server would take it for the whole flag, and listen elsewhere than was checked.
             raise ValueError(f"{flag} is not a flag of its own: write {whole} in full.")
@@ -97,11 +97,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], make: Make) -> Reques
         elif flag in OWN:
             if not equals:
                 if not words or words[0].startswith("--"):
-                    raise ValueError(f"{flag} needs a value after it; `covey {make.command} -h` shows how.")
+                    raise ValueError(f"{flag} needs a value after it; `covey {backend.command} -h` shows how.")
                 value = words.pop(0)
             name = flag[2:].replace("-", "_")
             setattr(request, name, _port(value) if name == "port" else value)
-        elif flag[2:] in make.switches and (equals or (words and words[0].lower() in ("true", "false"))):
+        elif flag[2:] in backend.switches and (equals or (words and words[0].lower() in ("true", "false"))):
             on = (value if equals else words.pop(0)).lower()
             if on not in ("true", "false"):
                 raise ValueError(f"{flag}={value} is neither true nor false; write {flag} or --no-{flag[2:]}.")
@@ -117,13 +117,13 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], make: Make) -> Reques
     if not request.api_key and not is_local(request.host):
         raise ValueError(
             f"--host {request.host} lets other machines in, and whoever reaches this server can replace its weights:"
-            f" set the environment variable {make.key} (or give --api-key), or leave --host at 127.0.0.1."
+            f" set the environment variable {backend.key} (or give --api-key), or leave --host at 127.0.0.1."
         )
     return request
 
 
 def _with_files(words: list[str]) -> list[str]:
-    """The arguments with the flags of `--config` files before all others, which override them."""
+    """Put the flags of `--config` files before all other arguments, which override them."""
     own, files = list(words), []
     while (place := next((i for i, word in enumerate(own) if word.partition("=")[0] == "--config"), None)) is not None:
         _, equals, path = own.pop(place).partition("=")
@@ -136,7 +136,7 @@ def _with_files(words: list[str]) -> list[str]:
 
 
 def flags_of_file(path: str) -> list[str]:
-    """The flags in a YAML file, as the servers' own `--config` reads them.
+    """Flags in a YAML file, as the servers' own `--config` reads them.
 
     Raises:
         ValueError: there is no such file, or it is no mapping of flags.
@@ -164,13 +164,13 @@ def flags_of_file(path: str) -> list[str]:
     return flags
 
 
-def _dashed(flag: str, make: Make) -> str:
+def _dashed(flag: str, backend: Backend) -> str:
     """`--max_model_len` as `--max-model-len`; keys after a dot belong to JSON and stay."""
     if not flag.startswith("--"):
         return flag
     name, dot, key = flag.partition(".")
     name = name.replace("_", "-")
-    return make.renamed.get(name, name) + dot + key
+    return backend.renamed.get(name, name) + dot + key
 
 
 def _port(text: str) -> int:
@@ -180,7 +180,7 @@ def _port(text: str) -> int:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can connect to a server that listens there."""
+    """True if only this machine can connect to a server that listens on `host`."""
     if host == "localhost":
         return True
     try:
@@ -189,21 +189,21 @@ def is_local(host: str) -> bool:
         return False
 
 
-def become(request: Request, command: list[str], added: dict[str, str], notes: list[str], make: Make) -> int:
+def become(request: Request, command: list[str], added: dict[str, str], notes: list[str], backend: Backend) -> int:
     """Become the server (exec): signals, `kill` and exit status are its own. Returns only for `--dry-run`.
 
     Args:
-        request: what the user asked for.
+        request: parsed arguments.
         command: program and arguments, without secrets: any user of the machine can read them.
-        added: to the environment.
-        notes: for the user.
-        make: of server.
+        added: additions to the environment.
+        notes: messages to the user.
+        backend: backend of the server.
 
     Raises:
         ValueError: the port is taken.
     """
     if request.dry_run:
-        shown = {name: "..." if name == make.key else value for name, value in added.items()}
+        shown = {name: "..." if name == backend.key else value for name, value in added.items()}
         print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in shown.items()), shlex.join(command)]))
         return 0
     check_port(request.host, request.port)
@@ -214,7 +214,7 @@ def become(request: Request, command: list[str], added: dict[str, str], notes: l
 
 
 def url_of(request: Request) -> str:
-    """Where it will answer."""
+    """URL of the server."""
     return f"http://{request.host if is_local(request.host) else socket.gethostname()}:{request.port}"
 
 
@@ -222,7 +222,7 @@ def check_port(host: str, port: int) -> None:
     """Fail now rather than after a minute of loading.
 
     Raises:
-        ValueError: somebody listens there, or the host is none of this machine's.
+        ValueError: the port is in use, or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as one:

@@ -1,7 +1,7 @@
 """`covey sglang-serve`: SGLang's own server, started with what training needs, safe by default.
 
-It adds flags and then becomes the server (exec): signals, `kill` and exit status are SGLang's. Which routes training
-uses is in `covey.engines.servers`; nothing here speaks to a server.
+It adds flags and then becomes the server (exec): signals, `kill` and exit status are SGLang's. See also:
+`covey.engines.servers`, for the routes that training uses.
 """
 
 import importlib.metadata
@@ -11,16 +11,16 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from covey.cli import serving
-from covey.cli.serving import Make, Request
+from covey.cli.serving import Backend, Request
 from covey.engines.servers.sglang.launch import KEY, LOGPROBS, MODULE
 
 OLDEST = (0, 5, 23)
-"""The release after which Covey's requests are written."""
+"""First release that Covey's requests work with."""
 
-SGLANG = Make("sglang-serve", KEY, 30000)
+SGLANG = Backend("sglang-serve", KEY, 30000)
 
 LORA_DEFAULTS = {"max-lora-rank": "64", "lora-target-modules": "all"}
-"""What a server that starts without an adapter must be told about those that come later."""
+"""Required by a server that starts without an adapter, about adapters to come."""
 
 HELP = """\
 usage: covey sglang-serve --model M [--flag value ...]
@@ -68,10 +68,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
-    """Arguments in either spelling, this command's apart from SGLang's; see `serving.parse`.
+    """Arguments of this command and of SGLang; see `serving.parse`.
 
     Raises:
-        ValueError: also a second key, for its routes for training: the trainer sends one.
+        ValueError: also for a second key, of its routes for training: the trainer sends one.
     """
     request = serving.parse(argv, environ, SGLANG)
     if request.has("admin-api-key"):
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
 
 
 def check_release() -> None:
-    """See that SGLang is there and recent enough.
+    """Check that SGLang is installed and recent enough.
 
     Raises:
         ImportError: it is not.
@@ -103,7 +103,7 @@ def check_release() -> None:
 
 
 def plan(request: Request, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """The command, what to add to the environment, and what to tell the user."""
+    """Command, additions to the environment, and messages to the user."""
     assert request.model is not None, "checked when it was parsed"
     command = [sys.executable, "-m", MODULE, "--model-path", request.model]
     command += ["--host", request.host, "--port", str(request.port)]

@@ -1,7 +1,7 @@
 """`covey vllm-serve`: vLLM's own server, started with what training needs, safe by default.
 
 It adds flags and environment variables and then becomes the server (exec): signals, `kill` and exit status are vLLM's.
-Which routes training uses is in `covey.engines.servers`; nothing here speaks to a server.
+See also: `covey.engines.servers`, for the routes that training uses.
 """
 
 import importlib.metadata
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from covey.cli import serving
 from covey.cli.env import memory_bytes, usable_cores
-from covey.cli.serving import Make, Request
+from covey.cli.serving import Backend, Request
 from covey.engines.servers.vllm.launch import (
     ENVIRONMENT,
     LORA_ENVIRONMENT,
@@ -25,10 +25,10 @@ from covey.engines.servers.vllm.launch import (
 )
 
 RENAMED = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
-"""Flags of TRL's command that vLLM calls something else."""
+"""vLLM's names of flags of TRL's command."""
 
 SWITCHES = ("enforce-eager", "enable-prefix-caching", "trust-remote-code", "enable-lora", "enable-sleep-mode")
-"""Flags that users of TRL write with True or False after them; vLLM has --no-... for False."""
+"""Flags that TRL's command takes with True or False after them; vLLM has --no-... for False."""
 
 HELP = """\
 usage: covey vllm-serve --model M [--flag value ...]
@@ -54,12 +54,12 @@ Every other flag goes to vLLM as it is, in either spelling (--max-model-len, --m
 What is added, unless you give the flag yourself:
   --logprobs-mode processed_logprobs   log-probs as sampled, after temperature and cuts
   --generation-config vllm             no sampling defaults of the model's own
-  --worker-extension-cls, --weight-transfer-config   Covey's way for weights
+  --worker-extension-cls, --weight-transfer-config   Covey's weight transfer
   --enable-sleep-mode                  memory can be released between generations (not on a CPU)
   --max-loras 3 --max-cpu-loras 3      with --enable-lora: an adapter's current version and those still sampled from
 On a CPU also --enforce-eager, --no-enable-chunked-prefill (with it, seeds end the server), --dtype float32 where
 bfloat16 is emulated, and variables that vLLM wants there;
-each is said when it is set.
+each is printed when it is set.
 
 examples:
   covey vllm-serve --model Qwen/Qwen2.5-7B-Instruct --tensor-parallel-size 2
@@ -67,7 +67,7 @@ examples:
 """
 
 
-VLLM = Make("vllm-serve", "VLLM_API_KEY", 8000, RENAMED, SWITCHES)
+VLLM = Backend("vllm-serve", "VLLM_API_KEY", 8000, RENAMED, SWITCHES)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,15 +87,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
-    """Arguments in either spelling, this command's apart from vLLM's; see `serving.parse`."""
+    """Arguments of this command and of vLLM; see `serving.parse`."""
     return serving.parse(argv, environ, VLLM)
 
 
 def installed_vllm() -> str:
-    """The version of vLLM in this environment.
+    """Version of vLLM in this environment.
 
     Raises:
-        ImportError: there is none, or it is too old.
+        ImportError: vLLM is missing or too old.
     """
     try:
         found = importlib.metadata.version("vllm")
@@ -115,12 +115,12 @@ def installed_vllm() -> str:
 
 
 def runs_on_cpu(version: str, environ: Mapping[str, str]) -> bool:
-    """Whether vLLM will compute on the CPU, which its build decides."""
+    """True if vLLM will compute on the CPU, which its build decides."""
     return "cpu" in version or environ.get("VLLM_TARGET_DEVICE") == "cpu"
 
 
 def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> tuple[list[str], dict[str, str], list[str]]:
-    """The command, what to add to the environment, and what to tell the user."""
+    """Command, additions to the environment, and messages to the user."""
     assert request.model is not None, "checked when it was parsed"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model]
     command += ["--host", request.host, "--port", str(request.port)]
@@ -160,7 +160,7 @@ def _by_name(flags: list[str]) -> dict[str, str | None]:
 
 
 def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str | None]]:
-    """What vLLM wants on a CPU: variables that are not set yet, and flags."""
+    """Variables that are not set yet, and flags, for vLLM on a CPU."""
     from covey.config.hardware import cpu_multiplies_bf16
 
     cores = usable_cores()
@@ -172,8 +172,7 @@ def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str |
     }
     if cores <= 4:  # too few to set one apart for its scheduler, and others run here too
         wanted |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    # A prompt that is computed in pieces ends vLLM's CPU build where it has a seed: it turns back a generator that
-    # cannot be turned back.
+    # Chunked prefill with a seed ends vLLM's CPU build, which rewinds a generator that cannot be rewound.
     flags: dict[str, str | None] = {"enforce-eager": None, "no-enable-chunked-prefill": None}
     if not cpu_multiplies_bf16():
         flags["dtype"] = "float32"
@@ -181,7 +180,7 @@ def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str |
 
 
 def preloads() -> list[str]:
-    """vLLM's allocator and OpenMP for CPUs, where they are installed."""
+    """Allocator and OpenMP library that vLLM uses on CPUs, if installed."""
     allocators = sorted(glob("/usr/lib/*/libtcmalloc_minimal.so.4")) + sorted(
         glob("/usr/lib64/libtcmalloc_minimal.so.4")
     )

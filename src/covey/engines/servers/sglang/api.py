@@ -51,6 +51,18 @@ KV, GRAPHS, WEIGHTS = "kv_cache", "cuda_graph", "weights"
 PROBE_TEMPERATURE = 2.0
 
 
+async def write_version(server: ServerClient, version: str, deadline: float) -> None:
+    """Set the version that /model_info reports."""
+    body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
+    await server.call("POST", "/update_weight_version", doing=doing, deadline=deadline, body=body)
+
+
+async def read_version(server: ServerClient, deadline: float) -> str | None:
+    """Version that /model_info reports."""
+    version = (await model_info(server, deadline)).get("weight_version")
+    return None if version is None else str(version)
+
+
 class SglangApi:
     """A `ServerApi` for SGLang's server.
 
@@ -70,6 +82,9 @@ class SglangApi:
         "sglang_sync_timeout",
         "--context-length",
     )
+
+    read_version = staticmethod(read_version)
+    write_version = staticmethod(write_version)
 
     def __init__(self, *, temperature: float = 1.0, extra: dict[str, Any] | None = None, vocab_size: int | None = None):
         self._temperature = temperature
@@ -231,14 +246,6 @@ class SglangApi:
                     raise
             await asyncio.sleep(min(0.1, wait))
 
-    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
-        """Set the version that /model_info reports."""
-        await write_version(server, version, deadline)
-
-    async def read_version(self, server: ServerClient, deadline: float) -> str | None:
-        """Version that /model_info reports."""
-        return await read_version(server, deadline)
-
     async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
         """Release memory, also of weights that are backed up in host memory or not needed again (level 2)."""
         if server.url in self._released:
@@ -347,18 +354,6 @@ def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
         takes_adapters=bool(info.get("enable_lora")),
         path=str(model["model_path"]),
     )
-
-
-async def write_version(server: ServerClient, version: str, deadline: float) -> None:
-    """Set the version that /model_info reports."""
-    body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
-    await server.call("POST", "/update_weight_version", doing=doing, deadline=deadline, body=body)
-
-
-async def read_version(server: ServerClient, deadline: float) -> str | None:
-    """Version that /model_info reports."""
-    version = (await model_info(server, deadline)).get("weight_version")
-    return None if version is None else str(version)
 
 
 async def model_info(server: ServerClient, deadline: float) -> dict[str, Any]:

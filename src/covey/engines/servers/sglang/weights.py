@@ -92,13 +92,8 @@ class SglangWeightApi(WeightApi):
             hint = "It must see this folder under the same name: set checkpoint_path to one that it shares."
             raise ServerRefused(server.url, doing, error.message, hint) from error
 
-    async def read_version(self, server: ServerClient, seconds: float) -> str | None:
-        """Version that /model_info reports."""
-        return await read_version(server, seconds)
-
-    async def write_version(self, server: ServerClient, version: str, seconds: float) -> None:
-        """Set the version that /model_info reports."""
-        await write_version(server, version, seconds)
+    read_version = staticmethod(read_version)
+    write_version = staticmethod(write_version)
 
     # ---- buckets ---------------------------------------------------------------------------------------------------
 

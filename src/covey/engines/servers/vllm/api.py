@@ -35,6 +35,30 @@ from covey.engines.servers.vllm.sampling import (
 )
 
 
+async def write_version(server: ServerClient, version: str, deadline: float) -> None:
+    """Set the version that /weight_info reports; ignored by releases without that route."""
+    with _without_route():
+        body, doing = {"new_version": version}, "record the version of its weights"
+        await server.call("POST", "/update_weight_version", doing=doing, deadline=deadline, body=body)
+
+
+async def read_version(server: ServerClient, deadline: float) -> str | None:
+    """Version that /weight_info reports; None for releases without that route."""
+    answer = None
+    with _without_route():
+        answer = await server.call("GET", "/weight_info", doing="read the version of its weights", deadline=deadline)
+    return str(answer["weight_version"]) if isinstance(answer, dict) and "weight_version" in answer else None
+
+
+@contextlib.contextmanager
+def _without_route() -> Iterator[None]:
+    try:
+        yield
+    except ServerRefused as error:
+        if "HTTP 404" not in error.message:
+            raise
+
+
 class VllmApi:
     """A `ServerApi` for vLLM's server.
 
@@ -54,6 +78,9 @@ class VllmApi:
         "vllm_server_sync_timeout",
         "--max-model-len",
     )
+
+    read_version = staticmethod(read_version)
+    write_version = staticmethod(write_version)
 
     def __init__(self, *, temperature: float = 1.0, extra: dict[str, Any] | None = None, vocab_size: int | None = None):
         self._temperature = temperature
@@ -153,14 +180,6 @@ class VllmApi:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise ServerBusy(server.url, "empty the prefix cache", "requests still use it")
 
-    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
-        """Set the version that /weight_info reports."""
-        await write_version(server, version, deadline)
-
-    async def read_version(self, server: ServerClient, deadline: float) -> str | None:
-        """Version that /weight_info reports; None for releases without that route."""
-        return await read_version(server, deadline)
-
     async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
         """Release memory; needs a server started with --enable-sleep-mode."""
         await self._switch(server, "/sleep", "put it to sleep", deadline, {"level": str(level)})
@@ -187,27 +206,3 @@ class VllmApi:
             if "HTTP 404" not in error.message:
                 raise
             raise ServerRefused(server.url, doing, f"it has no route {path}", DEV_MODE) from error
-
-
-async def write_version(server: ServerClient, version: str, deadline: float) -> None:
-    """Set the version that /weight_info reports; ignored by releases without that route."""
-    with _without_route():
-        body, doing = {"new_version": version}, "record the version of its weights"
-        await server.call("POST", "/update_weight_version", doing=doing, deadline=deadline, body=body)
-
-
-async def read_version(server: ServerClient, deadline: float) -> str | None:
-    """Version that /weight_info reports; None for releases without that route."""
-    answer = None
-    with _without_route():
-        answer = await server.call("GET", "/weight_info", doing="read the version of its weights", deadline=deadline)
-    return str(answer["weight_version"]) if isinstance(answer, dict) and "weight_version" in answer else None
-
-
-@contextlib.contextmanager
-def _without_route() -> Iterator[None]:
-    try:
-        yield
-    except ServerRefused as error:
-        if "HTTP 404" not in error.message:
-            raise

@@ -103,13 +103,8 @@ class VllmWeightApi(WeightApi):
             await server.call("POST", "/collective_rpc", doing=doing, deadline=until.left(server), body=body)
         await write_version(server, str(version), until.left(server))
 
-    async def read_version(self, server: ServerClient, seconds: float) -> str | None:
-        """Version that /weight_info reports."""
-        return await read_version(server, seconds)
-
-    async def write_version(self, server: ServerClient, version: str, seconds: float) -> None:
-        """Set the version that /weight_info reports."""
-        await write_version(server, version, seconds)
+    read_version = staticmethod(read_version)
+    write_version = staticmethod(write_version)
 
     # ---- buckets ---------------------------------------------------------------------------------------------------
 

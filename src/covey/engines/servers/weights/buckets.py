@@ -1,7 +1,7 @@
 """Buckets: tensors packed into flat buffers, with a manifest that both ends check.
 
-A manifest is JSON: name, shape, dtype, offset and checksum of every tensor in the bucket. The receiver refuses bytes that
-do not match it. Pure torch; used in the trainer and in the server.
+A manifest is JSON: name, shape, dtype, offset and checksum of every tensor in the bucket. The receiver refuses bytes
+that do not match it. Pure torch; used in the trainer and in the server.
 """
 
 import zlib
@@ -120,8 +120,8 @@ def check(name: str, tensor: Tensor, expected: int) -> None:
 def checksum(tensor: Tensor) -> int:
     """Checksum of the bytes in 32 bits; on a GPU only sums leave the device.
 
-    The bytes form a matrix of 64-bit integers; the CRC is taken of the sums of its rows and columns, two of which change
-    with any number, and of the remaining bytes that fill no row.
+    The bytes form a matrix of 64-bit integers; the CRC is taken of the sums of its rows and columns, two of which
+    change with any number, and of the remaining bytes that fill no row.
     """
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     rows = len(flat) // ROW

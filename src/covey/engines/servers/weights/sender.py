@@ -114,11 +114,11 @@ class WeightApi(ABC):
         """Make the server read its weights from `folder`, and record their version."""
 
     @abstractmethod
-    async def read_version(self, server: ServerClient, seconds: float) -> str | None:
+    async def read_version(self, server: ServerClient, deadline: float) -> str | None:
         """Version of its weights that the server reports; None if it keeps none."""
 
     @abstractmethod
-    async def write_version(self, server: ServerClient, version: str, seconds: float) -> None:
+    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
         """Record the version of the server's weights."""
 
     # ---- buckets ---------------------------------------------------------------------------------------------------
