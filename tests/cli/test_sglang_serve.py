@@ -74,7 +74,7 @@ def test_adapters_that_come_later_are_announced():
     assert "--lora-target-modules" not in command("m")
 
 
-def test_logprobs_without_the_temperature_are_switched_off_with_a_note():
+def test_the_raw_logprobs_variable_is_dropped_with_a_note():
     notes = plan(parse(["m"], {}), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"})[2]
     assert any("is set aside" in note for note in notes)
 

@@ -43,7 +43,7 @@ def vllm_version(monkeypatch):
     return pretend
 
 
-def test_it_listens_on_this_machine_alone_with_the_routes_for_training():
+def test_it_listens_on_localhost_with_the_training_routes():
     words = command("--model", "m")
     assert words[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "m"]
     assert words[words.index("--host") + 1] == "127.0.0.1"
@@ -150,7 +150,7 @@ def test_adapters_may_be_loaded_while_it_runs_if_lora_is_on():
     assert "--api-server-count" not in command("m", "--data-parallel-size", "2")
 
 
-def test_on_a_cpu_variables_are_set_only_where_unset_and_all_are_said():
+def test_on_a_cpu_unset_variables_are_set_and_printed():
     environ = {"VLLM_CPU_KVCACHE_SPACE": "7", "OMP_NUM_THREADS": "3"}
     words, variables, notes = plan(parse(["m"], environ), environ, on_cpu=True)
     assert "VLLM_CPU_KVCACHE_SPACE" not in variables and "OMP_NUM_THREADS" not in variables
@@ -162,7 +162,7 @@ def test_on_a_cpu_variables_are_set_only_where_unset_and_all_are_said():
     assert "--enforce-eager" in said
 
 
-def test_on_a_cpu_that_emulates_bfloat16_float32_is_used_unless_the_user_says_otherwise(monkeypatch):
+def test_a_cpu_without_bfloat16_defaults_to_float32(monkeypatch):
     from covey.config import hardware
 
     monkeypatch.setattr(hardware, "cpu_multiplies_bf16", lambda: False)
@@ -232,7 +232,7 @@ def test_a_taken_port_is_noticed_before_anything_is_loaded():
     check_port("127.0.0.1", port)
 
 
-def test_a_dry_run_prints_a_command_that_a_shell_understands_without_the_key(vllm_version, capsys):
+def test_a_dry_run_prints_a_shell_command_without_the_key(vllm_version, capsys):
     vllm_version("0.32.0")
     assert main(["vllm-serve", "my model", "--api-key", "hush", "--dry-run"]) == 0
     printed = capsys.readouterr().out

@@ -55,7 +55,7 @@ def test_every_process_of_a_server_gets_the_bytes(servers):
     assert got == [(1, 7), (1, 2000), (2, 7), (2, 2000)]
 
 
-def test_a_server_that_is_killed_is_noticed_long_before_the_deadline(servers):
+def test_a_killed_server_is_noticed_before_the_deadline(servers):
     channel, results, processes = servers(1)
     channel.send(torch.ones(1000, dtype=torch.uint8), 30.0)
     assert results.get(timeout=30) == (1, 1000)
@@ -67,14 +67,14 @@ def test_a_server_that_is_killed_is_noticed_long_before_the_deadline(servers):
     assert time.monotonic() - begun < 30.0
 
 
-def test_a_trainer_that_never_sends_is_not_waited_for_beyond_the_deadline(servers):
+def test_receiving_from_a_silent_trainer_ends_at_the_deadline(servers):
     kept, results, _ = servers(1, seconds=0.5)
     rank, said = results.get(timeout=30)
     assert rank == 1 and "imed out" in said
     kept.close()
 
 
-def test_a_server_that_never_takes_is_not_waited_for_beyond_the_deadline(servers):
+def test_sending_to_a_silent_server_ends_at_the_deadline(servers):
     channel, results, _ = servers(1)
     for size in (1000, 3):
         channel.send(torch.ones(size, dtype=torch.uint8), 30.0)
@@ -93,7 +93,7 @@ def test_a_closed_channel_says_so():
         channel.send(torch.zeros(1, dtype=torch.uint8), 1.0)
 
 
-def test_the_store_listens_where_it_is_told_and_a_taken_port_is_an_error():
+def test_the_store_listens_on_its_address_and_port_alone():
     store = open_store(HERE, 0, 30.0)
     with pytest.raises(OSError, match="in use"):
         open_store(HERE, store.port, 30.0)
@@ -104,11 +104,11 @@ def test_unknown_channels_are_refused():
         join("carrier pigeon", HERE, 1, "run/1", 1, 2, 1.0)
 
 
-def test_a_neighbour_on_this_machine_sees_it_under_the_loopback_address():
+def test_own_address_for_this_machine_is_the_loopback_one():
     assert own_address("localhost", 80) in (HERE, "::1")
 
 
-def test_trainers_of_one_process_meet_their_servers_at_the_same_port_until_the_last_is_gone():
+def test_trainers_of_one_process_share_a_port():
     with socket.socket() as one:
         one.bind((HERE, 0))
         port = one.getsockname()[1]

@@ -10,7 +10,7 @@ from tests.support import tiny
 from tests.support.servers.sglang_servers import update
 
 
-def test_a_folder_is_written_where_it_was_asked_for_and_read_back(tmp_path):
+def test_a_folder_is_written_in_its_parent_and_read_back(tmp_path):
     model, found = tiny.model(), {}
     shelf = CheckpointDir(str(tmp_path), "r1")
     folder = shelf.write(update(model, 3), "v3", 2**20)
@@ -22,7 +22,7 @@ def test_a_folder_is_written_where_it_was_asked_for_and_read_back(tmp_path):
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_nothing_is_left_behind_when_nobody_has_use_for_it_any_more(tmp_path, given):
+def test_a_collected_checkpoint_dir_leaves_no_files(tmp_path, given):
     shelf = CheckpointDir(str(tmp_path) if given else None, "r1")
     path = shelf.path
     shelf.write(update(tiny.model(), 0), "v0", 2**20)
@@ -39,7 +39,7 @@ def test_after_it_was_cleared_it_can_be_used_again(tmp_path):
     assert shelf.write(update(tiny.model(), 1), "v1", 2**20).exists()
 
 
-def test_a_place_that_cannot_be_written_to_is_named_with_what_to_do(tmp_path):
+def test_an_unwritable_folder_is_named_with_advice(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RuntimeError, match=rf"cannot be written to {tmp_path}/file .*Not a dir.*vllm_weight_folder"):
         CheckpointDir(str(tmp_path / "file"), "r1").write(update(tiny.model(), 0), "v0", 2**20)

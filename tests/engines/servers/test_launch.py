@@ -75,7 +75,7 @@ def test_a_server_that_is_late_is_stopped_and_its_log_shown(server):
     assert not one.running
 
 
-def test_a_server_that_dies_is_noticed_at_once_with_the_end_of_its_log(tmp_path: Path):
+def test_a_server_that_ends_early_fails_with_its_log(tmp_path: Path):
     code = "print('line\\n' * 1000); raise MemoryError('no room for the cache')"
     one = ServerProcess([sys.executable, "-c", code], "http://127.0.0.1:9", log_path=tmp_path / "log", deadline=600)
     started = time.monotonic()
@@ -85,7 +85,7 @@ def test_a_server_that_dies_is_noticed_at_once_with_the_end_of_its_log(tmp_path:
     assert str(caught.value).count("line\n") < 30
 
 
-def test_a_server_killed_by_the_system_is_told_from_one_that_gave_up(tmp_path: Path):
+def test_a_server_killed_by_a_signal_is_reported_as_such(tmp_path: Path):
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     one = ServerProcess([sys.executable, "-c", code], "http://127.0.0.1:9", log_path=tmp_path / "log", deadline=600)
     with pytest.raises(LaunchFailed, match=r"exit status 137 \(SIGKILL\)"):

@@ -104,14 +104,14 @@ def test_completions_carry_the_models_own_logprobs(servers, engines):
         assert stopped or len(completion.token_ids) == 8
 
 
-def test_the_same_seeds_give_the_same_completions_and_others_give_others(servers, engines):
+def test_seeds_decide_completions(servers, engines):
     engine = engines(servers())
     first, again, other = generate(engine, request(), request(), request(seed=99))
     assert first == again != other
     assert first[0].token_ids != first[1].token_ids
 
 
-def test_every_setting_of_sampling_is_sent_so_that_no_server_default_decides(servers, engines):
+def test_every_sampling_setting_is_sent(servers, engines):
     server = servers()
     generate(engines(server))
     body = server.asked("/v1/completions")[-1]
@@ -194,7 +194,7 @@ def test_a_failure_costs_a_retry_and_the_answer_is_the_same(servers, engines, na
     assert generate(engine) == expected
 
 
-def test_answers_that_stay_unusable_end_in_an_error_that_says_why(servers, engines):
+def test_answers_that_stay_unusable_are_an_error(servers, engines):
     server = servers()
     engine = engines(server)
     server.misbehave("/v1/completions", PASSING["NaN"], times=3)
@@ -202,7 +202,7 @@ def test_answers_that_stay_unusable_end_in_an_error_that_says_why(servers, engin
         generate(engine)
 
 
-def test_a_server_that_lives_and_is_too_slow_is_given_up_after_the_second_time(servers, engines):
+def test_two_missed_deadlines_are_an_error(servers, engines):
     server = servers()
     engine = engines(server, request_timeout=0.3)
     server.misbehave("/v1/completions", fake_vllm.hang(), times=9)
@@ -211,7 +211,7 @@ def test_a_server_that_lives_and_is_too_slow_is_given_up_after_the_second_time(s
     assert len(server.asked("/v1/completions")) == 1 + 2  # the first was the look at what its log-probs mean
 
 
-def test_a_request_that_is_too_slow_at_one_server_is_given_to_another(servers, engines):
+def test_a_late_request_is_sent_to_another_server(servers, engines):
     one, other = servers(), servers()
     engine = engines(one, other, request_timeout=1.0)
     one.misbehave("/v1/completions", fake_vllm.hang(), times=9)
@@ -219,7 +219,7 @@ def test_a_request_that_is_too_slow_at_one_server_is_given_to_another(servers, e
     assert len(one.asked("/v1/completions")) == 1 + 1
 
 
-def test_a_server_that_says_that_it_is_well_and_stays_busy_ends_the_wait(servers, engines):
+def test_a_server_that_stays_busy_ends_the_wait(servers, engines):
     server = servers()
     engine = engines(server, timeout=1.0)
     server.misbehave("/v1/completions", fake_vllm.status(429, "too many requests"), times=99)
@@ -228,7 +228,7 @@ def test_a_server_that_says_that_it_is_well_and_stays_busy_ends_the_wait(servers
     assert len(server.asked("/v1/completions")) >= 1 + 3
 
 
-def test_a_server_that_sends_requests_on_is_refused_with_where_to(servers, engines):
+def test_a_redirecting_server_is_refused_with_its_target(servers, engines):
     server = servers()
 
     async def elsewhere(request, handler):
@@ -271,7 +271,7 @@ def test_a_server_that_dies_while_it_samples_loses_nothing(servers, engines):
     assert [member.up for member in engine._pool.members] == [False, True]
 
 
-def test_a_server_that_freezes_is_given_up_and_its_requests_go_elsewhere(servers, engines, monkeypatch):
+def test_requests_of_a_frozen_server_go_elsewhere(servers, engines, monkeypatch):
     monkeypatch.setattr(fleet_module, "WATCH_EVERY", 0.1)
     monkeypatch.setattr(fleet_module, "QUICK_SECONDS", 0.3)
     one, other = servers(token_delay=0.05), servers(token_delay=0.05)
@@ -281,7 +281,7 @@ def test_a_server_that_freezes_is_given_up_and_its_requests_go_elsewhere(servers
     assert [len(completions) for completions in answers] == [2] * 6
 
 
-def test_when_all_are_gone_the_error_names_each_with_its_last_words(servers, engines):
+def test_when_all_are_gone_the_error_names_each_last_error(servers, engines):
     one, other = servers(), servers()
     engine = engines(one, other, timeout=2.0)
     one.kill()
@@ -309,7 +309,7 @@ def greedy(engine, **changes):
     return generate(engine, request(n=1, temperature=0.0, max_tokens=10, **changes))[0][0]
 
 
-def test_after_an_update_every_server_samples_from_the_new_weights(servers, engines):
+def test_after_an_update_every_server_samples_new_weights(servers, engines):
     one, other = servers(), servers()
     engine = engines(one, other)
     new = tiny.model(seed=7)
@@ -325,7 +325,7 @@ def test_after_an_update_every_server_samples_from_the_new_weights(servers, engi
         assert server.asked("/reset_prefix_cache")
 
 
-def test_completions_in_flight_are_continued_with_the_new_weights_and_say_so(servers, engines):
+def test_completions_in_flight_continue_with_both_versions(servers, engines):
     server = servers(token_delay=0.05)
     engine = engines(server)
     old, new = tiny.model(), tiny.model(seed=7)
@@ -348,7 +348,7 @@ def test_completions_in_flight_are_continued_with_the_new_weights_and_say_so(ser
         assert len(tokens) == 20 or tokens[-1] in ENDS
 
 
-def test_a_completion_that_is_broken_off_again_and_again_is_put_together(servers, engines):
+def test_a_completion_aborted_repeatedly_is_joined(servers, engines):
     server = servers()
     engine = engines(server)
     server.misbehave("/v1/completions", fake_vllm.broken_off(2), times=3)
@@ -370,7 +370,7 @@ def test_a_server_that_only_breaks_off_is_an_error(servers, engines):
         generate(engine, request(n=1))
 
 
-def test_a_server_that_dies_during_an_update_is_left_out_and_the_other_goes_on(servers, engines):
+def test_a_server_that_dies_during_an_update_is_left_out(servers, engines):
     one, other = servers(), servers()
     engine = engines(one, other)
     one.misbehave("/collective_rpc", fake_vllm.drop())
@@ -381,7 +381,7 @@ def test_a_server_that_dies_during_an_update_is_left_out_and_the_other_goes_on(s
     assert set(greedy(engine).versions) == {1}
 
 
-def test_a_server_that_takes_no_weights_is_left_out_and_the_other_goes_on(servers, engines):
+def test_a_server_that_takes_no_weights_is_left_out(servers, engines):
     one, other = servers(), servers()
     transport = RecordingSender()
     engine = engines(one, other, transport=transport)
@@ -395,7 +395,7 @@ def test_a_server_that_takes_no_weights_is_left_out_and_the_other_goes_on(server
 
 
 @pytest.mark.filterwarnings("ignore:.*takes no weights")
-def test_a_server_that_takes_no_weights_is_asked_again_only_after_it_was_away(servers, engines):
+def test_an_excluded_server_gets_weights_after_a_restart(servers, engines):
     one, other = servers(), servers()
     transport = RecordingSender()
     engine = engines(one, other, transport=transport)
@@ -417,7 +417,7 @@ def test_a_server_that_takes_no_weights_is_asked_again_only_after_it_was_away(se
     assert set(engine.holders) == {one.url, other.url}
 
 
-def test_a_server_that_came_back_and_takes_no_weights_does_not_end_the_run(servers, engines):
+def test_a_returning_server_without_weights_does_not_end_the_run(servers, engines):
     one, other = servers(), servers()
     engine = engines(one, other)
     engine.load_weights(update(tiny.model(), 1))
@@ -435,7 +435,7 @@ def test_a_server_that_came_back_and_takes_no_weights_does_not_end_the_run(serve
     assert engine.holders == [other.url]
 
 
-def test_a_server_that_cannot_join_the_group_does_not_use_up_the_time_of_the_others(servers, engines, monkeypatch):
+def test_a_failed_group_join_leaves_time_for_the_others(servers, engines, monkeypatch):
     monkeypatch.setattr(deadline, "JOIN_SECONDS", 1.0)
     one, other = servers(buckets=True), servers(buckets=True)
     engine = engines(one, other, transport=vllm_sender("group"), sync_timeout=120.0)
@@ -459,7 +459,7 @@ def test_an_update_waits_for_a_server_that_comes_back(servers, engines):
     assert after.logprobs == pytest.approx(logprobs_of(new, [5, 6, 7], after.token_ids), abs=1e-4)
 
 
-def test_an_update_that_no_server_takes_says_what_the_server_said(servers, engines):
+def test_an_update_that_no_server_takes_shows_the_servers_error(servers, engines):
     server = servers()
     engine = engines(server, timeout=1.0)
     server.misbehave("/collective_rpc", fake_vllm.status(500, "size mismatch for lm_head.weight"), times=9)
@@ -481,7 +481,7 @@ def test_a_transfer_that_hangs_ends_at_its_deadline(servers, engines):
     assert not server.paused
 
 
-def test_a_server_that_was_started_anew_is_not_sampled_from_until_it_has_the_weights(servers, engines):
+def test_a_restarted_server_samples_after_it_has_the_weights(servers, engines):
     one, other = servers(), servers()
     engine = engines(one, other)
     engine.load_weights(update(tiny.model(seed=7), 1))
@@ -494,7 +494,7 @@ def test_a_server_that_was_started_anew_is_not_sampled_from_until_it_has_the_wei
     assert other.url in engine.holders
 
 
-def test_a_server_that_comes_back_between_updates_is_sent_the_last_one_where_that_is_possible(servers, engines):
+def test_resend_brings_a_returning_server_up_to_date(servers, engines):
     server = servers()
     transport = RecordingSender()
     engine = engines(server, resend=True, transport=transport)
@@ -508,7 +508,7 @@ def test_a_server_that_comes_back_between_updates_is_sent_the_last_one_where_tha
     assert [version for version, _ in transport.sent] == [1, 1]
 
 
-def test_what_a_server_was_sent_is_in_doubt_once_it_was_left_out(servers, engines):
+def test_the_sender_is_invalidated_for_a_server_left_out(servers, engines):
     one, other = servers(), servers()
     transport, forgotten = RecordingSender(), []
     transport.invalidate = lambda server: forgotten.append(server.url)
@@ -544,7 +544,7 @@ def test_processes_that_do_not_send_adopt_the_version(servers, engines):
         assert set(greedy(other).versions) == {3}
 
 
-def test_processes_that_do_not_send_sample_from_the_adapter_that_was_sent(servers, engines):
+def test_other_processes_sample_from_the_sent_adapter(servers, engines):
     server = servers()
     sender, other = engines(server), engines(server)
     sender.sender.export_state = lambda: {"3": "covey-v3"}
@@ -556,7 +556,7 @@ def test_processes_that_do_not_send_sample_from_the_adapter_that_was_sent(server
     assert other.version == 3 and other.holders == [server.url]
 
 
-def test_what_another_process_breaks_off_waits_for_the_new_version(servers, engines):
+def test_requests_aborted_by_another_process_await_its_version(servers, engines):
     server = servers(token_delay=0.05)
     sender, other = engines(server), engines(server)
     sender.load_weights(update(tiny.model(), 1))
@@ -579,7 +579,7 @@ def test_what_another_process_breaks_off_waits_for_the_new_version(servers, engi
         assert completion.logprobs[first:] == pytest.approx(expected, abs=1e-4)
 
 
-def test_what_a_server_begins_only_after_another_process_sent_weights_is_of_the_new_version(servers, engines):
+def test_a_request_begun_after_anothers_update_has_its_version(servers, engines):
     server = servers()
     sender, other = engines(server), engines(server)
     sender.load_weights(update(tiny.model(), 1))
@@ -617,7 +617,7 @@ def test_requests_wait_while_another_process_changes_the_weights(servers, engine
     assert not asking.is_alive() and len(server.asked("/v1/completions")) == before + 1
 
 
-def test_a_server_that_was_left_out_asleep_is_woken_before_it_samples(servers, engines):
+def test_a_server_left_out_asleep_is_woken_before_sampling(servers, engines):
     server = servers()
     engine = engines(server, sleeps=True)
     engine.load_weights(update(tiny.model(seed=7), 1))
@@ -630,7 +630,7 @@ def test_a_server_that_was_left_out_asleep_is_woken_before_it_samples(servers, e
         assert not server.sleeping
 
 
-def test_a_server_is_looked_at_again_whatever_goes_wrong_while_it_comes_back(servers, engines):
+def test_any_error_of_a_returning_server_is_retried(servers, engines):
     server = servers()
     transport = RecordingSender()
     engine = engines(server, transport=transport, resend=True)
@@ -665,7 +665,7 @@ def test_servers_sleep_outside_awake_and_wake_for_weights(servers, engines):
 # ---- ending ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_nobody_holds_any_more_ends_also_while_it_looks_after_a_dead_server(servers):
+def test_a_dropped_engine_ends_while_a_server_is_down(servers):
     server = servers()
     engine = RemoteEngine([ServerClient(server.url)], VllmApi(), RecordingSender(), ends=ENDS, timeout=0.5)
     thread = engine._thread._current.thread
@@ -684,7 +684,7 @@ def test_an_engine_that_nobody_holds_any_more_ends_also_while_it_looks_after_a_d
     assert not thread.is_alive()
 
 
-def test_a_transfer_that_is_given_up_leaves_no_exception_behind_that_nobody_looked_at(caplog):
+def test_a_cancelled_transfer_leaves_no_unread_exception(caplog):
     async def give_up():
         let_go = threading.Event()
 

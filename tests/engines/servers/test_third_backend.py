@@ -19,9 +19,10 @@ from covey.engines.servers.errors import ServerError
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk, ServerFacts, SettingNames
 from covey.engines.servers.server_process import free_port
+from covey.engines.servers.weights.api import WeightApi, WeightEndpoint
 from covey.engines.servers.weights.buckets import unpack
 from covey.engines.servers.weights.files import read_folder
-from covey.engines.servers.weights.sender import WeightApi, WeightEndpoint, WeightSender
+from covey.engines.servers.weights.sender import WeightSender
 
 
 class StubApi:

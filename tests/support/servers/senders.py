@@ -5,7 +5,8 @@ import torch
 from covey.engines.servers.sglang.weights import SglangWeightApi
 from covey.engines.servers.vllm.api import read_version, write_version
 from covey.engines.servers.vllm.weights import VllmWeightApi
-from covey.engines.servers.weights.sender import WeightApi, WeightEndpoint, WeightSender
+from covey.engines.servers.weights.api import WeightApi, WeightEndpoint
+from covey.engines.servers.weights.sender import WeightSender
 
 
 def vllm_sender(method="auto", port=0, **options):

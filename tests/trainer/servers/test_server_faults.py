@@ -99,7 +99,7 @@ def test_what_passes_changes_nothing(scene, fault, undisturbed):
 
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.outcome == ENDS], ids=named)
-def test_what_stays_ends_the_run_with_the_reason_and_the_run_can_be_resumed(scene, fault, undisturbed):
+def test_a_lasting_fault_ends_the_run_which_can_be_resumed(scene, fault, undisturbed):
     with pytest.raises(fault.kind) as caught:
         meet(fault, scene)
     check_message(fault, scene, caught.value)
@@ -141,7 +141,7 @@ def ours(before):
 # ---- the page ------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_a_row_for_every_fault_and_says_what_happens():
+def test_the_page_has_a_row_for_every_fault():
     section = PAGE.read_text().partition(TITLE)[2].partition("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
     rows = {what.strip("`"): happens for what, happens, _ in cells if what not in ("What goes wrong", "---")}

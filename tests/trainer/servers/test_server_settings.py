@@ -22,7 +22,7 @@ SERVER = {"use_vllm": True, "vllm_mode": "server"}
         ({"vllm_server_base_url": ["http://a:1", "http://b:2"]}, ["http://a:1", "http://b:2"]),
     ],
 )
-def test_servers_are_given_by_host_and_port_or_as_one_or_several_urls(tmp_path, settings, urls):
+def test_servers_are_given_by_host_and_port_or_by_urls(tmp_path, settings, urls):
     assert runs.config(tmp_path, **SERVER, **settings).vllm_urls == urls
 
 
@@ -64,7 +64,7 @@ def test_keys_are_in_no_message(tmp_path):
     assert not [one for one in caught if "secret" in str(one.message)]
 
 
-def test_generation_kwargs_and_the_regular_expression_are_passed_on(tmp_path):
+def test_generation_kwargs_and_the_regex_are_passed_on(tmp_path):
     config = runs.config(
         tmp_path, **SERVER, generation_kwargs={"bad_words": ["x"]}, vllm_structured_outputs_regex="[0-9]+"
     )

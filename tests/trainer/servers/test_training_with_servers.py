@@ -54,7 +54,7 @@ def test_training_samples_from_the_weights_of_the_moment(tmp_path, servers, meth
     assert runs.history(trained, "sync/bytes")[0] == sum(4 * parameter.numel() for parameter in held.values())
 
 
-def test_after_training_the_server_has_what_the_next_sample_needs(tmp_path, servers):
+def test_after_training_the_server_holds_the_last_weights(tmp_path, servers):
     server = servers()
     made = trainer(tmp_path, server)
     try:
@@ -78,7 +78,7 @@ def test_two_servers_share_the_work_and_one_may_die(tmp_path, servers):
     assert other.served > 6
 
 
-def test_a_server_that_is_restarted_mid_run_is_sent_the_weights_again(tmp_path, servers):
+def test_a_server_restarted_mid_run_is_sent_the_weights(tmp_path, servers):
     server = servers(token_delay=0.01)
     made = trainer(tmp_path, server, max_steps=6, engine_parity="raise")
 

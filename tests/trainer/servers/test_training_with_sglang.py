@@ -123,7 +123,7 @@ def _says(path, word):
         return False
 
 
-def test_a_server_that_does_not_start_is_an_error_with_the_end_of_its_log(installed, train):
+def test_a_server_that_does_not_start_fails_with_its_log(installed, train):
     installed.write_text("print('no GPU with enough memory')\nraise SystemExit(3)\n")
     started = time.monotonic()
     with pytest.raises(LaunchFailed, match=r"(?s)exit status 3 before it was ready.*no GPU with enough memory"):

@@ -100,7 +100,7 @@ def test_weights_that_could_not_be_sent_are_sent_again():
         ("adapter", True, {}, True),
     ],
 )
-def test_an_adapter_travels_alone_where_engine_and_adapter_allow_it(lora_sync, takes_adapters, changes, alone):
+def test_an_adapter_is_sent_alone_where_possible(lora_sync, takes_adapters, changes, alone):
     engine, model = Engine(takes_adapters=takes_adapters), adapted(**changes)
     WeightSync(engine, lambda: model, ALONE, lora_sync=lora_sync).ensure_current(0)
     assert (engine.updates[0].adapter is not None) is alone
@@ -110,7 +110,7 @@ def test_an_adapter_travels_alone_where_engine_and_adapter_allow_it(lora_sync, t
     ("traits", "changes", "why"),
     [({}, {}, "the engine takes none"), ({"takes_adapters": True}, {"use_dora": True}, "it is a DoRA")],
 )
-def test_an_adapter_that_must_travel_alone_and_cannot_is_an_error(traits, changes, why):
+def test_an_adapter_that_cannot_be_sent_alone_is_an_error(traits, changes, why):
     model = adapted(**changes)
     with pytest.raises(ValueError, match=f"vllm_lora_sync='adapter'.*{why}"):
         WeightSync(Engine(**traits), lambda: model, ALONE, lora_sync="adapter").ensure_current(0)
@@ -241,14 +241,14 @@ def sharded_model(barrier):
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_every_process_takes_part_in_every_pass_over_a_sharded_policy(passes):
+def test_every_process_takes_part_in_sharded_gathers(passes):
     world, engines, barrier = Processes(), (Shared(passes=passes), Shared()), threading.Barrier(2, timeout=20)
     results = world.run([world.sync(rank, engines[rank], sharded_model(barrier)) for rank in (0, 1)], 0)
     assert all("sync/seconds" in stats for stats in results), results
     assert barrier.n_waiting == 0 and not barrier.broken
 
 
-def test_a_pass_that_the_sender_gives_up_still_ends_in_every_process():
+def test_a_cancelled_gather_ends_in_every_process():
     class GivesUp(Shared):
         def load_weights(self, update):
             one = update.tensors()

@@ -1,6 +1,6 @@
 """Interface of an inference server's backend: vLLM, SGLang, or another.
 
-A third backend is a `ServerApi` (sampling, pausing, sleeping) and a `WeightApi` (in `weights.sender`): paths and bodies
+A third backend is a `ServerApi` (sampling, pausing, sleeping) and a `WeightApi` (in `weights.api`): paths and bodies
 alone. Load and retries belong to `ServerPool`, versions to `ServerWeights`, threads to `RemoteEngine`.
 """
 

@@ -25,9 +25,7 @@ from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang import payload
 from covey.engines.servers.sglang.api import model_info, read_version, server_info, write_version
 from covey.engines.servers.sglang.group import SglangGroup
-from covey.engines.servers.weights.buckets import Bucket, Packer
-from covey.engines.servers.weights.deadline import Deadline, in_thread, meet, together
-from covey.engines.servers.weights.sender import (
+from covey.engines.servers.weights.api import (
     BucketTransfer,
     WeightApi,
     WeightChannel,
@@ -35,6 +33,8 @@ from covey.engines.servers.weights.sender import (
     is_local,
     listen_for,
 )
+from covey.engines.servers.weights.buckets import Bucket, Packer
+from covey.engines.servers.weights.deadline import Deadline, in_thread, meet, together
 
 INLINE_BYTES = 32 * 2**20
 """Bound of the numbers in one HTTP request; as text they are a third larger."""

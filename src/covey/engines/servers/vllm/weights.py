@@ -32,10 +32,7 @@ from covey.engines.servers.errors import (
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.api import read_version, write_version
 from covey.engines.servers.vllm.launch import ADAPTERS, AS_STARTED, BACKEND
-from covey.engines.servers.weights.buckets import Bucket
-from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id, shared_store
-from covey.engines.servers.weights.deadline import Deadline, meet, together
-from covey.engines.servers.weights.sender import (
+from covey.engines.servers.weights.api import (
     BucketTransfer,
     WeightApi,
     WeightChannel,
@@ -43,6 +40,9 @@ from covey.engines.servers.weights.sender import (
     is_local,
     listen_for,
 )
+from covey.engines.servers.weights.buckets import Bucket
+from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id, shared_store
+from covey.engines.servers.weights.deadline import Deadline, meet, together
 
 log = logging.getLogger(__name__)
 

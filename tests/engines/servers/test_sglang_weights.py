@@ -89,7 +89,7 @@ def send(transport, server, what, deadline=30.0):
 
 
 @pytest.mark.parametrize("way", ["group", "tensor", "disk"])
-def test_after_each_update_greedy_output_is_that_of_the_trainers_weights(running, engines, way):
+def test_after_each_update_greedy_output_is_the_trainers(running, engines, way):
     """Small buckets, so that there are several; a new model each time, and the group is used again."""
     engine = engines(sglang_sender(way, bucket_bytes=20_000), running)
     for version in (1, 2):
@@ -220,7 +220,7 @@ def test_an_adapter_travels_alone_under_a_name_for_each_version(running, engines
     assert names[0] in unloaded and names[2] not in unloaded[-1:]
 
 
-def test_a_base_that_the_server_was_not_started_with_is_sent_first(running, engines):
+def test_a_base_that_the_server_lacks_is_sent_first(running, engines):
     base = tiny.model(seed=12)
     policy = adapted(4, base)
     engine = engines(sglang_sender(), running)
@@ -254,7 +254,7 @@ def wrong(name=None, shape=None):
 @pytest.mark.parametrize(
     ("what", "says"), [({"name": "model.nonsense"}, "model.nonsense"), ({"shape": (3,)}, "shapes .32. and .3. do not")]
 )
-def test_what_the_servers_model_does_not_have_is_named_with_version_and_server(running, way, what, says):
+def test_an_unknown_tensor_is_named_with_version_and_server(running, way, what, says):
     with pytest.raises(ServerRefused, match=rf"{running.url}: cannot take weights of version 7.*{says}"):
         send(sglang_sender(way), running, wrong(**what))
 
@@ -278,7 +278,7 @@ def test_a_session_that_a_killed_run_left_open_is_closed_first(running, engines,
     assert continuation(engine) == greedy(policy, PROMPT, 10)
 
 
-def test_a_refusal_names_the_bucket_and_repeats_the_servers_words(running):
+def test_a_refusal_names_the_bucket_and_the_servers_error(running):
     running.fail("/update_weights_from_distributed", text='{"success": false, "message": "out of memory"}')
     with pytest.raises(ServerRefused, match=r"version 1 \(bucket 1 of 1: model.embed_tokens.weight \.\.\..*out of mem"):
         send(sglang_sender("group"), running, update(tiny.model(), 1))
@@ -305,7 +305,7 @@ def test_a_cache_that_cannot_be_emptied_fails_the_update(running, engines, monke
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_during_an_update_costs_itself_not_the_others(running, tiny_folder, tmp_path, engines):
+def test_a_server_that_dies_in_an_update_does_not_stop_the_other(running, tiny_folder, tmp_path, engines):
     second = OwnProcess(tiny_folder, tmp_path)
     try:
         policy = tiny.model(seed=14)
@@ -330,7 +330,7 @@ def test_the_only_server_dying_is_an_error_within_the_deadline(tiny_folder, tmp_
         server.stop()
 
 
-def test_completions_under_way_are_continued_with_the_new_weights(tiny_folder, engines):
+def test_completions_in_flight_continue_with_new_weights(tiny_folder, engines):
     server = InThread(tiny_folder, "--seconds-per-token", "0.03")
     try:
         policy = tiny.model(seed=15)

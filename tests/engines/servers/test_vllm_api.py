@@ -65,7 +65,7 @@ def test_one_sampled_token_tells_which_logprobs_are_reported(servers, mode, top_
     assert (facts.reports_after_cut, facts.reports_temperature) == (top_p_shows, knows_temperature)
 
 
-def test_at_another_temperature_than_1_raw_logprobs_are_refused_naming_the_option(servers):
+def test_raw_logprobs_are_refused_at_other_temperatures_than_1(servers):
     with pytest.raises(ServerRefused, match=r"temperature 0\.7.*--logprobs-mode processed_logprobs"):
         look(servers(), temperature=0.7)
     assert look(servers(logprobs_mode="processed_logprobs"), temperature=0.7).reports_temperature
@@ -76,7 +76,7 @@ def test_logits_are_no_logprobs(servers):
         look(servers(logprobs_mode="raw_logits"))
 
 
-def test_a_server_without_the_routes_for_training_is_refused_naming_the_variable(servers):
+def test_a_server_without_training_routes_is_refused(servers):
     with pytest.raises(ServerRefused, match=r"VLLM_SERVER_DEV_MODE=1.*covey vllm-serve"):
         look(servers(dev_mode=False))
 
@@ -103,12 +103,12 @@ def test_a_missing_key_is_asked_for_and_a_wrong_one_is_not_shown(servers):
     assert look(server, api_key="secret").model == "tiny"
 
 
-def test_a_smaller_vocabulary_than_the_trained_models_is_found_out_at_once(servers):
+def test_a_smaller_vocabulary_is_found_at_the_first_probe(servers):
     with pytest.raises(ServerRefused, match=r"its vocabulary lacks token 199.*Start the server with the model"):
         look(servers(), vocab_size=200)
 
 
-def test_generation_kwargs_the_server_would_ignore_are_refused_with_a_proposal(servers):
+def test_unknown_generation_kwargs_are_refused_with_a_proposal(servers):
     with pytest.raises(ServerRefused, match=r"'min_token'.*does not know it, but 'min_tokens'"):
         look(servers(), extra={"min_token": 4})
     look(servers(), extra={"min_tokens": 4})
@@ -169,7 +169,7 @@ def test_a_prefix_cache_in_use_is_not_taken_for_empty(servers):
     ask(server, "clear_prefix_cache")
 
 
-def test_a_stamp_is_kept_and_releases_without_one_are_known_by_it(servers):
+def test_versions_are_kept_and_older_releases_report_none(servers):
     server = servers()
     ask(server, "write_version", "covey-1234-5")
     assert ask(server, "read_version") == "covey-1234-5"

@@ -98,7 +98,7 @@ def test_a_group_is_met_once_and_used_for_every_update(servers, weights):
     assert len(server.asked("/update_weights")) > 30
 
 
-def test_a_server_that_was_started_anew_is_met_again(servers, weights):
+def test_a_restarted_server_joins_a_new_group(servers, weights):
     server, one, model = servers(), weights("group"), tiny.model(seed=3)
     send(one, [server], update(tiny.model(seed=2), 1))
     server.kill()
@@ -117,7 +117,7 @@ def test_nothing_is_left_on_the_disk(servers, weights, tmp_path):
     assert not list(folder.iterdir())
 
 
-def test_files_are_the_way_to_a_server_that_was_started_without_ours(servers, weights):
+def test_a_plain_server_takes_weights_as_files(servers, weights):
     server, model = servers(kind=FakeVllm), tiny.model(seed=7)
     send(weights(), [server], update(model))
     assert_holds(server, model)
@@ -132,14 +132,14 @@ def test_files_are_the_way_to_a_server_that_was_started_without_ours(servers, we
         ("disk", {"elsewhere": True}, r"by disk: it is on another machine.*vllm_weight_folder"),
     ],
 )
-def test_a_way_that_a_server_does_not_have_is_refused_before_anything_is_sent(servers, weights, way, options, why):
+def test_an_unsupported_method_is_refused_before_sending(servers, weights, way, options, why):
     server = servers(**options)
     with pytest.raises(ServerRefused, match=why):
         send(weights(way), [server], update(tiny.model(seed=7)))
     assert server.stamp == "default"
 
 
-def test_one_server_that_fails_does_not_keep_the_others_from_the_update(servers, weights):
+def test_a_failing_server_does_not_stop_the_others_update(servers, weights):
     bad, good, model = servers(), servers(), tiny.model(seed=7)
     bad.misbehave("/update_weights", fake_vllm.status(500, "out of memory"))
     with pytest.raises(ServerError, match=rf"{bad.url}.*version 3 \(bucket 1 of \d+: model.*out of memory"):
@@ -162,7 +162,7 @@ def test_after_a_failure_the_next_attempt_sends_everything(servers, weights, pat
     assert_holds(server, model)
 
 
-def test_bytes_that_changed_on_their_way_are_refused_and_the_tensor_is_named(servers, weights, monkeypatch):
+def test_changed_bytes_are_refused_by_tensor_name(servers, weights, monkeypatch):
     server, one, model = servers(), weights("group"), tiny.model(seed=7)
     true_send, sent = Group.send, []
 
@@ -177,7 +177,7 @@ def test_bytes_that_changed_on_their_way_are_refused_and_the_tensor_is_named(ser
     assert_holds(server, model)
 
 
-def test_a_server_that_dies_during_the_transfer_is_noticed_before_the_deadline(servers, weights, monkeypatch):
+def test_a_death_during_transfer_is_noticed_before_the_deadline(servers, weights, monkeypatch):
     server, true_send, sent = servers(), Group.send, []
 
     def die(self, data, seconds):
@@ -193,7 +193,7 @@ def test_a_server_that_dies_during_the_transfer_is_noticed_before_the_deadline(s
     assert time.monotonic() - begun < 60.0
 
 
-def test_a_server_that_never_answers_is_not_waited_for_beyond_the_deadline(servers, weights):
+def test_a_server_that_never_answers_ends_at_the_deadline(servers, weights):
     server = servers()
     server.misbehave("/update_weights", fake_vllm.hang())
     begun = time.monotonic()
@@ -202,7 +202,7 @@ def test_a_server_that_never_answers_is_not_waited_for_beyond_the_deadline(serve
     assert time.monotonic() - begun < 20.0
 
 
-def test_a_trainer_that_breaks_off_leaves_servers_that_can_be_sent_to_again(servers, weights):
+def test_after_a_failed_gather_servers_take_the_next_update(servers, weights):
     server, one, model = servers(), weights("group"), tiny.model(seed=7)
     good = update(model)
 
@@ -229,7 +229,7 @@ def test_what_another_trainer_left_open_is_ended_first(servers, weights):
     assert_holds(server, model)
 
 
-def test_what_a_server_claims_to_hold_afterwards_must_be_what_was_sent(servers, weights):
+def test_the_reported_version_must_be_the_one_sent(servers, weights):
     server = servers()
     server.misbehave("/weight_info", fake_vllm.edited(lambda answer: answer.update(weight_version="77")))
     with pytest.raises(BadAnswer, match=r"'77', not '1'.*Does another trainer"):
@@ -278,14 +278,14 @@ def test_a_base_that_did_not_arrive_is_sent_again(servers, weights):
     assert server.adapters
 
 
-def test_a_server_that_another_run_has_sent_weights_gets_the_base_though_it_was_started_with_it(servers, weights):
+def test_a_server_used_by_another_run_gets_the_base_again(servers, weights):
     server, base = servers(max_lora_rank=8), tiny.model()
     send(weights(), [server], update(tiny.model(seed=7), 12))
     send(weights(), [server], adapter(1, base=update(base, 1)))
     assert_holds(server, base)
 
 
-def test_an_adapter_that_changed_without_a_step_is_sent_under_another_name(servers, weights):
+def test_another_adapter_of_one_version_gets_another_name(servers, weights):
     server, one = servers(max_lora_rank=8), weights()
     changed = dataclasses.replace(adapter(2), version=1)  # of the same version as what the server has already
     send(one, [server], adapter(1), changed)
@@ -298,12 +298,12 @@ def test_an_adapter_that_changed_without_a_step_is_sent_under_another_name(serve
     ("options", "rank", "why"),
     [({}, 4, "started without adapters.*--enable-lora"), ({"max_lora_rank": 8}, 16, "rank 16.*'merged'")],
 )
-def test_an_adapter_that_does_not_fit_the_server_is_refused_with_what_to_do(servers, weights, options, rank, why):
+def test_an_unsuitable_adapter_is_refused_with_advice(servers, weights, options, rank, why):
     with pytest.raises(ServerError, match=why):
         send(weights(), [servers(**options)], adapter(1, rank=rank))
 
 
-def test_a_plain_server_that_was_started_anew_is_sent_the_adapter_again(servers, weights):
+def test_a_restarted_plain_server_is_sent_the_adapter_again(servers, weights):
     server, one, lora = servers(max_lora_rank=8, worker=False), weights(), adapter(1)
     send(one, [server], lora)
     name = one.model_name(ServerFacts(model="tiny", release=""), 1)

@@ -88,7 +88,7 @@ def test_another_vocabulary_is_refused(running):
         ask(running, "probe", dialect=SglangApi(vocab_size=5000))
 
 
-def test_logprobs_without_the_temperature_are_refused_where_it_matters(other):
+def test_logprobs_before_temperature_are_refused_unless_it_is_1(other):
     server = other("--original-logprobs")
     assert ask(server, "probe").reports_temperature
     with pytest.raises(ServerRefused, match=r"temperature 0\.7.*SGLANG_RETURN_ORIGINAL_LOGPROB"):
@@ -160,7 +160,7 @@ def test_seeds_of_64_bits_fit(running):
     assert generate(running, request(n=1, seed=(1 << 64) - 1))
 
 
-def test_tokens_that_end_texts_for_the_server_alone_do_not_end_ours(running):
+def test_the_servers_own_end_tokens_do_not_end_completions(running):
     """The server's model ends at token 1; asked for other ends, completions go on beyond it."""
     asked = request(n=8, max_tokens=30, seed=5)
     assert any(one.completion.finish is FinishReason.STOP for one in generate(running, asked))
@@ -267,7 +267,7 @@ def test_the_prefix_cache_is_emptied_as_soon_as_nothing_runs(other):
     assert "/flush_cache" in server.paths()
 
 
-def test_a_cache_that_stays_in_use_is_an_error_with_the_servers_words(running):
+def test_a_cache_that_stays_in_use_is_an_error(running):
     running.fail("/flush_cache", text="Flush cache failed.", times=1000)
     with pytest.raises(ServerRefused, match=r"empty the prefix cache.*Flush cache failed"):
         ask(running, "clear_prefix_cache", deadline=0.5)
@@ -305,7 +305,7 @@ def test_the_second_level_drops_the_weights(other):
     assert server.log()[-1][1]["tags"] == ["kv_cache", "cuda_graph", "weights"]
 
 
-def test_a_server_that_cannot_release_memory_says_how_to_start_it(running):
+def test_sleep_names_the_option_for_releasing_memory(running):
     with pytest.raises(ServerRefused, match="--enable-memory-saver"):
         ask(running, "sleep", 1)
 
