@@ -1,1 +1,1 @@
-"""Inference servers as engines: what all of them have in common, whoever made them."""
+"""Inference servers as engines: sampling, failover and weight transfer, the same for every backend."""
