@@ -18,7 +18,7 @@ from covey.rewards import (
     numeric_match_reward,
     per_completion,
 )
-from covey.rewards.decorators import judges_each
+from covey.rewards.decorators import is_per_completion
 
 SIZE = 12
 TEXTS = [rf"It is \boxed{{{number}}}." for number in range(SIZE)]
@@ -160,8 +160,8 @@ def test_marks_are_found_through_partials_and_on_objects():
         def __call__(self, completions, **kwargs):
             return [0.0] * len(completions)
 
-    assert judges_each(Judge()) and judges_each(functools.partial(functools.partial(accuracy_reward), a=1))
-    assert not judges_each(unmarked) and not judges_each(numeric_match_reward)
+    assert is_per_completion(Judge()) and is_per_completion(functools.partial(functools.partial(accuracy_reward), a=1))
+    assert not is_per_completion(unmarked) and not is_per_completion(numeric_match_reward)
     with pytest.raises(RewardError, match="cannot be marked per_completion"):
         per_completion(Judge().__call__)
 

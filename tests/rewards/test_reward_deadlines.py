@@ -68,7 +68,7 @@ def test_async_functions_run_at_the_same_time_as_one_another_and_as_sync_ones(sc
 
 
 def test_a_coroutine_that_blocks_the_loop_does_not_block_the_next_batch(score, monkeypatch):
-    monkeypatch.setattr("covey.rewards.suite.LOOP_GRACE", 0.1)
+    monkeypatch.setattr("covey.rewards.call.LOOP_GRACE", 0.1)
     blocked = [True]
 
     async def blocks(completions):

@@ -139,7 +139,7 @@ def test_a_function_that_two_generations_want_at_once_is_called_by_one_at_a_time
         assert began.wait(10)
         late.on_group(0, rows, rollouts)
         assert suite(rows, rollouts, context).rewards.tolist() == [[1.0]]  # nor by one that is not streamed
-        assert late.outcome(0).values == early.outcome(0).values == [1.0]
+        assert late.result(0).values == early.result(0).values == [1.0]
     assert most == 1
 
 

@@ -1,4 +1,4 @@
-"""What reward functions are given: samples as keyword arguments, and two functions to log with."""
+"""Arguments of reward functions: samples, dataset columns, and two functions to log with."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from covey.rewards.errors import RewardError, describe_sample
 from covey.runtime.user_code import ATOMS
 
 RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
-"""Arguments that are always given; a dataset column of that name could not be."""
+"""Arguments of every reward function, whose names dataset columns must not have."""
 
 NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})
 """Columns that the arguments above replace."""
@@ -18,7 +18,7 @@ NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})
 
 @dataclass(frozen=True)
 class RewardContext:
-    """What reward functions are told beside the samples.
+    """Arguments of reward functions in addition to the samples.
 
     Attributes:
         trainer_state: the transformers `TrainerState`, or None outside training.
@@ -41,16 +41,16 @@ class RewardBatch:
     def __len__(self) -> int:
         return len(self.rollouts)
 
-    def scorable(self) -> "RewardBatch":
-        """Those whose rollout did not fail: one that failed says nothing about the policy, and may lack anything."""
-        kept = [index for index, rollout in enumerate(self.rollouts) if rollout.finish is not FinishReason.ERROR]
-        if len(kept) == len(self):
-            return self
-        return RewardBatch([self.rows[index] for index in kept], [self.rollouts[index] for index in kept])
+    @property
+    def scorable(self) -> list[int]:
+        """Indices of the rollouts that did not fail; one that failed says nothing about the policy."""
+        return [index for index, rollout in enumerate(self.rollouts) if rollout.finish is not FinishReason.ERROR]
 
-    def sample(self, index: int) -> "RewardBatch":
-        """The batch of one sample."""
-        return RewardBatch([self.rows[index]], [self.rollouts[index]])
+    def take(self, indices: list[int]) -> "RewardBatch":
+        """The batch of some samples."""
+        if len(indices) == len(self.rollouts):
+            return self
+        return RewardBatch([self.rows[index] for index in indices], [self.rollouts[index] for index in indices])
 
     def describe(self, index: int) -> str:
         """Prompt and completion of a sample, shortened, for messages."""
@@ -60,29 +60,37 @@ class RewardBatch:
     def arguments(self) -> dict[str, list]:
         """Keyword arguments: samples, dataset columns and rollout extras, each a list with one element per sample.
 
-        Where an extra has the name of a dataset column, the extra is given: it is what happened in this episode. A
-        value that a row or a rollout lacks is None.
+        An extra takes precedence over a dataset column of the same name, because it belongs to this episode. A value
+        that a row or a rollout lacks is None.
 
         Raises:
             RewardError: a column or an extra has a reserved name.
         """
-        columns = {**_columns(self.rows), **_columns([rollout.extras for rollout in self.rollouts])}
+        columns: dict[str, list] = {}
+        for records in (self.rows, [rollout.extras for rollout in self.rollouts]):
+            found: dict[str, list] = {}
+            for index, record in enumerate(records):
+                for name, value in record.items():
+                    if name not in found and name not in NOT_FORWARDED:
+                        found[name] = [None] * len(records)
+                    if name in found:
+                        found[name][index] = value
+            columns |= found
         refuse_reserved(columns)
-        completion_ids = [rollout.completion_ids for rollout in self.rollouts]
-        return {
-            **columns,
-            "prompts": [rollout.asked(row) for row, rollout in zip(self.rows, self.rollouts, strict=True)],
-            "completions": [rollout.completion for rollout in self.rollouts],
-            "completion_ids": completion_ids,
-            "completions_ids": completion_ids,
-        }
+        prompts, completions, completion_ids = [], [], []
+        for row, rollout in zip(self.rows, self.rollouts, strict=True):
+            prompts.append(rollout.asked(row))
+            completions.append(rollout.completion)
+            completion_ids.append(rollout.completion_ids)
+        arguments = {"prompts": prompts, "completions": completions}
+        return {**columns, **arguments, "completion_ids": completion_ids, "completions_ids": completion_ids}
 
 
 def refuse_reserved(columns: Iterable[str]) -> None:
-    """Make sure that no column hides an argument.
+    """Raise for a column that would hide an argument.
 
     Raises:
-        RewardError: one has a reserved name.
+        RewardError: a column has a reserved name.
     """
     taken = sorted(RESERVED.intersection(columns))
     if taken:
@@ -92,15 +100,10 @@ def refuse_reserved(columns: Iterable[str]) -> None:
         )
 
 
-def _columns(records: list[dict[str, Any]]) -> dict[str, list]:
-    names = dict.fromkeys(name for record in records for name in record if name not in NOT_FORWARDED)
-    return {name: [record.get(name) for record in records] for name in names}
-
-
 def _loggable(value: Any) -> Any:
-    """A value of a logged column: plain data copied, numbers of numpy and torch as numbers, the rest as text.
+    """Value of a logged column: plain data copied, numbers of numpy and torch as numbers, the rest as text.
 
-    Here, under the deadline of the function that logs, not where tables are written: it may be slow, or broken.
+    Runs under the deadline of the function that logs, since the value's `__str__` may be slow or broken.
     """
     if type(value) in (list, tuple):
         return [_loggable(one) for one in value]
@@ -115,7 +118,7 @@ def _loggable(value: Any) -> Any:
 
 @dataclass
 class Log:
-    """What one call of a reward function logged; kept back until the call has succeeded.
+    """Log of one call of a reward function, passed on when the call has succeeded.
 
     Attributes:
         size: samples of the call, the length that logged columns must have.
@@ -126,7 +129,7 @@ class Log:
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
     def log_extra(self, column: str, values: list) -> None:
-        """What reward functions receive as `log_extra`.
+        """Log a column, one value per sample: the argument `log_extra` of reward functions.
 
         Raises:
             RewardError: not one value per sample.
@@ -137,34 +140,32 @@ class Log:
         self.extras[str(column)] = [_loggable(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        """What reward functions receive as `log_metric`."""
+        """Log a number: the argument `log_metric` of reward functions."""
         self.metrics.append((str(name), float(value)))
 
     def replay(self, context: RewardContext) -> None:
-        """Hand everything on to the trainer."""
+        """Pass everything to the trainer."""
         for column, values in self.extras.items():
             context.log_extra(column, values)
         for name, value in self.metrics:
             context.log_metric(name, value)
 
-    def spread(self, places: list[int], size: int) -> "Log":
-        """The same for a batch of `size` samples, of which this log's are those at `places`; None elsewhere."""
-        if len(places) == size:
+    def spread(self, indices: list[int], size: int) -> "Log":
+        """Log of a batch of `size` samples, of which this log's have these indices; the others get None."""
+        if len(indices) == size:
             return self
         extras: dict[str, list] = {}
         for column, values in self.extras.items():
             extras[column] = [None] * size
-            for place, value in zip(places, values, strict=True):
-                extras[column][place] = value
+            for index, value in zip(indices, values, strict=True):
+                extras[column][index] = value
         return Log(size, extras, self.metrics)
 
     @classmethod
-    def joined(cls, logs: "list[Log | None]") -> "Log":
-        """One log of several calls; None stands for a failed call of one sample. A column has None where it lacks."""
-        whole = [Log(1) if log is None else log for log in logs]
-        columns = dict.fromkeys(column for log in whole for column in log.extras)
+    def joined(cls, logs: "list[Log]") -> "Log":
+        """One log of several calls, with None for the samples of a call that did not log a column."""
+        columns = dict.fromkeys(column for log in logs for column in log.extras)
         extras = {
-            column: [value for log in whole for value in log.extras.get(column, [None] * log.size)]
-            for column in columns
+            column: [value for log in logs for value in log.extras.get(column, [None] * log.size)] for column in columns
         }
-        return cls(sum(log.size for log in whole), extras, [metric for log in whole for metric in log.metrics])
+        return cls(sum(log.size for log in logs), extras, [metric for log in logs for metric in log.metrics])

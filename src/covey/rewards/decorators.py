@@ -1,4 +1,4 @@
-"""What users say about their reward functions by a decorator."""
+"""Decorators for reward functions."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from covey.rewards.errors import RewardError
 
 Extract = Callable[[Any], Any] | str
-"""What a completion's answer is: a function from the completion, or the name of a column given to `log_extra`."""
+"""The answer of a completion: a function of the completion, or the name of a column given to `log_extra`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -15,24 +15,23 @@ _MARK = "covey_per_completion"
 
 
 def per_completion(function: F) -> F:
-    """Say that a reward function judges every completion by itself, so that it may be called as soon as one is there.
+    """Mark a reward function that scores every completion by itself, so that it may be called while others are sampled.
 
-    It is then called with what has just ended, one completion or several, while others are still sampled: an async
-    function for all of them at the same time, an ordinary one on a thread of its own. Worth it for functions that wait
-    for something or take long. A class is marked for its objects.
+    It is called with the completions that have just ended, one or several: an async function concurrently, an ordinary
+    one on a thread of its own. Useful for functions that wait or take long. Marking a class marks its objects.
 
     Args:
-        function: gives a completion the same reward whatever else it is called with, and does not look at
-            `trainer_state` (one that names it is called after sampling, mark or no mark).
+        function: gives a completion the same reward whatever else it is called with, and does not use `trainer_state`
+            (one that names it is called after sampling, even if it is marked).
 
     Raises:
-        RewardError: it takes no mark, as methods of objects do not.
+        RewardError: it cannot be marked, as methods of objects cannot.
 
     Example:
         >>> @per_completion
         ... def short(completions, **kwargs):
         ...     return [-float(len(text)) for text in completions]
-        >>> judges_each(functools.partial(short, limit=3)), judges_each(len)
+        >>> is_per_completion(functools.partial(short, limit=3)), is_per_completion(len)
         (True, False)
     """
     try:
@@ -44,15 +43,15 @@ def per_completion(function: F) -> F:
     return function
 
 
-def judges_each(function: Callable) -> bool:
-    """Whether `function` is marked `per_completion`."""
+def is_per_completion(function: Callable) -> bool:
+    """True if `function`, or the one that a `partial` wraps, is marked `per_completion`."""
     while isinstance(function, functools.partial) and not getattr(function, _MARK, False):
         function = function.func
     return bool(getattr(function, _MARK, False))
 
 
 def answers(extract: Extract) -> Callable[[F], F]:
-    """Say what a completion's answer is, for whoever counts votes (`maj_at` of `covey.EvalSuite`).
+    """Declare a completion's answer, for majority votes (`maj_at` of `covey.EvalSuite`).
 
     Args:
         extract: a function from a completion to its answer, None where it has none; or the name of a column that the
@@ -74,7 +73,7 @@ def answers(extract: Extract) -> Callable[[F], F]:
 
 
 def extract_of(function: Callable) -> Extract | None:
-    """What a reward function says about answers: its attribute `extract`, also of what a `partial` wraps."""
+    """Attribute `extract` of a reward function, or of the one that a `partial` wraps."""
     while isinstance(function, functools.partial) and not hasattr(function, "extract"):
         function = function.func
     return getattr(function, "extract", None)

@@ -1,8 +1,4 @@
-"""What goes wrong in a reward, and how it is shown.
-
-`RewardError` stops the run: the function cannot score anything, or is none. `RewardWarning` tells, once per
-function, about samples that could not be scored while the run goes on without them.
-"""
+"""Errors and warnings of reward functions."""
 
 from typing import Any
 
@@ -10,19 +6,19 @@ from covey.rewards.text import message_text, shorten
 
 
 class RewardError(ValueError):
-    """A reward function failed on everything or breaks its contract; the message names it and shows a sample."""
+    """A reward function failed on all samples or breaks its contract; stops the run."""
 
 
 class MissingArgument(RewardError):
-    """A reward function asks for what nobody has, whatever the batch: there is no use in trying again."""
+    """A reward function asks for an argument that no batch has."""
 
 
 class RewardWarning(UserWarning):
-    """Some samples could not be scored; they count for nothing and are reported in the metrics."""
+    """Some samples could not be scored; they get no reward and are counted in the metrics."""
 
 
 def describe_sample(prompt: Any, completion: Any) -> str:
-    """Two indented lines that show a prompt and a completion, each shortened.
+    """Prompt and completion on two indented lines, shortened.
 
     Example:
         >>> print(describe_sample("2+2=", [{"role": "assistant", "content": "4"}]))

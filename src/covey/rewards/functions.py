@@ -1,4 +1,4 @@
-"""Python callables as reward functions: which arguments they take, and what they may return."""
+"""Python callables as reward functions: their arguments and their results."""
 
 import functools
 import inspect
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from covey.core.credit import StepRewards
 from covey.rewards.batch import Log, RewardBatch
-from covey.rewards.decorators import judges_each
+from covey.rewards.decorators import is_per_completion
 from covey.rewards.errors import MissingArgument, RewardError
-from covey.rewards.steps import STEPS, as_steps, is_steps
+from covey.rewards.steps import STEPS, as_steps
 from covey.runtime.user_code import PlainCopies, format_value, is_async, unwrap_partial
 
 Value = float | None | StepRewards
@@ -24,10 +24,10 @@ Values = Sequence[Value]
 
 
 class Unusable(float):
-    """NaN in the place of what a function returned for a sample, which is no reward.
+    """NaN in place of a returned value that is no reward.
 
     Attributes:
-        why: what was returned, what is expected.
+        why: message with the returned and the expected value.
     """
 
     why: str
@@ -39,14 +39,14 @@ class Unusable(float):
 
 
 def function_name(function: Callable) -> str:
-    """The name of a callable in metrics: its `__name__`, that of what a `partial` wraps, or its class's.
+    """Name of a callable in metrics: its `__name__`, that of the function in a `partial`, or its class's.
 
     Example:
         >>> function_name(functools.partial(max, 1))
         'max'
     """
-    function = unwrap_partial(function)
-    name = getattr(function, "__name__", None) or type(function).__name__
+    inner = unwrap_partial(function)
+    name = getattr(function, "__name__", None) or getattr(inner, "__name__", None) or type(inner).__name__
     return name.strip("<>")  # "<lambda>" would be an odd metric name
 
 
@@ -56,9 +56,9 @@ class FunctionReward:
     A function without `**kwargs` receives only the arguments it names. Keywords bound by `functools.partial` stay so.
 
     Attributes:
-        judges_each: it may be called for every completion as soon as that is there.
-        turn: held while an ordinary function runs. Several generations may be scored at a time, on threads of their
-            own, and a function need not be made for that.
+        per_completion: it may be called for every completion as soon as that has ended.
+        turn: lock around an ordinary function, which need not be thread-safe though several batches may be scored at a
+            time.
     """
 
     def __init__(self, function: Callable[..., Any], name: str):
@@ -67,7 +67,8 @@ class FunctionReward:
         self.is_async = is_async(function)
         self.turn = threading.Lock()
         self._takes_all, self._names, self._required = _read_signature(function, name)
-        self.judges_each = judges_each(function) and "trainer_state" not in self._names
+        self.per_completion = is_per_completion(function) and "trainer_state" not in self._names
+        self._bound = function.keywords if isinstance(function, functools.partial) else {}
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
         """Score a batch with a sync function."""
@@ -78,7 +79,7 @@ class FunctionReward:
         return as_values(await self.function(**self.arguments(batch, trainer_state, log)), len(batch))
 
     def arguments(self, batch: RewardBatch, trainer_state: Any, log: Log) -> dict[str, Any]:
-        """What the function is called with: copies, so that it can disturb neither the next function nor training.
+        """Copies of the arguments that the function takes, so that it cannot change them for others.
 
         Raises:
             MissingArgument: it asks for something that neither the trainer nor the dataset has.
@@ -86,34 +87,32 @@ class FunctionReward:
         available: dict[str, Any] = dict(batch.arguments)
         available |= {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
         self.require(available)
-        bound, copies = _bound_keywords(self.function), PlainCopies()
-        return {
-            name: copies.copy(value)
-            for name, value in available.items()
-            if name not in bound and (self._takes_all or name in self._names)
-        }
+        copies, arguments = PlainCopies(), {}
+        for name, value in available.items():
+            if name not in self._bound and (self._takes_all or name in self._names):
+                arguments[name] = copies.copy(value)
+        return arguments
 
     def require(self, available: Collection[str]) -> None:
-        """Make sure that every argument without a default is among those that are given.
+        """Raise for an argument without a default that is not available.
 
         Raises:
-            MissingArgument: one is not.
+            MissingArgument: there is one.
         """
-        missing = [name for name in self._required if name not in available]
-        if missing:
+        if missing := self._required.difference(available):
             raise MissingArgument(
-                f"reward function {self.name!r} asks for {', '.join(map(repr, missing))}, which is neither given by "
-                f"the trainer nor a dataset column. Available: {', '.join(sorted(available))}. Rename the column, or "
-                "give the argument a default."
+                f"reward function {self.name!r} asks for {', '.join(map(repr, sorted(missing)))}, which is neither"
+                f" given by the trainer nor a dataset column. Available: {', '.join(sorted(available))}. Rename the"
+                " column, or give the argument a default."
             )
 
 
-def _read_signature(function: Callable, name: str) -> tuple[bool, frozenset[str], list[str]]:
-    """Whether it takes any keyword, the keywords it names, and those of them without a default."""
+def _read_signature(function: Callable, name: str) -> tuple[bool, frozenset[str], frozenset[str]]:
+    """True if it takes any keyword; the keywords it names; those of them without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # some C functions tell nothing about themselves
-        return True, frozenset(), []
+    except (ValueError, TypeError):  # some C functions have no signature
+        return True, frozenset(), frozenset()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if positional:
         raise RewardError(
@@ -122,59 +121,54 @@ def _read_signature(function: Callable, name: str) -> tuple[bool, frozenset[str]
         )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return takes_all, frozenset(p.name for p in named), [p.name for p in named if p.default is p.empty]
-
-
-def _bound_keywords(function: Callable) -> set[str]:
-    """Keywords given to `functools.partial` (which merges nested ones)."""
-    return set(function.keywords) if isinstance(function, functools.partial) else set()
+    required = frozenset(p.name for p in named if p.default is p.empty)
+    return takes_all, frozenset(p.name for p in named), required
 
 
 def as_values(returned: Any, size: int) -> Values:
-    """What a reward function returned for `size` samples as a list of numbers and rewards of steps.
+    """Validate the result of a reward function for `size` samples.
 
     Accepted are lists and tuples of numbers, booleans, numpy or torch scalars and None, and one-dimensional arrays and
-    tensors; in the place of a number, a list of (end, reward) pairs. An element that is none of these, or infinite, is
+    tensors; instead of a number, a list of (end, reward) pairs. Any other element, or an infinite one, becomes
     `Unusable`.
 
     Raises:
-        RewardError: another type or length, so that nobody can say which sample has which reward.
+        RewardError: another type or length, which cannot be assigned to samples.
 
     Example:
         >>> as_values((1, None, "two"), 3)
         [1.0, None, nan]
     """
     expected = f"expected a list of {size} numbers (or None), one per completion"
-    items = _listed(returned)
-    if items is None:
-        raise RewardError(f"it returned {format_value(returned)}; {expected}.{_hint(returned)}")
-    if len(items) != size:
-        raise RewardError(f"it returned {len(items)} rewards for {size} completions; {expected}.")
-    return [_value(item, expected) for item in items]
-
-
-def _value(item: Any, expected: str) -> Value:
-    """What was returned for one sample."""
-    value = as_steps(item, _number) if is_steps(item) else _number(item)
-    if not isinstance(value, _NotANumber) and (value is not None or item is None):
-        return value
-    rewards = [pair[1] for pair in item if is_steps(pair) and len(pair) == 2] if is_steps(item) else [item]
-    endless = any(isinstance(one, numbers.Real) and isinstance(_number(one), _NotANumber) for one in rewards)
-    hint = " Give finite numbers of ordinary size, None where there is no reward." if endless else ""
-    if is_steps(item) and not endless:
-        hint = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
-    return Unusable(f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{hint}")
-
-
-def _listed(returned: Any) -> list | None:
-    """The elements of a list, a tuple or a one-dimensional array, or None for anything else."""
     if isinstance(returned, Tensor):
         returned = returned.detach().cpu()
     if isinstance(returned, list | tuple):
-        return list(returned)
-    if hasattr(returned, "tolist") and getattr(returned, "ndim", None) == 1:  # a tensor, an array, a pandas series
-        return returned.tolist()
-    return None
+        items = list(returned)
+    elif hasattr(returned, "tolist") and getattr(returned, "ndim", None) == 1:  # a tensor, an array, a pandas series
+        items = returned.tolist()
+    else:
+        raise RewardError(f"it returned {format_value(returned)}; {expected}.{_hint(returned)}")
+    if len(items) != size:
+        raise RewardError(f"it returned {len(items)} rewards for {size} completions; {expected}.")
+    values: list[Value] = []
+    for item in items:
+        value = as_steps(item, _number) if isinstance(item, list | tuple) else _number(item)
+        if isinstance(value, _NotANumber) or (value is None and item is not None):
+            value = _unusable(item, expected)
+        values.append(value)
+    return values
+
+
+def _unusable(item: Any, expected: str) -> Unusable:
+    rewards = [item]
+    if isinstance(item, list | tuple):
+        rewards = [pair[1] for pair in item if isinstance(pair, list | tuple) and len(pair) == 2]
+    hint = ""
+    if any(isinstance(one, numbers.Real) and isinstance(_number(one), _NotANumber) for one in rewards):
+        hint = " Give finite numbers of ordinary size, None where there is no reward."
+    elif isinstance(item, list | tuple):
+        hint = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
+    return Unusable(f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{hint}")
 
 
 class _NotANumber:

@@ -1,8 +1,7 @@
-"""Rewards of steps: what a reward function returns for parts of a completion, and which tokens the parts end with.
+"""Rewards of steps: (end, reward) pairs that a reward function returns for a completion, and the tokens they end with.
 
-Instead of a number a function may return, for a completion, a list of `(end, reward)` pairs. `as_steps` checks such a
-list when the function returns; `resolve` finds the tokens once the completions are at hand. Not here: how steps become
-advantages (`covey.core.credit`), and what a number among them means (`covey.algorithms.credit`).
+`as_steps` validates a list of pairs when the function returns; `resolve` finds the tokens when the completions are
+known. See also `covey.core.credit` for the advantages of steps.
 """
 
 import math
@@ -19,10 +18,10 @@ from covey.rewards.text import content_text
 
 
 class CharEnd(int):
-    """The end of a step, by how many characters of the completion's text precede it.
+    """End of a step, as a number of characters of the completion's text, such as `re.Match.end()`.
 
-    That is what `re.Match.end()` gives, or `len` of the text so far. The step's last token is the one that completes
-    the last of these characters; the end of the whole text is the end of the completion, special tokens included.
+    The step's last token is the one that completes the last of these characters; the end of the whole text is the end
+    of the completion, special tokens included.
 
     Example:
         A reward function for completions that write a step a line:
@@ -38,35 +37,29 @@ class CharEnd(int):
 
 
 class TurnEnd(int):
-    """The end of a step: that of the policy's k-th turn, from 0. Turns for which there is no reward abstain."""
+    """End of a step: the end of the policy's k-th turn, from 0. Turns without a reward abstain."""
 
     def __repr__(self) -> str:
         return f"TurnEnd({int(self)})"
 
 
 STEPS = "or, for rewards of its steps, a list of (end, reward) pairs"
-"""What else a reward function may return for a completion."""
+"""Alternative to a number, for messages."""
 
 
-class NoSuchEnd(ValueError):
-    """An end that is none of its completion; says what there is."""
-
-
-def is_steps(item: Any) -> bool:
-    """Whether something that a reward function returned for a completion is meant as rewards of steps."""
-    return isinstance(item, list | tuple)
+class StepEndError(ValueError):
+    """A step boundary outside the completion; the message names the valid ones."""
 
 
 def as_steps(pairs: "list | tuple", number: Callable[[Any], Any]) -> StepRewards | None:
-    """`(end, reward)` pairs with their ends as they are and their rewards as float32 numbers; None if they are no such.
+    """Validate `(end, reward)` pairs and round their rewards to float32; None if they are no such pairs.
 
     Args:
-        pairs: what was returned.
-        number: reads a reward: a float or None; anything else is none.
+        number: converts a reward to a float or None, and anything else to another type.
     """
     steps: StepRewards = []
     for pair in pairs:
-        if not is_steps(pair) or len(pair) != 2:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
             return None
         end, reward = _as_end(pair[0]), number(pair[1])
         if end is None or not (reward is None or isinstance(reward, float)):
@@ -76,7 +69,7 @@ def as_steps(pairs: "list | tuple", number: Callable[[Any], Any]) -> StepRewards
 
 
 def total(steps: StepRewards) -> float | None:
-    """The sum of the rewards, which is what logs show; None where all steps abstain.
+    """Sum of the rewards, for logs; None where all steps abstain.
 
     Example:
         >>> total([(3, 1.0), (7, 0.5), (9, math.nan)]), total([(3, math.nan)]), total([])
@@ -87,18 +80,18 @@ def total(steps: StepRewards) -> float | None:
 
 
 def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards:
-    """The same steps with the index of each one's last token, in the order of tokens.
+    """Replace each step's end by the index of its last token, and sort the steps by it.
 
-    A completion without tokens has nothing to credit, and no steps. Where an end is a `TurnEnd`, turns without a reward
-    abstain, so that the k-th step is the k-th turn in every completion.
+    A completion without tokens has no steps. Where an end is a `TurnEnd`, turns without a reward abstain, so that the
+    k-th step is the k-th turn in every completion.
 
     Args:
         steps: as a reward function returned them.
-        rollout: what they are rewards of.
-        tokenizer: of the policy; needed for `CharEnd` alone.
+        rollout: the completion that they belong to.
+        tokenizer: of the policy; needed for `CharEnd` only.
 
     Raises:
-        NoSuchEnd: an end that is none of this completion.
+        StepEndError: an end outside the completion.
 
     Example:
         >>> from covey.core.rollout import FinishReason
@@ -138,13 +131,13 @@ def _as_end(end: Any) -> int | None:
 
 
 def _as_float32(reward: float) -> float:
-    """As the matrix of rewards has it: equal rewards are equal, whether they came as numbers or in pairs."""
+    """Round as the matrix of rewards does, so that rewards compare equal in numbers and in pairs."""
     return torch.tensor(reward, dtype=torch.float32).item()
 
 
 def _of_turn(end: TurnEnd, turns: list[int]) -> int:
     if not 0 <= end < len(turns):
-        raise NoSuchEnd(
+        raise StepEndError(
             f"{end!r}, but the completion has {_counted(len(turns), 'turn')} of the policy: turns count from 0."
         )
     return turns[end]
@@ -152,7 +145,7 @@ def _of_turn(end: TurnEnd, turns: list[int]) -> int:
 
 def _of_token(end: int, length: int) -> int:
     if not 0 <= end < length:
-        raise NoSuchEnd(
+        raise StepEndError(
             f"token {end}, but the completion has {_counted(length, 'token')}: a plain int is the index of the step's"
             f" last token, from 0 to {length - 1}. For a position in the text, such as the end of a match, give"
             " CharEnd(match.end())."
@@ -163,45 +156,45 @@ def _of_token(end: int, length: int) -> int:
 def _characters(end: CharEnd, rollout: Rollout, tokenizer: Any) -> CharacterEnds:
     messages = rollout.completion
     if not isinstance(messages, str) and len(messages) != 1:
-        raise NoSuchEnd(
+        raise StepEndError(
             f"{end!r}, but the completion has {_counted(len(messages), 'message')}, and characters are counted in one"
             " text. For the end of the policy's k-th turn give TurnEnd(k), else the index of a token."
         )
     if tokenizer is None:
-        raise NoSuchEnd(f"{end!r}, which needs the policy's tokenizer; give RewardSuite(..., tokenizer=tokenizer).")
+        raise StepEndError(f"{end!r}, which needs the policy's tokenizer; give RewardSuite(..., tokenizer=tokenizer).")
     return CharacterEnds(tokenizer, rollout.completion_ids)
 
 
 def _of_character(end: CharEnd, rollout: Rollout, characters: CharacterEnds) -> int:
     text = rollout.completion
     seen = text if isinstance(text, str) else content_text(text[0].get("content"))
-    begun, whole = _begun(seen, characters.text)
-    if begun is None:
-        raise NoSuchEnd(
+    offset, whole = _align(seen, characters.text)
+    if offset is None:
+        raise StepEndError(
             f"{end!r}, but the completion's text is not what its tokens decode to, so its characters belong to no"
             " tokens: give indexes of tokens instead."
         )
     if whole and end == len(seen):
         return len(rollout.completion_ids) - 1
     if not 0 < end <= len(seen):
-        raise NoSuchEnd(
+        raise StepEndError(
             f"{end!r}, but the completion's text has {_counted(len(seen), 'character')}: give how many of them precede"
             " the end, 1 or more, as match.end() does."
         )
-    if end <= begun:
-        raise NoSuchEnd(
-            f"{end!r}, but the first {_counted(begun, 'character')} of the text were the prompt's, which the policy"
+    if end <= offset:
+        raise StepEndError(
+            f"{end!r}, but the first {_counted(offset, 'character')} of the text were the prompt's, which the policy"
             " only continued: leave steps out that end there."
         )
-    return characters.token(end - begun)
+    return characters.token(end - offset)
 
 
-def _begun(seen: str, sampled: str) -> tuple[int | None, bool]:
-    """How a message lies on the sampled text. A turn that was read for calls is one without white space around it.
+def _align(seen: str, sampled: str) -> tuple[int | None, bool]:
+    """Align a message with the sampled text. A turn that was parsed for calls has no white space around it.
 
     Returns:
-        The characters of the message before the sampled ones, negative where it lacks the first of these, None if it is
-        another text; and whether it holds all to the end, not only what precedes a call.
+        The number of characters of the message before the sampled ones, negative where it lacks the first of these,
+        None if it is another text; and True if it extends to the end, not only to the first call.
     """
     bare, blank = sampled.strip(), len(sampled) - len(sampled.lstrip())
     if seen.endswith(sampled):

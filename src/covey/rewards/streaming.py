@@ -1,10 +1,7 @@
-"""Scores rollouts as they end, while others are still sampled.
+"""Reward functions that score rollouts as they end, while others are still sampled.
 
-A `RewardStream` lives as long as one generation is sampled. Rollouts go in as they end, from whichever thread samples:
-to functions that judge each completion by itself at once, to others when their group is complete. At the end each
-function has one `Outcome` as if it had been called once. An async function scores all that is there at the same time;
-an ordinary one scores one part after another, on a thread of its own. Not here: what failures lead to
-(`covey.rewards.suite`), reward models (a batch of their own, after sampling).
+An async function scores all that have ended concurrently; an ordinary one scores them one call after another, on a
+thread of its own. Reward models wait for the whole batch.
 """
 
 import time
@@ -14,28 +11,28 @@ from typing import Any
 
 from covey.core.rollout import Rollout
 from covey.rewards.batch import RewardBatch
-from covey.rewards.call import LOOP_GRACE, Outcome, score, score_async
+from covey.rewards.call import CallResult, collect_async, score, score_async
 from covey.rewards.functions import FunctionReward
-from covey.runtime.deadlines import CallThread, CallTimeout
+from covey.runtime.deadlines import CallThread
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.worker_thread import WorkerThread
 
-LATE_PARTS = 3
-"""After this many calls in which an ordinary function was late, it is not called for the rest of the generation."""
+MAX_LATE_CALLS = 3
+"""After this many late calls an ordinary function is not called for the rest of the batch."""
 
 Span = tuple[float, float]
-"""Begin and end of a call, by `time.perf_counter`."""
+"""Begin and end of a call (`time.perf_counter`)."""
 
 
 class RewardStream:
-    """The functions of a run on the rollouts of one generation. A context manager: leaving it gives up what is left.
+    """Scores the rollouts of one batch. A context manager: leaving it cancels calls that have not begun.
 
     Args:
-        each: functions that get rollouts as they end, by their place among all functions.
-        groups: likewise, functions that get whole groups.
-        loop: where async functions run.
-        trainer_state: what the functions see of the trainer.
-        timeout: seconds that one function may take for one call.
+        each: functions that score each rollout when it ends, by their index among all functions.
+        groups: likewise, functions that score complete groups.
+        loop: runs async functions.
+        trainer_state: passed to the functions.
+        timeout: seconds for one call of one function.
 
     Example:
         >>> from covey.core.rollout import FinishReason
@@ -46,7 +43,7 @@ class RewardStream:
         >>> with RewardStream(each, {}, loop, None, timeout=60.0) as stream:
         ...     stream.on_rollouts(1, [{"prompt": "?"}], rollouts[1:])
         ...     stream.on_rollouts(0, [{"prompt": "?"}], rollouts[:1])
-        ...     stream.outcome(0).values
+        ...     stream.result(0).values
         [-4.0, -1.0]
     """
 
@@ -65,7 +62,7 @@ class RewardStream:
             else _ThreadLane(function, trainer_state, timeout)
             for index, function in (each | groups).items()
         }
-        self._pending: dict[int, dict[int, Future[Outcome]]] = {index: {} for index in self._lanes}
+        self._pending: dict[int, dict[int, Future[CallResult]]] = {index: {} for index in self._lanes}
 
     def __enter__(self) -> "RewardStream":
         return self
@@ -77,91 +74,90 @@ class RewardStream:
                 future.cancel()
 
     def __contains__(self, index: int) -> bool:
-        """Whether that function is scored here."""
+        """True if the stream calls the function of that index."""
         return index in self._lanes
 
-    def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Begin to score rollouts that have ended, with the functions that judge each by itself.
+    def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Score rollouts that have ended with the functions for single rollouts.
 
         Args:
-            place: of the first among all of the generation; the others follow it. They may come in any order.
+            start: index of the first in the batch; the others follow it. Calls may come in any order.
             rows: the dataset row of every rollout.
-            rollouts: that ended at once: one, or siblings.
+            rollouts: one, or several of a group.
         """
-        self._start(self._each, place, rows, rollouts)
+        self._score(self._each, start, rows, rollouts)
 
-    def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Begin to score a group that is complete, with the other functions.
+    def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Score a complete group with the other functions.
 
         Args:
-            place, rows, rollouts: as for `on_rollouts`.
+            start, rows, rollouts: as for `on_rollouts`.
         """
-        self._start(self._groups, place, rows, rollouts)
+        self._score(self._groups, start, rows, rollouts)
 
-    def _start(
-        self, functions: tuple[int, ...], place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]
+    def _score(
+        self, functions: tuple[int, ...], start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]
     ) -> None:
-        batch = RewardBatch(rows, rollouts).scorable()
+        batch = RewardBatch(rows, rollouts)
+        batch = batch.take(batch.scorable)
         if len(batch):
             for index in functions:
-                self._pending[index][place] = self._lanes[index].start(batch)
+                self._pending[index][start] = self._lanes[index].start(batch)
 
-    def outcome(self, index: int) -> Outcome:
-        """What a function made of all that came, in the order of their places. Waits for what is not done.
+    def result(self, index: int) -> CallResult:
+        """Wait for all calls of a function; their rewards in the order of the batch.
 
         Raises:
-            RewardError: it broke its contract.
+            RewardError: the function broke its contract.
         """
         lane, pending = self._lanes[index], self._pending[index]
-        return Outcome.joined([lane.result(pending[place]) for place in sorted(pending)])
+        return CallResult.joined([lane.result(pending[start]) for start in sorted(pending)])
 
     def spans(self) -> dict[int, list[Span]]:
-        """When the calls of each function began and ended, in the order of their ends."""
+        """Begin and end of each call by function, in the order of the ends."""
         return {index: list(lane.spans) for index, lane in self._lanes.items()}
 
 
 class _AsyncLane:
-    """Scores with an async function, all parts at the same time."""
+    """Concurrent calls of an async function."""
 
     def __init__(self, function: FunctionReward, loop: LoopThread, trainer_state: Any, timeout: float):
         self._function, self._loop, self._state, self._timeout = function, loop, trainer_state, timeout
-        self._begun: dict[Future[Outcome], tuple[float, int]] = {}
+        self._begun: dict[Future[CallResult], tuple[float, int]] = {}
         self.spans: list[Span] = []
 
-    def start(self, batch: RewardBatch) -> "Future[Outcome]":
+    def start(self, batch: RewardBatch) -> "Future[CallResult]":
         future = self._loop.start(score_async(self._function, batch, self._state, self._timeout))
         self._begun[future] = time.monotonic(), len(batch)
         begun = time.perf_counter()
         future.add_done_callback(lambda _: self.spans.append((begun, time.perf_counter())))
         return future
 
-    def result(self, future: "Future[Outcome]") -> Outcome:
+    def result(self, future: "Future[CallResult]") -> CallResult:
         begun, size = self._begun[future]
-        try:
-            return self._loop.wait(future, begun + self._timeout + LOOP_GRACE - time.monotonic())
-        except CallTimeout:
-            return Outcome.timed_out(size, self._timeout)
+        left = begun + self._timeout - time.monotonic()
+        return collect_async(self._loop, future, size, left, self._timeout)
 
     def close(self) -> None:
-        """Nothing to end: the loop is the suite's."""
+        """Do nothing: the loop belongs to the suite."""
 
 
 class _ThreadLane:
-    """Scores with an ordinary function, one part after another, on a thread of its own."""
+    """Calls of an ordinary function, one after another, on a thread of its own."""
 
     def __init__(self, function: FunctionReward, trainer_state: Any, timeout: float):
         self._function, self._state, self._timeout = function, trainer_state, timeout
         self._late = 0
         self.spans: list[Span] = []
-        self._call = CallThread()  # here, for it takes over the settings of this thread
+        self._call = CallThread()  # made here, since it takes over the torch settings of this thread
         self._worker = WorkerThread("covey-rewards")
         self._started = False
 
-    def start(self, batch: RewardBatch) -> "Future[Outcome]":
+    def start(self, batch: RewardBatch) -> "Future[CallResult]":
         self._started = True
         return self._worker.submit(partial(self._score, batch))
 
-    def result(self, future: "Future[Outcome]") -> Outcome:
+    def result(self, future: "Future[CallResult]") -> CallResult:
         return future.result()  # ends: each call before it and its own has a deadline
 
     def close(self) -> None:
@@ -170,9 +166,9 @@ class _ThreadLane:
             self._worker.submit(self._call.close)
             self._worker.close()
 
-    def _score(self, batch: RewardBatch) -> Outcome:
-        if self._late >= LATE_PARTS:
-            return Outcome.timed_out(len(batch), 0.0)
+    def _score(self, batch: RewardBatch) -> CallResult:
+        if self._late >= MAX_LATE_CALLS:
+            return CallResult.timed_out(len(batch), 0.0)
         begun = time.perf_counter()
         outcome = score(self._function, batch, self._state, self._timeout, self._call)
         self.spans.append((begun, time.perf_counter()))

@@ -1,9 +1,9 @@
 """All reward functions of a run behind one call: rollouts in, a matrix of rewards (and the rewards of steps) out.
 
-`RewardSuite` turns whatever the user passed into reward functions, runs them under a deadline (async ones beside the
-others) and applies the failure policy: a sample that cannot be scored becomes NaN, is counted and shown once; only a
-function that asks for what nobody has, or fails on everything, stops the run. It knows nothing of weights' use, groups
-or advantages, and logs nothing itself. A new kind of reward is a class like `FunctionReward` and a case in `_adapt`.
+`RewardSuite` runs the functions under a deadline (async ones concurrently) and applies the failure policy: a sample
+that cannot be scored becomes NaN, is counted, and is shown once. Only a function that asks for a missing argument, or
+that fails on all samples, stops the run. To add a kind of reward, write a class like `FunctionReward` and a case in
+`_adapt`.
 """
 
 import math
@@ -18,15 +18,14 @@ from torch import Tensor
 
 from covey.core.credit import StepRewards
 from covey.core.metrics import Mean, Stat, Sum
-from covey.core.rollout import FinishReason, Rollout
-from covey.rewards.batch import NOT_FORWARDED, RESERVED, RewardBatch, RewardContext
-from covey.rewards.call import LOOP_GRACE, Outcome, score, score_async
+from covey.core.rollout import Rollout
+from covey.rewards.batch import NOT_FORWARDED, RESERVED, Log, RewardBatch, RewardContext
+from covey.rewards.call import CallResult, collect_async, score, score_async
 from covey.rewards.errors import RewardError, RewardWarning
 from covey.rewards.functions import FunctionReward, function_name
 from covey.rewards.models import ModelReward, is_reward_model, load_reward_model, model_name
-from covey.rewards.steps import NoSuchEnd, resolve
+from covey.rewards.steps import StepEndError, resolve
 from covey.rewards.streaming import RewardStream
-from covey.runtime.deadlines import CallTimeout
 from covey.runtime.loop_thread import LoopThread
 
 FAILED_BATCHES = 3
@@ -40,7 +39,7 @@ class RewardResult:
     Attributes:
         rewards: [N, F] float32 on the CPU, unweighted; NaN where function f abstained or failed on sample n; the sum
             where it rewarded the sample's steps.
-        steps: of each sample, by the number of the function that rewarded its steps: pairs of a step's last token and
+        steps: of each sample, by the index of the function that rewarded its steps: pairs of a step's last token and
             its reward, in the order of tokens, NaN where the step abstains.
         stats: for every function `rewards/{name}/failures` and `rewards/{name}/timeouts` (samples) and
             `rewards/{name}/seconds` (per call).
@@ -63,7 +62,7 @@ class RewardSuite:
         timeout: seconds that one function may take for one batch; samples it has not scored by then become NaN.
         batch_size: samples per forward pass of a reward model.
         device: where reward models go; None leaves them where they are.
-        tokenizer: of the policy, which tells where in the tokens a `CharEnd` is.
+        tokenizer: of the policy, to find the token of a `CharEnd`.
 
     Attributes:
         names: unique names for metrics: `__name__`, the last part of a model id, `name_1` for the second of a name.
@@ -118,15 +117,20 @@ class RewardSuite:
         self._warned: set[tuple[str, str]] = set()
 
     def stream(self, trainer_state: Any, groups: bool = False) -> RewardStream | None:
-        """Takes rollouts as they end and scores them with functions that judge each; None if no function can use it.
+        """Scorer of rollouts as they end; None if no function can use it.
 
         Args:
-            trainer_state: what the functions see of the trainer.
-            groups: the other functions score each group that is complete. Reward models always wait for the whole.
+            trainer_state: passed to the functions.
+            groups: functions that are not `per_completion` score each complete group. Reward models always wait for the
+                whole batch.
         """
-        functions = {i: function for i, function in enumerate(self.functions) if isinstance(function, FunctionReward)}
-        each = {i: function for i, function in functions.items() if function.judges_each}
-        whole = {i: function for i, function in functions.items() if groups and i not in each}
+        each: dict[int, FunctionReward] = {}
+        whole: dict[int, FunctionReward] = {}
+        for index, function in enumerate(self.functions):
+            if isinstance(function, FunctionReward) and function.per_completion:
+                each[index] = function
+            elif isinstance(function, FunctionReward) and groups:
+                whole[index] = function
         return RewardStream(each, whole, self._loop, trainer_state, self.timeout) if each or whole else None
 
     def __call__(
@@ -141,117 +145,123 @@ class RewardSuite:
         Args:
             rows: the dataset row of every rollout, `row["prompt"]` as the user wrote it.
             rollouts: N of them, all groups of this process.
-            context: what the functions may see of the trainer.
-            streamed: what has been given these very rollouts as they ended.
+            context: the trainer's state and logs, for the functions.
+            streamed: the stream that was given these rollouts as they ended.
 
         Raises:
-            RewardError: a function asks for a column that does not exist, or failed on every sample, at once or in
-                several batches in a row: raised, returned no rewards, or ended steps where completions have no end.
+            RewardError: a function asks for a column that does not exist, or failed on all samples of its first batch,
+                or of several batches in a row.
         """
         assert len(rows) == len(rollouts), "one dataset row per rollout"
-        places = [place for place, rollout in enumerate(rollouts) if rollout.finish is not FinishReason.ERROR]
         rewards = torch.full((len(rollouts), len(self.names)), math.nan, dtype=torch.float32)
-        batch = RewardBatch(rows, rollouts).scorable()
+        steps: list[dict[int, StepRewards]] = [{} for _ in rollouts]
+        batch = RewardBatch(rows, rollouts)
+        scorable = batch.scorable
+        batch = batch.take(scorable)
         if not len(batch):
-            nothing: list[dict[int, StepRewards]] = [{} for _ in rollouts]
-            return RewardResult(rewards, nothing, self._stats([Outcome.empty()] * len(self.names)))
-        scored = self._score_all(batch, context.trainer_state, streamed)
-        outcomes, steps = self._resolved(scored, batch, places, len(rollouts))
-        for index, outcome in enumerate(outcomes):
-            self._judge(index, outcome, batch)
-            outcome.log.spread(places, len(rollouts)).replay(context)
-        rewards[places] = torch.tensor([outcome.values for outcome in outcomes], dtype=torch.float32).T
-        self._warn_of_unscored(rewards[places], batch)
-        return RewardResult(rewards, steps, self._stats(outcomes))
+            return RewardResult(rewards, steps, self._stats([CallResult([], [], Log(0))] * len(self.names)))
+        results = self._score_all(batch, context.trainer_state, streamed)
+        for index, result in enumerate(results):
+            results[index] = result = self._resolve_steps(index, result, batch, scorable, steps)
+            self._check_failures(index, result, batch)
+            result.log.spread(scorable, len(rollouts)).replay(context)
+            rewards[scorable, index] = torch.tensor(result.values, dtype=torch.float32)
+        self._warn_of_unscored(rewards[scorable], batch)
+        return RewardResult(rewards, steps, self._stats(results))
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Look, before anything is sampled, whether the functions will get the arguments they ask for.
+        """Raise, before anything is sampled, for arguments that neither the trainer nor the dataset has.
 
         Args:
             columns: of the dataset.
 
         Raises:
-            RewardError: a function asks for something that neither the trainer nor the dataset has.
+            RewardError: a function asks for one.
         """
         available = {*columns} - NOT_FORWARDED | RESERVED | {"completion_ids"}
         for function in self.functions:
             if isinstance(function, FunctionReward):
                 function.require(available)
 
-    def _score_all(self, batch: RewardBatch, trainer_state: Any, streamed: RewardStream | None) -> list[Outcome]:
+    def _score_all(self, batch: RewardBatch, trainer_state: Any, stream: RewardStream | None) -> list[CallResult]:
         """Start the async functions, run the others one after another meanwhile, then collect."""
-        begun = streamed or ()
-        pending: dict[int, Future[Outcome]] = {}
-        outcomes: dict[int, Outcome] = {}
+        pending: dict[int, Future[CallResult]] = {}
+        results: dict[int, CallResult] = {}
         try:
             for index, function in enumerate(self.functions):
-                if isinstance(function, FunctionReward) and function.is_async and index not in begun:
+                streamed = stream is not None and index in stream
+                if isinstance(function, FunctionReward) and function.is_async and not streamed:
                     pending[index] = self._loop.start(score_async(function, batch, trainer_state, self.timeout))
             for index, function in enumerate(self.functions):
-                if index not in pending and index not in begun:
-                    outcomes[index] = score(function, batch, trainer_state, self.timeout)
-            for index, future in pending.items():
-                try:
-                    outcomes[index] = self._loop.wait(future, self.timeout + LOOP_GRACE)
-                except CallTimeout:
-                    outcomes[index] = Outcome.timed_out(len(batch), self.timeout)
+                if index not in pending and (stream is None or index not in stream):
+                    results[index] = score(function, batch, trainer_state, self.timeout)
+            for index, call in pending.items():
+                results[index] = collect_async(self._loop, call, len(batch), self.timeout, self.timeout)
         finally:
-            for future in pending.values():
-                future.cancel()
-        if streamed is not None:
-            outcomes |= {index: streamed.outcome(index) for index in range(len(self.functions)) if index in streamed}
-        assert all(len(outcome.values) == len(batch) for outcome in outcomes.values()), "every rollout was streamed"
-        return [outcomes[index] for index in range(len(self.functions))]
+            for call in pending.values():
+                call.cancel()
+        ordered = []
+        for index in range(len(self.functions)):
+            result = results[index] if stream is None or index in results else stream.result(index)
+            assert len(result.values) == len(batch), "every rollout was streamed"
+            ordered.append(result)
+        return ordered
 
-    def _resolved(
-        self, outcomes: list[Outcome], batch: RewardBatch, places: list[int], size: int
-    ) -> tuple[list[Outcome], list[dict[int, StepRewards]]]:
-        """Rewards of steps with the tokens that they end with, by function; of all rollouts, `batch` at `places`.
+    def _resolve_steps(
+        self,
+        index: int,
+        result: CallResult,
+        batch: RewardBatch,
+        scorable: list[int],
+        steps: list[dict[int, StepRewards]],
+    ) -> CallResult:
+        """Find the tokens that a function's steps end with and add them to `steps`.
 
-        Outcomes come back without the samples whose steps end where their completions do not.
+        Returns:
+            The result, in which samples whose steps do not end within their completion have failed.
         """
-        resolved: list[dict[int, StepRewards]] = [{} for _ in range(size)]
-        usable = []
-        for function, outcome in enumerate(outcomes):
-            nowhere: dict[int, str] = {}
-            for sample, steps in enumerate(outcome.steps):
-                if steps is None:
-                    continue
+        unusable: dict[int, str] = {}
+        for sample, rewarded in enumerate(result.steps):
+            if rewarded is not None:
                 try:
-                    resolved[places[sample]][function] = resolve(steps, batch.rollouts[sample], self._tokenizer)
-                except NoSuchEnd as error:
-                    nowhere[sample] = f"it ended a step at {error}"
-            usable.append(outcome.without(nowhere))
-        return usable, resolved
+                    found = resolve(rewarded, batch.rollouts[sample], self._tokenizer)
+                    steps[scorable[sample]][index] = found
+                except StepEndError as error:
+                    unusable[sample] = f"it ended a step at {error}"
+        return result.without(unusable) if unusable else result
 
-    def _judge(self, index: int, outcome: Outcome, batch: RewardBatch) -> None:
-        """Stop the run for a function that only fails; warn once about one that sometimes does."""
+    def _check_failures(self, index: int, result: CallResult, batch: RewardBatch) -> None:
+        """Stop the run if a function fails on all samples; warn once if it fails on some.
+
+        Raises:
+            RewardError: it failed on its first batch, or on several in a row.
+        """
         name, size = self.names[index], len(batch)
-        if outcome.failures + outcome.timeouts < size:
+        if result.failures + result.timeouts < size:
             self._has_scored[index] = True
             self._failed_batches[index] = 0
         else:
             self._failed_batches[index] += 1
-            broken = bool(outcome.text) and not self._has_scored[index]
+            broken = bool(result.text) and not self._has_scored[index]
             if broken or self._failed_batches[index] >= FAILED_BATCHES:
                 raise RewardError(
                     f"reward function {name!r} failed on all {size} samples"
                     + (f", {FAILED_BATCHES} batches in a row" if not broken else "")
-                    + f": {outcome.describe_error(self.timeout).rstrip('.')}. First sample:\n{batch.describe(0)}"
-                ) from outcome.error
-        if outcome.failures:
+                    + f": {result.describe_error(self.timeout).rstrip('.')}. First sample:\n{batch.describe(0)}"
+                ) from result.error
+        if result.failures:
             self._warn_once(
                 name,
                 "failures",
-                f"reward function {name!r} failed on {outcome.failures} of {size} samples "
-                f"({outcome.describe_error(self.timeout).rstrip('.')}); they get no reward from it and are counted in "
-                f"rewards/{name}/failures. The first of them:\n{batch.describe(outcome.culprit)}",
+                f"reward function {name!r} failed on {result.failures} of {size} samples "
+                f"({result.describe_error(self.timeout).rstrip('.')}); they get no reward from it and are counted in "
+                f"rewards/{name}/failures. The first of them:\n{batch.describe(result.culprit)}",
             )
-        if outcome.timeouts:
+        if result.timeouts:
             self._warn_once(
                 name,
                 "timeouts",
-                f"reward function {name!r} did not score {outcome.timeouts} of {size} samples within "
+                f"reward function {name!r} did not score {result.timeouts} of {size} samples within "
                 f"{self.timeout:g} s; they get no reward from it and are counted in rewards/{name}/timeouts. First "
                 "sample of the batch:\n"
                 f"{batch.describe(0)}",
@@ -273,13 +283,13 @@ class RewardSuite:
             self._warned.add((name, kind))
             warnings.warn(message, RewardWarning, stacklevel=4)
 
-    def _stats(self, outcomes: list[Outcome]) -> dict[str, Stat]:
-        """The same keys on every call and every process."""
+    def _stats(self, results: list[CallResult]) -> dict[str, Stat]:
+        """Statistics with the same keys on every call and every process."""
         stats: dict[str, Stat] = {}
-        for name, outcome in zip(self.names, outcomes, strict=True):
-            stats[f"rewards/{name}/failures"] = Sum(float(outcome.failures))
-            stats[f"rewards/{name}/timeouts"] = Sum(float(outcome.timeouts))
-            stats[f"rewards/{name}/seconds"] = Mean.of([outcome.seconds])
+        for name, result in zip(self.names, results, strict=True):
+            stats[f"rewards/{name}/failures"] = Sum(float(result.failures))
+            stats[f"rewards/{name}/timeouts"] = Sum(float(result.timeouts))
+            stats[f"rewards/{name}/seconds"] = Mean.of([result.seconds])
         return stats
 
 
@@ -292,7 +302,7 @@ def _name(candidate: Any) -> str:
 
 
 def unique_names(names: list[str]) -> list[str]:
-    """The same names, the second of a kind with `_1` after it, and so on.
+    """Distinct names: the second of a kind gets `_1`, and so on.
 
     Example:
         >>> unique_names(["length", "length", "format", "length"])
@@ -339,7 +349,7 @@ def _adapt(
     batch_size: int,
     device: torch.device | str | None,
 ) -> FunctionReward | ModelReward:
-    """One entry of `reward_funcs` as something that scores batches."""
+    """Adapter for one entry of `reward_funcs`."""
     if isinstance(candidate, str):
         model = load_reward_model(candidate, model_init_kwargs)
         placed = "device_map" in model_init_kwargs

@@ -144,7 +144,7 @@ class PlainCopies:
             copied: Any = value if kind is tuple else value.copy()  # the fast path for long lists of numbers
             self._copies[id(value)] = value, copied
         elif kind is tuple:
-            copied = tuple([self.copy(item) for item in value])
+            copied = tuple(map(self.copy, value))
             self._copies[id(value)] = value, copied
         else:
             copied = kind()
@@ -153,7 +153,7 @@ class PlainCopies:
                 copied.update((key, self.copy(item)) for key, item in value.items())
             else:
                 extend = copied.extend if kind is list else copied.update
-                extend([self.copy(item) for item in value])
+                extend(list(map(self.copy, value)))
         return copied
 
 

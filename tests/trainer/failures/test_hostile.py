@@ -32,7 +32,7 @@ PATIENCE = {
     "covey.runtime.loop_thread.OWNER_CHECK_SECONDS": 0.05,
     "covey.runtime.worker_thread.STOP_INTERVAL": 0.1,
     "covey.runtime.deadlines.INTERRUPT_INTERVAL": 0.1,
-    "covey.rewards.suite.LOOP_GRACE": 0.3,
+    "covey.rewards.call.LOOP_GRACE": 0.3,
     "covey.runtime.loop_thread.RESPONSE_SECONDS": 0.3,
 }
 """What is waited for beyond deadlines: a second each, as a rule."""
