@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -237,12 +238,13 @@ class _RunningLoop:
                 while not (self._ending or self.loop.is_closed()):
                     with suppress(BaseException):
                         self.loop.run_forever()
-                tasks = asyncio.all_tasks(self.loop)
-                for task in tasks:
-                    task.cancel()
+                until = time.monotonic() + self._cleanup_seconds
+                while (tasks := asyncio.all_tasks(self.loop)) and (left := until - time.monotonic()) > 0:
+                    with suppress(BaseException):  # a StopThread interrupts the wait, which is repeated
+                        for task in tasks:
+                            task.cancel()
+                        self.loop.run_until_complete(asyncio.wait(tasks, timeout=left))
                 with suppress(BaseException):
-                    if tasks:
-                        self.loop.run_until_complete(asyncio.wait(tasks, timeout=self._cleanup_seconds))
                     self.loop.run_until_complete(self.loop.shutdown_asyncgens())
                 self.loop.close()
         finally:
