@@ -23,6 +23,9 @@ from covey.rollout.vision import Encoded
 
 Generate = Callable[[SampleRequest], Coroutine[Any, Any, list[Completion]]]
 
+_REPORTED = ("_logprobs", "_entropies", "_versions")
+"""Attributes of an episode with a value for each token, as the engine reports them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -380,7 +383,7 @@ class Episode:
         """A copy that begins with the same tokens and goes on by itself, with samples of its own."""
         self._refuse_while_sampling("forked")
         other = copy.copy(self)
-        for name in ("completion_ids", "sampled", "turn_ends", "_logprobs", "_entropies", "_versions"):
+        for name in ("completion_ids", "sampled", "turn_ends", *_REPORTED):
             value = getattr(self, name)
             setattr(other, name, None if value is None else list(value))
         other.messages, other.calls = [dict(message) for message in self.messages], dict(self.calls)
@@ -415,17 +418,10 @@ class Episode:
             media=self.media,
         )
 
-    def _append(
-        self,
-        token_ids: list[int],
-        sampled: bool,
-        logprobs: list[float] | None,
-        entropies: list[float] | None,
-        versions: list[int] | None,
-    ) -> None:
+    def _append(self, token_ids: list[int], sampled: bool, *reported: list[Any] | None) -> None:
+        """Append tokens with their log-probs, entropies and versions."""
         self.completion_ids += token_ids
         self.sampled += [sampled] * len(token_ids)
-        # A value that an engine does not report for one turn is unknown for the whole.
-        self._logprobs = None if self._logprobs is None or logprobs is None else self._logprobs + logprobs
-        self._entropies = None if self._entropies is None or entropies is None else self._entropies + entropies
-        self._versions = None if self._versions is None or versions is None else self._versions + versions
+        for name, values in zip(_REPORTED, reported, strict=True):
+            known = getattr(self, name)  # None where an engine did not report it for an earlier turn
+            setattr(self, name, None if known is None or values is None else known + values)

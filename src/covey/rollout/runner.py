@@ -111,17 +111,7 @@ class SubmissionBarrier:
 
 @dataclass(frozen=True)
 class GroupRunner:
-    """Plays the groups of one batch.
-
-    Attributes:
-        engine: samples tokens.
-        codec: of the prompts.
-        spec: plays the rollouts.
-        params: sampling parameters.
-        seed_key: names the batch.
-        callbacks: called as rollouts end.
-        barrier: of the first requests.
-    """
+    """Plays the groups of one batch, which `seed_key` names."""
 
     engine: RolloutEngine
     codec: PromptCodec
@@ -204,14 +194,7 @@ class GroupRunner:
 
 
 def failed_rollout(codec: PromptCodec, row: dict[str, Any], error: str, prompt_ids: list[int] | None = None) -> Rollout:
-    """A rollout without a completion.
-
-    Args:
-        codec: of the prompts.
-        row: of the dataset.
-        error: the message of the failure.
-        prompt_ids: of the prompt, if it can be encoded.
-    """
+    """A rollout without a completion; `prompt_ids` are those of the prompt, if it can be encoded."""
     completion: Any = [] if is_conversational(row.get("prompt")) else ""
     ids = prompt_ids or [codec.tokenizer.eos_token_id or 0]
     return Rollout(ids, [], [], [], completion, FinishReason.ERROR, entropies=[], versions=[], error=error)

@@ -124,13 +124,7 @@ class Speculation:
         return ("reuse", fingerprint(prompt_ids)) if self.lenience is None else key
 
     def with_drafts(self, request: SampleRequest, prompt: int, samples: Sequence[int]) -> SampleRequest:
-        """The request with drafts of its completions, where there are any.
-
-        Args:
-            request: one prompt.
-            prompt: its number.
-            samples: the index in the group of each of its completions.
-        """
+        """The request of prompt number `prompt`, with drafts of completions `samples` where there are any."""
         mark = fingerprint(request.prompt_ids)
         drafts = [self.drafts.get(DraftKey(prompt, mark, sample)) for sample in samples]
         if not any(drafts):
@@ -144,19 +138,13 @@ class Speculation:
         )
 
     def remember(self, prompts: Sequence[int], samples: Sequence[int], rollouts: Sequence[Rollout]) -> None:
-        """Store finished rollouts as drafts.
-
-        Args:
-            prompts: the number of each rollout's prompt.
-            samples: its index in the group.
-            rollouts: in the same order.
-        """
+        """Store finished rollouts as drafts, each with its prompt's number and its index in the group."""
         for prompt, sample, rollout in zip(prompts, samples, rollouts, strict=True):
             key = DraftKey(prompt, fingerprint(rollout.prompt_ids), sample)
             self.drafts.put(key, rollout.completion_ids, rollout.logprobs)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """State of a checkpoint."""
         return self.drafts.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -31,13 +31,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 class _IsolatedFunction:
-    """Runs a user's coroutine function on an event loop of its own.
-
-    Args:
-        function: the user's.
-        timeout: seconds that one call may take.
-        limits: of the tokens that it returns.
-    """
+    """Runs a user's coroutine function on an event loop of its own, each call for at most `timeout` seconds."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], timeout: float, limits: RolloutValidator):
         self._function = function

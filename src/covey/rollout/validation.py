@@ -82,7 +82,7 @@ def _plain_rollout(rollout: Rollout) -> Rollout:
         reused=int(rollout.reused),
         versions=_each(int, rollout.versions),
         turn_ends=[int(one) for one in rollout.turn_ends],
-        calls={_text(fate): int(count) for fate, count in rollout.calls.items()},
+        calls={_text(outcome): int(count) for outcome, count in rollout.calls.items()},
         error=error or ("the rollout function returned it as failed" if finish is FinishReason.ERROR else None),
         tool_seconds=float(rollout.tool_seconds),
         prompt=None if rollout.prompt is None else _text_or_messages(rollout.prompt, "prompt"),

@@ -105,12 +105,8 @@ class ToolEnvironmentAgent(EnvironmentAgent):
     Args:
         pool, gives_reward: as for `EnvironmentAgent`.
         example: an environment of the pool, whose methods describe those of all.
+        parser, max_iterations: as for `ToolAgent`.
         tools: further tools, which belong to no environment.
-        parser: of the model's notation of calls.
-        max_iterations: rounds of calls that are executed.
-
-    Raises:
-        ValueError: a method cannot be described to the policy, or two tools have the same name.
     """
 
     def __init__(
@@ -136,14 +132,7 @@ class ToolEnvironmentAgent(EnvironmentAgent):
 
 
 class EnvironmentToolbox(Toolbox):
-    """The methods of one environment and further tools.
-
-    Args:
-        lease: the environment.
-        methods: its methods, as they were described for an environment of the same kind.
-        others: tools that belong to no environment.
-        pool: of the environment.
-    """
+    """The methods of one environment, as described for another of its kind, and further tools."""
 
     def __init__(self, lease: Lease, methods: Sequence[Tool], others: Sequence[Tool], pool: EnvironmentPool):
         super().__init__(
@@ -152,11 +141,7 @@ class EnvironmentToolbox(Toolbox):
         self._lease, self._methods = lease, methods
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
-        """As `Toolbox.answer`.
-
-        Raises:
-            EnvironmentFailed: a method was abandoned, so the environment's state is unknown.
-        """
+        """As `Toolbox.answer`; raises EnvironmentFailed if a method was abandoned, since the state is unknown."""
         results = await super().answer(turn, first_id)
         methods = {tool.name for tool in self._methods}
         for late in (result.name for result in results if result.failure is Failure.TIMEOUT and result.name in methods):

@@ -7,6 +7,7 @@ the first environment is made.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from covey.core.rollout import Message
@@ -85,7 +86,12 @@ class GymEnvironment:
             environment = library("gymnasium", "gym").make(self.make, **self.settings)
         else:
             environment = self.make()
-        return GymText(environment, self.parse, self.show, self.invalid_reward)
+        if self.parse is None and type(environment.action_space).__name__ != "Text":
+            raise ValueError(
+                f"text is no action of {environment.action_space}. Give actions={{'left': 0, ...}} with a word for each"
+                " action, or parse=function from text to an action."
+            )
+        return GymText(environment, self.parse or str.strip, self.show, self.invalid_reward)
 
     def dataset(self, size: int, seed: int = 0) -> list[dict[str, Any]]:
         """Rows for `train_dataset`, each with a seed for `reset` that all its rollouts share.
@@ -99,43 +105,33 @@ class GymEnvironment:
         return [{"prompt": prompt, "seed": seed + i} for i in range(size)]
 
 
+@dataclass(eq=False)
 class GymText:
     """One gymnasium environment with `step(text)`.
 
     Attributes:
         environment: gymnasium's.
+        parse, show, invalid_reward: as for `GymEnvironment`.
     """
 
-    def __init__(
-        self,
-        environment: Any,
-        parse: Callable[[str], Any] | None,
-        show: Callable[[Any, Any], str | list[Message]],
-        invalid_reward: float,
-    ):
-        if parse is None and type(environment.action_space).__name__ != "Text":
-            raise ValueError(
-                f"text is no action of {environment.action_space}. Give actions={{'left': 0, ...}} with a word for each"
-                " action, or parse=function from text to an action."
-            )
-        self.environment = environment
-        self._parse = parse or str.strip
-        self._show = show
-        self._invalid_reward = invalid_reward
+    environment: Any
+    parse: Callable[[str], Any]
+    show: Callable[[Any, Any], str | list[Message]]
+    invalid_reward: float
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> str | list[Message]:
         """Reset the environment; returns the first observation as text."""
         observation, _ = self.environment.reset(seed=seed, options=options)
-        return self._show(observation, self.environment)
+        return self.show(observation, self.environment)
 
     def step(self, text: str) -> tuple[str | list[Message], Any, bool, bool, dict[str, Any]]:
         """Take the action of the policy's text."""
         try:
-            action = self._parse(text)
+            action = self.parse(text)
         except ValueError as error:
-            return str(error), self._invalid_reward, False, False, {"invalid": True}
+            return str(error), self.invalid_reward, False, False, {"invalid": True}
         observation, reward, terminated, truncated, info = self.environment.step(action)
-        return self._show(observation, self.environment), reward, bool(terminated), bool(truncated), info
+        return self.show(observation, self.environment), reward, bool(terminated), bool(truncated), info
 
     def close(self) -> None:
         """Close the environment."""

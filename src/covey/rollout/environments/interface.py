@@ -82,11 +82,7 @@ def _by_name(parameter: inspect.Parameter) -> bool:
 
 
 def library(name: str, extra: str) -> ModuleType:
-    """The package of an adapter.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The package of an adapter; raises ImportError with the command that installs it."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -116,11 +112,7 @@ class Step:
 
 
 def checked_observation(value: Any, where: str) -> Observation | None:
-    """Text, messages, or None; a PIL image, or a list with images among other things, becomes parts. All is copied.
-
-    Raises:
-        EnvironmentFailed: anything else.
-    """
+    """Text, messages, or None; a PIL image, or a list with images among other things, becomes parts. All is copied."""
     if value is None or isinstance(value, str):
         return value
     if is_conversational(value) and all(isinstance(one, dict) and "role" in one for one in value):
@@ -135,11 +127,7 @@ def checked_observation(value: Any, where: str) -> Observation | None:
 
 
 def checked_step(value: Any, where: str) -> Step:
-    """`(observation, reward, done, info)`, or gymnasium's `(observation, reward, terminated, truncated, info)`.
-
-    Raises:
-        EnvironmentFailed: anything else.
-    """
+    """`(observation, reward, done, info)`, or gymnasium's `(observation, reward, terminated, truncated, info)`."""
     if not isinstance(value, tuple) or len(value) not in (4, 5):
         raise EnvironmentFailed(
             f"{where} returned {format_value(value)}; it must return (observation, reward, done, info) or"
@@ -157,11 +145,7 @@ def checked_step(value: Any, where: str) -> Step:
 
 
 def checked_reward(value: Any, where: str) -> Reward:
-    """A number, None, or a list of `(end, reward)` for the steps of the completion.
-
-    Raises:
-        EnvironmentFailed: anything else, NaN and infinities included.
-    """
+    """A number, None, or a list of `(end, reward)` for the steps of the completion."""
     if isinstance(value, list):
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
             raise EnvironmentFailed(f"{where} returned {format_value(value)}; steps are a list of (end, reward)")
@@ -170,11 +154,7 @@ def checked_reward(value: Any, where: str) -> Reward:
 
 
 def checked_number(value: Any, where: str) -> float | None:
-    """A finite number, of Python, numpy or torch, or None.
-
-    Raises:
-        EnvironmentFailed: anything else.
-    """
+    """A finite number, of Python, numpy or torch, or None."""
     if value is None:
         return None
     number = value
@@ -200,9 +180,6 @@ def initial_prompt(prompt: Any, opening: Observation | None, where: str) -> list
         prompt: of the row, or None.
         opening: the observation that `reset` returned.
         where: name of the method in errors.
-
-    Raises:
-        EnvironmentFailed: neither the row nor the environment has a prompt, or the row's is a string.
     """
     if prompt is None or prompt == []:
         if not opening:

@@ -7,6 +7,7 @@ session is opened. Servers are not started here, and environments with MCP tools
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from covey.core.rollout import Message
@@ -61,7 +62,12 @@ class OpenEnvironment:
         """A new session; it is opened by the first `reset`."""
         action, field = self.action, str(self.action)
         parse = action if callable(action) else lambda text: {field: text}
-        return OpenEnvText(self._connect(), parse, self.show, self.invalid_reward)
+        if isinstance(self.client, str):
+            client = library("openenv.core", "openenv").GenericEnvClient(base_url=self.client)
+        else:
+            client = self.client()
+        client = client.sync() if hasattr(client, "sync") else client
+        return OpenEnvText(client, parse, self.show, self.invalid_reward)
 
     def dataset(
         self, size: int | None = None, seed: int = 0, resets: Sequence[Mapping[str, Any]] | None = None
@@ -82,32 +88,20 @@ class OpenEnvironment:
         given = [{"seed": seed + i} for i in range(size or 0)] if resets is None else list(map(dict, resets))
         return [{"prompt": prompt, "reset": one} for one in given]
 
-    def _connect(self) -> Any:
-        if not isinstance(self.client, str):
-            client = self.client()
-        else:
-            client = library("openenv.core", "openenv").GenericEnvClient(base_url=self.client)
-        return client.sync() if hasattr(client, "sync") else client
 
-
+@dataclass(eq=False)
 class OpenEnvText:
     """One session of an OpenEnv server with `step(text)`.
 
     Attributes:
         client: OpenEnv's, in its synchronous form.
+        parse, show, invalid_reward: as for `OpenEnvironment`.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        parse: Callable[[str], Any],
-        show: Callable[[Any], str | list[Message]],
-        invalid_reward: float,
-    ):
-        self.client = client
-        self._parse = parse
-        self._show = show
-        self._invalid_reward = invalid_reward
+    client: Any
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str | list[Message]]
+    invalid_reward: float
 
     # The argument is a column of the rows, named after the method.
     def reset(self, reset: dict[str, Any] | None = None) -> str | list[Message]:
@@ -119,16 +113,16 @@ class OpenEnvText:
             if "CAPACITY_REACHED" not in str(error):
                 raise
             raise RuntimeError(f"{error} Set max_environments of OpenEnvironment to what the server allows.") from error
-        return self._show(result.observation)
+        return self.show(result.observation)
 
     def step(self, text: str) -> tuple[str | list[Message], Any, bool, dict[str, Any]]:
         """Take the action of the policy's text."""
         try:
-            action = self._parse(text)
+            action = self.parse(text)
         except ValueError as error:
-            return str(error), self._invalid_reward, False, {"invalid": True}
+            return str(error), self.invalid_reward, False, {"invalid": True}
         result = self.client.step(action)
-        return self._show(result.observation), result.reward, bool(result.done), {}
+        return self.show(result.observation), result.reward, bool(result.done), {}
 
     def close(self) -> None:
         """End the session."""

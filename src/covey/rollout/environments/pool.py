@@ -147,25 +147,15 @@ def unchanged(value: T) -> T:
 
 
 class Lease:
-    """An environment that a rollout uses.
-
-    Attributes:
-        environment: the object that the factory made.
-        caller: calls its methods.
-        kind: its class, for messages.
-    """
+    """An environment that a rollout uses, with the caller of its methods."""
 
     def __init__(self, environment: Any, caller: Caller):
         self.environment = environment
         self.caller = caller
-        self.kind = type(environment).__name__
+        self.kind = type(environment).__name__  # for messages
 
     async def call(self, method: str, check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any) -> T:
-        """`check` of the value that a method returns and of the method's name.
-
-        Raises:
-            EnvironmentFailed: it raised or was late, or returned a value that cannot be used.
-        """
+        """`check(value, name)` of the value that a method returns. Raises EnvironmentFailed as `Caller.call`."""
         name = f"{self.kind}.{method}"
         function = getattr(self.environment, method)
         return await self.caller.call(name, function, lambda value: check(value, name), *args, **kwargs)

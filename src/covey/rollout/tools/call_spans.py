@@ -115,12 +115,7 @@ def answer_start(text: str, opening: str = "<think>", closing: str = "</think>")
 
 
 def calls_in(value: Any, text: str) -> list[Part]:
-    """Calls in a JSON value: one, or one for each item of a list.
-
-    Args:
-        value: as decoded, or `Unreadable`.
-        text: as the policy wrote it, for errors.
-    """
+    """Calls in a JSON value (or `Unreadable`): one, or one for each item of a list; `text` is for errors."""
     if isinstance(value, Unreadable):
         return [MalformedCall(text, f"the call is no JSON: {value}")]
     calls = [read_call(item) for item in (value if isinstance(value, list) else [value])]

@@ -128,11 +128,7 @@ TOOL_PARSERS.register("glm", ToolParser(parse_glm, ("<arg_key>",), GLM_TOKENS))
 def parse_marked_gemma(text: str, opening: str, closing: str, quote: str, answer: str) -> AssistantTurn:
     """`call:name{key:<escape>text<escape>,n:3,items:[1,2]}` between two marks, once for each call.
 
-    Args:
-        text: of the turn.
-        opening, closing: around a call.
-        quote: on either side of a string, which cannot hold it.
-        answer: begins the results; a turn with calls may end with it.
+    `quote` is `<escape>` here; `answer` is the mark that begins the results, with which a turn with calls may end.
     """
 
     def read(body: str) -> list[Part]:
