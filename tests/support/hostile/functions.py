@@ -266,7 +266,9 @@ FUNCTIONS = [
     ),
     ends("A function for a rollout batch raises", batch(refuses(KeyError)), "no", kind=KeyError),
     ends(
-        "A function for a rollout batch raises SystemExit", batch(lambda *_: sys.exit(0)), "rollout_func raised SystemExit"
+        "A function for a rollout batch raises SystemExit",
+        batch(lambda *_: sys.exit(0)),
+        "rollout_func raised SystemExit",
     ),
     ends(
         "A function for a rollout batch never returns",
