@@ -1,5 +1,7 @@
 """Write docs/troubleshooting.md: make every mistake of tests/support/mistakes and take down its message.
 
+The tables of docs/survival.md are written, too, from tests/support/hostile.
+
 Usage: python tools/troubleshooting.py [WORDS]
 
 With WORDS, only mistakes whose description contains them are made again; the others keep the message on the page. So do
@@ -19,10 +21,12 @@ sys.path.insert(0, str(ROOT))
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from tests.support import tiny  # noqa: E402
+from tests.support.hostile import page as hostile  # noqa: E402
 from tests.support.mistakes.cases import Bench  # noqa: E402
 from tests.support.mistakes.page import MISTAKES, produced, read, render, shown  # noqa: E402
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
+ROBUSTNESS = ROOT / "docs" / "survival.md"
 
 
 def main(words: str) -> None:
@@ -45,6 +49,7 @@ def main(words: str) -> None:
                 print(f"not renewed: {what}: {reason}", file=sys.stderr)
         os.chdir(ROOT)
     PAGE.write_text(render(messages))
+    ROBUSTNESS.write_text(hostile.render(ROBUSTNESS.read_text()))
 
 
 if __name__ == "__main__":
