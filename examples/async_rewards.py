@@ -1,4 +1,4 @@
-"""Rewards that wait for something: `async def` functions of a run wait at the same time, not one after the other.
+"""Async rewards: `async def` functions of a run wait concurrently, not one after the other.
 
 The two services below are stand-ins that sleep; a real one would be an HTTP client, created once on first use. A sample
 that a service fails on costs that sample, counted in `rewards/{name}/failures`, and nothing waits beyond the deadline.
@@ -12,7 +12,7 @@ from covey.rewards import completion_text
 
 
 async def ask_service(text, question):
-    """Pretends to be a slow judge: 20 ms an answer."""
+    """Simulates a slow grader: 20 ms an answer."""
     await asyncio.sleep(0.02)
     return float(question(text))
 

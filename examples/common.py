@@ -1,4 +1,4 @@
-"""What all examples share, so that each can show one thing: three options, a small dataset, settings for a laptop.
+"""Options, a small dataset and settings for a laptop, shared by all examples.
 
 Every example runs as `python examples/NAME.py --model ID_OR_FOLDER --max_steps N --output_dir DIR`. The defaults fit
 two CPU cores; nothing but the model is downloaded, and not even that if `--model` is a folder.

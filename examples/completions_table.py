@@ -1,4 +1,4 @@
-"""See what the model writes: completions on the console, in parquet files and (if configured) in a tracker.
+"""Completion tables: completions on the console, in parquet files and (if configured) in a tracker.
 
 A reward function adds columns with `log_extra` and numbers to the log with `log_metric`.
 """

@@ -1,4 +1,4 @@
-"""A loss of one's own: one function from ratios and advantages to token losses, registered under a name."""
+"""A custom loss: one function from ratios and advantages to token losses, registered under a name."""
 
 from common import SUMS, parser, settings
 from covey import GRPOConfig, GRPOTrainer

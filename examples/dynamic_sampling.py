@@ -1,4 +1,4 @@
-"""Dynamic sampling, and prompts drawn by difficulty: train on groups that have something to say.
+"""Dynamic sampling, and prompts sampled by difficulty: train on groups with a signal.
 
 A group whose completions all get the same reward gives no gradient. With `dynamic_sample` such groups are replaced by
 groups of further prompts before training (DAPO, arXiv 2503.14476); with prompt_sampler="difficulty", prompts that are
@@ -28,7 +28,7 @@ def main():
     for entry in trainer.state.log_history:
         if "dynamic_sampling/cost" in entry:
             drawn, trained = (entry[f"dynamic_sampling/{name}_signal"] for name in ("first", "trained"))
-            print(f"step {entry['step']}: {drawn:.0%} of the groups had a signal as drawn, {trained:.0%} as trained on")
+            print(f"step {entry['step']}: {drawn:.0%} of groups had a signal at first, {trained:.0%} as trained on")
     return trainer
 
 

@@ -1,6 +1,6 @@
-"""A gymnasium environment: the policy walks over FrozenLake in words. `pip install 'covey[gym]'`
+"""A gymnasium environment: the policy plays FrozenLake, described in text. `pip install 'covey[gym]'`
 
-The board is what the policy is told, a word of its answer is the move, and a row of the dataset is a seed.
+The prompt shows the board, a word of the answer is the move, and a row of the dataset is a seed.
 """
 
 from common import parser, settings

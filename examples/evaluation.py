@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, by name, each set with sampling of its own; nothing is updated.
+"""Evaluation on held-out prompts, by name, each set with its own sampling settings.
 
 `sums` is answered greedily; of each of `differences` eight completions say how often one of k is right (pass@k) and how
 often the most frequent answer is (maj@k). Every share has an interval: `eval_differences_pass@8_low`, `..._high`.

@@ -1,6 +1,6 @@
 """GSPO (arXiv 2507.18071): one importance ratio for a whole completion, the geometric mean of its tokens' ratios.
 
-Such ratios move very little, so they are clipped very close to 1. As in the paper, a generation feeds four updates;
+Such ratios move very little, so they are clipped very close to 1. As in the paper, a rollout batch feeds four updates;
 only from the second on can anything clip.
 """
 

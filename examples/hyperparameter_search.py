@@ -1,4 +1,4 @@
-"""Which settings are best? Three short trials with optuna, each from the same fresh weights, and a run with the best.
+"""Hyperparameter search: three short trials with optuna from the same weights, and a run with the best settings.
 
 Needs optuna: pip install 'covey[search]'.
 """
@@ -23,7 +23,7 @@ def main():
     tried = GRPOConfig(**settings(options), eval_strategy="steps", eval_steps=5, per_device_eval_batch_size=8)
     held_out = EvalSuite(SUMS[-8:], temperature=0)
     trainer = GRPOTrainer(
-        model=options.model,  # loaded anew for each trial
+        model=options.model,  # loaded again for each trial
         reward_funcs=numeric_match_reward,
         args=tried.with_changes(max_steps=max(1, options.max_steps // 2)),
         train_dataset=SUMS[:-8],

@@ -1,4 +1,4 @@
-"""Several tasks in one dataset: each reward function scores its own rows and answers None for the others.
+"""Several tasks in one dataset: each reward function scores its own rows and returns None for the others.
 
 None means "not applicable": it counts neither as 0 nor against the completion.
 """

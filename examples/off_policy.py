@@ -1,6 +1,6 @@
-"""Several updates from one generation: cheaper sampling, paid for by importance ratios that drift away from 1.
+"""Several updates from one rollout batch: cheaper sampling, with importance ratios that move away from 1.
 
-Here a generation of 32 completions is cut into 4 micro-batches, 2 of which make an update, and gone through twice:
+Here a rollout batch of 32 completions is cut into 4 micro-batches, 2 of which make an update, and used twice:
 4 updates. From the second on, ratios differ from 1 and clipping can bind; see `clip_ratio/*` in the log. Without
 either option the run would be on-policy and nothing could clip.
 """
@@ -20,7 +20,7 @@ def main():
         epsilon_high=0.28,
     )
     algebra = args.algebra()
-    print(f"{algebra.updates_per_generation} updates per generation; on-policy: {algebra.on_policy}")
+    print(f"{algebra.updates_per_generation} updates per rollout batch; on-policy: {algebra.on_policy}")
     trainer = GRPOTrainer(
         model=options.model,
         reward_funcs=numeric_match_reward,

@@ -1,4 +1,4 @@
-"""RLOO in a few lines: every completion is judged against the mean of its siblings, KL is part of the reward.
+"""RLOO in a few lines: the baseline is the mean of the group's other completions, KL is part of the reward.
 
 Only the names differ from `quickstart_grpo.py`. The reward needs `pip install "covey[math]"`.
 """

@@ -1,7 +1,7 @@
-"""Stop and go on: a resumed run ends where an uninterrupted one would, bit by bit.
+"""Stop and resume: a resumed run ends with the same weights as an uninterrupted one, bit for bit.
 
 A checkpoint holds, besides the usual, the completions that were sampled and not yet used up, so it may be taken in the
-middle of a generation, as here. It appears under its name only when complete.
+middle of a rollout batch, as here. It appears under its name only when complete.
 """
 
 from transformers import TrainerCallback

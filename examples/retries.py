@@ -1,7 +1,7 @@
-"""Retries with feedback: the policy answers, hears from a verifier what is wrong, and may try again.
+"""Retries with feedback: the policy answers, gets a verifier's feedback, and may try again.
 
-A rollout function plays one rollout, as plain code around `await episode.sample()`; all rollouts of a generation run at
-the same time. The policy's answers are trained on, what the verifier says is not. `tries`, given to `done`, reaches the
+A rollout function runs one rollout, as plain code around `await episode.sample()`; all rollouts of a batch run
+concurrently. The policy's answers are trained on, the verifier's feedback is not. `tries`, given to `done`, reaches the
 reward function under that name: the sooner an answer is right, the more it is worth.
 """
 

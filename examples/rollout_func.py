@@ -1,6 +1,6 @@
-"""A rollout function for a whole generation, as TRL has it: all prompts at once, and a dictionary of lists back.
+"""A rollout function for a whole rollout batch, in TRL's form: all prompts in, a dictionary of lists out.
 
-Every prompt comes as often as it is to be completed. Fields beside the three that are needed reach the reward functions
+Every prompt is repeated for each of its completions. Fields other than the required three reach the reward functions
 under their own names; here the environment's own reward does.
 """
 
@@ -16,11 +16,11 @@ def play(prompts, trainer):
         "prompt_ids": [one["prompt_ids"] for one in completions],
         "completion_ids": [one["completion_ids"] for one in completions],
         "logprobs": [one["logprobs"] for one in completions],
-        "env_reward": [judge(prompt, one["text"]) for prompt, one in zip(prompts, completions, strict=True)],
+        "env_reward": [score(prompt, one["text"]) for prompt, one in zip(prompts, completions, strict=True)],
     }
 
 
-def judge(prompt, text):
+def score(prompt, text):
     """An environment that knows its task: 1 for the sum of the numbers in the question."""
     expected = sum(map(int, re.findall(r"\d+", prompt[-1]["content"])))
     return float(str(expected) in re.findall(r"\d+", text))

@@ -1,7 +1,7 @@
-"""Completions of an earlier epoch as drafts: what still holds is checked in one pass instead of decoded again.
+"""Completions of an earlier epoch as drafts: tokens that still hold are verified in one pass instead of decoded again.
 
-Eight prompts make two generations, so that each comes back after two updates. `sampling/reused_token_fraction` is 0 in
-the first epoch; from the second on it says how much was not decoded. docs/speed.md tells what `exact` promises.
+Eight prompts make two rollout batches, so that each comes back after two updates. `sampling/reused_token_fraction` is
+0 in the first epoch; from the second on it is the share not decoded. docs/speed.md defines what `exact` promises.
 """
 
 from common import SUMS, parser, settings

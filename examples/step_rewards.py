@@ -1,7 +1,7 @@
-"""Rewards of steps: each sum of a calculation is judged by itself, and the tokens that led to it answer for it.
+"""Rewards of steps: each sum of a calculation is scored separately, and credited to the tokens that led to it.
 
-A reward function may return `(end, reward)` pairs for a completion instead of one number; `CharEnd` says where in the
-text a step ends. `step_discount` below 1 makes a step answer less for what comes after it; the outcome is judged by a
+A reward function may return `(end, reward)` pairs for a completion instead of one number; `CharEnd` marks where in the
+text a step ends. `step_discount` below 1 reduces a step's credit for later rewards; the outcome is scored by a
 second function and mixed in with `outcome_weight`.
 """
 

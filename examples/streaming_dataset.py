@@ -1,6 +1,6 @@
-"""A dataset without an end: any iterable of rows that can be iterated anew, such as a streamed `datasets` one.
+"""An endless dataset: any iterable of rows that can be iterated again, such as a streamed `datasets` one.
 
-An iterable has no length, so `max_steps` says how long to train.
+An iterable has no length, so `max_steps` sets the length of training.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""Sub-agents: the policy asks two others for their opinion of its answer, and answers again with what they said.
+"""Sub-agents: the policy asks two others for an opinion on its answer, and answers again with their replies.
 
 An adviser is a conversation apart, `engine.generate`: here with the same model, elsewhere with whatever a function can
-call. It is sampled beside everything else and not trained on. What is trained on are the policy's own two turns, the
+call. It is sampled concurrently and not trained on. Only the policy's own two turns are trained on, the
 first answer and the last, both for how good the last one is.
 """
 

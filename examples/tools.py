@@ -1,4 +1,4 @@
-"""Tools: the model looks a price up and then answers; what it is told back is not trained on.
+"""Tools: the model looks up a price and then answers; tool results are not trained on.
 
 A tool is a function with type hints and a docstring. SmolLM2's chat template shows models no tools, so every prompt
 begins with two examples of a call; most models of today need none.

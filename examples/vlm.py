@@ -1,4 +1,4 @@
-"""A vision-language model learns to name colours: prompts with pictures beside prompts of text alone.
+"""A vision-language model learns to name colours: prompts with images and text-only prompts in one run.
 
 Images stand in a column `image` (or `images`, or among the parts of messages): PIL images, paths or bytes. The model's
 own processor is loaded with it. `--tiny` makes a random model first, which needs no download and learns nothing.
