@@ -106,7 +106,7 @@ VISION = [
     Mistake(
         "Gave a rollout_func's `generate_completions` the tokens of a prompt with images",
         lambda b: seeing(b, [row(tiny_vision.picture())] * 4, rollout_func=from_tokens).train(),
-        ("a prompt of tokens holds some that stand for images", "give `generate_completions` messages"),
+        ("a prompt of tokens holds tokens of images", "give `generate_completions` messages"),
         when=TRAINING,
         kind=RolloutError,
     ),
