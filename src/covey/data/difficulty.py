@@ -1,8 +1,7 @@
-"""What a run has learnt about its prompts: how often each is solved, and how much its answers still differ.
+"""Difficulty of prompts, estimated from their rewards, and the chance of sampling each.
 
-`PromptHistory` keeps two running means per prompt and turns them into the chance with which a pass over the dataset
-takes it. It draws nothing itself (`covey.data.prompt_stream`) and knows no rewards by name. Another notion of a
-prompt's worth is another `chance`.
+See also `covey.data.prompt_stream`, which samples by this chance. To prefer prompts by another criterion, replace
+`PromptHistory.chance`.
 """
 
 from collections.abc import Sequence
@@ -14,11 +13,11 @@ from torch import Tensor
 from covey.core.metrics import Mean, Stat
 
 NEWEST = 0.5
-"""Share of the newest group in a prompt's running means: with 8 completions a group says much, and policies change."""
+"""Weight of the newest group in a prompt's running means; high, because the policy changes between groups."""
 
 
 class PromptHistory:
-    """Running means of the total reward of every prompt, and the chance that each is drawn.
+    """Running means of the total reward of every prompt, and the chance of sampling it.
 
     For prompt x, m ← (1 - ½) m + ½ mean_group(R) and q ← (1 - ½) q + ½ mean_group(R²), beginning with the first group
     seen. For rewards of 0 and 1, m is the pass rate p, and the variance v = q - m² is p (1 - p): largest for prompts of
@@ -29,12 +28,12 @@ class PromptHistory:
     so that scaling or shifting rewards changes nothing. Prompts not seen yet have chance 1, and all have while no
     prompt's rewards have differed.
 
-    Where steps are rewarded, R is what outcomes earned, and the variance within a group that of R and those of the
-    rewards of its steps together: group by group it is added to the mean of R².
+    Where steps are rewarded, R is the reward of the outcome, and the variance of step rewards within a group is added
+    to the mean of R².
 
     Args:
         rows: prompts of the dataset.
-        floor: the least chance, above 0: how often a prompt that is always or never solved is tried again.
+        floor: minimum chance, above 0, which prompts that are always or never solved have.
 
     Example:
         >>> history = PromptHistory(3, floor=0.1)
@@ -51,11 +50,11 @@ class PromptHistory:
         self._largest = 0.0
 
     def update(self, prompts: Sequence[int], rewards_PG: Tensor, variances_P: Tensor | None = None) -> None:
-        """Take note of groups.
+        """Add groups.
 
         Args:
             prompts: [P] row numbers.
-            rewards_PG: [P, G] total rewards; NaN where nothing scored a completion. A group of NaN alone says nothing.
+            rewards_PG: [P, G] total rewards; NaN for completions without a reward. Groups of NaN alone are skipped.
             variances_P: [P] variance of the rewards of steps; NaN where no steps are rewarded.
         """
         if variances_P is None:
@@ -73,15 +72,15 @@ class PromptHistory:
         self._largest = self._variances().nan_to_num(0.0).max().item()
 
     def seen(self, row: int) -> bool:
-        """Whether a reward of this prompt is known."""
+        """True if a reward of this prompt is known."""
         return not bool(self.means[row].isnan())
 
     def chance(self, row: int) -> float:
-        """The chance that a pass over the dataset takes this prompt."""
+        """Chance that an epoch includes this prompt."""
         return self._chances(self._variances(row)).item()
 
     def stats(self) -> dict[str, Stat]:
-        """What is logged about the prompts seen so far."""
+        """Metrics of the prompts seen so far."""
         variances = self._variances()
         chances = self._chances(variances[~variances.isnan()])
         return {
@@ -95,7 +94,7 @@ class PromptHistory:
         return {"means": self.means.clone(), "squares": self._squares.clone(), "largest": self._largest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, for a dataset of as many rows."""
+        """Restore a `state_dict` of a dataset with the same number of rows."""
         self.means, self._squares = state["means"].clone(), state["squares"].clone()
         self._largest = state["largest"]
 

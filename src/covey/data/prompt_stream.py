@@ -1,8 +1,7 @@
-"""Row numbers of a dataset without end, drawn while training goes on: refills, and prompts chosen by difficulty.
+"""Endless stream of row numbers of a dataset, for refills and for prompts selected by difficulty.
 
-Not here: the order in which the dataloader reads a dataset (`covey.data.sampler`). A stream knows no rows, only
-their numbers, and is the same on every process. What it draws depends on its seed, on what was asked of it before and
-on the weights at that moment; all of it is in `state_dict`. Another way to prefer prompts is another `chance`.
+It is the same on every process: it depends on its seed, on earlier calls and on current chances, all of which a
+checkpoint holds.
 """
 
 from collections.abc import Callable, Container, Sized
@@ -18,21 +17,21 @@ class Avoided(Sized, Container[int], Protocol):
 
 
 class PromptStream:
-    """Pass after pass over a dataset, each in an order of its own.
+    """Epochs over a dataset, each in an order of its own.
 
-    A pass takes a row with its `chance` and leaves it out otherwise (thinning). So no row comes twice in a pass, rows
-    come as often, in the long run, as their chances say, and with chances of 1 every pass takes every row once.
+    An epoch includes each row with its `chance` (thinning), so no row comes twice in an epoch, rows come in proportion
+    to their chances in the long run, and with chances of 1 every epoch includes every row once.
 
     Args:
         rows: rows of the dataset.
-        seed: of the orders, with the number of the pass.
+        seed: of the orders, together with the number of the epoch.
         name: streams of the same seed and other names are independent.
-        shuffle: a random order in each pass, else the dataset's own.
-        chance: row number -> the chance, above 0 and at most 1, that a pass takes it; None takes every row.
+        shuffle: a random order in each epoch, else the dataset's own.
+        chance: row number -> its chance, above 0 and at most 1; None includes every row.
 
     Example:
         >>> stream = PromptStream(4, seed=0, name="refill", shuffle=False)
-        >>> stream.take(2, avoid={0, 1}), stream.take(3)  # what was avoided is put off, not lost
+        >>> stream.take(2, avoid={0, 1}), stream.take(3)  # avoided rows are deferred, not lost
         ([2, 3], [0, 1, 2])
     """
 
@@ -42,40 +41,40 @@ class PromptStream:
         self._name = name
         self._shuffle = shuffle
         self._chance = chance
-        self._pass = 0
-        self._place = 0
-        self._put_off: list[int] = []
-        self._order, self._luck = self._shuffled()
+        self._epoch = 0
+        self._position = 0
+        self._deferred: list[int] = []
+        self._order, self._thresholds = self._shuffled()
 
     def take(self, count: int, avoid: Avoided = frozenset()) -> list[int]:
         """The next rows, all different.
 
         Args:
             count: how many; at most the rows of the dataset.
-            avoid: rows not to take now. Where too few others are left they are taken all the same.
+            avoid: rows to defer, unless too few others are left.
         """
         assert count <= self.rows, "a dataset fills at least one generation"
         if self.rows - len(avoid) < count:
             avoid = frozenset()
-        taken = [row for row in self._put_off if row not in avoid][:count]
-        self._put_off = [row for row in self._put_off if row not in taken]
+        taken = [row for row in self._deferred if row not in avoid][:count]
+        self._deferred = [row for row in self._deferred if row not in taken]
         while len(taken) < count:
             row = self._next()
             if row not in avoid and row not in taken:
                 taken.append(row)
-            elif row not in self._put_off and row not in taken:
-                self._put_off.append(row)
+            elif row not in self._deferred and row not in taken:
+                self._deferred.append(row)
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: plain numbers."""
-        return {"rows": self.rows, "pass": self._pass, "place": self._place, "put_off": list(self._put_off)}
+        """Position of the stream, in plain numbers."""
+        return {"rows": self.rows, "pass": self._epoch, "place": self._position, "put_off": list(self._deferred)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
+        """Restore a `state_dict`.
 
         Raises:
-            ValueError: the dataset has another number of rows now.
+            ValueError: the dataset has another number of rows.
         """
         if state["rows"] != self.rows:
             raise ValueError(
@@ -83,23 +82,23 @@ class PromptStream:
                 f" {self.rows}: what it knows about prompts is kept by row number and would mean others. Resume with"
                 " the same dataset, or begin a new run from the checkpoint's weights."
             )
-        self._pass, self._place = state["pass"], state["place"]
-        self._put_off = list(state["put_off"])
-        self._order, self._luck = self._shuffled()
+        self._epoch, self._position = state["pass"], state["place"]
+        self._deferred = list(state["put_off"])
+        self._order, self._thresholds = self._shuffled()
 
     def _next(self) -> int:
         while True:
-            if self._place == self.rows:
-                self._pass, self._place = self._pass + 1, 0
-                self._order, self._luck = self._shuffled()
-            row, luck = self._order[self._place], self._luck[self._place]
-            self._place += 1
-            if self._chance is None or luck < self._chance(row):
+            if self._position == self.rows:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order, self._thresholds = self._shuffled()
+            row, threshold = self._order[self._position], self._thresholds[self._position]
+            self._position += 1
+            if self._chance is None or threshold < self._chance(row):
                 return row
 
     def _shuffled(self) -> tuple[list[int], list[float]]:
-        """The order of this pass, and a number in [0, 1) for each place that its row's chance must exceed."""
-        generator = torch.Generator().manual_seed(sample_seed(self._seed, self._name, self._pass))
-        luck = torch.rand(self.rows, generator=generator, dtype=torch.float64)
+        """Order of this epoch, and for each position a number in [0, 1) that the row's chance must exceed."""
+        generator = torch.Generator().manual_seed(sample_seed(self._seed, self._name, self._epoch))
+        thresholds = torch.rand(self.rows, generator=generator, dtype=torch.float64)
         order = torch.randperm(self.rows, generator=generator) if self._shuffle else torch.arange(self.rows)
-        return order.tolist(), luck.tolist()
+        return order.tolist(), thresholds.tolist()

@@ -1,7 +1,6 @@
-"""Looks at a dataset before training starts, so that a mistake is an error now and not an hour later.
+"""Validation of a dataset before training starts.
 
-`check_dataset` needs nothing but the data and runs before a model is loaded. `check_prompts` encodes prompts as
-sampling will, so it needs the tokenizer.
+`check_dataset` needs only the data and runs before a model is loaded; `check_prompts` encodes prompts as for sampling.
 """
 
 import difflib
@@ -15,19 +14,19 @@ from covey.rewards.batch import refuse_reserved
 from covey.rollout.prompts import PromptCodec, is_conversational
 
 LOOKED_AT = 16
-"""Rows that are checked entirely; of the others only the prompt is, where it can be read without the rest."""
+"""Rows that are checked entirely; of the others only the prompt, where it can be read without the rest."""
 
 LONGEST = 64
 """Prompts that are encoded because they are the longest."""
 
 USUAL_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
-"""What other datasets call their prompts."""
+"""Names of the prompt column in other datasets."""
 
 LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like {'prompt': '2+2=', 'answer': '4'}."
 
 
 def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> None:
-    """Refuse what cannot be trained or evaluated on.
+    """Check that a dataset can be trained or evaluated on.
 
     Args:
         dataset: a `datasets.Dataset`, an iterable dataset, or a sequence of rows.
@@ -55,7 +54,7 @@ def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> Non
 
 
 def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
-    """Encode the first prompts and the longest ones, which shows whether the tokenizer and the context suit them.
+    """Encode the first prompts and the longest ones to check tokenizer and context.
 
     Returns:
         The columns of the first rows.
@@ -79,7 +78,7 @@ def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
 
 
 def first_rows(dataset: Any) -> list[Any]:
-    """All rows of a list, a few of any other dataset."""
+    """All rows of a list, the first ones of any other dataset."""
     if isinstance(dataset, list | tuple):
         return list(dataset)
     if hasattr(dataset, "__len__"):
@@ -88,7 +87,7 @@ def first_rows(dataset: Any) -> list[Any]:
 
 
 def _prompts(dataset: Any, rows: list[Any]) -> Iterator[tuple[int, Any]]:
-    """Row numbers and prompts: of the whole dataset where they come without the rest of its rows, else of `rows`."""
+    """Row numbers and prompts: of the whole dataset if its prompts can be read alone, else of `rows`."""
     if not any("prompt" in row for row in rows):
         return iter(())
     if hasattr(dataset, "__len__") and hasattr(dataset, "select_columns") and dataset.format["type"] is None:
@@ -98,7 +97,7 @@ def _prompts(dataset: Any, rows: list[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def _longest(numbered: Iterator[tuple[int, Any]], codec: PromptCodec) -> list[int]:
-    """Rows of the prompts with the most text, among those that may have more tokens than the context."""
+    """Rows of the prompts with the most text, among those that may exceed the context."""
     if codec.max_context is None:
         return []
     sizes = ((_text_bytes(prompt), number) for number, prompt in numbered)
@@ -106,7 +105,7 @@ def _longest(numbered: Iterator[tuple[int, Any]], codec: PromptCodec) -> list[in
 
 
 def _text_bytes(prompt: Any) -> int:
-    """UTF-8 bytes of a prompt's text; tokenizers make at most about one token of each."""
+    """UTF-8 bytes of a prompt's text, about the maximum of its tokens."""
     texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt or ()]
     return sum(len(text.encode(errors="replace")) for text in texts)
 
@@ -158,7 +157,7 @@ def _rename_hint(columns: list[Any]) -> str:
 
 
 def _kind(prompt: Any, number: int, role: str) -> str:
-    """Standard or conversational; anything else is refused."""
+    """Kind of a prompt, standard or conversational; raises for any other."""
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"the prompt of row {number} of `{role}` is an empty string. Remove such rows.")
@@ -172,7 +171,7 @@ def _kind(prompt: Any, number: int, role: str) -> str:
 
 
 def _is_message(message: Any) -> bool:
-    """Whether this has a role and says something (text or parts) or calls a tool."""
+    """True for a role with content (text or parts) or tool calls."""
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)

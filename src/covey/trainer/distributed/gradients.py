@@ -1,8 +1,7 @@
-"""Adding up gradients over data-parallel processes, once per optimizer step.
+"""Mean of gradients over data-parallel processes, once per optimizer step.
 
-The passes of a step run without synchronisation, as many on each process as it needs, and the sum is taken at the end:
-a process may have more passes than another, repeat one that ran out of memory, or have none at all, and nobody waits
-in the middle of a backward pass for a process that will not come.
+Micro-batches run without synchronisation, so processes may run different numbers of them, or repeat one that ran out of
+memory, and no process waits for another in a backward pass.
 """
 
 from collections.abc import Iterator
@@ -12,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 BUCKET_BYTES = 64 * 2**20
-"""Gradients sent at a time."""
+"""Size of the gradients in one collective."""
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> None:
-    """Replace each gradient by its mean over all processes; who has none counts as zero.
+    """Replace each gradient by its mean over all processes; a missing one counts as zero. Collective.
 
-    A parameter without a gradient anywhere is left without.
+    A parameter without a gradient on any process stays without.
 
     Args:
         parameters: the trained parameters, in the same order on every process.
@@ -38,7 +37,7 @@ def average_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one type, together no larger than a bucket unless one alone is."""
+    """Consecutive gradients of one dtype, at most `BUCKET_BYTES` together unless a single one is larger."""
     bucket: list[Tensor] = []
     size = 0
     for grad in grads:

@@ -1,7 +1,4 @@
-"""Ends what the main thread does for a reason that only another thread can see: that the run has failed elsewhere.
-
-Not here: what the reason is, and how it becomes known (`covey.trainer.distributed.collectives`).
-"""
+"""Interruption of the main thread when another process of the run has failed."""
 
 import os
 import signal
@@ -12,31 +9,31 @@ from contextlib import contextmanager
 from types import FrameType
 
 LOOK_EVERY = 2.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 PATIENCE = 3.0
-"""Seconds for which the main thread may find out by itself, as it does where it waits for other processes."""
+"""Seconds before the interruption; a main thread that waits for other processes notices the failure by itself."""
 LAST_RESORT = 60.0
-"""Seconds after the interruption at which the process is ended, should it be stuck where nothing else reaches it."""
+"""Seconds from the interruption to the end of a process that does not react to it."""
 
 CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "SIGURG")
-"""SIGURG is ignored by default and hardly used; Ctrl-C's signal does not reach a process in a shell's background."""
+"""SIGURG is ignored by default and rarely used; SIGINT does not reach a background process of a shell."""
 
 
 class PeerFailure(KeyboardInterrupt):
-    """Raised in the main thread. What lets Ctrl-C through lets this through, too, such as calls of reward functions."""
+    """Raised in the main thread; passes wherever Ctrl-C does, as through calls of reward functions."""
 
 
 @contextmanager
 def interrupted_when(reason: Callable[[], str | None]) -> Iterator[None]:
-    """Within this context the main thread is interrupted once there is a reason; a process that stays is ended.
+    """Interrupt the main thread within this context once there is a reason; end a process that does not react.
 
-    Off the main thread, and where there are no such signals, only the end of the process is left.
+    Off the main thread, and on platforms without such signals, the process is ended.
 
     Args:
-        reason: called on another thread again and again; what to write if the process must be ended, None to go on.
+        reason: called repeatedly on another thread; returns the text of the error, None to go on.
 
     Raises:
-        Interruption: there was a reason; its text is that.
+        PeerFailure: with the reason as its text.
     """
     left = threading.Event()
     caller = threading.get_ident() if CAN_INTERRUPT and threading.current_thread() is threading.main_thread() else None

@@ -1,8 +1,7 @@
-"""How a run's weights, gradients and optimizer state lie over its processes, and what that asks of the trainer.
+"""Sharding of weights, gradients and optimizer state by accelerate: FSDP2 and DeepSpeed's ZeRO.
 
-accelerate shards: FSDP2 and DeepSpeed's ZeRO, by its launcher or by `TrainingArguments`. Here is what the trainer must
-know of it: whether a forward pass takes all processes, and who adds gradients up. Not here: putting weights together
-(`covey.policy.weights`, `covey.policy.full_copy`).
+`Sharding` says which passes need all processes, and which side averages gradients. See also `covey.policy.weights` and
+`covey.policy.full_copy`, which gather sharded weights.
 """
 
 import copy
@@ -20,13 +19,13 @@ from covey.policy.sharded_tensors import reshard
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is spread over processes.
+    """Sharded parts of the training state.
 
     Attributes:
-        name: what does it, for messages; "" for nobody.
-        weights: a process holds a part of each weight, so that a forward pass takes all of them.
-        gradients: the wrapper adds gradients up, in each backward pass, so that a backward pass takes all processes.
-        deepspeed: the optimizer's step is the end of the last backward pass.
+        name: of the library, for messages; "" without sharding.
+        weights: each process holds a shard of each weight, so a forward pass needs all processes.
+        gradients: the wrapper averages gradients in each backward pass, so a backward pass needs all processes.
+        deepspeed: the last backward pass ends with the optimizer step.
     """
 
     name: str = ""
@@ -36,10 +35,10 @@ class Sharding:
 
     @contextmanager
     def around_pass(self, accelerator: Any, model: Any, last: bool) -> Iterator[None]:
-        """Around one forward and backward pass.
+        """Context of one forward and backward pass.
 
         Args:
-            accelerator: of the run; its `sync_gradients` says whether this micro-step ends in an optimizer step.
+            accelerator: of the run; `sync_gradients` is set where the micro-step ends an optimizer step.
             model: as the training loop has it.
             last: it is the micro-step's last pass.
         """
@@ -54,10 +53,10 @@ class Sharding:
 
 
 def sharding_of(accelerator: Any) -> Sharding:
-    """How an accelerator shards what it prepares.
+    """Sharding of an accelerator.
 
     Raises:
-        ValueError: in a way that Covey does not know.
+        ValueError: a kind that Covey does not support.
     """
     kind = str(accelerator.distributed_type).rsplit(".", 1)[-1]
     if kind == "DEEPSPEED":
@@ -89,12 +88,12 @@ def sharding_of(accelerator: Any) -> Sharding:
 
 
 def weights_sharded_by(args: Any) -> str:
-    """What will spread weights over processes, as far as is known before there is an accelerator; "" for nothing."""
+    """Library that will shard weights, as far as is known before there is an accelerator; "" for none."""
     return "ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP2" if by_fsdp() or args.fsdp else ""
 
 
 def shard_on_cpu(trainer: Any) -> None:
-    """Let FSDP2 shard CPU processes as well: accelerate takes its settings there and goes on without it."""
+    """Enable FSDP2 on CPU processes, where accelerate accepts its settings but does not shard."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -113,9 +112,9 @@ def shard_on_cpu(trainer: Any) -> None:
 
 
 def prepare_frozen(accelerator: Any, model: Any) -> Any:
-    """A model that is not trained, where the accelerator computes, and sharded where it shards weights.
+    """Place a model that is not trained on the accelerator's device, sharded if weights are.
 
-    Under ZeRO-1 and 2, as under DDP, every process has all of it.
+    Under ZeRO-1 and 2, as under DDP, every process holds the whole model.
     """
     sharding = sharding_of(accelerator)
     if not sharding.weights:
@@ -136,17 +135,17 @@ def prepare_frozen(accelerator: Any, model: Any) -> Any:
 
 
 def ready_to_evaluate(trainer: Any) -> None:
-    """Before an evaluation that no training comes before: the policy is sharded and placed as training would have."""
+    """Shard and place the policy for an evaluation before any training."""
     if trainer.sharding.gradients and not trainer.accelerator._models and not trainer.evaluates_alone:
         trainer.evaluates_alone = True
         prepare_frozen(trainer.accelerator, trainer.model)  # in place
 
 
 def ready_to_train(trainer: Any) -> None:
-    """Before training: an evaluation may have come before it.
+    """Undo the preparation of an earlier evaluation.
 
     Raises:
-        ValueError: it has, and DeepSpeed splits a model's weights up once: for training, or without an optimizer.
+        ValueError: impossible under ZeRO-3, where DeepSpeed shards a model once, with an optimizer or without.
     """
     if trainer.sharding.weights:
         reshard(trainer.policy)  # an optimizer must be made of shards
@@ -159,7 +158,7 @@ def ready_to_train(trainer: Any) -> None:
 
 @contextmanager
 def whole_models() -> Iterator[None]:
-    """Within this context `from_pretrained` loads whole models, on every process, also where it shards the policy."""
+    """Let `from_pretrained` load whole models on every process, also where the policy is sharded."""
     from transformers.integrations import deepspeed
 
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # asks all processes but the first to leave weights out

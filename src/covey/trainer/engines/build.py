@@ -1,7 +1,4 @@
-"""Which engine samples, built from the config: the only place that knows which field decides what about engines.
-
-To add one, write a function like those in `ENGINES` and put it there under a name that `engine_of` gives.
-"""
+"""Engine of a run, built from its config; a further engine is a further branch of `build_engine`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,24 +26,29 @@ def build_engine(
     collectives: Collectives,
     vision: Vision | None = None,
 ) -> RolloutEngine:
-    """What samples from the policy; `vision` is its processor, where it is shown images.
+    """Engine that samples from the policy.
+
+    Args:
+        vision: processor of a vision-language model.
 
     Raises:
-        ValueError: settings that do not suit the model or the number of processes.
+        ValueError: settings that contradict the model or the number of processes.
         ImportError: the engine's package is missing.
-        RuntimeError: the engine does not start; or the run samples from servers, and one is not there, or not what it
-            needs.
+        RuntimeError: the engine does not start, or a server is missing or incompatible.
     """
-    if engine_of(args) == "built_in":
-        return _built_in(args, model, tokenizer, accelerator, policy, context, collectives, vision)
-    return ENGINES[engine_of(args)](args, model, tokenizer, accelerator, policy, context, vision)
-
-
-def engine_of(args: Any) -> str:
-    """The name of the engine that a config asks for: `built_in`, or a key of `ENGINES`."""
     if args.use_sglang:
-        return "sglang"
-    return f"vllm_{args.vllm_mode}" if args.use_vllm else "built_in"
+        from covey.trainer.engines.servers import sglang_servers
+
+        return sglang_servers(args, model, tokenizer, accelerator, context)
+    if args.use_vllm and args.vllm_mode == "server":
+        from covey.trainer.engines.servers import vllm_servers
+
+        return vllm_servers(args, model, tokenizer, accelerator, context)
+    if args.use_vllm:
+        from covey.trainer.engines.colocated import build_colocated
+
+        return build_colocated(args, model, tokenizer, accelerator, policy, vision)
+    return _built_in(args, model, tokenizer, accelerator, policy, context, collectives, vision)
 
 
 def _built_in(
@@ -90,7 +92,7 @@ def _built_in(
 def _gathered(
     accelerator: Any, model: Any, policy: Callable[[], Any]
 ) -> tuple[Callable[[], Any], Callable[[], AbstractContextManager[None]]]:
-    """A whole copy to sample from, and the context in which it has weights."""
+    """Whole copy of a sharded policy to sample from, and the context in which it has weights."""
     gathered = GatheredPolicy(model, policy, AUTOCAST.get(accelerator.mixed_precision))
 
     @contextmanager
@@ -102,7 +104,7 @@ def _gathered(
 
 
 def _in_step(accelerator: Any, policy: Callable[[], Any], collectives: Collectives) -> dict[str, Any]:
-    """How an engine samples from the sharded policy itself, every process in step with the others."""
+    """Settings of an engine that samples from the sharded policy, in step with the other processes."""
     in_step = Lockstep(policy, lambda busy: any(collectives.gather(busy, "sample in step")), accelerator.device)
 
     @contextmanager
@@ -124,53 +126,3 @@ def _check_sampled_in_step(args: Any, vision: Vision | None) -> None:
             f"speculative_reuse={args.speculative_reuse!r} needs the whole model in each process, and"
             " ds3_gather_for_generation=False leaves it spread out. Set one of the two back to its default."
         )
-
-
-def _vllm_colocate(
-    args: Any,
-    model: Any,
-    tokenizer: Any,
-    accelerator: Any,
-    policy: Callable[[], Any],
-    context: int | None,
-    vision: Vision | None,
-) -> RolloutEngine:
-    from covey.trainer.engines.colocated import build_colocated
-
-    return build_colocated(args, model, tokenizer, accelerator, policy, vision)
-
-
-def _vllm_server(
-    args: Any,
-    model: Any,
-    tokenizer: Any,
-    accelerator: Any,
-    policy: Callable[[], Any],
-    context: int | None,
-    vision: Vision | None,
-) -> RolloutEngine:
-    from covey.trainer.engines.servers import vllm_servers
-
-    return vllm_servers(args, model, tokenizer, accelerator, context)
-
-
-def _sglang(
-    args: Any,
-    model: Any,
-    tokenizer: Any,
-    accelerator: Any,
-    policy: Callable[[], Any],
-    context: int | None,
-    vision: Vision | None,
-) -> RolloutEngine:
-    from covey.trainer.engines.servers import sglang_servers
-
-    return sglang_servers(args, model, tokenizer, accelerator, context)
-
-
-ENGINES: dict[str, Callable[..., RolloutEngine]] = {
-    "vllm_colocate": _vllm_colocate,
-    "vllm_server": _vllm_server,
-    "sglang": _sglang,
-}
-"""Every engine with weights of its own."""

@@ -1,8 +1,6 @@
-"""vLLM inside the trainer's process, built from the config: its arguments, its memory, and what shares its model.
+"""vLLM inside the trainer's process, built from the config: arguments, memory, tensor parallelism.
 
-vLLM gets the policy's config and tokenizer as files and its weights from memory, so a policy that was never saved is
-sampled like any other. Not here: the engine (`covey.engines.vllm_colocate.engine`), when weights are sent
-(`covey.trainer.weight_sync`).
+vLLM reads the policy's config and tokenizer from files and its weights from memory, so the policy need not be saved.
 """
 
 import copy
@@ -28,16 +26,16 @@ from covey.trainer.engine_check.parity import AUTOCAST
 from covey.trainer.engines import offload
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for."""
+"""Maximum ranks that vLLM can be configured with."""
 
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
-"""vLLM's own variable for the size of its cache on a CPU, in GiB; whoever sets it means it."""
+"""vLLM's own variable for the size of its cache on a CPU, in GiB; takes precedence over Covey's estimate."""
 
 
 def build_colocated(
     args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], vision: Vision | None = None
 ) -> VllmColocateEngine:
-    """vLLM in this process, asleep or without weights until the first update; it expands images as `vision` does.
+    """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images.
 
     Raises:
         ValueError: settings that contradict one another or the number of processes, or too little memory.
@@ -61,7 +59,7 @@ def build_colocated(
         model=policy if args.offload_model and sleeping else None,
         optimizers=(lambda: accelerator._optimizers) if args.offload_optimizer and sleeping else None,
     )
-    with make_room():  # until it sleeps: vLLM takes its whole share when it starts, and refuses if that is not free
+    with make_room():  # vLLM takes its whole share when it starts, and fails if that is not free
         engine = VllmColocateEngine(
             start_vllm(arguments),
             eos_token_ids=end_token_ids(model, tokenizer),
@@ -76,25 +74,25 @@ def build_colocated(
 
 
 def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> dict[str, Any]:
-    """What `vllm.EngineArgs` gets, but for memory and adapters.
+    """Arguments of `vllm.EngineArgs`, except for memory and adapters.
 
     Args:
         args: a `GRPOConfig` or `RLOOConfig`.
         model: the policy.
-        folder: with its config and tokenizer.
-        accelerator: knows precision, device and processes.
+        folder: of its config and tokenizer.
+        accelerator: gives precision, device and processes.
     """
     path = getattr(base_model(model).config, "_name_or_path", "")
     on_cpu = accelerator.device.type == "cpu"
     return {
-        "model": path if args.trust_remote_code and path else folder,  # the code of such a model lies there
+        "model": path if args.trust_remote_code and path else folder,  # it holds the code of such a model
         "tokenizer": folder,
         "trust_remote_code": args.trust_remote_code,
         "load_format": "dummy",
         "dtype": str(AUTOCAST.get(accelerator.mixed_precision, model.dtype)).removeprefix("torch."),
         "max_model_len": args.vllm_max_model_length or -1,  # -1: the model's own, or what memory allows
         "logprobs_mode": logprobs_mode(args.temperature),
-        "generation_config": "vllm",  # no defaults from the model's own: whatever is not asked for is off
+        "generation_config": "vllm",  # no defaults from the model's own: only requested settings apply
         "enable_prefix_caching": True,  # a prompt is computed once for all its completions
         "disable_log_stats": True,
         "model_impl": args.vllm_model_impl,
@@ -107,29 +105,29 @@ def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> di
 
 
 def logprobs_mode(temperature: float) -> str:
-    """Which log-probs vLLM reports: those that the trainer computes, wherever it can.
+    """Log-probs for vLLM to report, equal to the trainer's where possible.
 
-    They are the ones at the temperature and before any cut. vLLM has those from before both and those from after both.
+    The trainer's are at the temperature and before any cut. vLLM offers those before both and those after both.
     """
     return "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
 
 
 def adapter_arguments(args: Any, model: Any) -> dict[str, Any]:
-    """Room for an adapter that is sent alone, where that is wanted and the adapter allows it."""
+    """Settings for an adapter that is sent without the base weights, if configured and possible."""
     if not has_adapter(model) or args.vllm_lora_sync == "merged" or why_not_alone(model) is not None:
         return {}
     rank = model.peft_config[active_adapter(model)].r
     room = next((most for most in LORA_RANKS if most >= rank), None)
-    if room is None:  # more than vLLM holds beside the weights: sent merged, or refused, by the weight synchronisation
+    if room is None:  # beyond vLLM's maximum: the weight synchronisation merges it or raises
         return {}
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
 
 
 def memory_arguments(args: Any, model: Any, device: torch.device) -> dict[str, Any]:
-    """How much memory vLLM may take: a share of a GPU, or a cache of fixed size on a CPU.
+    """Memory of vLLM: a share of a GPU, or a cache of fixed size on a CPU.
 
     Raises:
-        DoesNotFit: the share is to be worked out, and there is none with which the run fits.
+        DoesNotFit: with "auto", no share lets the run fit.
     """
     if device.type == "cpu":
         if os.environ.get(CPU_CACHE):
@@ -145,7 +143,7 @@ def memory_arguments(args: Any, model: Any, device: torch.device) -> dict[str, A
 
 
 def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.EngineMemory]:
-    """The run's memory as `covey explain` estimates it, with the parameters of the model that is there."""
+    """Memory of the run as `covey explain` estimates it, with the parameters of the loaded model."""
     config = base_model(model).config
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     counts = ModelSpec(sum(p.numel() for p in model.parameters()), trainable, packed=0)
@@ -154,7 +152,7 @@ def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.Engi
 
 
 def _save_config(model: Any, folder: str) -> None:
-    """The config with the name of the model's class, which configs of models that were never saved lack."""
+    """Save the config with the name of the model's class, which is missing in models that were never saved."""
     config = copy.copy(model.config)
     config.architectures = config.architectures or [original_class(model).__name__]
     config.save_pretrained(folder)
@@ -171,7 +169,7 @@ def _check_processes(args: Any, processes: int) -> None:
 
 
 def sleeps(args: Any, device: torch.device) -> bool:
-    """Whether vLLM sleeps; what cannot be is pointed out."""
+    """True if vLLM sleeps between generations; warns about settings without effect on a CPU."""
     if device.type == "cpu":
         for name in ("vllm_enable_sleep_mode", "offload_model", "offload_optimizer"):
             if getattr(args, name):
@@ -183,7 +181,7 @@ def sleeps(args: Any, device: torch.device) -> bool:
 
 
 def _peers() -> Peers:
-    """The processes that this one shares vLLM's model with."""
+    """Processes that share one of vLLM's models with this one."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return Peers(get_tp_group().cpu_group)

@@ -1,8 +1,7 @@
-"""Moving the policy and its optimizer out of an accelerator's way while an engine samples there.
+"""Offloading of the policy and its optimizer to host memory while an engine samples on the same device.
 
-`parked` is a context: within it tensors lie in host memory, afterwards they are back where they were, bit by bit, and
-everything that holds them (optimizer, hooks, wrappers) holds them still. Not here: when it is worth it
-(`covey.sizing.vllm_memory`, `covey explain`).
+Within `parked`, tensors lie in host memory; afterwards they are on their device again, bit by bit. They remain the same
+objects, so optimizers, hooks and wrappers are not affected. See also `covey.sizing.vllm_memory`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,12 +18,12 @@ HOST = torch.device("cpu")
 def make_room(
     device: torch.device, *, model: Callable[[], Any] | None, optimizers: Callable[[], Iterable[Any]] | None
 ) -> Callable[[], AbstractContextManager[None]]:
-    """What an engine enters before it wakes: memory that torch keeps for later is given back, and what is asked moves.
+    """Context for an engine to enter before it wakes: empties torch's cache and moves tensors to host memory.
 
     Args:
-        device: where the policy trains.
-        model: the policy, if its parameters are to move.
-        optimizers: its optimizers, if their states are to move; asked when it is time, as they are made late.
+        device: of the policy.
+        model: returns the policy, if its parameters are to move.
+        optimizers: returns its optimizers, if their states are to move; called late, as they are created late.
     """
 
     def tensors() -> list[Tensor]:
@@ -47,17 +46,14 @@ def _room(device: torch.device, tensors: Callable[[], list[Tensor]]) -> Iterator
 
 
 def optimizer_tensors(optimizer: Any) -> list[Tensor]:
-    """The states an optimizer keeps, but for single numbers such as step counts."""
+    """State tensors of an optimizer, without single numbers such as step counts."""
     states = getattr(optimizer, "state", {}).values()
     return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]
 
 
 @contextmanager
 def parked(tensors: Iterable[Tensor], host: torch.device = HOST) -> Iterator[None]:
-    """Keep tensors in host memory for the duration; a tensor given twice is moved once.
-
-    The tensors stay the objects they are. Whatever else reads them within the context reads the copy in host memory.
-    """
+    """Move tensors to host memory within this context; a tensor given twice is moved once."""
     moved: list[tuple[Tensor, torch.device]] = []
     try:
         with torch.no_grad():
@@ -79,6 +75,6 @@ def parked(tensors: Iterable[Tensor], host: torch.device = HOST) -> Iterator[Non
 
 
 def _wait(device: torch.device) -> None:
-    """Copies from and to pinned memory are not waited for by themselves."""
+    """Wait for asynchronous copies from and to pinned memory."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""Inference servers of a run, built from its config: addresses, keys, deadlines, and how weights reach them.
+"""Inference servers of a run, built from its config: addresses, keys, deadlines, transfer of weights.
 
 To add a backend, write its `ServerApi` and `WeightApi` (`covey.engines.servers.protocols`) and a function like
-`vllm_servers`. Not here: which engine a run samples with (`covey.trainer.engines.build`), or when weights are sent.
+`vllm_servers`.
 """
 
 import os
@@ -25,7 +25,7 @@ from covey.policy.weights import active_adapter, adapter_config, has_adapter, un
 
 
 def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
-    """Samples from vLLM servers, which are looked at here: a wrong one ends the run before it begins.
+    """Engine that samples from vLLM servers, which are probed here so that a wrong one fails early.
 
     Raises:
         ValueError: `generation_kwargs` holds what requests decide themselves.
@@ -58,7 +58,7 @@ def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, contex
 
 
 def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
-    """Samples from SGLang servers, those that are named or one that is started here.
+    """Engine that samples from SGLang servers: those that are named, or one that is started here.
 
     Raises:
         ValueError: `generation_kwargs` holds what requests decide themselves, or no server can be started.
@@ -103,17 +103,17 @@ def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, cont
 
 
 class Started(NamedTuple):
-    """A server of this run's own."""
+    """A server that this run started."""
 
     url: str
     process: ServerProcess
 
 
 def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> Started:
-    """Start an SGLang server on `sglang_device`, and wait for it; it ends with this process.
+    """Start an SGLang server on `sglang_device` and wait until it is up; it ends with this process.
 
     Raises:
-        ValueError: there are several processes, the model has no name to load it by, or the device is none.
+        ValueError: several processes, a model without a name to load it by, or no such device.
         LaunchFailed: it does not come up.
     """
     if accelerator.num_processes > 1:
@@ -154,7 +154,7 @@ def remote_engine(
     context: int | None,
     **settings: Any,
 ) -> RemoteEngine:
-    """The engine over servers of any backend.
+    """Engine over servers of any backend.
 
     Raises:
         ValueError: several processes would put the same servers to sleep.
@@ -177,7 +177,7 @@ def remote_engine(
 
 
 def generation_extras(args: Any) -> dict[str, Any]:
-    """What requests hold beside the settings that every engine knows."""
+    """Settings of requests in addition to those that every engine knows."""
     extra = dict(args.generation_kwargs or {})
     if args.vllm_structured_outputs_regex is not None and args.use_sglang:
         if "regex" in extra:
@@ -197,5 +197,5 @@ def generation_extras(args: Any) -> dict[str, Any]:
 
 
 def vocabulary_of(model: Any) -> int:
-    """Tokens that the model embeds."""
+    """Number of tokens that the model embeds."""
     return int(model.get_input_embeddings().weight.shape[0])

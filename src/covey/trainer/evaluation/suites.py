@@ -1,9 +1,9 @@
-"""Evaluation suites: a dataset with sampling of its own, and what share of its prompts the model can answer.
+"""Evaluation suites: datasets with their own sampling, and estimates of pass@k and maj@k.
 
     eval_dataset={"gsm": EvalSuite(rows, temperature=0.0), "aime": EvalSuite(others, num_generations=16, pass_at=8)}
 
-Not here: the formulas (`covey.core.estimates`) and the sampling (`covey.trainer.evaluation.phase`). A further estimate
-is a field of `EvalSuite` and a line of `Scoreboard.metrics`.
+To add an estimate, add a field to `EvalSuite` and a line to `Scoreboard.metrics`; formulas are in
+`covey.core.estimates`.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from covey.rewards.suite import RewardSuite
 from covey.runtime.user_code import format_error, format_value
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields of a suite that are the sampler's as they are."""
+"""Fields that a suite passes to the sampler unchanged."""
 
 
 LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -38,12 +38,12 @@ LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "repetition_penalty": ("above 0", lambda value: 0 < value < math.inf),
     "success_threshold": ("and finite", math.isfinite),
 }
-"""What is allowed, in words and as a test."""
+"""Allowed values, as text and as a predicate."""
 
 
 @dataclass(frozen=True)
 class EvalSuite:
-    """An evaluation dataset with settings of its own; each that is not given is the config's.
+    """An evaluation dataset with its own settings; those that are None come from the config.
 
     A completion is right if its `success_reward` is at least `success_threshold`.
 
@@ -51,15 +51,15 @@ class EvalSuite:
         dataset: as for `eval_dataset`.
         num_generations: completions per prompt; 1 where `temperature` is 0.
         temperature: 0 is greedy.
-        top_p, top_k, min_p, repetition_penalty: how to sample.
-        max_completion_length: most tokens of a completion.
-        pass_at: each k for which to estimate the chance that one of k completions is right.
-        maj_at: each k for which to estimate the chance that the most frequent answer of k completions is right.
-        success_reward: name of the reward function that tells what is right; the only one by default.
+        top_p, top_k, min_p, repetition_penalty: sampling settings.
+        max_completion_length: maximum tokens of a completion.
+        pass_at: each k for which to estimate the probability that one of k completions is right.
+        maj_at: each k for which to estimate the probability that the most frequent answer of k completions is right.
+        success_reward: name of the reward function that decides; the only one by default.
         success_threshold: as above.
-        answer: what votes: a function from a completion (text or messages) to its answer, None where there is none, or
-            the name of a column that a reward function logs with `log_extra`. By default what the reward function says
-            (`covey.rewards.answers`), as the built-in ones that compare answers do.
+        answer: votes of `maj_at`: a function from a completion (text or messages) to its answer or None, or the name of
+            a column that a reward function logs with `log_extra`. Defaults to the function that the reward function
+            names (`covey.rewards.answers`), as the built-in ones that compare answers do.
 
     Raises:
         ValueError: settings that cannot work.
@@ -96,9 +96,9 @@ class EvalSuite:
             for k in getattr(self, name):
                 self._count(name, k)
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
-        for name, (allowed, fits) in LIMITS.items():
+        for name, (allowed, allows) in LIMITS.items():
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and fits(value)):
+            if value is not None and not (_is_number(value) and allows(value)):
                 raise ValueError(f"EvalSuite({name}={value!r}) must be a number, {allowed}.")
         if self.temperature == 0 and (self.num_generations or 1) > 1:
             raise ValueError(
@@ -122,7 +122,7 @@ class EvalSuite:
         return count
 
     def batches(self, algebra: BatchAlgebra) -> BatchAlgebra:
-        """The run's batch sizes with as many whole groups of this suite as fit into an evaluation batch, at least one.
+        """Batch sizes of the run with as many whole groups of this suite as an evaluation batch holds, at least one.
 
         Raises:
             ValueError: as `completions` does.
@@ -132,17 +132,17 @@ class EvalSuite:
         return replace(algebra, num_generations_eval=count, per_device_eval_batch_size=per_device)
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """The run's sampling with what this suite changes."""
+        """Sampling of the run with the changes of this suite."""
         changes = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.max_completion_length is not None:
             changes["max_tokens"] = self.max_completion_length
         return replace(params, **changes)
 
     def judge(self, rewards: RewardSuite) -> "Grader":
-        """What tells right completions and reads answers.
+        """The grader of this suite's completions.
 
         Raises:
-            ValueError: it is not clear which reward function to ask, or there are no answers to count.
+            ValueError: the reward function is ambiguous, or there are no answers to count.
         """
         if not self.pass_at and not self.maj_at:
             return Grader(None, self.success_threshold, None)
@@ -178,13 +178,13 @@ class EvalSuite:
 
 @dataclass(frozen=True)
 class Graded:
-    """What became of one completion.
+    """Grade of one completion.
 
     Attributes:
-        prompt: its row.
-        reward: weighted total; NaN where it has none.
-        right: None where nobody can say.
-        answer: what it votes for, as text.
+        prompt: row of the dataset.
+        reward: weighted total; NaN without a reward.
+        right: None without a reward.
+        answer: its vote, as text.
     """
 
     prompt: int
@@ -195,12 +195,12 @@ class Graded:
 
 @dataclass(frozen=True)
 class Grader:
-    """Tells right completions by a reward.
+    """Grades completions by a reward.
 
     Attributes:
-        reward: number of the reward function; None: nothing is to be told.
-        threshold: least reward of a right completion.
-        answer: a function or a column; None: nothing votes.
+        reward: index of the reward function; None grades nothing.
+        threshold: minimum reward of a right completion.
+        answer: a function or a column; None: no votes.
     """
 
     reward: int | None
@@ -208,7 +208,7 @@ class Grader:
     answer: Callable[[Any], Hashable | None] | str | None
 
     def right(self, rewards: Sequence[float]) -> bool | None:
-        """Whether a completion with these rewards, one per function, is right."""
+        """Grade of a completion by its rewards, one per function."""
         if self.reward is None or math.isnan(value := rewards[self.reward]):
             return None
         return value >= self.threshold
@@ -216,14 +216,12 @@ class Grader:
     def answers(
         self, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]], scored: bool
     ) -> list[str | None]:
-        """What each completion votes for, as text (processes must agree on what is equal).
-
-        A completion on which the function raises has no answer, as one that holds nothing to find.
+        """The vote of each completion, as text, so that processes agree on equality; None if the function raises.
 
         Args:
             completions: text or messages.
-            columns: what reward functions have logged with `log_extra`.
-            scored: any of the completions has a reward; a reward function that failed on all has logged nothing.
+            columns: logged by reward functions with `log_extra`.
+            scored: some completion has a reward; a reward function that failed on all has logged nothing.
 
         Raises:
             ValueError: no reward function has logged the column.
@@ -253,10 +251,10 @@ class Grader:
 
 
 class Scoreboard:
-    """Counts the verdicts of a suite, of all processes.
+    """Estimates of a suite from the grades of all processes.
 
     Args:
-        suite: what to estimate.
+        suite: names the estimates.
         completions: of each prompt.
     """
 
@@ -265,28 +263,28 @@ class Scoreboard:
         self._completions = completions
         self._prompts: dict[int, list[Graded]] = {}
 
-    def add(self, verdicts: Sequence[Graded]) -> None:
-        """Take the verdicts of a batch."""
-        for verdict in verdicts:
-            self._prompts.setdefault(verdict.prompt, []).append(verdict)
+    def add(self, graded: Sequence[Graded]) -> None:
+        """Add the completions of a batch."""
+        for completion in graded:
+            self._prompts.setdefault(completion.prompt, []).append(completion)
 
     def metrics(self) -> dict[str, float]:
-        """Estimates by name, each with the ends of its interval, and how many prompts they are about."""
+        """Estimates by name, each with the ends of its interval, and the number of prompts."""
         found: dict[str, float] = {"prompts": len(self._prompts)}
-        rewards = [[v.reward for v in verdicts if not math.isnan(v.reward)] for verdicts in self._prompts.values()]
+        rewards = [[one.reward for one in group if not math.isnan(one.reward)] for group in self._prompts.values()]
         means = [statistics.fmean(values) for values in rewards if values]
         if len(means) > 1:
             found["reward_low"], found["reward_high"] = interval_of_mean(means)
         for k in self._suite.pass_at:
-            found |= self._share(f"pass@{k}", k, _passes)
+            found |= self._share(f"pass@{k}", k, _pass_at)
         for k in self._suite.maj_at:
-            found |= self._share(f"maj@{k}", k, _wins)
+            found |= self._share(f"maj@{k}", k, _maj_at)
         return found
 
     def _share(self, name: str, k: int, estimate: Callable[[list[Graded], int], float]) -> dict[str, float]:
-        """An estimate over the prompts with at least k completions that could be judged."""
-        judged = [[v for v in verdicts if v.right is not None] for verdicts in self._prompts.values()]
-        values = [estimate(verdicts, k) for verdicts in judged if len(verdicts) >= k]
+        """An estimate over the prompts with at least k graded completions."""
+        graded = [[one for one in group if one.right is not None] for group in self._prompts.values()]
+        values = [estimate(group, k) for group in graded if len(group) >= k]
         if not values:
             return {}
         low, high = interval_of_share(values, self._completions // k)
@@ -294,19 +292,19 @@ class Scoreboard:
 
 
 def rows_of(dataset: Any) -> Any:
-    """The rows of a suite, or of a dataset as it is."""
+    """The rows of a suite or of a plain dataset."""
     return dataset.dataset if isinstance(dataset, EvalSuite) else dataset
 
 
 def suite_of(settings: Mapping[str, Any], dataset: Any) -> EvalSuite:
-    """A suite as run files write it.
+    """A suite from the settings of a run file.
 
     Args:
         settings: fields of `EvalSuite` by name, without `dataset`.
         dataset: its rows.
 
     Raises:
-        ValueError: there is no such field, or settings that cannot work.
+        ValueError: unknown or contradictory settings.
     """
     known = [field.name for field in dataclasses.fields(EvalSuite) if field.name != "dataset"]
     if unknown := [name for name in settings if name not in known]:
@@ -317,12 +315,12 @@ def suite_of(settings: Mapping[str, Any], dataset: Any) -> EvalSuite:
     return EvalSuite(dataset, **settings)
 
 
-def _passes(judged: list[Graded], k: int) -> float:
-    return pass_at_k(len(judged), sum(bool(verdict.right) for verdict in judged), k)
+def _pass_at(graded: list[Graded], k: int) -> float:
+    return pass_at_k(len(graded), sum(bool(one.right) for one in graded), k)
 
 
-def _wins(judged: list[Graded], k: int) -> float:
-    return maj_at_k([verdict.answer for verdict in judged], [bool(verdict.right) for verdict in judged], k)
+def _maj_at(graded: list[Graded], k: int) -> float:
+    return maj_at_k([one.answer for one in graded], [bool(one.right) for one in graded], k)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,7 +1,4 @@
-"""Whether the trackers that a run reports to are there, asked before anything costs time; and a run for SwanLab.
-
-What trackers are told is transformers' business, and that of tables of completions `covey.observability.completions`'.
-"""
+"""Early check that the trackers of `report_to` are installed, and a workaround for SwanLab."""
 
 import importlib.util
 import os
@@ -27,14 +24,14 @@ MODULES = {
     "flyte": ("flytekit",),
     "azure_ml": ("azureml",),
 }
-"""Trackers by the name that `report_to` gives them: modules of which one must be there."""
+"""By name in `report_to`: modules of which one must be installed."""
 
 
 def check_trackers(report_to: str | Sequence[str] | None) -> None:
-    """Refuse trackers that do not exist or are not installed.
+    """Check the trackers of a run.
 
     Raises:
-        ValueError: there is no such tracker.
+        ValueError: unknown tracker.
         ImportError: its package is missing.
     """
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -54,13 +51,9 @@ def check_trackers(report_to: str | Sequence[str] | None) -> None:
 
 
 class OpensSwanLab(TrainerCallback):
-    """Begins SwanLab's run where transformers' callback would fail to.
-
-    That callback asks for the current run and expects None where there is none; SwanLab since 0.9 raises an error.
-    """
+    """Starts SwanLab's run before transformers' callback, which expects None where SwanLab since 0.9 raises."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called before the other callback."""
         import swanlab
 
         if not state.is_world_process_zero:
@@ -77,5 +70,4 @@ class OpensSwanLab(TrainerCallback):
             )
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """An evaluation logs without training."""
         self.on_train_begin(args, state, control)
