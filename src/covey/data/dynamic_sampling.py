@@ -1,10 +1,8 @@
-"""Which prompts a generation trains on when rewards have a say: dynamic sampling, and prompts by difficulty.
+"""Selection of prompts by reward: dynamic sampling, and prompts by difficulty.
 
-`PromptChooser` stands between the draws and the batch: it may replace the dataloader's prompts by ones of intermediate
-difficulty, and it replaces groups without a signal by groups of further prompts (dynamic sampling, DAPO,
-arXiv 2503.14476 §3.2). It samples, scores and judges with functions that the trainer gives it, so it knows no engine,
-reward or algorithm. Every process sees all rewards and decides alike; all of them take part in every round, with or
-without completions of their own, so none waits for another.
+`PromptChooser` may replace the dataloader's prompts by ones of intermediate difficulty, and it replaces groups without
+a signal by groups of further prompts (dynamic sampling, DAPO, arXiv 2503.14476 §3.2). Every process sees all rewards
+and makes the same decision; all take part in every round, with or without completions of their own.
 
 Letters: P prompts, G completions of each, N = P·G completions of all processes in sampling order, F reward functions,
 n completions of this process.
@@ -76,8 +74,8 @@ class SamplingRound:
     Attributes:
         prompts: [P] row numbers.
         scores: of the N completions.
-        lengths, truncated, prompt_lengths: [N] sampled tokens, whether it was cut off, prompt tokens.
-        has_signal: [P] whether a group gives a gradient.
+        lengths, truncated, prompt_lengths: [N] sampled tokens, cut off or not, prompt tokens.
+        has_signal: [P] groups with a gradient.
     """
 
     prompts: list[int]
@@ -95,10 +93,10 @@ class SamplingRound:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a generation came to.
+    """Groups selected to train on.
 
     Attributes:
-        kept: this process's share of the groups to train on.
+        kept: this process's share of them.
         first: the round before any refilling.
         processed_tokens: of all rounds.
         stats: metrics.
@@ -112,13 +110,13 @@ class Selection:
 
 @dataclass(frozen=True)
 class SignalFilter:
-    """Tells groups with a signal from others.
+    """Finds groups with a signal.
 
     Attributes:
-        signal: scores, completions of each group -> [N] bool, whether any token of a completion has an advantage other
-            than 0: by the algorithm's own credit, without a KL penalty, which would give every group a difference.
+        signal: scores, completions per group -> [N] bool, True where some token of a completion has an advantage other
+            than 0, computed by the algorithm without its KL penalty, which would make all groups differ.
         weights: [F] of the reward functions.
-        mask_truncated: truncated completions are not learned from, so an advantage of theirs is no signal.
+        mask_truncated: truncated completions are not learned from, so they carry no signal.
     """
 
     signal: Callable[[Scores, int], Tensor]
@@ -128,7 +126,7 @@ class SignalFilter:
     def has_signal(
         self, scores: Scores, group_size: int, lengths: Sequence[int], truncated: Sequence[bool]
     ) -> list[bool]:
-        """[P]: whether any completion that is learned from has an advantage other than 0."""
+        """[P]: True where a completion that is learned from has an advantage other than 0."""
         learned = torch.tensor(lengths) > 0
         if self.mask_truncated:
             learned &= ~torch.tensor(truncated)
@@ -136,7 +134,7 @@ class SignalFilter:
 
 
 def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]:
-    """Which groups are trained on, in sampling order: those with a signal; too few, the first others of round 0 too.
+    """Groups to train on, in sampling order: those with a signal, filled up with the first others of round 0.
 
     Args:
         has_signal: by round, by group; round 0 has `count` groups.
@@ -146,24 +144,22 @@ def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]
         >>> kept_groups([[True, False, False], [False, True]], 3)
         [(0, 0), (0, 1), (1, 1)]
     """
-    places = [(number, place) for number, flags in enumerate(has_signal) for place in range(len(flags))]
-    good = [(number, place) for number, place in places if has_signal[number][place]][:count]
-    others = [(number, place) for number, place in places if number == 0 and not has_signal[0][place]]
-    return sorted([*good, *others[: count - len(good)]])
+    good = [(number, index) for number, flags in enumerate(has_signal) for index, flag in enumerate(flags) if flag]
+    others = [(0, index) for index, flag in enumerate(has_signal[0]) if not flag]
+    return sorted([*good[:count], *others[: max(count - len(good), 0)]])
 
 
 class PromptChooser:
-    """Decides, generation by generation, which groups are trained on.
+    """Selects the prompts and the groups of each generation.
 
     Args:
         dataset: of rows, with a length.
         algebra: the run's batch sizes.
         rank: this process.
-        stream: where refills come from; with `history`, every prompt.
-        judge: tells groups with a signal from others.
-        history: what is known about the prompts' difficulty: then it is the stream, rather than the dataloader, that
-            says what a generation draws. None leaves that to the dataloader.
-        max_rounds: most rounds of refilling; None: no dynamic sampling.
+        stream: source of refills; with `history`, of every prompt.
+        signal_filter: finds groups with a signal.
+        history: difficulty of the prompts, by which the stream selects them; None leaves prompts to the dataloader.
+        max_rounds: maximum rounds of refilling; None: no dynamic sampling.
         gather: collective: this process's object to those of all, in the order of ranks.
         exchange: collective: one object for each process to one from each.
     """
@@ -174,7 +170,7 @@ class PromptChooser:
         algebra: BatchAlgebra,
         rank: int,
         stream: PromptStream,
-        judge: SignalFilter,
+        signal_filter: SignalFilter,
         *,
         history: PromptHistory | None,
         max_rounds: int | None,
@@ -185,7 +181,7 @@ class PromptChooser:
         self.algebra = algebra
         self.rank = rank
         self.stream = stream
-        self.judge = judge
+        self.signal_filter = signal_filter
         self.history = history
         self.max_rounds = max_rounds
         self._gather = gather
@@ -214,7 +210,7 @@ class PromptChooser:
         return Selection(self._collect(mine, rounds, kept), rounds[0], tokens, self._stats(rounds))
 
     def draw(self) -> list[PromptSample]:
-        """This process's share of the prompts of a generation, chosen by what is known now. All processes call it."""
+        """This process's share of the prompts of a generation, by current difficulty. Collective."""
         return self._draws(self.stream.take(self.algebra.prompts_per_generation))
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,7 +219,7 @@ class PromptChooser:
         return {"stream": self.stream.state_dict(), "history": history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; where its run chose prompts in another way, begin anew."""
+        """Continue from a checkpoint; start over if its run selected prompts in another way."""
         if (state["history"] is None) != (self.history is None):
             return
         self.stream.load_state_dict(state["stream"])
@@ -237,7 +233,7 @@ class PromptChooser:
         return [PromptSample(rows[prompt], prompt, sample) for prompt, sample in slots]
 
     def share(self, mine: ScoredRollouts) -> SamplingRound:
-        """Exchange what a round's completions are worth, and add it to the history. Collective."""
+        """Gather the scores of a round, and add them to the history. Collective."""
         pairs = zip(mine.draws, mine.rollouts, strict=True)
         facts = [(draw.prompt, one.num_sampled, one.truncated, len(one.prompt_ids)) for draw, one in pairs]
         everyone = self._gather((mine.scores, facts))
@@ -245,20 +241,20 @@ class PromptChooser:
         scores = Scores.joined([part for part, _ in everyone])
         group = self.algebra.num_generations
         if self.history is not None:
-            self.history.update(prompts[::group], *spread_of_rewards(scores, self.judge.weights, group))
+            self.history.update(prompts[::group], *spread_of_rewards(scores, self.signal_filter.weights, group))
         return SamplingRound(
             prompts=list(prompts[::group]),
             scores=scores,
             lengths=list(lengths),
             truncated=list(truncated),
             prompt_lengths=list(prompt_lengths),
-            has_signal=self.judge.has_signal(scores, group, lengths, truncated),
+            has_signal=self.signal_filter.has_signal(scores, group, lengths, truncated),
         )
 
     def _collect(self, mine: list[ScoredRollouts], rounds: list[SamplingRound], kept: list[Place]) -> ScoredRollouts:
         """This process's equal share of the selected groups, fetched from other processes where needed."""
         if all(number == 0 for number, _ in kept):
-            return mine[0]  # every process holds its share already
+            return mine[0]  # this process sampled its share
         group = self.algebra.num_generations
         places = [(number, place * group + sample) for number, place in kept for sample in range(group)]
         shares = [places[share_of(len(places), self.algebra, rank)] for rank in range(self.algebra.world_size)]
@@ -296,7 +292,7 @@ def _signals(rounds: list[SamplingRound]) -> int:
 
 
 def _joined(completions: list[ScoredRollout], groups: list[Place]) -> ScoredRollouts:
-    """Completions of several rounds as one share; equal `groups` are siblings."""
+    """Completions of several rounds as one share; equal `groups` belong together."""
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     names = dict.fromkeys(name for one in completions for name in one.cells)
     pairs = zip(completions, groups, strict=True)

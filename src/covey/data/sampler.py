@@ -40,7 +40,7 @@ class GenerationSampler:
         rows: rows of the dataset.
         algebra: the run's batch sizes.
         rank: this process.
-        shuffle: draw prompts in a new random order each epoch.
+        shuffle: a new random order of prompts in each epoch.
         seed: of that order.
         with_slots: False leaves the prompts of each generation to the trainer.
 
@@ -60,7 +60,7 @@ class GenerationSampler:
         self.seed = seed
         self.epoch = 0
         self.generations = rows // algebra.prompts_per_generation
-        """Generations of one epoch; prompts that do not fill one are left for another epoch's order."""
+        """Generations of one epoch; prompts that do not fill one are left out of this epoch."""
         self._order = -1, torch.empty(0, dtype=torch.long)
 
     def set_epoch(self, epoch: int) -> None:
@@ -93,10 +93,10 @@ class GenerationSampler:
 
 
 def check_enough(rows: int, algebra: BatchAlgebra) -> None:
-    """Make sure that a training dataset fills at least one generation.
+    """Check that a training dataset fills at least one generation.
 
     Raises:
-        ValueError: it has fewer rows than one generation draws prompts.
+        ValueError: it has fewer rows than one generation needs prompts.
     """
     if rows < algebra.prompts_per_generation:
         raise ValueError(
@@ -117,14 +117,14 @@ def rank_share(prompts: Sequence[int], group: int, algebra: BatchAlgebra, rank: 
 
 
 def share_of(count: int, algebra: BatchAlgebra, rank: int) -> slice:
-    """Which of `count` slots in a row belong to one process."""
+    """The consecutive part of `count` slots that belongs to one process."""
     share, extra = divmod(count, algebra.world_size)
     start = rank * share + min(rank, extra)
     return slice(start, start + share + (rank < extra))
 
 
 class EvaluationSampler:
-    """Batches of slots for one process that go through a dataset once, in order, the last batch being what is left.
+    """Batches of slots for one process: once through a dataset, in order; the last batch may be smaller.
 
     Args:
         rows: rows of the dataset.
@@ -237,7 +237,7 @@ class UnreadStream(TrainingStream):
 
 
 class _EpochLoader(DataLoader):
-    """A dataloader that passes the epoch on, which is all that the training loop asks of one."""
+    """A dataloader that passes the epoch to its sampler and dataset."""
 
     def set_epoch(self, epoch: int) -> None:
         part: Any
@@ -299,7 +299,7 @@ def eval_loader(dataset: Any, algebra: BatchAlgebra, rank: int) -> DataLoader:
 
 
 def _loader(dataset: Any, *, seed: int, **kwargs: Any) -> DataLoader:
-    # A generator of its own: reading data must not advance the random state that training resumes from.
+    # Its own generator: reading data must not advance the random state that training resumes from.
     return _EpochLoader(dataset, collate_fn=_as_is, generator=torch.Generator().manual_seed(seed), **kwargs)
 
 

@@ -1,7 +1,7 @@
-"""Evaluation by sampling: every prompt of a dataset is answered and scored as in training, and nothing is updated.
+"""Evaluation by sampling: completions of every prompt are scored as in training, without updates.
 
-A plain dataset is sampled as in training, and its loss is told as well; an `EvalSuite` has sampling of its own, which
-the loss would mean nothing for.
+A plain dataset is sampled as in training and has a loss; an `EvalSuite` has its own sampling, for which a loss would be
+meaningless.
 """
 
 from collections.abc import Callable, Iterator
@@ -210,7 +210,7 @@ class EvaluationPhase:
 
     @contextmanager
     def _recommended_weights(self) -> Iterator[None]:
-        """With an optimizer that trains other weights than it recommends (schedule-free ones): the recommended."""
+        """Switch an optimizer that trains other weights than it recommends (schedule-free) to the recommended ones."""
         optimizer = recommending_optimizer(self._context.loop.optimizer)
         if optimizer is None:
             yield

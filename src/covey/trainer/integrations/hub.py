@@ -1,7 +1,7 @@
-"""What a trainer shows of itself on a hub: the model's card, and the completions as a data set.
+"""Model cards, and upload of completions to a dataset on the hub.
 
-When models are pushed is transformers' business (`hub_strategy`); this writes the card that goes with them. A lost
-connection costs no training: pushing completions is tried again at the next log, and at the end.
+transformers uploads models (`hub_strategy`); this writes their card. A failed upload of completions does not stop
+training: it is repeated at the next log and at the end.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
 
 NO_DATA_SETS = ("csv", "json", "pandas", "parquet", "text", "generator")
-"""Names of builders rather than of data sets."""
+"""Names of builders rather than of datasets."""
 
 PUSH_EVERY = 120.0
-"""Seconds between two pushes of completions; hubs limit how many commits there may be."""
+"""Seconds between two uploads of completions; the hub limits the rate of commits."""
 
 
 def create_model_card(
@@ -38,15 +38,15 @@ def create_model_card(
     dataset_args: str | list[str] | None = None,
     dataset_name: str | None = None,
 ) -> None:
-    """Write `README.md` into `output_dir`: what the model is, how it was trained, what it scored.
+    """Write the model card, `README.md`, into `output_dir`.
 
     Args:
         language, license: of the model, as the hub knows them.
         tags: further tags.
-        model_name: its hub id; `hub_model_id`, or the folder's name, if None.
-        finetuned_from: hub id of the model that was trained; what the model was loaded from if None.
-        tasks, dataset_args: taken for transformers' sake; the task is text generation.
-        dataset_tags, dataset, dataset_name: hub ids of data sets; that of the training data if it has one.
+        model_name: its hub id; by default `hub_model_id` or the folder's name.
+        finetuned_from: hub id of the model that was trained; by default the one it was loaded from.
+        tasks, dataset_args: accepted for compatibility with transformers; the task is text generation.
+        dataset_tags, dataset, dataset_name: hub ids of datasets; by default that of the training data.
     """
     if not self.is_world_process_zero():
         return
@@ -74,7 +74,7 @@ def create_model_card(
 
 
 def _name_on_hub(trainer: "OnlineTrainer", given: str | None) -> str:
-    """The name that is given; transformers gives that of the hub without its owner."""
+    """Name on the card; transformers gives that of the hub without its owner."""
     known = trainer.hub_model_id or trainer.args.hub_model_id
     if known and given in (None, known.rpartition("/")[2]):
         return str(known)
@@ -82,13 +82,13 @@ def _name_on_hub(trainer: "OnlineTrainer", given: str | None) -> str:
 
 
 class PushCompletions(TrainerCallback):
-    """Pushes the files of completions to a data set of the hub while training goes on.
+    """Uploads the files of completions to a dataset on the hub during training.
 
     Args:
-        repo: its id; it is created.
+        repo: id of the dataset, which is created if missing.
         folder: of the parquet files.
-        token: with write permission; that of this machine if None.
-        private: of a data set that is created.
+        token: with write permission; by default the one of this machine.
+        private: for a dataset that is created.
 
     Raises:
         ValueError: it cannot be created or written to.
@@ -112,19 +112,19 @@ class PushCompletions(TrainerCallback):
             ) from error
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A run that goes on pushes what it had no more time to push."""
+        """A resumed run uploads all files, as its last upload may not have finished."""
         if state.global_step:
             self._pushed = {}
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to push what is new, unless something still is under way or was pushed a moment ago."""
+        """Start an upload, unless one is running or was started less than `PUSH_EVERY` ago."""
         if self._under_way is not None and not self._under_way.done():
             return
         if time.monotonic() - self._last >= PUSH_EVERY:
             self._push(state.global_step, wait=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Push the rest, and wait for it."""
+        """Upload the rest and wait."""
         self._settle()
         self._push(state.global_step, wait=True)
 
@@ -147,7 +147,7 @@ class PushCompletions(TrainerCallback):
             self._settle()
 
     def _settle(self) -> None:
-        """See how the last push ended, waiting for it."""
+        """Wait for the last upload, and warn if it failed."""
         if self._under_way is None:
             return
         error = self._under_way.exception()

@@ -1,8 +1,7 @@
-"""Hyperparameter search with optuna: every trial is a trainer of its own, made like the first one with other settings.
+"""Hyperparameter search with optuna; every trial is a new trainer with changed settings.
 
-A config decides what a trainer is built of (how it samples, its loss, its batches), so a trial cannot be had by
-changing a trainer that exists. Trials run one after another; each begins with fresh weights and closes its engine at
-its end. Not here: what a trial does (`covey.trainer.trainer`), and other backends, of which there are none.
+Trials run one after another. A config decides how a trainer is built, so an existing trainer cannot be changed; each
+trial begins with fresh weights and closes its engine at its end.
 """
 
 import inspect
@@ -22,11 +21,9 @@ if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
 
 OF_OPTIMIZE = ("timeout", "n_jobs", "gc_after_trial", "catch", "callbacks", "show_progress_bar")
-"""Further arguments that `optuna.Study.optimize` takes; all others are `optuna.create_study`'s."""
+"""Arguments that go to `optuna.Study.optimize`; all others go to `optuna.create_study`."""
 
 Objective = Callable[[dict[str, float]], Any]
-HeardOf = Callable[[dict[str, float], int], bool]
-"""(metrics, step): an evaluation of a trial; whether the trial is to end."""
 
 
 def hyperparameter_search(
@@ -39,20 +36,20 @@ def hyperparameter_search(
     hp_name: Callable[[Any], str] | None = None,
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
-    """Train with `n_trials` settings and say which were best. Collective.
+    """Train with `n_trials` settings and return the best. Collective.
 
-    Trials write into `output_dir/run-N`. Each is reported to optuna at every evaluation, which may end it
-    (`pruner=...`); its objective is that of its last evaluation, of one at its end where there was none.
+    Trials write into `output_dir/run-N`. Each evaluation is reported to optuna, which may end the trial
+    (`pruner=...`). The objective is that of the last evaluation; a trial without any is evaluated at its end.
 
     Args:
         hp_space: from an `optuna.Trial` to config fields and their values; learning rates from 1e-7 to 1e-5 if
             None.
         compute_objective: from the metrics of an evaluation to a number (or several); their reward if None, the
             mean over evaluation sets with names.
-        n_trials: how many.
+        n_trials: number of trials.
         direction: "maximize" or "minimize", or one for each number; "maximize" where the objective is the reward.
         backend: "optuna", the only one.
-        hp_name: from a trial to its name, which is that of its folder and of its run in trackers.
+        hp_name: from a trial to the name of its folder and of its run in trackers.
         kwargs: further arguments of `optuna.create_study` and `optuna.Study.optimize`.
 
     Returns:
@@ -123,13 +120,13 @@ def _check_searchable(trainer: "OnlineTrainer") -> None:
 
 
 class _Trials:
-    """Runs trials, in all processes alike: the first decides, and tells the others.
+    """Runs trials on all processes; the first one decides and sends its decisions to the others.
 
     Args:
-        original: whose settings the trials change.
+        original: trainer whose settings the trials change.
         hp_name: names a trial.
-        objective: from metrics to what is compared.
-        caught: kinds of errors that end a trial and not the search.
+        objective: from metrics to the value that is compared.
+        caught: types of errors that end a trial and not the search.
     """
 
     def __init__(
@@ -143,20 +140,20 @@ class _Trials:
         self._name = hp_name or (lambda trial: f"run-{trial.number}")
         self._objective = objective
         self._caught = tuple(caught)
-        self._tell = original.collectives.gather
+        self._gather = original.collectives.gather
 
     def lead(self, trial: Any, changes: dict[str, Any]) -> Any:
-        """In the first process: one trial, and its objective."""
+        """Run one trial on the first process; returns its objective."""
         import optuna
 
-        self._tell(("trial", trial.number, trial.params, changes, self._name(trial)), "begin a trial")
+        self._gather(("trial", trial.number, trial.params, changes, self._name(trial)), "begin a trial")
         value, pruned = self._run(trial, changes, self._name(trial))
         if pruned:
             raise optuna.TrialPruned
         return value
 
     def follow(self) -> Any:
-        """In the other processes: every trial, until the first one has the best.
+        """Run trials on the other processes until the first one has the best.
 
         Raises:
             RuntimeError: the search has failed there.
@@ -164,26 +161,26 @@ class _Trials:
         import optuna
 
         while True:
-            word, *told = self._tell(None, "begin a trial")[0]
-            if word == "failed":
-                raise RuntimeError(f"the search ended in the first process: {told[0]}")
-            if word == "end":
-                return told[0]
-            number, params, changes, name = told
+            outcome, *details = self._gather(None, "begin a trial")[0]
+            if outcome == "failed":
+                raise RuntimeError(f"the search ended in the first process: {details[0]}")
+            if outcome == "end":
+                return details[0]
+            number, params, changes, name = details
             with suppress(*self._caught):  # as optuna does in the first process
                 self._run(optuna.trial.FixedTrial(params, number), changes, name)
 
     def end(self, best: Any) -> None:
-        """In the first process: no trial follows."""
-        self._tell(("end", best), "begin a trial")
+        """End the search on the other processes."""
+        self._gather(("end", best), "begin a trial")
 
     def fail(self, error: BaseException) -> None:
-        """In the first process: no trial follows, for the search has failed; the others may have, too, and be gone."""
+        """End a failed search on the other processes, which may have ended already."""
         with suppress(CollectiveError):
-            self._tell(("failed", format_error(error)), "begin a trial")
+            self._gather(("failed", format_error(error)), "begin a trial")
 
     def _run(self, trial: Any, changes: dict[str, Any], name: str) -> tuple[Any, bool]:
-        """The objective of a trial, and whether it was ended before its time."""
+        """The objective of a trial, and True if it was pruned."""
         try:
             trainer = self._trainer(trial, changes, name)
             try:
@@ -201,7 +198,7 @@ class _Trials:
             nonlocal value, pruned
             value = self._objective(metrics)
             ended = self._prunes(trial, value, step) if trainer.is_world_process_zero() else None
-            pruned = bool(trainer.collectives.gather(ended, "hear whether the trial goes on")[0])
+            pruned = bool(trainer.collectives.gather(ended, "decide on the trial")[0])
             return pruned
 
         trainer.on_evaluated = heard
@@ -226,7 +223,7 @@ class _Trials:
         return bool(trial.should_prune())
 
     def _close(self, trainer: Any) -> None:
-        """Let go of what a trial held: its engine's connections and memory, its weights and optimizer."""
+        """Release the resources of a trial: engine, weights, optimizer."""
         close = getattr(trainer.collector.engine, "close", None)
         if close is not None and self._original.made_of.get("engine") is None:
             close()
@@ -235,7 +232,7 @@ class _Trials:
 
 
 def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
-    """What a `model_init` makes; it may take the trial.
+    """The model of a `model_init`, which may take the trial.
 
     Raises:
         ValueError: it takes more than that, or returns None.
@@ -257,7 +254,7 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
 
 
 def made_model(model: Any, model_init: Callable[..., Any]) -> Any:
-    """What `model_init` makes.
+    """The model of a `model_init`.
 
     Raises:
         ValueError: there is a `model` besides, or the function cannot be called or returns nothing.
@@ -268,7 +265,7 @@ def made_model(model: Any, model_init: Callable[..., Any]) -> Any:
 
 
 def mean_reward(metrics: dict[str, float]) -> float:
-    """The reward of an evaluation, the mean over its sets where they have names.
+    """The reward of an evaluation; the mean over its datasets.
 
     Raises:
         ValueError: no completion had a reward.
