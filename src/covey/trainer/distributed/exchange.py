@@ -57,8 +57,9 @@ class RolloutIndex:
     @classmethod
     def of(cls, batch: TrainBatch, owner: int = 0) -> "RolloutIndex":
         """The index of one process's batch."""
-        keys = [hashlib.blake2b(ids.cpu().numpy().tobytes(), digest_size=16).digest() for ids in batch.prompts()]
-        numbers = [[int.from_bytes(key[i : i + 8], "little", signed=True) for i in (0, 8)] for key in keys]
+        keys = bytearray()
+        for ids in batch.prompts():
+            keys += hashlib.blake2b(ids.cpu().numpy().tobytes(), digest_size=16).digest()
         assert batch.advantages is not None, "credit is assigned before rollouts are shared"
         signal = segment_sum((batch.advantages != 0).long() * batch.sampled, batch.lengths) > 0
         return cls(
@@ -69,7 +70,7 @@ class RolloutIndex:
             has_signal=signal.cpu(),
             groups=batch.groups.cpu(),
             prompt_lengths=batch.prompt_lengths.cpu(),
-            prompt_keys=torch.tensor(numbers, dtype=torch.long).view(-1, 2),
+            prompt_keys=torch.frombuffer(keys, dtype=torch.long).view(-1, 2),
         )
 
     def __len__(self) -> int:
@@ -94,7 +95,7 @@ class RolloutIndex:
     def without_signal_dropped(self) -> "RolloutIndex":
         """As `TrainBatch.without_signal_dropped`, for the rollouts of all processes."""
         signal = self.has_signal.nonzero()[:, 0]
-        left = self.select(signal if len(signal) else self.lengths.argmin()[None]) if len(self) else self
+        left = self.select(signal if len(signal) else self.lengths.argmin()[None])
         return replace(
             left,
             skipped_tokens=int(self.sampled_lengths.sum() - left.sampled_lengths.sum()),
@@ -179,7 +180,7 @@ class OwnRollouts:
         """
         share = index.select(shares[self.rank])
         if collectives.size == 1:
-            return _like(share, self._select(share.rows))
+            return _like(share, self.batch.select(share.rows.to(self.batch.lengths.device)))
         plan = moves(index, shares)
         if plan not in self._fetched:  # else an earlier iteration over the same rollouts
             self._fetched[plan] = self._collect(plan, collectives)
@@ -203,8 +204,8 @@ class OwnRollouts:
         batch = join(parts) if parts else self._select(())
         return batch, {place: number for number, place in enumerate(numbers)}
 
-    def _select(self, rows: Sequence[int] | Tensor) -> TrainBatch:
-        return self.batch.select(torch.as_tensor(rows, dtype=torch.long, device=self.batch.lengths.device))
+    def _select(self, rows: Sequence[int]) -> TrainBatch:
+        return self.batch.select(torch.tensor(rows, dtype=torch.long, device=self.batch.lengths.device))
 
     def _message(self, rows: Sequence[int], receiver: int) -> Any:
         """Rollouts for another process: the batch, its images by id, and the images that it does not have yet."""
@@ -228,9 +229,10 @@ class OwnRollouts:
 
 def _like(share: RolloutIndex, batch: TrainBatch) -> TrainBatch:
     """The same rollouts with the prompts in the order of the index, and its weights."""
-    first = {group: number for number, group in reversed(list(enumerate(share.groups.tolist())))}
     device = batch.lengths.device
-    own = batch.groups[torch.tensor([first[group] for group in range(len(first))], dtype=torch.long, device=device)]
+    groups, order = share.groups.sort(stable=True)
+    first = order[torch.searchsorted(groups, torch.arange(len(share.prompt_lengths)))]
+    own = batch.groups[first.to(device)]
     batch.prompt_ids = batch.prompt_ids[token_index(own, batch.prompt_lengths)]
     batch.prompt_lengths, batch.groups = share.prompt_lengths.to(device), share.groups.to(device)
     for name in ("weights", "entropy_weights"):
@@ -245,6 +247,8 @@ def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, Roll
     Args:
         batch: this process's share, as many rollouts as the others'; a group may span processes.
     """
+    if collectives.size == 1:
+        return OwnRollouts(batch, collectives.rank), RolloutIndex.of(batch)
     present = [name for name in (*UNREPORTED, "media") if getattr(batch, name) is not None]
     facts = RolloutIndex.of(batch, collectives.rank), present
     everyone = collectives.gather(facts, "share the sizes of rollouts")
