@@ -76,7 +76,7 @@ def pairs(*prompts):
     return [[prompt, sample] for prompt in prompts for sample in (0, 1)]
 
 
-def test_groups_without_a_signal_are_replaced_by_the_next_prompts_until_all_have_one():
+def test_groups_without_signal_are_replaced_by_the_next_prompts():
     chosen, log = choose({1, 5, 6})
     # round 1 refills two groups from rows not drawn yet, round 2 the two that still lack one: 5, and 6 is third in line
     assert log == [(0, [0, 1, 2]), (1, [3, 4]), (2, [5, 6])]
@@ -86,7 +86,7 @@ def test_groups_without_a_signal_are_replaced_by_the_next_prompts_until_all_have
     assert chosen.kept.rewards.tolist() == [[0.0], [1.0]] * 3
 
 
-def test_accepted_groups_come_in_sampling_order_and_only_what_is_missing_is_drawn():
+def test_groups_keep_sampling_order_and_only_missing_are_sampled():
     chosen, log = choose({0, 2, 4})
     assert log == [(0, [0, 1, 2]), (1, [3]), (2, [4])]
     assert trained(chosen) == pairs(0, 2, 4)
@@ -118,7 +118,7 @@ def test_a_generation_full_of_signal_is_not_refilled():
     assert trained(chosen) == pairs(0, 1, 2)
 
 
-def test_all_sampled_tokens_are_counted_and_the_first_round_is_kept_apart():
+def test_tokens_of_all_rounds_are_counted():
     chosen, _ = choose({4}, max_rounds=2)
     assert chosen.processed_tokens == 8 * 2 * 3  # groups, completions, tokens of prompt and completion
     assert chosen.first.prompts == [0, 1, 2]
@@ -144,7 +144,7 @@ def test_whole_batches_are_kept_in_sampling_order(refills, first):
 
 
 @pytest.mark.parametrize("processes", [2, 3, 6])
-def test_every_process_ends_with_its_equal_share_of_what_one_process_would_keep(processes):
+def test_processes_get_equal_shares_of_what_one_would_select(processes):
     """Threads stand for processes; groups lie across them, and some have nothing to refill."""
     algebra = replace(ALGEBRA, world_size=processes, per_device_train_batch_size=6 // processes)
     barrier, board = threading.Barrier(processes, timeout=20), [None] * processes
@@ -201,7 +201,7 @@ def test_rewards_that_abstain_are_no_signal(method):
     assert judged(config, groups, algorithm={"grpo": grpo, "rloo": rloo}[method]) == [False, False, True]
 
 
-def test_rewards_that_cancel_are_a_signal_only_where_they_are_normalised_apart():
+def test_cancelling_rewards_signal_only_if_normalised_apart():
     # Weighted totals are equal (1·1 + 2·0 = 1·0 + 2·0.5), but normalised apart the second counts twice.
     groups, weights = [[[1.0, 0.0], [0.0, 0.5]]], (1.0, 2.0)
     assert judged(runs.config("unused"), groups, weights) == [False]
@@ -233,7 +233,7 @@ def odd(prompts, completion_ids, **kwargs):
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
-def test_trained_batches_are_full_of_signal_where_enough_prompts_have_one(tmp_path, method):
+def test_batches_are_full_of_signal_if_enough_prompts_have_one(tmp_path, method):
     parts = {"train_dataset": tiny.rows(16), "reward_funcs": odd}
     settings = {"dynamic_sample": True, "max_resample_times": 8, "max_steps": 4, "beta": 0.05}
     run = runs.trainer(tmp_path, method, parts=parts, **settings)
@@ -272,7 +272,7 @@ def test_only_refills_change_what_is_trained(tmp_path):
     assert not all(torch.equal(a, b) for a, b in zip(plain, refilled, strict=True))
 
 
-def test_first_draws_are_logged_as_without_refills_and_all_tokens_are_counted(tmp_path):
+def test_logs_are_of_round_0_and_token_counts_of_all_rounds(tmp_path):
     parts = {"train_dataset": tiny.rows(16), "reward_funcs": odd}
     settings = {"learning_rate": 0.0, "max_steps": 3}  # the policy stays the same, so the first draws do
     plain = runs.trainer(tmp_path / "plain", parts=parts, **settings)
@@ -299,13 +299,13 @@ def test_what_rewards_log_goes_with_the_completions_that_are_kept(tmp_path):
         assert all(row["tokens"] == row["length"] for row in pq.read_table(file).to_pylist())
 
 
-def test_a_process_without_a_completion_in_a_round_takes_part_all_the_same(tmp_path):
+def test_a_process_without_completions_takes_part_in_a_round(tmp_path):
     run = runs.trainer(tmp_path, dynamic_sample=True)
     nothing = run.rollouts.sample(("train", 0, 1), [])
     assert nothing.rollouts == [] and nothing.rewards.shape == (0, 1)
 
 
-def test_loaders_only_mark_where_generations_begin_when_the_trainer_chooses():
+def test_loaders_do_not_read_rows_when_the_trainer_selects():
     class Unread(list):
         def __getitem__(self, index):
             raise AssertionError("rows are looked up when they are drawn")

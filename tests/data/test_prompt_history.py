@@ -13,7 +13,7 @@ def history(rewards_by_prompt, floor=0.1):
     return known
 
 
-def test_rewards_of_0_and_1_give_the_pass_rate_and_a_chance_by_p_one_minus_p():
+def test_rewards_of_0_and_1_give_pass_rates_and_their_variance():
     known = history([(0, [0.0, 0.0, 0.0, 1.0]), (1, [1.0, 1.0, 0.0, 0.0]), (2, [1.0, 1.0, 1.0, 1.0])])
     assert known.means[:3].tolist() == [0.25, 0.5, 1.0]
     # The largest p (1 - p) is 1/4: 0.1 + 0.9 * (0.25 * 0.75) / 0.25 = 0.775; not seen yet: 1
@@ -32,7 +32,7 @@ def test_while_every_reward_was_the_same_all_prompts_are_alike():
     assert [known.chance(row) for row in range(4)] == [1.0] * 4
 
 
-def test_a_reward_that_is_always_the_same_is_no_difficulty_even_in_the_middle_of_the_range():
+def test_a_constant_reward_within_the_range_has_no_difficulty():
     known = history([(0, [0.5, 0.5]), (1, [0.0, 1.0])])
     assert known.chance(0) == pytest.approx(0.1)
 

@@ -25,7 +25,7 @@ def test_the_order_depends_on_seed_and_name_alone():
     assert draw(0, "refills") != draw(0, "prompts")
 
 
-def test_what_is_avoided_is_put_off_and_comes_first_later():
+def test_avoided_rows_are_deferred_and_come_first_later():
     stream = PromptStream(5, seed=0, name="refills", shuffle=False)
     assert stream.take(2, avoid={0, 2}) == [1, 3]
     assert stream.take(3) == [0, 2, 4]
@@ -41,7 +41,7 @@ def test_where_too_few_others_are_left_avoided_rows_come_all_the_same():
     asked=st.lists(st.tuples(st.integers(1, 12), st.sets(st.integers(0, 11))), max_size=8),
     cut=st.integers(0, 8),
 )
-def test_draws_are_different_avoid_what_they_can_and_go_on_from_a_checkpoint(rows, asked, cut):
+def test_rows_are_distinct_avoid_given_ones_and_resume(rows, asked, cut):
     stream, resumed = (PromptStream(rows, seed=1, name="refills", shuffle=True) for _ in range(2))
     for number, (count, avoid) in enumerate(asked):
         if number == cut:

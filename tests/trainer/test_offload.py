@@ -44,7 +44,7 @@ def test_training_goes_on_bit_by_bit_after_being_moved_away_and_back():
         assert torch.equal(one, other)
 
 
-def test_tensors_are_copies_elsewhere_while_they_are_parked_and_the_same_objects_afterwards():
+def test_parked_tensors_are_on_the_host_and_return_unchanged():
     model, optimizer = trained(1)
     tensors = [*model.parameters(), *optimizer_tensors(optimizer)]
     before, values = [t.data_ptr() for t in tensors], [t.detach().clone() for t in tensors]
@@ -89,7 +89,7 @@ def test_single_numbers_stay():
     assert any(state["step"].numel() == 1 for state in optimizer.state.values())
 
 
-def test_vllm_finds_the_room_that_is_made_for_it_when_it_starts_too_and_until_it_sleeps(tmp_path, monkeypatch):
+def test_vllm_starts_with_the_policy_offloaded_until_it_sleeps(tmp_path, monkeypatch):
     events = []
 
     class Engine:

@@ -68,7 +68,7 @@ def run(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("place", ["generation", pytest.param("weights", marks=pytest.mark.slow)])
-def test_an_interrupt_ends_the_run_within_seconds_and_its_server_with_it(run, tmp_path, place):
+def test_an_interrupt_ends_run_and_server_within_seconds(run, tmp_path, place):
     one = run(place)
     one.send_signal(signal.SIGINT)
     began = time.monotonic()

@@ -42,7 +42,7 @@ def test_without_a_reason_nothing_happens_and_the_handler_is_put_back():
     assert signal.getsignal(signal.SIGURG) == before
 
 
-def test_a_process_that_cannot_be_interrupted_is_ended_with_the_reason():
+def test_a_process_that_ignores_interruption_is_ended():
     stuck = """
 import signal, threading, time
 from covey.trainer.distributed import interruption

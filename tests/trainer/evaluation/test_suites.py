@@ -43,7 +43,7 @@ def test_estimates_by_eye():
         assert found[f"{name}_low"] < found[name] < found[f"{name}_high"]
 
 
-def test_subsets_of_samples_are_worth_no_more_trials_than_there_are_apart():
+def test_overlapping_subsets_of_samples_count_as_fewer_trials():
     tally = Scoreboard(EvalSuite([], num_generations=4, pass_at=2), 4)
     for prompt in range(3):  # one of four right: half of the pairs hold it, and two pairs have no sample in common
         tally.add(verdicts(prompt, (True, "4"), (False, "5"), (False, "6"), (False, "7")))
@@ -209,7 +209,7 @@ def test_settings_of_run_files():
         suite_of({"n_generations": 4}, [])
 
 
-def test_what_is_answered_in_an_evaluation_as_in_training_is_written_down_too(tmp_path):
+def test_plain_evaluations_write_their_completions_too(tmp_path):
     trainer = runs.trainer(tmp_path, parts={"eval_dataset": {"plain": tiny.rows(2)}}, per_device_eval_batch_size=4)
     trainer.evaluate()
     table = pq.read_table(tmp_path / "evaluations" / "eval_plain_00000.parquet")

@@ -110,7 +110,7 @@ def test_callbacks_come_as_classes_or_objects_and_go_again(tmp_path):
     assert trainer.state.global_step == 2
 
 
-def test_what_a_callback_raises_ends_the_run_and_the_next_goes_on_from_its_checkpoint(tmp_path):
+def test_a_run_ended_by_a_callback_resumes_from_its_checkpoint(tmp_path):
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
@@ -247,7 +247,7 @@ class TwoSets(torch.optim.SGD):
         self._swap(False)
 
 
-def test_what_a_schedule_free_optimizer_recommends_is_evaluated_and_its_training_goes_on(tmp_path):
+def test_recommended_weights_are_evaluated_and_training_resumes(tmp_path):
     ends = []
     for settings in ({}, EVALUATED):
         parts = {"optimizer_cls_and_kwargs": (TwoSets, {"lr": 0.5}), "eval_dataset": tiny.rows(4)}

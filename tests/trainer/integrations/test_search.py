@@ -89,7 +89,7 @@ def test_a_pruned_trial_ends_at_the_evaluation_that_tells(tmp_path):
     assert sorted(best.run_summary.trials[0].intermediate_values) == [1, 2, 3]
 
 
-def test_a_model_may_depend_on_the_trial_and_the_objective_on_any_metric(tmp_path):
+def test_models_depend_on_trials_and_objectives_on_metrics(tmp_path):
     def layers(trial):
         if trial is None:
             return tiny.model()
@@ -157,7 +157,7 @@ def test_a_schedule_of_another_kind_gets_no_settings_of_the_first(tmp_path):
     assert falling.lr_scheduler_kwargs == {"mode": "min"}
 
 
-def test_processes_hear_that_a_search_has_failed_in_the_first_and_its_error_stays_what_it_was(tmp_path):
+def test_a_failed_search_ends_other_processes_with_its_error(tmp_path):
     told = []
 
     def gather(what, doing):

@@ -132,7 +132,7 @@ def test_mlflow(tmp_path, monkeypatch):
     assert len(table) == 4 and {"prompt", "completion", "right"} <= set(table.columns)
 
 
-def test_completions_of_an_evaluation_without_training_are_sent_once_the_run_is_open(tmp_path, monkeypatch):
+def test_completions_are_sent_once_the_tracker_run_is_open(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
