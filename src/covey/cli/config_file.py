@@ -7,7 +7,7 @@
     per_device_train_batch_size: 8
     learning_rate: 1e-6
 
-Every command that takes a run reads it here. Not here: loading models, datasets or reward functions.
+Every command that takes a run reads it here.
 """
 
 import argparse
@@ -34,16 +34,16 @@ RUN_KEYS = {
     "of their own, as in {hard: {dataset: hard.jsonl, num_generations: 8, pass_at: 8}}. Without it, no evaluation.",
     "reward_funcs": "Reward functions: built-in names, import paths (package.module.function), model ids or folders.",
     "tools": "Functions that the model may call, each as path/to/file.py:name or package.module:name.",
-    "rollout_func": "A function that plays rollouts in the place of the built-in loop, named like a tool.",
-    "environment_factory": "What makes the environments that rollouts act in, named like a tool.",
+    "rollout_func": "A function that runs rollouts in place of the built-in loop, named like a tool.",
+    "environment_factory": "A factory of the environments that rollouts act in, named like a tool.",
     "peft": "Train a LoRA adapter instead of all weights: arguments of peft.LoraConfig (a mapping or JSON).",
-    "quantization": "Hold the weights under an adapter in 4 or 8 bits: arguments of BitsAndBytesConfig. As in "
+    "quantization": "Store the weights under an adapter in 4 or 8 bits: arguments of BitsAndBytesConfig. As in "
     "{load_in_4bit: true, bnb_4bit_compute_dtype: bfloat16}; needs `peft`.",
 }
-"""What a run file holds beside config fields."""
+"""Keys of a run file in addition to config fields."""
 
 _LISTS = ("reward_funcs", "tools")
-"""Those of which there may be several."""
+"""Keys that take several values."""
 
 _OTHER_NAMES = {
     "model_name_or_path": "model",
@@ -56,7 +56,7 @@ _OTHER_NAMES = {
 
 @dataclasses.dataclass
 class RunConfig:
-    """One run, as its file and flags describe it.
+    """A run of a file and flags.
 
     Attributes:
         method: `grpo` or `rloo`.
@@ -87,14 +87,14 @@ class RunConfig:
 
     @property
     def needed(self) -> list[str]:
-        """What a run has to name. Environments may bring a reward of their own."""
+        """Keys that a run requires. Environments may have a reward of their own."""
         return ["model", "dataset"] if self.environment_factory else ["model", "dataset", "reward_funcs"]
 
     def require(self, *names: str) -> None:
-        """Make sure that each named attribute was given.
+        """Require keys.
 
         Raises:
-            ValueError: one is missing; the message says what it is and how to give it.
+            ValueError: one is missing; the message describes it.
         """
         for name in names:
             if not getattr(self, name):
@@ -116,12 +116,12 @@ def load_run(
     Args:
         path: a YAML or JSON file; None for flags alone.
         overrides: flags as on a command line, such as `["--beta", "0.04", "--model", "my/model"]`.
-        method: `grpo` or `rloo` when the command fixes it.
+        method: `grpo` or `rloo` if the command fixes it.
         world_size: resolve batch sizes for this many processes rather than for those that are running.
 
     Raises:
         FileNotFoundError: there is no such file.
-        TypeError: a key that is neither a field nor part of a run.
+        TypeError: an unknown key.
         ValueError: the file is no mapping, a flag cannot be read, or the config cannot work.
     """
     written = read_mapping(path) if path is not None else {}
@@ -175,7 +175,9 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no run file {str(path)!r}.")
     try:
-        values = json.loads(path.read_text()) if path.suffix == ".json" else yaml.load(path.read_text(), _Once)
+        values = (
+            json.loads(path.read_text()) if path.suffix == ".json" else yaml.load(path.read_text(), _UniqueKeyLoader)
+        )
     except (yaml.YAMLError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
@@ -183,8 +185,8 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     return values
 
 
-class _Once(yaml.SafeLoader):
-    """YAML in which no key of a mapping comes twice, as YAML has it; PyYAML would take the last one in silence."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML loader that refuses a key given twice; PyYAML would take the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -197,14 +199,14 @@ class _Once(yaml.SafeLoader):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser whose errors are exceptions, for the caller to show."""
+    """Argument parser whose errors are exceptions."""
 
     def error(self, message: str) -> Any:
         raise ValueError(re.sub(r"^argument (--[\w-]+)(/--[\w-]+)*", r"\1", message))  # the first spelling of a flag
 
 
 def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
-    """A parser of every flag that a run takes; flags that are not given leave no trace in its result."""
+    """Parser of every flag of a run; flags that are not given are not in its result."""
     from transformers import HfArgumentParser
 
     class Parser(FlagParser, HfArgumentParser):
@@ -225,7 +227,7 @@ def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Flags to values, each in the type of its field; only those that are given, unknown ones with the value None.
+    """Values of the given flags, each in the type of its field; unknown flags have the value None.
 
     Example:
         `parse_flags(["--beta", "0.04", "--log_completions"])` is `{"beta": 0.04, "log_completions": True}`.
@@ -253,7 +255,7 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
-    """Take the method out of `values`: from `method`, or from one of the names that ms-swift has for it."""
+    """Remove the method from `values`: `method`, or one of its names in ms-swift."""
     named = values.pop("method", None)
     if values.get("advantage_estimator") is not None and values.get("rlhf_type") == "grpo":
         del values["rlhf_type"]  # there, RLOO is GRPO with another estimator
@@ -280,7 +282,7 @@ def _refuse_unknown(values: Mapping[str, Any], config_class: type[OnlineConfig])
 
 
 def _typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[str, Any]:
-    """Give values the types of their fields: YAML reads 1e-6 as text and `eval_strategy: no` as False."""
+    """Convert values to the types of their fields: YAML reads 1e-6 as text and `eval_strategy: no` as False."""
     flags = {action.dest: action for action in flag_parser(config_class)._actions}
     result: dict[str, Any] = {}
     for name, value in values.items():

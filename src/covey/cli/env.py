@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Names and values of everything that a run depends on."""
+    """Names and values of packages and hardware that a run depends on."""
     import torch
 
     from covey.config.hardware import multiplies_bf16
@@ -58,7 +58,7 @@ def environment() -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,7 +1,4 @@
-"""`covey eval`: samples and scores the evaluation sets of a run file, without training.
-
-Not here: what those sets are (`covey.cli.evaluations`).
-"""
+"""`covey eval`: sample and score the evaluation sets of a run file, without training."""
 
 import json
 from collections.abc import Sequence
@@ -11,10 +8,10 @@ from covey.cli.train import build_trainer, read_run, take_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """`covey eval`; returns the exit status.
+    """Run `covey eval`; returns the exit status.
 
     Raises:
-        ValueError, FileNotFoundError, ImportError: something that the user can mend.
+        ValueError, FileNotFoundError, ImportError: an error that the user can correct.
     """
     if not argv or "-h" in argv or "--help" in argv:
         print("usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]")
@@ -27,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
         assert run.args.output_dir is not None, "transformers fills it in"
-        place = Path(run.args.output_dir) / "evaluation.json"
-        place.write_text(json.dumps(metrics, indent=2) + "\n")
-        print(f"metrics:     {place}")
+        path_of_metrics = Path(run.args.output_dir) / "evaluation.json"
+        path_of_metrics.write_text(json.dumps(metrics, indent=2) + "\n")
+        print(f"metrics:     {path_of_metrics}")
     return 0

@@ -4,7 +4,7 @@
       sums: held_out.jsonl
       hard: {dataset: hard.jsonl, num_generations: 16, temperature: 0.7, pass_at: [1, 16]}
 
-What a set's settings mean is in `covey.trainer.evaluation.suites`. Not here: `covey eval` (`covey.cli.evaluate`).
+For the settings of a set see `covey.trainer.evaluation.suites`.
 """
 
 from collections.abc import Iterator
@@ -14,64 +14,66 @@ import yaml
 
 
 def load_evaluations(given: Any) -> Any:
-    """What a run file says about evaluation, as a trainer takes it: a dataset, a suite, or several by name.
+    """The evaluation sets of a run file, as a trainer takes them: a dataset, a suite, or several by name.
 
     Args:
         given: a file or hub id, or a mapping (also as text) of a suite's settings, or of names to either.
 
     Raises:
-        FileNotFoundError, ValueError: rows that cannot be read, settings that do not exist or cannot work.
+        FileNotFoundError, ValueError: rows that cannot be read, or settings that cannot work.
     """
     if not given:
         return None
-    return {name: _load(one) for name, one in _named(given).items()} if _has_names(given) else _load(_mapping(given))
+    if not _has_names(given):
+        return _load(_mapping(given))
+    return {name: _load(entry) for name, entry in _named(given).items()}
 
 
 def evaluation_files(given: Any) -> Iterator[str]:
-    """The files and hub ids that it names."""
-    for one in _named(given).values() if _has_names(given) else [_mapping(given)]:
-        yield one["dataset"] if isinstance(one, dict) and "dataset" in one else str(one)
+    """Files and hub ids of the evaluation sets."""
+    for entry in _named(given).values() if _has_names(given) else [_mapping(given)]:
+        yield entry["dataset"] if isinstance(entry, dict) and "dataset" in entry else str(entry)
 
 
 def suite_settings(given: Any) -> dict[str, dict[str, Any]]:
-    """The settings of those that are suites, by name; one without a name is called ""."""
+    """Settings of the suites among the evaluation sets, by name; a suite without a name is called ""."""
     every = _named(given) if _has_names(given) else {"": _mapping(given)}
-    return {name: one for name, one in every.items() if isinstance(one, dict)}
+    return {name: entry for name, entry in every.items() if isinstance(entry, dict)}
 
 
 def has_plain(given: Any) -> bool:
-    """Whether any of them is a plain dataset."""
+    """True if an evaluation set is a plain dataset."""
     return bool(given) and len(suite_settings(given)) < (len(_named(given)) if _has_names(given) else 1)
 
 
-def _load(one: Any) -> Any:
+def _load(entry: Any) -> Any:
     from covey.cli.data import load_rows
     from covey.runtime.import_path import is_reference, resolve
     from covey.trainer.evaluation.suites import suite_of
 
-    if isinstance(one, str):
-        return load_rows(one, None)
-    if not isinstance(one, dict) or not isinstance(one.get("dataset"), str):
+    if isinstance(entry, str):
+        return load_rows(entry, None)
+    if not isinstance(entry, dict) or not isinstance(entry.get("dataset"), str):
         raise ValueError(
-            f"eval_dataset holds {one!r}; an evaluation set is a file or hub id, or settings with one, such as"
+            f"eval_dataset holds {entry!r}; an evaluation set is a file or hub id, or settings with one, such as"
             " {dataset: held_out.jsonl, temperature: 0, pass_at: 1}."
         )
-    settings = {name: value for name, value in one.items() if name not in ("dataset", "split")}
+    settings = {name: value for name, value in entry.items() if name not in ("dataset", "split")}
     if isinstance(answer := settings.get("answer"), str) and is_reference(answer):
         settings["answer"] = resolve(answer, "answer")
-    return suite_of(settings, load_rows(one["dataset"], one.get("split")))
+    return suite_of(settings, load_rows(entry["dataset"], entry.get("split")))
 
 
 def _mapping(given: Any) -> Any:
-    """The mapping that a flag's text is, or what was given."""
+    """A mapping from the text of a flag; other values unchanged."""
     return yaml.safe_load(given) if isinstance(given, str) and given.lstrip().startswith("{") else given
 
 
 def _has_names(given: Any) -> bool:
-    """Whether it is a mapping of sets by name rather than one of settings."""
+    """True for a mapping of sets by name rather than one of settings."""
     settings = _mapping(given)
     return isinstance(settings, dict) and not isinstance(settings.get("dataset"), str)
 
 
 def _named(given: Any) -> dict[str, Any]:
-    return {str(name): one for name, one in _mapping(given).items()}
+    return {str(name): entry for name, entry in _mapping(given).items()}

@@ -1,4 +1,4 @@
-"""The `covey` command: finds the subcommand, runs it, and turns what users can mend into one clear line.
+"""The `covey` command: runs a subcommand, and shows errors that users can correct as one clear line.
 
 A subcommand is a function from its arguments to an exit status; a new one is a line in `COMMANDS`. Its module is
 imported only when it is called, so `covey -h` answers at once.
@@ -17,13 +17,13 @@ COMMANDS = {
     "grpo": ("covey.cli.train", "grpo", "train with GRPO and the losses descended from it"),
     "rloo": ("covey.cli.train", "rloo", "train with REINFORCE and a leave-one-out baseline"),
     "eval": ("covey.cli.evaluate", "main", "sample and score the evaluation sets of a run file, without training"),
-    "explain": ("covey.cli.explain.command", "main", "say in words what a run will do, before doing any of it"),
+    "explain": ("covey.cli.explain.command", "main", "explain what a run will do, before doing any of it"),
     "sglang-serve": ("covey.cli.sglang_serve", "main", "start an SGLang server to sample from while training"),
     "vllm-serve": ("covey.cli.vllm_serve", "main", "start a vLLM server to sample from while training"),
     "demo": ("covey.cli.demo", "main", "teach a small model a task, on this machine, in minutes"),
     "env": ("covey.cli.env", "main", "print versions and hardware, as a bug report needs them"),
 }
-"""Name: module, function, and what it is for."""
+"""Name: module, function and purpose."""
 
 EXAMPLES = (
     ("covey demo", "see it work"),
@@ -35,7 +35,7 @@ EXAMPLES = (
 )
 
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
-"""Shown as one line: the message says what to do. Anything else is our mistake and keeps its traceback."""
+"""Errors shown as one line with advice. Any other is a bug of Covey and shows its traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; those of the process if None.
 
     Returns:
-        0 if all went well, 2 for an error that the user can mend, 130 after an interruption.
+        0 for success, 2 for an error that the user can correct, 130 after an interruption.
     """
     arguments, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -70,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         if debug:
             traceback.print_exc()
-        print(f"covey: error: {_message(error)}", file=sys.stderr)
+        print(f"covey: error: {str(error).strip() or type(error).__name__}", file=sys.stderr)
         return 2
 
 
 def usage() -> str:
-    """What `covey -h` prints."""
+    """Text of `covey -h`."""
     width = max(len(example) for example, _ in EXAMPLES)
     longest = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{longest}}  {purpose}" for name, (_, _, purpose) in COMMANDS.items())
@@ -94,11 +94,11 @@ def usage() -> str:
 
 def _run(command: str, arguments: list[str]) -> int:
     if command not in COMMANDS:
-        import difflib
+        from covey.config.messages import closest
 
-        close = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"there is no command {command!r}; there are: {', '.join(COMMANDS)}.{hint}")
+        raise ValueError(
+            f"there is no command {command!r}; there are: {', '.join(COMMANDS)}.{closest(command, COMMANDS)}"
+        )
     module, function, _ = COMMANDS[command]
     return getattr(import_module(module), function)(arguments)
 
@@ -114,12 +114,8 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _show_warning(message: Warning | str, *where: object) -> None:
-    """A warning as one line; where in the code it arose says nothing to a user."""
+    """Show a warning as one line, without its place in the code."""
     print(f"covey: warning: {message}", file=sys.stderr)
-
-
-def _message(error: BaseException) -> str:
-    return str(error).strip() or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the end of a training command leaves: curves, a report with completions before and after, and where they are."""
+"""Results of a training command: curves, and a report with completions before and after."""
 
 import dataclasses
 import json
@@ -15,12 +15,12 @@ SHOWN = 8
 
 
 def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> None:
-    """Write `curves.png`, `timeline.png` and `summary.html` into the output folder, and print where everything is.
+    """Write `curves.png`, `timeline.png` and `summary.html` into the output folder, and print their paths.
 
     Args:
-        trainer: after training.
-        run: what was trained.
-        since: completions written before this moment (seconds since 1970) are of another run; None takes all.
+        trainer: the trainer after training.
+        run: its run.
+        since: completions written before this time (seconds since 1970) are of another run; None takes all.
     """
     from covey.observability.diagnostics import advice
     from covey.observability.plots import plot_curves
@@ -55,7 +55,7 @@ def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> N
 
 
 def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The few numbers one wants first; the reward is a mean over the first and the last tenth of the logs."""
+    """The most important numbers; the reward is a mean over the first and the last tenth of the logs."""
     rewards = [entry["reward"] for entry in history if "reward" in entry]
     figures: dict[str, Any] = {}
     if rewards:
@@ -81,7 +81,7 @@ def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def settings(run: RunConfig) -> dict[str, Any]:
-    """What the run names and every setting that differs from its default; secrets are masked."""
+    """Keys of the run and settings that differ from their defaults, without secrets."""
     values = run.args.to_dict()
     defaults = {field.name: field.default for field in dataclasses.fields(run.args)}
     named: dict[str, Any] = {
@@ -106,13 +106,13 @@ def _is_secret(name: str) -> bool:
 def samples(
     folder: Path, weights: dict[str, float], last_step: int, since: float | None = None
 ) -> tuple[list[Sample], list[Sample]]:
-    """Completions of the first and of the last log, those of a common prompt first and side by side.
+    """Completions of the first and of the last log, those of common prompts first and in the same order.
 
     Args:
-        folder: of the parquet files.
-        weights: of the reward functions, by name.
+        folder: folder of the parquet files.
+        weights: weights of the reward functions, by name.
         last_step: files of later steps are of another run.
-        since: so are files older than this.
+        since: files older than this are of another run.
     """
     import pyarrow.parquet as pq
 
@@ -140,7 +140,7 @@ def _step_of(path: Path) -> int:
 
 
 def _by_prompt(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The first completion of every prompt: a fair draw, as the siblings are in no order."""
+    """The first completion of every prompt: a fair choice, as completions of a group are in no order."""
     chosen: dict[str, dict[str, Any]] = {}
     for row in rows:
         chosen.setdefault(row["prompt"], row)

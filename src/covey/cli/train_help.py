@@ -12,11 +12,11 @@ INDENT = " " * 6
 
 
 def help_text(method: str, everything: bool = False) -> str:
-    """What `-h` prints; with `everything`, also a description of every setting inherited from transformers.
+    """Text of `-h`; with `everything`, also a description of every setting inherited from transformers.
 
     Args:
         method: `grpo` or `rloo`.
-        everything: what `--help` asks for.
+        everything: for `--help`.
     """
     from transformers import TrainingArguments
 
@@ -50,7 +50,7 @@ def _introduction(method: str) -> str:
           num_generations: 8
           learning_rate: 1e-6
 
-        `covey explain run.yaml` says what it will do. On several processes:
+        `covey explain run.yaml` explains what it will do. On several processes:
           covey {method} --config run.yaml --accelerate_config fsdp2 --num_processes 8
         with one of cpu_2proc, multi_gpu, fsdp2, zero1, zero2, zero3, or an accelerate config of your own.""")
 
@@ -85,7 +85,7 @@ def _inherited(fields: list[dataclasses.Field], everything: bool) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """A type as a user would write it; that it may be unset is left to the default to say.
+    """A type as a user would write it, without None.
 
     Example:
         >>> type_name(float | None), type_name(list[str] | None), type_name(bool)

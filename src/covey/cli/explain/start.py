@@ -1,6 +1,6 @@
-"""Whether a run would start: its data, rewards and tools, as far as this machine can tell without going online.
+"""Findings about the start of a run: its data, rewards and tools, as far as they can be checked offline.
 
-What is here is loaded and counted; what would be fetched is named as not checked. Models are not loaded.
+Local data is loaded and counted; ids of the hub are listed as not checked. Models are not loaded.
 """
 
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ from covey.trainer.integrations.trackers import check_trackers
 
 @dataclass
 class Start:
-    """What was found.
+    """Findings.
 
     Attributes:
-        rows: training prompts, where they could be counted.
-        problems: why the run would not start.
-        missing: what the run does not name yet.
-        unchecked: what only starting it can tell.
+        rows: number of training prompts, if known.
+        problems: reasons that the run would not start.
+        missing: required keys that are not given.
+        unchecked: parts that only a start can check.
     """
 
     rows: int | None = None
@@ -40,7 +40,7 @@ class Start:
 
 
 def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
-    """Look at everything that the run names."""
+    """Check every part of a run."""
     start = Start(missing=[name for name in run.needed if not getattr(run, name)])
     if run.dataset:
         start.rows = _rows(run.dataset, run.dataset_split, start)
@@ -50,8 +50,8 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
         _check_enough(start, algebra)
     for name in run.reward_funcs:
         _check_reward(name, start)
-    players = ("rollout_func", "environment_factory")
-    for kind, reference in [*(("tool", tool) for tool in run.tools), *((one, getattr(run, one)) for one in players)]:
+    references = [*(("tool", tool) for tool in run.tools), ("rollout_func", run.rollout_func)]
+    for kind, reference in [*references, ("environment_factory", run.environment_factory)]:
         if reference:
             _check_named(reference, kind, start)
     try:

@@ -158,7 +158,7 @@ def correction_is_read(args: "OnlineConfig") -> None:
 
 
 def correction_bounds_enclose_one(args: "OnlineConfig") -> None:
-    """Where engine and trainer agree the ratio is 1, which lies within the bounds."""
+    """The ratio 1, of an engine that agrees with the trainer, lies within the bounds."""
     low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
     if not 0 <= (low or 0.0) <= 1 or (high is not None and not high >= 1):
         raise ValueError(
