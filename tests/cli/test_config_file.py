@@ -87,7 +87,7 @@ def test_names_of_ms_swift_choose_the_method(write):
         assert load_run(write("rlhf_type: grpo\nadvantage_estimator: rloo\n")).method == "rloo"
 
 
-def test_all_unknown_names_of_file_and_flags_are_told_under_the_right_method(write):
+def test_all_unknown_names_are_listed_under_the_method(write):
     with pytest.raises(TypeError) as caught:
         load_run(write("lora_rank: 8\n"), ["--learnig_rate", "1", "--modle=x"], method="grpo")
     assert str(caught.value) == (
@@ -132,6 +132,6 @@ def test_a_stray_word_is_no_flag():
         parse_flags(["0.3"])
 
 
-def test_what_a_run_requires_is_asked_for_by_name():
+def test_missing_keys_are_named():
     with pytest.raises(ValueError, match=r"the run names no `dataset`.*--dataset"):
         load_run(None, ["--model", "m"]).require("model", "dataset")

@@ -22,7 +22,7 @@ def test_answers_are_right():
         assert int(row["answer"]) == int(left) + int(right) * (1 if sign == "+" else -1)
 
 
-def test_the_interval_holds_the_mean_and_is_wider_for_samples_that_agree():
+def test_the_interval_is_wider_for_samples_that_agree():
     # 40 prompts, 4 samples each; in the first case samples of a prompt agree, so there are only 40 opinions.
     agreeing = [i % 2 == 0 for i in range(40) for _ in range(4)]
     mixed = [i % 2 == 0 for i in range(160)]

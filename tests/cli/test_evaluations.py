@@ -48,7 +48,7 @@ def test_a_file_a_suite_or_several_by_name(folder):
         ({"dataset": "rows.jsonl", "answer": "even.py:third"}, "third"),
     ],
 )
-def test_what_is_no_evaluation_set(folder, given, says):
+def test_other_values_are_no_evaluation_set(folder, given, says):
     with pytest.raises(ValueError, match=says):
         load_evaluations(given)
 

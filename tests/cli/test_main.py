@@ -58,7 +58,7 @@ def test_an_unknown_command_gets_a_suggestion(capsys):
     assert "Did you mean 'grpo'?" in capsys.readouterr().err
 
 
-def test_what_the_user_can_mend_is_one_line(failing, capsys):
+def test_an_error_of_the_user_is_one_line(failing, capsys):
     assert main(["user"]) == 2
     assert capsys.readouterr().err == "covey: error: beta=-1 must not be negative.\n"
 

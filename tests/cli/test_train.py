@@ -173,12 +173,12 @@ def test_environments_are_named_like_rewards_and_may_need_none(acting):
         (["--rollout_func", "acting.py:play", "--tools", "acting.py:add"], "give one of the two"),
     ],
 )
-def test_what_names_no_function_is_told(acting, capsys, flags, message):
+def test_an_unknown_function_is_named(acting, capsys, flags, message):
     assert main(["grpo", *acting, *flags]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_what_a_run_lacks_is_asked_for(tmp_path, capsys):
+def test_a_run_without_required_keys_is_refused(tmp_path, capsys):
     assert main(["grpo", "--output_dir", str(tmp_path)]) == 2
     assert "`model`" in capsys.readouterr().err
 

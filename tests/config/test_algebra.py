@@ -45,7 +45,7 @@ def test_generation_batch_size_gives_the_steps():
     assert GRPOConfig(generation_batch_size=32).steps_per_generation == 4
 
 
-def test_sixteen_steps_and_eight_accumulated_make_two_mini_batches():
+def test_sixteen_steps_by_eight_make_two_updates():
     args = GRPOConfig(steps_per_generation=16, gradient_accumulation_steps=8)
     assert args.generation_batch_size == 128
     assert args.algebra().updates_per_generation == 2
@@ -90,7 +90,7 @@ def test_every_proposal_works():
     assert GRPOConfig(num_generations=3, gradient_accumulation_steps=3).algebra().prompts_per_generation == 8
 
 
-def test_generation_batch_size_that_is_no_multiple_proposes_ones_that_hold_whole_groups():
+def test_a_wrong_generation_batch_size_has_proposals():
     # micro-batches of 8, groups of 8: multiples of 8 around 20
     with pytest.raises(ValueError, match="generation_batch_size: 16 or 24"):
         GRPOConfig(generation_batch_size=20)
@@ -99,7 +99,7 @@ def test_generation_batch_size_that_is_no_multiple_proposes_ones_that_hold_whole
         GRPOConfig(generation_batch_size=24, num_generations=16)
 
 
-def test_contradicting_sizes_are_refused_and_agreeing_ones_are_not():
+def test_contradicting_sizes_are_refused():
     with pytest.raises(ValueError, match=r"generation_batch_size=64 and steps_per_generation=4 contradict"):
         GRPOConfig(generation_batch_size=64, steps_per_generation=4)
     assert GRPOConfig(generation_batch_size=32, steps_per_generation=4).generation_batch_size == 32

@@ -61,7 +61,7 @@ def test_every_new_name_is_a_field():
     assert {alias.new for alias in ALIASES.values() if alias.new} <= fields
 
 
-def test_total_episodes_becomes_max_steps_by_the_migration_formula():
+def test_total_episodes_becomes_max_steps():
     # max_steps = total_episodes / gradient_accumulation_steps = 1000 / 4
     args, messages = warned(lambda: RLOOConfig(total_episodes=1000, gradient_accumulation_steps=4))
     assert args.max_steps == 250
@@ -74,7 +74,7 @@ def test_old_names_meet_the_warning_about_the_new_name():
         GRPOConfig(use_transformers_paged=True)
 
 
-def test_contradicting_names_are_refused_and_agreeing_ones_are_not():
+def test_contradicting_names_are_refused():
     with pytest.warns(FutureWarning), pytest.raises(ValueError, match=r"`kl_coef=0.1` and `beta=0.2` contradict"):
         GRPOConfig(kl_coef=0.1, beta=0.2)
     assert warned(lambda: GRPOConfig(kl_coef=0.1, beta=0.1))[0].beta == 0.1
@@ -91,7 +91,7 @@ def test_all_unknown_keywords_are_named_at_once():
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_names_that_change_what_is_trained_are_refused_with_advice(name):
+def test_names_that_change_training_are_refused_with_advice(name):
     with pytest.raises(TypeError, match=f"no field `{name}`: .{{20,}}"):
         RLOOConfig(**{name: 1})
 

@@ -83,7 +83,7 @@ def test_tokens_of_a_pass_and_passes_of_a_step(changes, tokens, passes):
     assert (m.pass_tokens, m.passes) == (tokens, passes)
 
 
-def test_with_several_passes_gradients_are_there_beside_activations():
+def test_several_passes_hold_gradients_and_activations():
     m = estimate(LlamaConfig(**TINY), args(use_cpu=True, max_tokens_per_micro_batch=40), prompt_tokens=4)
     assert m.late_gradient == 0  # of two, one is added to what is there before the other is made
     assert m.training == m.resident + m.head_gradient + m.activations + m.gaps + m.logits + m.gradients
@@ -98,7 +98,7 @@ def test_on_a_gpu_freed_memory_serves_for_whatever_comes():
     ("saved", "head", "late"),
     [([], 0, 0), (["embed_tokens"], 0, 1), (["lm_head"], 1, 0), (["embed_tokens", "lm_head"], 1, 1)],
 )
-def test_gradients_of_embeddings_that_are_trained_beside_an_adapter(saved, head, late):
+def test_gradients_of_embeddings_trained_with_an_adapter(saved, head, late):
     adapter = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": saved}
     m = estimate(LlamaConfig(**TINY), args(use_cpu=True), prompt_tokens=4, peft=adapter)
     # rank 2 on q of two layers: 2 * 2 * (16 + 16) = 128; each of the two others 1600 numbers
@@ -146,7 +146,7 @@ def test_a_rollout_is_never_cut():
     assert m.activations == (4 + 8) * (2 * 272 + 176) * 4
 
 
-def test_a_cpu_samples_in_float32_from_a_second_copy_of_the_linear_layers(monkeypatch):
+def test_a_cpu_in_float32_samples_from_packed_weights(monkeypatch):
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     config, half = LlamaConfig(**TINY), {"model_init_kwargs": {"dtype": "bfloat16"}}
     assert estimate(config, args(use_cpu=True)).packed == 174080 * 4

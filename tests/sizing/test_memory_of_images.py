@@ -67,7 +67,7 @@ def kept_by_a_pass(model, processor):
 
 @families
 @pytest.mark.parametrize("frozen", [(), ("vit",), ("llm",)])
-def test_what_is_kept_of_images_and_text_is_what_a_pass_keeps(family, frozen):
+def test_saved_bytes_of_images_and_text_match_a_pass(family, frozen):
     model, processor = tiny_vision.make(family)
     freeze_parts(model.train(), frozen)
     kept, tokens = kept_by_a_pass(model, processor)

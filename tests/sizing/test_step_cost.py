@@ -80,7 +80,7 @@ def test_a_step_by_hand():
         ("zero3", None, 3, 0),
     ],
 )
-def test_what_is_received_depends_on_what_is_shared_out(way, gathered, reduced, refreshed):
+def test_traffic_depends_on_sharding(way, gathered, reduced, refreshed):
     costs, _, _ = run(way=way, processes=4)
     assert (costs.reduced, costs.refreshed) == (reduced * SIZE, refreshed * SIZE)  # 4 bytes each, of 4 processes
     assert gathered is None or costs.gathered == gathered

@@ -42,7 +42,7 @@ def test_no_more_is_taken_than_there_is_use_for(tmp_path):
     assert "all of it" in found.sentence()
 
 
-def test_an_engine_that_sleeps_shares_with_what_lies_there_all_the_time(tmp_path):
+def test_a_sleeping_engine_shares_with_resident_memory(tmp_path):
     # weights and optimizer, 12 GiB; 20 * 0.95 - 1 - 12 = 6 GiB; 6 / 20 = 0.3
     asleep = settings(tmp_path, vllm_enable_sleep_mode=True)
     assert utilization(RUN, ENGINE, asleep, 20 * GIB).share == 0.3
@@ -64,12 +64,12 @@ def test_an_engine_that_sleeps_shares_with_what_lies_there_all_the_time(tmp_path
         ({"vllm_enable_sleep_mode": True, "offload_optimizer": True, "offload_model": True}, 14, "1.7 GiB are missing"),
     ],
 )
-def test_what_cannot_fit_says_what_would_help(tmp_path, changes, gpu, message):
+def test_too_little_memory_has_advice(tmp_path, changes, gpu, message):
     with pytest.raises(DoesNotFit, match=message):
         utilization(RUN, ENGINE, settings(tmp_path, **changes), gpu * GIB)
 
 
-def test_what_vllm_keeps_is_counted_from_the_config(tmp_path):
+def test_memory_of_vllm_is_counted_from_the_config(tmp_path):
     # tiny: 2 layers, 2 key heads of 8, float32: a token's keys and values are 2 * 2 * 16 * 4 = 256 bytes.
     # A process samples 4 * 2 = 8 completions of 6 tokens and 2 prompts of 10: 68 tokens.
     args = settings(tmp_path)
@@ -84,7 +84,7 @@ def test_what_vllm_keeps_is_counted_from_the_config(tmp_path):
     assert halved.weights == engine.weights // 2
 
 
-def test_an_engine_elsewhere_takes_the_place_of_the_built_in_cache(tmp_path):
+def test_another_engine_replaces_the_built_in_cache(tmp_path):
     own = memory.estimate(tiny.config(), runs.config(tmp_path))
     other = memory.estimate(tiny.config(), settings(tmp_path))
     assert own.kv_cache > 0
@@ -99,7 +99,7 @@ def test_the_counts_of_a_model_stand_in_for_building_one(tmp_path):
 
 
 @pytest.mark.parametrize(("free", "expected"), [(400 * GIB, 7 * GIB), (8 * GIB, 2 * GIB), (GIB, GIB // 2)])
-def test_the_cache_on_a_cpu_is_what_is_needed_within_a_quarter_of_what_is_free(free, expected):
+def test_the_cache_on_a_cpu_is_at_most_a_quarter_of_memory(free, expected):
     assert cpu_cache_bytes(ENGINE, free) == expected
 
 
