@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def batch_of(rollouts, tokens):
 
 
 def passes_over(parameters=(), max_tokens=1000):
-    return MicroBatchRunner(lambda: parameters, lambda: "packed", "cpu", max_tokens)
+    return MicroBatchRunner(SimpleNamespace(layout="packed"), lambda: parameters, "cpu", max_tokens)
 
 
 def size(part):

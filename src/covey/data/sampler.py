@@ -78,7 +78,7 @@ class GenerationSampler:
             yield from ((None, None) for _ in range(self.algebra.micro_batches - 1))
 
     def slots(self, generation: int) -> list[Slot]:
-        """What this process draws for any generation, also of an epoch to come."""
+        """Slots of this process in any generation, also of an epoch to come."""
         epoch, place = divmod(generation, self.generations)
         if self._order[0] != epoch:
             self._order = epoch, self._shuffled(epoch)

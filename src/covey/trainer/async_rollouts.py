@@ -1,4 +1,4 @@
-"""Sampling ahead: while one generation is trained on, later ones are sampled (`max_staleness`).
+"""Async rollouts: while one generation is trained on, later ones are sampled (`max_staleness`).
 
 The schedule, with versions of the weights counted in optimizer steps. A generation whose training begins after step s
 is launched at the beginning of the first optimizer step v for which s - v <= max_staleness, with weights of version v:
@@ -8,31 +8,33 @@ from which prompts, with which seeds and weights, depends on no clock. New weigh
 generations that are still under way where the engine takes them in flight; where it does not, they wait until nothing
 is under way.
 
-All decisions are made in the main thread, alike on every process; only the engine is waited for in the background. Not
-here: the prompts of a generation that the dataloader has not come to (`covey.data.prompt_source`), the thread
-(`covey.runtime.loop_thread`), and what stale samples mean for the loss (`covey.trainer.staleness`).
+All decisions are made in the main thread, alike on every process; only the engine is waited for in the background. The
+correction of stale samples is that of any mismatch between engine and trainer (`covey.core.ratios.mismatch_weights`).
 """
 
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.config.algebra import BatchAlgebra
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.media import Media
+from covey.core.metrics import Max, Mean, Stat
 from covey.core.rollout import FinishReason, Rollout
 from covey.data.prompt_source import PromptSource
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import unsaveable_part
-from covey.trainer.rollout_events import RolloutListener
+
+if TYPE_CHECKING:
+    from covey.trainer.rollout_phase import RolloutListener
 
 SUBMITTED = 30.0
 """Seconds that a launch waits for the engine to have been given its requests. It goes on without, which only means that
@@ -79,7 +81,7 @@ class InFlightBatch:
         version: of the weights that it was launched with.
         draws: of this process.
         work: the rollouts, in the draws' order.
-        watched: hears of rollouts as they end.
+        listener: hears of rollouts as they end; None once a checkpoint was resumed.
     """
 
     generation: int
@@ -87,7 +89,7 @@ class InFlightBatch:
     version: int
     draws: list[PromptSample]
     work: "Future[list[Rollout]]"
-    watched: RolloutListener = field(default_factory=RolloutListener)
+    listener: "RolloutListener | None" = None
 
     def rollouts(self) -> list[Rollout]:
         """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
@@ -123,6 +125,25 @@ class InFlightBatch:
         }
 
 
+def staleness(rollout: Rollout, version: int) -> list[int]:
+    """Of every sampled token: how many optimizer steps its weights are older than `version`; empty if unknown."""
+    if rollout.versions is None:
+        return []
+    pairs = zip(rollout.versions, rollout.sampled, strict=True)
+    return [version - sampled_with for sampled_with, sampled in pairs if sampled]
+
+
+def staleness_stats(rollouts: Sequence[Rollout], version: int) -> dict[str, Stat]:
+    """The metrics, over every sampled token."""
+    ages = [age for rollout in rollouts for age in staleness(rollout, version)]
+    if not ages:
+        return {}
+    return {
+        "sampling/staleness/mean": Mean(float(sum(ages)), len(ages)),
+        "sampling/staleness/max": Max(float(max(ages))),
+    }
+
+
 class AsyncRollouts:
     """The generations between the one that is trained on and the newest that has been launched.
 
@@ -149,7 +170,7 @@ class AsyncRollouts:
         *,
         next_key: Callable[[], tuple[str, int]],
         send_weights: Callable[[int], None],
-        watch: Callable[[], RolloutListener],
+        watch: Callable[[], "RolloutListener"],
         waiting: Callable[[], AbstractContextManager[None]],
     ):
         self.max_staleness = max_staleness
@@ -217,7 +238,7 @@ class AsyncRollouts:
                     self._thread.wait(flight.work)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is sampled and not yet trained on, as plain values. Waits until nothing is under way."""
+        """Batches in flight and those not yet trained on, as plain values; waits until nothing is in flight."""
         self.settle()
         return {"next": self._next, "late": self._late, "flights": [flight.state() for flight in self._flights]}
 
@@ -266,16 +287,17 @@ class AsyncRollouts:
 
     def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[PromptSample]) -> None:
         """Launch a generation, and wait until the engine has its requests: what comes next comes after them."""
-        submitted, watched = threading.Event(), self._watch()
-        work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, watched))
+        submitted, listener = threading.Event(), self._watch()
+        work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, listener))
         work.add_done_callback(lambda _: submitted.set())
-        self._flights.append(InFlightBatch(generation, key, version, draws, work, watched))
+        self._flights.append(InFlightBatch(generation, key, version, draws, work, listener))
         submitted.wait(SUBMITTED)
 
     def _give_up(self) -> None:
         for flight in self._flights:
             flight.work.cancel()
-            flight.watched.__exit__()
+            if flight.listener is not None:
+                flight.listener.__exit__()
         self._flights.clear()
 
     def _restart(self, generation: int, version: int) -> None:

@@ -16,11 +16,10 @@ from covey.policy.layouts.selection import slowest
 from covey.policy.loading import has_dropout
 from covey.policy.reference import Reference
 from covey.policy.scoring import TokenScorer
+from covey.trainer.async_rollouts import staleness
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
-from covey.trainer.generation_log import sampling_entropy
 from covey.trainer.microbatches import MicroBatchRunner
-from covey.trainer.staleness import fresh_rows
 
 
 class BehaviourScorer:
@@ -60,7 +59,9 @@ class BehaviourScorer:
         context.metrics.add(entropy, context.mode)
         with context.phases("score"):
             self.settle_layout(batch)
-            self.engine_check(batch, fresh_rows(rollouts, context.step).to(batch.lengths.device))
+            ages = token_ages(rollouts, context.step)
+            fresh = torch.tensor([row for row, age in enumerate(ages) if not age], dtype=torch.long)
+            self.engine_check(batch, fresh.to(batch.lengths.device))
             if not self.engine_check.comparable:
                 batch.engine_logprobs = (
                     None  # of another distribution than the trainer scores: nothing may compare them
@@ -165,3 +166,19 @@ class BehaviourScorer:
         """Continue where `state` was taken."""
         if state["reference"] is not None and self._reference is not None:
             self._reference.load_state_dict(state["reference"])
+
+
+def token_ages(rollouts: Sequence[Rollout], version: int) -> list[int]:
+    """Largest staleness of a token of each rollout, in optimizer steps; 0 if unknown."""
+    return [max(staleness(rollout, version), default=0) if rollout.versions else 0 for rollout in rollouts]
+
+
+def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str, Stat]:
+    """The `entropy` metric, over every trained token, where the engine measured it while sampling; else nothing."""
+    flat: list[float] = []
+    for rollout in rollouts:
+        if rollout.entropies is None:
+            return {}
+        flat += rollout.entropies
+    trained = torch.tensor(flat)[batch.sampled.cpu()]
+    return {"entropy": Mean(trained.sum().item(), len(trained))}

@@ -1,7 +1,4 @@
-"""Builds the parts of a trainer from its config: the only place that knows which field decides what.
-
-Not here: what the parts do together (`covey.trainer.trainer`).
-"""
+"""Parts of a trainer, built from its config: the only module that knows which field decides what."""
 
 import os
 import warnings
@@ -43,7 +40,6 @@ from covey.trainer.entropy import EntropyController
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers
 from covey.trainer.microbatches import MicroBatchRunner
-from covey.trainer.staleness import refuse_shared_weights
 from covey.trainer.vision import layout_of, name_present_blocks
 
 if TYPE_CHECKING:
@@ -113,7 +109,7 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
 
 
 def build_scorer(args: Any, tokenizer: Any, accelerator: Any, vision: Vision | None = None) -> TokenScorer:
-    """What runs the policy and the reference forward."""
+    """The scorer of policy and reference."""
     return TokenScorer(
         Unwrap(accelerator),
         temperature=args.temperature,
@@ -127,11 +123,11 @@ def build_scorer(args: Any, tokenizer: Any, accelerator: Any, vision: Vision | N
 
 
 def build_runner(context: RunContext, scorer: TokenScorer) -> MicroBatchRunner:
-    """What cuts batches by tokens and survives running out of memory."""
+    """The runner of micro-batches that fit into memory."""
     collectives, sharding = context.collectives, context.sharding
     return MicroBatchRunner(
+        scorer,
         lambda: context.loop.policy.parameters(),
-        lambda: scorer.layout,
         context.device.type,
         context.args.max_tokens_per_micro_batch,
         most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
@@ -182,6 +178,21 @@ def check_engine_choice(args: Any, engine: Any) -> None:
         refuse_shared_weights(args, "the built-in engine, which", True)
 
 
+def refuse_shared_weights(args: OnlineConfig, engine: str, shares_policy: bool) -> None:
+    """Sampling ahead needs an engine with weights of its own.
+
+    Raises:
+        ValueError: it samples with the very weights that are trained.
+    """
+    if args.max_staleness and shares_policy:
+        raise ValueError(
+            f"max_staleness={args.max_staleness} with {engine} samples with the very weights that are trained: they"
+            " cannot be trained at the same time. Sample with a server (use_vllm=True with"
+            " vllm_mode='server', or use_sglang=True), give the trainer an `engine` of your own, or set"
+            " max_staleness=0."
+        )
+
+
 def build_collector(
     run: RunContext,
     model: Any,
@@ -192,7 +203,7 @@ def build_collector(
     environment_factory: Any = None,
     vision: Vision | None = None,
 ) -> Collector:
-    """The engine (the one that is given, or the one that the config names), what feeds it prompts, and who plays."""
+    """The collector with the given engine or the one that the config names, a codec and a rollout spec."""
     args = run.args
     context = max_context(model)
     if context is not None and args.max_completion_length is not None and args.max_completion_length >= context:
@@ -222,7 +233,7 @@ def _parsed(kwargs: dict[str, Any] | str | None) -> dict[str, Any] | None:
 
 
 def build_speculation(args: Any, train_dataset: Any) -> Speculation | None:
-    """What is reused of a prompt's earlier completions, if anything."""
+    """Reuse of earlier completions of a prompt, or None."""
     if args.speculative_reuse is None:
         return None
     if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "shuffle") and args.shuffle_dataset:
@@ -238,7 +249,7 @@ def build_speculation(args: Any, train_dataset: Any) -> Speculation | None:
 
 
 def sampling_params(args: Any) -> SamplingParams:
-    """How completions are sampled.
+    """Sampling settings of training.
 
     Raises:
         ValueError: `generation_kwargs` holds something the engine does not know.
@@ -294,13 +305,15 @@ def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, 
 
 
 def unread_settings(args: Any) -> UnreadSettings:
-    """What points out settings of steps where no steps are rewarded, which only a run can tell."""
+    """Settings of step rewards that the user gave, for a warning if no steps are rewarded."""
     names = ("process_weight", "step_discount", "step_baseline")
     return UnreadSettings({name: getattr(args, name) for name in names if is_set(args, name)})
 
 
-def entropy_controller(args: Any) -> EntropyController:
-    """The entropy bonus."""
+def entropy_controller(args: OnlineConfig) -> EntropyController | None:
+    """The entropy bonus; None where there is none."""
+    if args.entropy_coef == 0.0 and not args.use_adaptive_entropy:
+        return None
     return EntropyController(
         coef=args.entropy_coef,
         adaptive=args.use_adaptive_entropy,
@@ -312,7 +325,7 @@ def entropy_controller(args: Any) -> EntropyController:
 
 
 def build_completions(args: Any, main_process: bool) -> CompletionLog:
-    """Where completions are written down, by the main process alone."""
+    """The log of completions, which the main process writes."""
     return CompletionLog(
         args.output_dir,
         limit=args.generation_batch_size,
@@ -325,7 +338,7 @@ def build_completions(args: Any, main_process: bool) -> CompletionLog:
 
 
 def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptChooser | None:
-    """What lets rewards have a say in which prompts are trained on; None where the dataloader's order is all.
+    """Selection of prompts by their rewards; None where the dataloader's order decides.
 
     Raises:
         ValueError: the dataset can only be read forward.

@@ -1,7 +1,4 @@
-"""What plays a run's environments, built from `environment_factory`.
-
-Not here: how a rollout in an environment is played (`covey.rollout.environments`).
-"""
+"""Agents that act in a run's environments, built from `environment_factory`."""
 
 import inspect
 import warnings
@@ -67,7 +64,7 @@ def build_environment(
     limits: RolloutValidator,
     parser: Callable[..., Any],
 ) -> EnvironmentPlayer:
-    """What plays the environments that a factory makes.
+    """The agent for the environments that a factory returns.
 
     Args:
         args: the config.
@@ -168,7 +165,7 @@ def check_columns(player: Any, columns: set[str], role: str) -> None:
 
 
 def _setting(factory: Any, example: Any, name: str, otherwise: Any) -> Any:
-    """What the factory, or the class of what it makes, says about how it is played."""
+    """An attribute of the factory, or of the class of its environments."""
     for source in (factory, example):
         value = getattr(source, name, None)
         if value is not None:

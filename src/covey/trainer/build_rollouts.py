@@ -1,7 +1,4 @@
-"""What plays the rollouts of a run, built from a trainer's arguments, and what becomes of rollouts that fail.
-
-Not here: how an agent plays (`covey.rollout.tool_agent`), how conversations become tokens (`covey.rollout.episode`).
-"""
+"""Rollout specs built from a trainer's arguments, and the consequences of failed rollouts."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,7 +34,7 @@ class RolloutWarning(UserWarning):
 def build_agency(
     context: RunContext, model: Any, codec: PromptCodec, tools: Any, rollout_func: Any, environment_factory: Any
 ) -> RolloutSpec | None:
-    """What plays rollouts that are more than one completion; None where each is one.
+    """The spec of rollouts that are more than one completion; None where each is one.
 
     Args:
         context: of the run; a `rollout_func(prompts, trainer)` gets its trainer.
@@ -126,7 +123,7 @@ def _parser(args: Any, templates: TurnTemplates, schemas: list[dict[str, Any]]) 
 
 
 def plays_functions(agency: RolloutSpec | None) -> bool:
-    """Whether functions of the user's play the rollouts: they may give reward functions any further arguments."""
+    """True if the user's functions play the rollouts: they may give reward functions any further arguments."""
     return agency is not None and isinstance(agency.play, RolloutFunction | GroupFunction | BatchFunction)
 
 
@@ -149,7 +146,7 @@ def refuse_plain_prompts(agency: RolloutSpec | None, rows: Sequence[dict[str, An
 
 
 class FailureMonitor:
-    """Decides what failed rollouts lead to: a failed one costs itself; if all fail, the run stops.
+    """Lets a run go on without failed rollouts, and stops it if all fail.
 
     Args:
         gather: called with this process's object, returns one such object per process in the order of ranks. None for a
@@ -162,8 +159,8 @@ class FailureMonitor:
         self._failed_batches = 0
         self._warned = False
 
-    def judge(self, rollouts: Sequence[Rollout]) -> None:
-        """Look at a generation. Collective: all processes call it together, since one of them may fare badly by chance.
+    def count(self, rollouts: Sequence[Rollout]) -> int:
+        """Count the failed rollouts of this process; all processes decide together, as one may fail by chance.
 
         Args:
             rollouts: of this process.
@@ -173,9 +170,11 @@ class FailureMonitor:
                 generation.
         """
         mine = [rollout.error for rollout in rollouts if rollout.finish is FinishReason.ERROR]
-        everyone = self._gather((mine[:1], len(mine), len(rollouts)))
-        failed, total = sum(count for _, count, _ in everyone), sum(count for _, _, count in everyone)
-        first = next((error for errors, _, _ in everyone for error in errors), None)
+        failed, total, errors = 0, 0, []
+        for first_error, failed_there, rollouts_there in self._gather((mine[:1], len(mine), len(rollouts))):
+            failed, total = failed + failed_there, total + rollouts_there
+            errors += first_error
+        first = errors[0] if errors else None
         if failed < total:
             self._has_worked, self._failed_batches = True, 0
         elif total:
@@ -191,6 +190,7 @@ class FailureMonitor:
                 RolloutWarning,
                 stacklevel=4,
             )
+        return len(mine)
 
 
 def without_failed(rewards: Tensor, rollouts: Sequence[Rollout]) -> Tensor:

@@ -233,7 +233,7 @@ def numbered_checkpoints(run_dir: str) -> list[Path]:
 
 
 def resume_from(setting: str | bool | None) -> str | bool | None:
-    """What a config says to resume from: a checkpoint's folder, the latest one (True, "true", "last"), or nothing.
+    """The checkpoint to resume from: a folder, True for the latest one ("true", "last"), or None.
 
     Raises:
         FileNotFoundError: there is no such folder.

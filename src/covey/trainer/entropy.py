@@ -33,7 +33,7 @@ class EntropyController:
 
     @property
     def enabled(self) -> bool:
-        """Whether the loss has an entropy term at all."""
+        """The loss has an entropy term."""
         return self.adaptive or self.coef != 0.0
 
     @property
@@ -51,7 +51,7 @@ class EntropyController:
             self.coef = min(max(self.coef + step, self.low), self.high)
 
     def state_dict(self) -> dict[str, Any]:
-        """What changes during training."""
+        """Values that change during training."""
         return {"coef": self.coef, "last_entropy": self.last_entropy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ CAUSES = (
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether a tensor holds no NaN and no infinity; of a sharded one, this process's part is looked at.
+    """True if a tensor holds neither NaN nor infinity; of a sharded one, this process's shard is checked.
 
     Its sum tells, without a copy; only where that is not finite are the values looked at one by one.
     """

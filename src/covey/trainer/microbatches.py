@@ -2,13 +2,13 @@
 
 `MicroBatchRunner` cuts a batch by tokens (`covey.core.packing`), runs the parts, and when one does not fit, halves the
 limit, undoes what the failed attempt left in the gradients and goes on with smaller parts: the gradient is the same.
-Not here: what a pass computes.
 """
 
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,30 @@ from covey.core.ragged import token_index
 from covey.runtime.process_memory import is_out_of_memory
 
 
+class HasLayout(Protocol):
+    """A scorer: "auto" until it has tried, then "shared_prefix", "packed" or "padded"."""
+
+    layout: str
+
+
 class MicroBatchRunner:
     """Runs batches in passes that fit into memory.
 
     Args:
-        parameters: the parameters that are trained, looked up anew for every pass.
-        layout: how the scorer lays tokens out at the moment ("shared_prefix", "packed", "padded").
+        scorer: its `layout` decides how tokens are counted.
+        parameters: looks up the parameters that are trained.
         device_type: "cpu", "cuda", ...
         max_tokens: most tokens of a pass, as the user set it (`max_tokens_per_micro_batch`); None derives it from the
             padded size of a nominal micro-batch.
         most: collective: how many passes this process has to how many any has, where a forward pass takes all
-            processes; those that have fewer run idle ones besides. None: processes need not run equally many.
+            processes; those that have fewer run idle ones. None: processes need not run equally many.
         repeats: a pass that ran out of memory may be run again, in parts; not where others take part in it.
     """
 
     def __init__(
         self,
+        scorer: HasLayout,
         parameters: Callable[[], Iterable[nn.Parameter]],
-        layout: Callable[[], str],
         device_type: str,
         max_tokens: int | None = None,
         most: Callable[[int], int] | None = None,
@@ -45,7 +51,7 @@ class MicroBatchRunner:
         self._most = most
         self._repeats = repeats
         self._parameters = parameters
-        self._layout = layout
+        self._scorer = scorer
         self._device_type = device_type
         self._max_tokens = max_tokens
         self.limit: int | None = None
@@ -79,7 +85,7 @@ class MicroBatchRunner:
         return parts
 
     def count(self, batch: RolloutSizes, rows: int) -> int:
-        """How many passes `plan` would make."""
+        """Number of micro-batches that `plan` would return."""
         return len(self._planned(batch, rows))
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
@@ -136,7 +142,7 @@ class MicroBatchRunner:
         return values
 
     def idle(self, batch: TrainBatch, passes: int) -> list[TrainBatch]:
-        """What a process with so many forward passes runs besides, to take part in those of the others. Collective."""
+        """Idle micro-batches, with which a process takes part in the forward passes of others. Collective."""
         missing = 0 if self._most is None else self._most(passes) - passes
         return [batch.idle() for _ in range(missing)]
 
@@ -189,7 +195,7 @@ class MicroBatchRunner:
             ) from error
 
     def _shrink(self, part: TrainBatch) -> None:
-        """Halve the limit, and say so once."""
+        """Halve the limit, with a warning the first time."""
         tokens = pass_tokens(part, range(len(part)), self._padded_until_proven())
         first, known = self.limit is None, self.limit or tokens
         self.limit = max(1, min(tokens // 2, known))  # never more than was learned before
@@ -208,7 +214,7 @@ class MicroBatchRunner:
         return pack_micro_batches(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
 
     def _padded_until_proven(self) -> str:
-        layout = self._layout()
+        layout = self._scorer.layout
         return "padded" if layout == "auto" else layout
 
 
@@ -220,9 +226,9 @@ def _grad_state(parameter: nn.Parameter) -> tuple[int, int]:
 
 @contextmanager
 def _set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Whatever is added to these parameters' gradients within is forgotten: they have their share already.
+    """Discard gradients that are added to these parameters within: they have their share already.
 
-    Each is forgotten as soon as it is written, so that at most one of them takes memory beside what is kept.
+    Each is discarded as soon as it is written, so that at most one of them takes memory in addition.
     """
     kept = [(parameter, parameter.grad) for parameter in parameters]
     hooks = [parameter.register_post_accumulate_grad_hook(_forget_grad) for parameter in parameters]

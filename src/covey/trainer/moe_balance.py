@@ -3,7 +3,7 @@
 The loss is a product of two means over tokens, so the losses of parts do not add up to that of the whole. With the
 first mean, the share of tokens that each expert gets, taken over the whole step beforehand, the rest is a sum over
 tokens. A step of several passes, or of several processes, is therefore run forward once more without its head, before
-its first pass; a step of one pass is not. Not here: the formula (`covey.policy.moe`).
+its first pass; a step of one pass is not. The formula is in `covey.policy.moe`.
 """
 
 from collections.abc import Callable
@@ -65,11 +65,11 @@ class ExpertBalance:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is such a loss."""
+        """The run has such a loss."""
         return self.coef != 0.0
 
     def begin(self, share: float, batch: TrainBatch, survey: Survey, *, whole: bool) -> None:
-        """Another stretch of training, or an evaluation batch.
+        """Begin an accumulation window, or an evaluation batch.
 
         Args:
             share: how much of the optimizer step it is.
@@ -82,7 +82,7 @@ class ExpertBalance:
         self._whole = None if whole else self._survey()
 
     def loss(self, loads: RouterLoads, rows: int) -> Tensor:
-        """What a pass over so many rollouts adds to the optimizer step's loss, before the coefficient."""
+        """Contribution of a micro-batch of `rows` rollouts to the optimizer step's loss, before the coefficient."""
         whole = self._whole
         if whole is None and rows < self._rows:  # it was to be one pass, and memory ran out
             assert self._survey is not None, "a stretch has begun"
@@ -90,7 +90,7 @@ class ExpertBalance:
         return self._share * load_balancing_loss(whole or loads.without_gradient(), loads)
 
     def count(self, steps: float) -> dict[str, Stat]:
-        """What makes the metric a mean over optimizer steps: passes report sums."""
+        """The count that makes the metric a mean over optimizer steps: micro-batches report sums."""
         return {"aux_loss": Mean(0.0, steps)} if self.enabled else {}
 
     @contextmanager

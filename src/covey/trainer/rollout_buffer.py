@@ -1,6 +1,6 @@
-"""What one generation leaves to train on, cut into the stretches that belong to one optimizer step each.
+"""Rollout buffer: a generation, cut into the windows that belong to one optimizer step each.
 
-A stretch is planned as a whole: its rollouts are spread over forward passes, and over processes, by tokens.
+A window is planned as a whole: its rollouts are assigned to micro-batches and processes by tokens.
 """
 
 from collections import deque
@@ -124,7 +124,7 @@ class RolloutBuffer:
 
 
 def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
-    """Which of the pooled rollouts make up each nominal micro-batch: `rows` of every rank.
+    """Indices of the rollouts of each nominal micro-batch: `rows` of every rank.
 
     Example:
         Two ranks with 4 rollouts each, 2 rows: [[0, 1, 4, 5], [2, 3, 6, 7]].
@@ -155,9 +155,10 @@ def batch_counts(
         max_completion_length: for reductions by constant length.
     """
     tokens = sampled_lengths.float()
+    totals = [part.sum().expand(len(part)) for part in tokens.split(rows_per_part)] if len(tokens) else []
     return BatchCounts(
         tokens=tokens,
-        micro_tokens=_totals_by_part(tokens, rows_per_part),
+        micro_tokens=torch.cat(totals) if totals else tokens,
         rows_per_update=total_rows / updates,
         tokens_per_update=total_tokens / updates,
         micro_batches_per_update=total_parts / updates,
@@ -178,9 +179,3 @@ def weigh(batch: TrainBatch, weighting: Weighting, *, entropy_bonus: bool, **cou
     batch.weights = token_weights(weighting, counts, batch.sampled, batch.lengths)
     if entropy_bonus:
         batch.entropy_weights = token_weights(mean_over_update, counts, batch.sampled, batch.lengths)
-
-
-def _totals_by_part(tokens: Tensor, rows_per_part: int) -> Tensor:
-    """Each rollout's micro-batch total: [B] -> [B]."""
-    parts = tokens.split(rows_per_part)
-    return torch.cat([part.sum().expand(len(part)) for part in parts]) if len(tokens) else tokens

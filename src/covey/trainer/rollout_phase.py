@@ -2,28 +2,29 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from covey.core.engine import SamplingParams
+from covey.core.metrics import Mean, Stat, merge_all
 from covey.core.rollout import Rollout
 from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, Selection
 from covey.data.prompt_source import prompt_source
 from covey.data.sampler import MicroStep
+from covey.observability.timeline import ROLLOUTS, Span, Timeline, covered
 from covey.rewards import RewardSuite
+from covey.rewards.batch import RewardContext
+from covey.rewards.streaming import RewardStream
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.rollout.user_batch_function import BatchFunction
 from covey.runtime.user_code import preserve_process_state
-from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch, LaunchSchedule
+from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch, LaunchSchedule, staleness_stats
 from covey.trainer.build_rollouts import FailureMonitor, agent_stats, failure_stats, without_failed
 from covey.trainer.context import RunContext
-from covey.trainer.generation_log import RewardLog
-from covey.trainer.rollout_events import RolloutListener
-from covey.trainer.staleness import staleness_stats
 from covey.trainer.weight_sync import WeightSync
 
 PROBE_ROWS, PROBE_TOKENS = 4, 32
@@ -46,6 +47,83 @@ class RolloutBatch:
     key: GenerationKey
     scored: ScoredRollouts
     selection: Selection | None = None
+
+
+@dataclass
+class RewardLog:
+    """Columns and metrics that reward functions log while they run.
+
+    Attributes:
+        columns: extra columns of the completions table, by name, one value per rollout of this process.
+        metrics: scalars by name.
+    """
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, Stat] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        """Add a column to the completions table."""
+        self.columns[column] = list(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Add a value to a metric, averaged over calls, processes and the logging window."""
+        merge_all(self.metrics, {name: Mean(float(value), 1.0)})
+
+    def context(self, trainer_state: Any) -> RewardContext:
+        """The context that reward functions get."""
+        return RewardContext(trainer_state, self.log_extra, self.log_metric)
+
+
+class RolloutListener:
+    """Times rollouts as they end, and streams them to rewards; leaving this context gives those up.
+
+    Args:
+        stream: scores rollouts as they end; None where rewards wait for the generation's turn.
+
+    Attributes:
+        stream: as above.
+        spans: begin and end of every rollout, in the order of their ends.
+    """
+
+    def __init__(self, stream: RewardStream | None = None):
+        self.stream = stream
+        self.spans: list[Span] = []
+        self._began = perf_counter()
+
+    def __enter__(self) -> "RolloutListener":
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*raised)
+
+    def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Rollouts have ended."""
+        now = perf_counter()
+        self.spans += [(now - rollout.seconds if rollout.seconds else self._began, now) for rollout in rollouts]
+        if self.stream is not None:
+            self.stream.on_rollouts(place, rows, rollouts)
+
+    def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """All rollouts of a group have ended."""
+        if self.stream is not None:
+            self.stream.on_group(place, rows, rollouts)
+
+    def tell(self, timeline: Timeline, names: list[str]) -> None:
+        """Add everything to a timeline, once the generation has been scored.
+
+        Args:
+            timeline: gets the spans.
+            names: of the reward functions.
+        """
+        timeline.add(ROLLOUTS, "", self.spans)
+        if self.stream is None:
+            return
+        calls = self.stream.spans()
+        for index, spans in calls.items():
+            timeline.add(names[index], "", spans)
+        last = max((end for _, end in self.spans), default=self._began)
+        timeline.overlap("reward", covered((span for spans in calls.values() for span in spans), until=last))
 
 
 class RolloutPhase:
@@ -139,7 +217,7 @@ class RolloutPhase:
                 self._send_current_weights()
                 with context.phases("generate"), preserve_process_state():
                     rollouts = self.collector.collect(samples, params or self.params, key, reuse, listener)
-            self._failures.judge(rollouts)
+            failed = self._failures.count(rollouts)
             if agency is not None:
                 context.metrics.add(agent_stats(rollouts, agency), context.mode)
             elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context
@@ -154,7 +232,8 @@ class RolloutPhase:
             listener.tell(context.timeline, self.rewards.names)
         reused = reuse_stats(rollouts) if reuse is not None else {}
         context.metrics.add({**result.stats, **log.metrics, **reused}, context.mode)
-        return ScoredRollouts(samples, rollouts, without_failed(result.rewards, rollouts), log.columns, result.steps)
+        rewards = without_failed(result.rewards, rollouts) if failed else result.rewards
+        return ScoredRollouts(samples, rollouts, rewards, log.columns, result.steps)
 
     def next_key(self) -> tuple[str, int]:
         """A name that no other generation has."""
@@ -174,7 +253,7 @@ class RolloutPhase:
 
     def _listener(self, in_flight: InFlightBatch | None) -> RolloutListener:
         if in_flight is not None:
-            return in_flight.watched
+            return in_flight.listener or RolloutListener()
         context = self._context
         return RolloutListener(self.rewards.stream(context.loop.state, context.args.stream_rewards))
 
@@ -203,8 +282,6 @@ class RolloutPhase:
         Args:
             generation: that whose training begins now, if one does.
         """
-        if self._context.args.max_staleness == 0:
-            return
         if self.async_rollouts is None:
             self.async_rollouts = self._build_async_rollouts()
             if self._saved_async is not None:

@@ -174,7 +174,7 @@ class OnlineTrainer(Trainer):
         speculation = build.build_speculation(args, train_dataset)
         self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
         entropy = build.entropy_controller(args)
-        self.credit = CreditAssigner(context, self.rewards, entropy, build.unread_settings(args))
+        self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args))
         runner = build.build_runner(context, self.scorer)
         self.completions = build.build_completions(args, self.is_world_process_zero())
         self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
@@ -191,7 +191,7 @@ class OnlineTrainer(Trainer):
             self.behaviour,
             runner,
             entropy,
-            self.balance,
+            self.balance if self.balance.enabled else None,
             self.finite,
             backward=super().training_step,
             compute_loss=lambda model, batch: self.compute_loss(model, batch),
@@ -229,8 +229,9 @@ class OnlineTrainer(Trainer):
         with self.context.phases("train"):
             if self.updates.micro_steps == 0:
                 self.behaviour.entropy_known = False
-                self.rollouts.launch(inputs.generation)  # async rollouts only
-                self._probe_engine()
+                if self.args.max_staleness:
+                    self.rollouts.launch(inputs.generation)
+                    self._probe_engine()
             if inputs.generation is not None:
                 self.updates.load(self.gather_experience(inputs))
             loss = self.updates.micro_step(model, self.current_gradient_accumulation_steps)

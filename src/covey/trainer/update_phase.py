@@ -4,7 +4,9 @@ An optimizer step is planned as a whole (which rollouts are run, on which proces
 of its generations is sampled. Micro-batches that run out of memory are cut by `covey.trainer.microbatches`.
 """
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +41,8 @@ class UpdatePhase:
         scorer: runs the policy forward.
         behaviour: scores without gradient.
         runner: runs micro-batches that fit into memory.
-        entropy: coefficient of the entropy bonus.
-        balance: load-balancing loss of mixtures of experts.
+        entropy: coefficient of the entropy bonus, or None.
+        balance: load-balancing loss of mixtures of experts, or None.
         finite: stops at a loss that is NaN.
         backward: (model, micro-batch) -> its loss, with the gradients added to the parameters'.
         compute_loss: (model, micro-batch) -> its loss.
@@ -55,8 +57,8 @@ class UpdatePhase:
         scorer: TokenScorer,
         behaviour: BehaviourScorer,
         runner: MicroBatchRunner,
-        entropy: EntropyController,
-        balance: ExpertBalance,
+        entropy: EntropyController | None,
+        balance: ExpertBalance | None,
         finite: FiniteCheck,
         backward: Callable[[Any, Any], Tensor],
         compute_loss: Callable[[Any, TrainBatch], Tensor],
@@ -114,9 +116,9 @@ class UpdatePhase:
         stats: dict[str, Stat] = {
             "step_time": Mean(self._seconds, 1.0),
             "passes/count": Mean(float(self._planned_passes), 1.0),
-            **self.balance.count(1.0),
+            **(self.balance.count(1.0) if self.balance is not None else {}),
         }
-        if self.entropy.enabled:
+        if self.entropy is not None:
             totals = self._context.collectives.gather(self._step_entropy, "average the step's entropy")
             entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
             stats["entropy_coef"] = Mean(self.entropy.effective, 1.0)
@@ -129,26 +131,28 @@ class UpdatePhase:
     def loss(self, model: Any, batch: TrainBatch) -> Tensor:
         """The loss of a micro-batch, scaled so that the sum over a step, averaged over ranks, is the step's loss."""
         context, training = self._context, self._context.training
-        wants_entropy = self.entropy.enabled or batch.entropy_threshold is not None or not self._behaviour.entropy_known
+        filters = batch.entropy_threshold is not None
+        wants_entropy = self.entropy is not None or filters or not self._behaviour.entropy_known
         aux: Tensor | float = 0.0
         with context.accelerator.autocast():
-            if self.balance.enabled:
+            if self.balance is not None:
                 scores, loads = self._scorer.with_loads(model, batch, self.balance.top_k, entropy=wants_entropy)
                 aux = self.balance.loss(loads, len(batch))
             else:
                 scores = self._scorer(model, batch, entropy=wants_entropy)
-        result = policy_loss(LossInputs.of(batch, *scores, self.entropy.effective), context.algorithm.objective)
+        coef = 0.0 if self.entropy is None else self.entropy.effective
+        result = policy_loss(LossInputs.of(batch, *scores, coef), context.algorithm.objective)
         # Weights assume a full accumulation window and sum over ranks; the optimizer sees a mean over ranks.
         full = context.args.gradient_accumulation_steps
         scale = full / self._window * context.collectives.size if training else 1.0
-        if training:
+        if training and not math.isfinite(result.without_bonus):
             self._finite.check_loss(result.without_bonus)
         if isinstance(aux, Tensor):  # with a count of 0; end_micro_step counts the optimizer steps
             result.stats["aux_loss"] = Mean(aux.item() * scale, 0.0)
-        if self.entropy.enabled and training:
+        if self.entropy is not None and training:
             result.stats["policy_loss"] = Mean(result.without_bonus * scale, 0.0)
         self._loss_stats = result.stats
-        loss = result.loss + self.balance.coef * aux
+        loss = result.loss if self.balance is None else result.loss + self.balance.coef * aux
         if torch.is_grad_enabled() and not loss.requires_grad:  # only an image encoder is trained, and this is text
             trained = next(weight for weight in context.loop.policy.parameters() if weight.requires_grad)
             loss = loss + 0.0 * trained.sum()
@@ -167,8 +171,8 @@ class UpdatePhase:
         kept = batch if self._needs_every_rollout else batch.without_signal_dropped()
         parts = self.runner.plan(kept, self._context.micro_batch_rows)
         parts += self.runner.idle(batch, len(parts))
-        if self.balance.enabled:
-            self._begin_balance(kept, 1.0, len(parts))
+        if self.balance is not None:
+            self._begin_balance(self.balance, kept, 1.0, len(parts))
             self._context.metrics.add(self.balance.count(1.0 / self._context.collectives.size), self._context.mode)
         return sum(self.runner.run(part, forward).item() for part in parts)
 
@@ -185,7 +189,8 @@ class UpdatePhase:
             model = model.module  # no collective in a backward pass: processes need not run equally many
         loss = torch.zeros((), device=context.device)
         for number, batch in enumerate(micro_batches, 1):
-            with sharding.around_pass(context.accelerator, model, last=number == len(micro_batches)):
+            last = number == len(micro_batches)
+            with sharding.around_pass(context.accelerator, model, last) if sharding.gradients else nullcontext():
                 loss = loss + self.runner.run(batch, backward)
         averaged = sharding.gradients or context.collectives.size == 1
         if context.accelerator.sync_gradients and not averaged:
@@ -226,9 +231,10 @@ class UpdatePhase:
             mine.skipped_tokens, mine.skipped_rows = index.skipped_tokens, index.skipped_rows
         planned = self.runner.plan(mine, rows, at_least=most)
         self._planned_passes += len(planned)
-        tokens = sum(pass_tokens(one, range(len(one)), self._scorer.layout) for one in planned)
-        run = sum(len(one) for one in planned)
-        skipped = mine.skipped_rows
+        tokens, run, skipped = 0, 0, mine.skipped_rows
+        for one in planned:
+            tokens += pass_tokens(one, range(len(one)), self._scorer.layout)
+            run += len(one)
         context.metrics.add(
             {
                 "passes/tokens": Mean(float(tokens), float(len(planned))),
@@ -238,9 +244,9 @@ class UpdatePhase:
         )
         if context.sharding.gradients:
             planned += [own.batch.idle() for _ in range(most - len(planned))]
-        if self.balance.enabled:
+        if self.balance is not None:
             taken = sum(part.micro_batches for part in self._parts_of_step)
-            self._begin_balance(mine, taken / args.gradient_accumulation_steps, len(planned))
+            self._begin_balance(self.balance, mine, taken / args.gradient_accumulation_steps, len(planned))
         self.buffer.spread(planned, part.micro_batches)
 
     def _whole_step(self, parts: list[PartOfStep]) -> tuple[OwnRollouts, RolloutIndex]:
@@ -259,14 +265,14 @@ class UpdatePhase:
             updates=taken / args.gradient_accumulation_steps,
             max_completion_length=args.max_completion_length,
         )
-        entropy_weights = mean_over_update(counts) if self.entropy.enabled else None
+        entropy_weights = mean_over_update(counts) if self.entropy is not None else None
         return own, replace(index, weights=algorithm.weighting(counts), entropy_weights=entropy_weights)
 
     @property
     def _needs_every_rollout(self) -> bool:
         """Rollouts without advantage have a gradient of their own."""
-        by_entropy = self.entropy.enabled or self._context.args.top_entropy_quantile < 1.0
-        return self._context.algorithm.objective.needs_every_rollout or by_entropy or self.balance.enabled
+        by_entropy = self.entropy is not None or self._context.args.top_entropy_quantile < 1.0
+        return self._context.algorithm.objective.needs_every_rollout or by_entropy or self.balance is not None
 
     def _entropy_threshold(self, batch: TrainBatch) -> float:
         """The entropy that a token needs to count: a quantile over the optimizer step. Collective."""
@@ -284,7 +290,7 @@ class UpdatePhase:
         context.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, context.mode)
         return threshold
 
-    def _begin_balance(self, batch: TrainBatch, share: float, passes: int) -> None:
+    def _begin_balance(self, balance: ExpertBalance, batch: TrainBatch, share: float, passes: int) -> None:
         """Announce what is trained on to the load-balancing loss. Collective."""
         context, policy = self._context, self._context.loop.policy
 
@@ -292,7 +298,7 @@ class UpdatePhase:
             found: list[RouterLoads] = []
 
             def look(part: TrainBatch) -> Tensor:
-                found.append(self._scorer.loads(policy, part, self.balance.top_k))
+                found.append(self._scorer.loads(policy, part, balance.top_k))
                 return torch.zeros_like(part.token_ids, dtype=torch.float32)  # no scores are wanted
 
             with context.accelerator.autocast(), inference_mode_of(policy):
@@ -302,7 +308,7 @@ class UpdatePhase:
             return RouterLoads.of_all([RouterLoads(*share) for share in shares if share is not None])
 
         alone = context.collectives.size == 1 and passes <= 1
-        self.balance.begin(share, batch, survey, whole=alone)
+        balance.begin(share, batch, survey, whole=alone)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -310,7 +316,7 @@ class UpdatePhase:
         """The buffer, the controllers' states and the learned limit of tokens."""
         return {
             "buffer": self.buffer.state_dict(),
-            "entropy": self.entropy.state_dict(),
+            "entropy": None if self.entropy is None else self.entropy.state_dict(),
             "token_limit": self.runner.limit,
         }
 
@@ -318,5 +324,6 @@ class UpdatePhase:
         """Continue where `state` was taken."""
         collectives = self._context.collectives
         self.buffer.load_state_dict(state["buffer"], self._context.device, collectives.rank, collectives.size)
-        self.entropy.load_state_dict(state["entropy"])
+        if self.entropy is not None and state["entropy"] is not None:
+            self.entropy.load_state_dict(state["entropy"])
         self.runner.limit = state["token_limit"]

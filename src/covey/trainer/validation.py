@@ -1,7 +1,4 @@
-"""Whether the parts of a trainer suit each other: its data, tokenizer, batch sizes, rewards and environments.
-
-Not here: what the data alone show (`covey.data.validation`), and what the config alone does (`covey.config`).
-"""
+"""Checks across the parts of a trainer: its data, tokenizer, batch sizes, rewards and environments."""
 
 from typing import Any
 
@@ -92,7 +89,7 @@ def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, rol
 
 
 def _check_best_metric(name: str | None, datasets: Any) -> None:
-    """What decides which model is best is a metric that an evaluation has; with sets by name, one set's."""
+    """The best model is chosen by a metric of an evaluation; with named sets, of one of them."""
     if name is None or datasets is None:
         return
     wanted = name.removeprefix("eval_")

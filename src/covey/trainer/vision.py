@@ -1,4 +1,4 @@
-"""What a vision-language model asks of a trainer: its processor, rows that are padded, parts that are frozen."""
+"""Support for vision-language models: processor, padded layout, present blocks."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from covey.rollout.vision import Vision, is_processor
 
 
 def build_vision(processing_class: Any, model: Any) -> Vision | None:
-    """What encodes images; None where prompts are text alone."""
+    """The encoder of images; None where prompts are text alone."""
     return Vision(processing_class, placeholder_ids(model.config)) if is_processor(processing_class) else None
 
 
 def layout_of(args: Any, vision: Vision | None) -> str:
-    """How rollouts are laid out for the model: where it is shown images, in padded rows.
+    """Layout of rollouts for the model; padded where it is shown images.
 
     Raises:
         ValueError: the user insists on another layout.

@@ -115,7 +115,7 @@ class WeightSync:
         return replace(update, base=replace(base, tensors=tensors))
 
     def _alone(self, policy: Any) -> bool:
-        """Whether the adapter travels without its base."""
+        """True if the adapter is sent without its base model."""
         if self._lora_sync == "merged" or not has_adapter(policy):
             return False
         obstacle = why_not_alone(policy)
@@ -190,7 +190,7 @@ class WeightSync:
             return
 
     def _from_first(self, word: Any, version: int) -> Any:
-        """What the first process has to say about sending, in every process."""
+        """A message of the first process, in every process."""
         return self._collectives.gather(word, f"send weights of version {version}")[0]
 
     def _announcing(self, update: WeightUpdate) -> WeightUpdate:

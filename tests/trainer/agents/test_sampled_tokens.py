@@ -22,8 +22,8 @@ from covey.core.rollout import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
+from covey.trainer.behaviour import sampling_entropy
 from covey.trainer.engine_check.correction import corrected
-from covey.trainer.generation_log import sampling_entropy
 from covey.trainer.rollout_buffer import weigh
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64

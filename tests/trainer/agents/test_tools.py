@@ -142,10 +142,10 @@ def test_the_run_ends_where_the_rollouts_of_all_processes_failed_and_not_where_t
     working = [[], 0, 4]
     watch = FailureMonitor(lambda mine: [mine, working])
     with pytest.warns(UserWarning, match="2 of 6 rollouts failed"):
-        watch.judge(of(ERROR, 2))
+        watch.count(of(ERROR, 2))
     lucky = FailureMonitor(lambda mine: [mine, [["no route"], 4, 4]])
     with pytest.warns(UserWarning, match="4 of 6 rollouts failed"):
-        lucky.judge(of(FinishReason.STOP, 2))
+        lucky.count(of(FinishReason.STOP, 2))
     broken = FailureMonitor(lambda mine: [mine, [["no route"], 4, 4]])
     with pytest.raises(RolloutError, match=r"all 6 rollouts failed\. The first one: no server"):
-        broken.judge(of(ERROR, 2))
+        broken.count(of(ERROR, 2))

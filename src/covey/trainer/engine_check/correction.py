@@ -1,4 +1,4 @@
-"""What a run does about the difference between the engine's log-probs and the trainer's: which correction, which check.
+"""Correction and check of the difference between the engine's log-probs and the trainer's, chosen by the config.
 
 The weights themselves are `covey.core.ratios.mismatch_weights`. Where the policy's log-probs come from that they are
 worked out with is decided in `BehaviourScorer.add_logprobs`: a run that scores old log-probs anyway compares those; an
@@ -41,7 +41,7 @@ RESHAPING = frozenset(
 
 
 def build_correction(args: Any, traits: EngineTraits, params: SamplingParams) -> MismatchCorrection | None:
-    """What weighs tokens by trainer over engine probability, or None where nothing is to be corrected.
+    """Weights of tokens by trainer over engine probability, or None where nothing is to be corrected.
 
     Nothing is where the user says so, and where the built-in engine samples, unless it is asked for. Nothing can be,
     and a warning says so, where the engine reports log-probs of a distribution that sampling has cut or reshaped:
@@ -100,7 +100,7 @@ def build_engine_check(
     rescore: Callable[[TrainBatch, float], Tensor],
     gather: Callable[[Any], list[Any]] | None = None,
 ) -> EngineCheck:
-    """What compares the engine's first samples with the trainer's view of them.
+    """The comparison of the engine's first samples with the trainer's log-probs.
 
     Args:
         context: of the run.

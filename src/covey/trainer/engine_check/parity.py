@@ -1,9 +1,8 @@
-"""Whether an engine samples from the policy at all: its log-probs against the scorer's, on the first samples of a run.
+"""Check that an engine samples from the policy: its log-probs against the scorer's, on the first samples of a run.
 
 `EngineCheck` compares, over all processes, and refuses or warns; `likely_cause` tries the usual mistakes one by one on
 the same tokens and names the one that explains the numbers. To add a cause, write a function of a `Comparison` and put
-it into `CAUSES`. Not here: the correction of what little difference is normal
-(`covey.trainer.engine_check.correction`).
+it into `CAUSES`.
 """
 
 import warnings
@@ -51,7 +50,7 @@ def tolerance(*dtypes: torch.dtype | None) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What engine and trainer say of the same few rollouts, and the means to try what if.
+    """Log-probs of the same few rollouts by engine and trainer, and the means to test causes.
 
     Attributes:
         batch: rollouts with `engine_logprobs` [N].
@@ -90,7 +89,7 @@ class Comparison:
         return self.differences.abs().mean().item()
 
     def explains(self, scored: Tensor) -> bool:
-        """Whether these log-probs [N] are what the engine reported, rather than the trainer's own."""
+        """True if these log-probs [N] are closer to the engine's than the trainer's own."""
         gap = (self.engine - scored)[self.batch.sampled].abs().mean().item()
         return gap <= min(self.tolerance, self.gap / 3)
 
@@ -208,7 +207,7 @@ def other_prompt(c: Comparison) -> str | None:
 
 
 def other_weights(c: Comparison) -> str:
-    """What remains."""
+    """The cause that is left when no other explains the numbers."""
     return (
         "no setting of sampling explains it, so the engine runs other weights: another model or checkpoint, an adapter"
         " that is not loaded, or weights that never arrived."
@@ -225,7 +224,7 @@ CAUSES: tuple[Callable[[Comparison], str | None], ...] = (
     other_prompt,
     other_weights,
 )
-"""What is tried, in this order; the last always has something to say."""
+"""Tried in this order; the last always applies."""
 
 
 def likely_cause(comparison: Comparison) -> str:
@@ -288,7 +287,7 @@ class EngineCheck:
         self._warned = False
 
     def wants_samples(self) -> bool:
-        """Whether samples are wanted that are made for the check alone; only a few times, whatever comes of them."""
+        """True if samples for the check alone are wanted; at most `CHECKS` times."""
         self._asked += bool(self._left)
         return bool(self._left) and self._asked <= CHECKS
 
@@ -318,7 +317,7 @@ class EngineCheck:
             self._agreed = True
 
     def _compare(self, batch: TrainBatch) -> str | None:
-        """What is wrong, "" if nothing is, None if there is nothing to look at."""
+        """The error text, "" if there is no error, None if there is nothing to compare."""
         reported = batch.engine_logprobs
         if reported is not None:  # rollouts of the user's own making may come without, beside others that have some
             told = segment_sum(batch.sampled & reported.isfinite(), batch.lengths) > 0

@@ -22,8 +22,8 @@ from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
 from covey.rollout.collector import PromptSample
 from covey.trainer.context import RunContext
+from covey.trainer.credit import SummaryColumns, none_for_nan, summarize
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, Scoreboard, rows_of
-from covey.trainer.generation_log import describe, none_for_nan
 from covey.trainer.rollout_phase import RolloutPhase
 
 
@@ -153,25 +153,26 @@ class EvaluationPhase:
         completions, judge = suite.completions(context.algebra), suite.judge(functions)
         tally = Scoreboard(suite, completions)
         rewards: list[Tensor] = []
-        measured: list[tuple[int, bool]] = []
+        lengths: list[int] = []
+        truncated: list[bool] = []
         key = self._rollouts.next_key()  # one for all, so that samples do not depend on how prompts are batched
         params = suite.sampling(self._rollouts.params)
         for samples in dataloader:
             with context.collectives.ending_all():
                 scored = self._rollouts.sample(key, samples, params=params)
                 mine = self._grades(scored, judge)
-            lengths = [(rollout.num_sampled, rollout.truncated) for rollout in scored.rollouts]
-            table = describe(scored.draws, scored.rollouts, scored.columns, bool(context.args.log_multimodal))
-            everyone = context.collectives.gather((mine, scored.rewards, lengths, table), "put the evaluation together")
-            for verdicts, scores, sizes, columns in everyone:
-                tally.add(verdicts)
+            summaries = summarize(scored, images=bool(context.args.log_multimodal))
+            shards = context.collectives.gather((mine, scored.rewards, summaries), "put the evaluation together")
+            for grades, scores, columns in ((a, b, SummaryColumns.of(c)) for a, b, c in shards):
+                tally.add(grades)
                 rewards.append(scores)
-                measured += sizes
-                self._write_down(log, verdicts, scores, [length for length, _ in sizes], columns)
+                lengths += columns.length
+                truncated += columns.truncated
+                self._write_down(log, grades, scores, columns)
             on_batch()
         stats = generation_stats(
-            lengths=[length for length, _ in measured],
-            truncated=[cut for _, cut in measured],
+            lengths=lengths,
+            truncated=truncated,
             rewards_NF=torch.cat(rewards),
             weights_F=functions.weights,
             names=functions.names,
@@ -180,32 +181,28 @@ class EvaluationPhase:
         if completions == 1:
             del stats["frac_reward_zero_std"]  # of one each
         context.metrics.add(stats, "eval")
-        return len(measured), tally.metrics()
+        return len(lengths), tally.metrics()
 
-    def _write_down(
-        self, log: CompletionLog, verdicts: list[Graded], scores: Tensor, lengths: list[int], table: dict[str, Any]
-    ) -> None:
-        """Add one process's completions to a file to be."""
-        if not log.enabled or not verdicts:
+    def _write_down(self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: SummaryColumns) -> None:
+        """Add one process's completions to the log."""
+        if not log.enabled or not grades:
             return
-        judged: dict[str, list[Any]] = {
-            "right": [verdict.right for verdict in verdicts],
-            "answer": [verdict.answer for verdict in verdicts],
+        given: dict[str, list[Any]] = {
+            "right": [grade.right for grade in grades],
+            "answer": [grade.answer for grade in grades],
         }
-        shown = {column: values for column, values in judged.items() if any(value is not None for value in values)}
-        for column in dict.fromkeys(name for cells in table["extras"] for name in cells):
-            shown[column] = [cells.get(column) for cells in table["extras"]]
+        extras = {name: values for name, values in given.items() if any(value is not None for value in values)}
         log.add(
             self._context.step,
-            table["prompt"],
-            table["completion"],
+            columns.prompt,
+            columns.completion,
             {name: none_for_nan(scores[:, k]) for k, name in enumerate(self._rollouts.rewards.names)},
-            extras=shown,
-            finish=table["finish"],
-            lengths=lengths,
-            counts=table["counts"],
-            errors=table["error"],
-            images=table["images"],
+            extras=extras | columns.extra_columns,
+            finish=columns.finish,
+            lengths=columns.length,
+            counts=columns.counts,
+            errors=columns.error,
+            images=columns.images,
         )
 
     @contextmanager
