@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.staleness import tokenizer as character_tokenizer
 from covey.core.engine import RolloutEngine, SamplingParams
-from covey.core.rollout import Rollout
+from covey.core.records import Rollout
 from covey.engines.native.engine import NativeEngine
 from covey.engines.scripted import ScriptedEngine
 from covey.rewards import RewardContext, RewardSuite, accuracy_reward, numeric_match_reward, per_completion

@@ -11,8 +11,8 @@ from covey import moved as _moved  # noqa: F401
 if TYPE_CHECKING:
     from covey.config.grpo import GRPOConfig as GRPOConfig
     from covey.config.rloo import RLOOConfig as RLOOConfig
-    from covey.core.rollout import FinishReason as FinishReason
-    from covey.core.rollout import Rollout as Rollout
+    from covey.core.records import FinishReason as FinishReason
+    from covey.core.records import Rollout as Rollout
     from covey.rollout.episode import Episode as Episode
     from covey.rollout.episode import EpisodeEngine as EpisodeEngine
     from covey.rollout.episode import Reply as Reply
@@ -26,13 +26,13 @@ _HOMES = {
     "Episode": "covey.rollout.episode",
     "EpisodeEngine": "covey.rollout.episode",
     "EvalSuite": "covey.trainer.evaluation.suites",
-    "FinishReason": "covey.core.rollout",
+    "FinishReason": "covey.core.records",
     "GRPOConfig": "covey.config.grpo",
     "GRPOTrainer": "covey.trainer.grpo_trainer",
     "RLOOConfig": "covey.config.rloo",
     "RLOOTrainer": "covey.trainer.rloo_trainer",
     "Reply": "covey.rollout.episode",
-    "Rollout": "covey.core.rollout",
+    "Rollout": "covey.core.records",
 }
 
 __all__ = [

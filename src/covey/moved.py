@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "covey.core.rollout": "covey.core.records",
     "covey.rollout.agent": "covey.rollout.tool_agent",
     "covey.rollout.engine": "covey.core.engine",
     "covey.rollout.engines": "covey.engines",

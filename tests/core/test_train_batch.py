@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, join
 from covey.core.media import Media
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, signal
 from covey.config.algebra import BatchAlgebra
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, SignalFilter, kept_groups
 from covey.data.prompt_stream import PromptStream
 from covey.data.sampler import MicroStep, rank_share, train_loader

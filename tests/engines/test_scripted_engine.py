@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.scripted import ScriptedEngine
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from covey.core.engine import SamplingParams
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec

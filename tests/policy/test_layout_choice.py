@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from covey.core.batch import collate
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.policy.layouts.selection import choose_layout, slowest
 from covey.policy.scoring import TokenScorer
 from tests.support import tiny

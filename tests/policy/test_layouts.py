@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covey.core.batch import collate
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.policy.layouts import LAYOUTS
 from covey.policy.layouts.shared_prefix import WORTH_SHARING
 from covey.policy.scoring import TokenScorer

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from covey.core.batch import collate
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.policy.loading import keep_soft_caps
 from covey.policy.scoring import TokenScorer
 from tests.support import hybrids, mixtures

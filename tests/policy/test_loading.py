@@ -37,7 +37,7 @@ def test_a_float32_head_with_an_adapter_is_refused(tmp_path):
     import warnings
 
     from covey.core.batch import collate
-    from covey.core.rollout import FinishReason, Rollout
+    from covey.core.records import FinishReason, Rollout
     from covey.policy.scoring import TokenScorer
 
     with warnings.catch_warnings():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from covey.core.batch import collate
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.policy.layouts import LAYOUTS
 from covey.policy.moe import RouterLoads, experts_per_token, load_balancing_loss, loads_of
 from covey.policy.scoring import TokenScorer

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from covey.core.batch import collate
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
 from tests.support import tiny
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.rollout.environments import OpenEnvironment, VerifiersEnvironment
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from tests.support import tiny

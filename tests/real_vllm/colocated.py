@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.rollout import Completion
+from covey.core.records import Completion
 from covey.engines.vllm_colocate.engine import VllmColocateEngine
 from covey.engines.vllm_colocate.process import start_vllm
 from tests.support import tiny

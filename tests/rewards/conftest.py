@@ -2,7 +2,7 @@
 
 import pytest
 
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.rewards import RewardContext
 
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.rewards import (
     RewardError,
     RewardSuite,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.rewards import CharEnd, RewardError, RewardSuite, RewardWarning, TurnEnd
 from covey.rewards.steps import resolve, total
 from tests.support import tiny

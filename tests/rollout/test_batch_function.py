@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from covey.core.engine import SamplingParams
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from covey.core.engine import SamplingParams
-from covey.core.rollout import Completion, FinishReason
+from covey.core.records import Completion, FinishReason
 from covey.rollout.collector import Collector, PromptSample, run_async
 from covey.rollout.prompts import PromptCodec, sample_seed
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from covey.core.engine import SamplingParams
-from covey.core.rollout import Completion, FinishReason
+from covey.core.records import Completion, FinishReason
 from covey.rollout.episode import EpisodeEngine
 from covey.rollout.prompts import PromptCodec, sample_seed
 from covey.rollout.tools.turn_template import TurnTemplates

@@ -6,7 +6,7 @@ import pytest
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
-from covey.core.rollout import Completion, FinishReason
+from covey.core.records import Completion, FinishReason
 from covey.rollout.request_coalescing import RequestCoalescer
 
 PARAMS = SamplingParams(max_tokens=4)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from covey.core.engine import SamplingParams
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec

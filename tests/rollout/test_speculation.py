@@ -10,7 +10,7 @@ import torch
 
 from covey.core.engine import SamplingParams
 from covey.core.metrics import Mean
-from covey.core.rollout import Completion, FinishReason, Rollout
+from covey.core.records import Completion, FinishReason, Rollout
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import DraftKey, DraftStore, Speculation, fingerprint, reuse_stats

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
 from covey.sizing.memory import Precision, ShardCounts, estimate, layer_bytes, optimizer_states, readable
 from covey.sizing.model_spec import SavedActivations, count_parameters

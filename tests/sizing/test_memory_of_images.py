@@ -10,7 +10,7 @@ from covey.cli.explain.model import processed
 from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
 from covey.core.media import placeholder_ids
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
 from covey.policy.vlm_parts import freeze_parts, part_names
 from covey.rollout.vision import Vision

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from covey.core.batch import collate
 from covey.core.packing import derived_budget
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.rollout_buffer import RolloutBuffer, nominal_parts
 from tests.support import runs, tiny

@@ -9,7 +9,6 @@ Letters: N completions in whole groups, P prompts, G completions of each, F rewa
 steps, K ends of steps.
 """
 
-import math
 import statistics
 import warnings
 from collections.abc import Sequence
@@ -21,59 +20,12 @@ from torch import Tensor
 
 from covey.algorithms.algorithm import Algorithm
 from covey.core.advantages import nanstd, weighted_total
-from covey.core.credit import Credited, StepRewards, credit_to_go, gather_steps, join_steps, spread
+from covey.core.credit import Credited, credit_to_go, gather_steps, join_steps, spread
 from covey.core.metrics import Mean, Stat
+from covey.core.records import Scores as Scores
 
 GENERATIONS_WITHOUT_STEPS = 3
 """Rollout batches without rewards of steps, after which unused settings of steps are warned about."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Rewards of N completions.
-
-    Attributes:
-        rewards: [N, F] unweighted, NaN where a function abstained; the sum where it rewarded steps.
-        steps: [N] dictionaries: index of a reward function that rewarded the completion's steps -> pairs of a step's
-            last token and its reward.
-        lengths: [N] completion tokens, including those of tool results.
-    """
-
-    rewards: Tensor
-    steps: list[dict[int, StepRewards]]
-    lengths: list[int]
-
-    @classmethod
-    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
-        """Concatenate the scores of several processes or rounds, in this order."""
-        return cls(
-            torch.cat([part.rewards for part in parts]),
-            [steps for part in parts for steps in part.steps],
-            [length for part in parts for length in part.lengths],
-        )
-
-    @property
-    def process_functions(self) -> list[int]:
-        """Indexes of the functions that rewarded steps of any completion."""
-        return sorted({function for steps in self.steps for function in steps})
-
-    def steps_of(self, function: int) -> list[StepRewards]:
-        """[N] steps of a process function; a plain number is one step, which ends with the completion."""
-        numbers = self.rewards[:, function].tolist()
-        found: list[StepRewards] = []
-        for steps, length, number in zip(self.steps, self.lengths, numbers, strict=True):
-            scored = not math.isnan(number)
-            if function in steps:
-                found.append(steps[function] if scored else [(end, math.nan) for end, _ in steps[function]])
-            else:
-                found.append([(length - 1, number)] if scored and length else [])
-        return found
-
-    def outcomes(self) -> Tensor:
-        """[N, F] rewards of outcomes: NaN for process functions."""
-        outcomes = self.rewards.clone()
-        outcomes[:, self.process_functions] = torch.nan
-        return outcomes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covey.core.media import Media
 from covey.core.ragged import segment_starts, segment_sum, token_index
-from covey.core.rollout import Rollout
+from covey.core.records import Rollout
 
 TOKEN_FIELDS = (
     "token_ids",

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from covey.core.media import Media
-from covey.core.rollout import Completion
+from covey.core.records import Completion
 from covey.core.weights import WeightUpdate
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.algorithms.credit import Scores, spread_of_rewards
+from covey.algorithms.credit import spread_of_rewards
 from covey.config.algebra import BatchAlgebra
-from covey.core.credit import StepRewards
 from covey.core.metrics import Mean, Stat
-from covey.core.rollout import Rollout
+from covey.core.records import ScoredRollout, Scores
+from covey.core.records import ScoredRollouts as ScoredRollouts
 from covey.data.difficulty import PromptHistory
 from covey.data.prompt_stream import PromptStream
 from covey.data.sampler import rank_share, share_of
@@ -27,44 +27,6 @@ from covey.rollout.collector import PromptSample
 
 Place = tuple[int, int]
 """(round of sampling, place in that round) of a group or of a completion."""
-
-
-@dataclass(frozen=True)
-class ScoredRollouts:
-    """Completions of this process with their scores.
-
-    Attributes:
-        draws, rollouts: n of each, in sampling order.
-        rewards: [n, F], NaN where a function abstained.
-        columns: further columns of the completions table, each [n].
-        steps: [n], rewards of steps by the number of the function that gave them.
-    """
-
-    draws: list[PromptSample]
-    rollouts: list[Rollout]
-    rewards: Tensor
-    columns: dict[str, list[Any]]
-    steps: list[dict[int, StepRewards]]
-
-    @property
-    def scores(self) -> Scores:
-        """What they earned, as it is shared with other processes."""
-        return Scores(self.rewards, self.steps, [len(rollout.completion_ids) for rollout in self.rollouts])
-
-    def __getitem__(self, index: int) -> "ScoredRollout":
-        cells = {name: values[index] for name, values in self.columns.items()}
-        return ScoredRollout(self.draws[index], self.rollouts[index], self.rewards[index], cells, self.steps[index])
-
-
-@dataclass(frozen=True)
-class ScoredRollout:
-    """One completion with all that belongs to it, as it travels between processes."""
-
-    draw: PromptSample
-    rollout: Rollout
-    rewards: Tensor
-    cells: dict[str, Any]
-    steps: dict[int, StepRewards]
 
 
 @dataclass(frozen=True)

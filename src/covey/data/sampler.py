@@ -8,29 +8,17 @@ sees the same permutation and takes its own slice, so the data does not depend o
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from covey.config.algebra import BatchAlgebra
+from covey.core.records import MicroStep as MicroStep
 from covey.rollout.collector import PromptSample
 
 Slot = tuple[int, int]
 """(row of the dataset, which of its completions)."""
-
-
-class MicroStep(NamedTuple):
-    """One micro-step of Hugging Face's training loop, as the dataloader yields it.
-
-    Attributes:
-        generation: number, since the run began, of the generation that begins with this step; None where training goes
-            on with the current one.
-        samples: this process's prompt samples of it; None where the trainer chooses prompts when it samples.
-    """
-
-    generation: int | None = None
-    samples: list[PromptSample] | None = None
 
 
 class GenerationSampler:

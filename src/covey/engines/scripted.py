@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from covey.core.engine import EngineTraits, SampleRequest
-from covey.core.rollout import Completion, FinishReason
+from covey.core.records import Completion, FinishReason
 from covey.core.weights import WeightUpdate
 
 Script = Callable[[Sequence[int], int], list[int]]

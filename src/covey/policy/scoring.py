@@ -18,7 +18,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch
 from covey.core.media import media_inputs, placeholder_ids, reading, stray_placeholders
 from covey.core.model import decoder_of, inference_mode_of, name_of
-from covey.core.rollout import Rollout
+from covey.core.records import Rollout
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.image_dedup import encoded_once
 from covey.policy.layouts import LAYOUTS

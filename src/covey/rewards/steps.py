@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from covey.core.credit import StepRewards
-from covey.core.rollout import Rollout
+from covey.core.records import Rollout
 from covey.rewards.char_offsets import CharacterEnds
 from covey.rewards.text import content_text
 
@@ -94,7 +94,7 @@ def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards
         StepEndError: an end outside the completion.
 
     Example:
-        >>> from covey.core.rollout import FinishReason
+        >>> from covey.core.records import FinishReason
         >>> three = Rollout([1], [2, 3, 4], [True] * 3, None, "abc", FinishReason.STOP, turn_ends=[0, 2])
         >>> resolve([(TurnEnd(1), 1.0)], three, None)
         [(0, nan), (2, 1.0)]

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from covey.core.rollout import Rollout
+from covey.core.records import Rollout
 from covey.rewards.batch import RewardBatch
 from covey.rewards.call import CallResult, collect_async, score, score_async
 from covey.rewards.functions import FunctionReward
@@ -35,7 +35,7 @@ class RewardStream:
         timeout: seconds for one call of one function.
 
     Example:
-        >>> from covey.core.rollout import FinishReason
+        >>> from covey.core.records import FinishReason
         >>> def short(completions):
         ...     return [-float(len(text)) for text in completions]
         >>> rollouts = [Rollout([1], [2], [True], None, text, FinishReason.STOP) for text in ("four", "a")]

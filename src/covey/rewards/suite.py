@@ -18,7 +18,7 @@ from torch import Tensor
 
 from covey.core.credit import StepRewards
 from covey.core.metrics import Mean, Stat, Sum
-from covey.core.rollout import Rollout
+from covey.core.records import Rollout
 from covey.rewards.batch import NOT_FORWARDED, RESERVED, Log, RewardBatch, RewardContext
 from covey.rewards.call import CallResult, collect_async, score, score_async
 from covey.rewards.errors import RewardError, RewardWarning
@@ -72,7 +72,7 @@ class RewardSuite:
         RewardError: something that cannot be a reward function, or lists whose lengths differ.
 
     Example:
-        >>> from covey.core.rollout import FinishReason
+        >>> from covey.core.records import FinishReason
         >>> def short(completions):
         ...     return [-float(len(text)) for text in completions]
         >>> rollout = Rollout([1], [2, 3], [True, True], None, "four", FinishReason.STOP)

@@ -14,15 +14,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.rollout import Rollout
+from covey.core.records import PromptSample as PromptSample
+from covey.core.records import Rollout, SampleGroup
 from covey.rollout.images import embed_images, images_of
 from covey.rollout.prompts import PromptCodec, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.runner import GroupRunner, RolloutCallbacks, failed_rollout
 from covey.rollout.runner import RolloutSpec as RolloutSpec
 from covey.rollout.speculation import Speculation
-from covey.rollout.tasks import PromptSample as PromptSample
-from covey.rollout.tasks import SampleGroup
 from covey.rollout.user_batch_function import BatchFunction
 from covey.runtime.loop_thread import LoopThread
 

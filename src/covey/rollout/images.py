@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
-from covey.core.rollout import Message
+from covey.core.records import Message
 
 COLUMNS = ("image", "images")
 """Columns of a dataset that hold the images of a row: one, or a list of them."""

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from covey.core.rollout import Message
+from covey.core.records import Message
 from covey.rollout.images import ImageError, has_images, images_of, refuse_unsupported_parts, with_images
 from covey.rollout.vision import Encoded, Vision
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.core.media import Media
-from covey.core.rollout import Completion
+from covey.core.records import Completion
 
 
 @dataclass

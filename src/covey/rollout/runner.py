@@ -14,11 +14,10 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from covey.core.engine import RolloutEngine, SamplingParams, traits_of
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, PromptSample, Rollout, SampleGroup
 from covey.rollout.episode import EpisodeEngine, Generate
 from covey.rollout.prompts import PromptCodec, is_conversational
 from covey.rollout.request_coalescing import RequestCoalescer
-from covey.rollout.tasks import PromptSample, SampleGroup
 from covey.rollout.tool_agent import Agent
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction

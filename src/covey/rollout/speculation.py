@@ -16,7 +16,7 @@ import torch
 
 from covey.core.engine import SampleRequest
 from covey.core.metrics import Mean, Stat
-from covey.core.rollout import Rollout
+from covey.core.records import Rollout
 
 
 class DraftKey(NamedTuple):

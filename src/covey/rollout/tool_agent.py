@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any
 
-from covey.core.rollout import FinishReason, Message, Rollout
+from covey.core.records import FinishReason, Message, Rollout
 from covey.rollout.episode import Episode, EpisodeEngine, Reply
 from covey.rollout.prompts import is_conversational, prefill
 from covey.rollout.tools.calls import AssistantTurn

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from covey.core.engine import SampleRequest
-from covey.core.rollout import Completion, Rollout
+from covey.core.records import Completion, Rollout
 from covey.rollout.episode import EpisodeEngine, Generate
 from covey.rollout.validation import RolloutError as RolloutError
 from covey.rollout.validation import RolloutValidator as RolloutValidator

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
-from covey.core.rollout import FinishReason, Message, Rollout
+from covey.core.records import FinishReason, Message, Rollout
 
 MAX_LOGPROB = 1e-3
 """A log-prob is at most 0, up to rounding."""

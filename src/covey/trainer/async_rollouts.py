@@ -26,7 +26,7 @@ from covey.config.algebra import BatchAlgebra
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.media import Media
 from covey.core.metrics import Max, Mean, Stat
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.data.prompt_source import PromptSource
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.environments.agent import OBJECTS

@@ -11,7 +11,7 @@ from covey.core.batch import TrainBatch, collate
 from covey.core.metrics import Mean, Stat
 from covey.core.model import inference_mode_of
 from covey.core.ragged import segment_sum
-from covey.core.rollout import Rollout
+from covey.core.records import Rollout
 from covey.policy.layouts.selection import slowest
 from covey.policy.loading import has_dropout
 from covey.policy.reference import Reference

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from covey.core.metrics import Mean, Stat
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.policy.loading import end_token_ids
 from covey.rollout.collector import RolloutSpec
 from covey.rollout.environments.agent import EnvironmentAgent, TextEnvironmentAgent

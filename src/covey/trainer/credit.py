@@ -1,16 +1,16 @@
 """Credit of a generation: rewards of all processes in, advantages and token weights out, and the log of both."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from covey.algorithms.credit import Credit, Scores, UnreadSettings, assign_credit, step_stats
+from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, step_stats
 from covey.core.batch import TrainBatch
 from covey.core.media import thumbnails
+from covey.core.records import RankShard, RolloutSummary, Scores
 from covey.core.transcript import Counts, count
 from covey.data.dynamic_sampling import ScoredRollouts
 from covey.observability.completions import CompletionLog
@@ -20,33 +20,6 @@ from covey.trainer.behaviour import token_ages
 from covey.trainer.context import RunContext
 from covey.trainer.rollout_buffer import weigh
 from covey.trainer.rollout_phase import RolloutBatch
-
-
-class RolloutSummary(NamedTuple):
-    """One rollout as all processes know it: its sizes, and its row of the completions table.
-
-    Attributes:
-        length: sampled tokens.
-        truncated: it was cut off.
-        prompt_length: tokens of the prompt.
-        prompt, completion: text or messages.
-        finish: a `FinishReason`.
-        counts: turns and calls.
-        error: of a rollout that failed.
-        images: small PNG files.
-        extras: cells of columns that reward functions have logged.
-    """
-
-    length: int
-    truncated: bool
-    prompt_length: int
-    prompt: Any
-    completion: Any
-    finish: str
-    counts: Counts
-    error: str | None
-    images: list[bytes]
-    extras: dict[str, Any]
 
 
 class SummaryColumns(NamedTuple):
@@ -73,27 +46,6 @@ class SummaryColumns(NamedTuple):
         """Logged columns by name, with None where a rollout has no cell."""
         names = dict.fromkeys(chain.from_iterable(self.extras))
         return {name: [cells.get(name) for cells in self.extras] for name in names}
-
-
-@dataclass(frozen=True)
-class RankShard:
-    """One process's share of a generation, as it is sent to the others.
-
-    Attributes:
-        scores: rewards of its n completions.
-        kl: [n] KL penalty of each completion, or None.
-        trained_tokens: of all of them.
-        micro_batches: nominal micro-batches.
-        staleness: optimizer steps by which the weights that sampled a token are older than the current ones, at most.
-        summaries: n.
-    """
-
-    scores: Scores
-    kl: Tensor | None
-    trained_tokens: int
-    micro_batches: int
-    staleness: int
-    summaries: list[RolloutSummary]
 
 
 class GlobalBatch:

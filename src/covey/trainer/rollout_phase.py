@@ -10,7 +10,7 @@ import torch
 
 from covey.core.engine import SamplingParams
 from covey.core.metrics import Mean, Stat, merge_all
-from covey.core.rollout import Rollout
+from covey.core.records import Rollout
 from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, Selection
 from covey.data.prompt_source import prompt_source
 from covey.data.sampler import MicroStep

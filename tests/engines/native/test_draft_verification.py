@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from covey.core.batch import collate
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.engines.native import engine as native
 from covey.policy.scoring import TokenScorer
 from tests.engines.native.test_native_engine import PROMPTS, configs, engine_of

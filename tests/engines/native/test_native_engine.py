@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 from covey.policy.attention import PACKED_ATTENTION

@@ -7,7 +7,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.recurrent_engine import RecurrentEngine, needs_recurrent_engine
 from tests.support import hybrids, tiny

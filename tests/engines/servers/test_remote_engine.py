@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.servers import server_pool as fleet_module
 from covey.engines.servers.engine import RemoteEngine

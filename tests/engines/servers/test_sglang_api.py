@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerBusy, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk

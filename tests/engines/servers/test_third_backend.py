@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.rollout import Completion, FinishReason
+from covey.core.records import Completion, FinishReason
 from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import ServerError

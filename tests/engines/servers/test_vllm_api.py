@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.api import VllmApi

@@ -5,7 +5,7 @@ import json
 import aiohttp
 import pytest
 
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.rollout.environments.endpoint import SESSION_HEADER, ChatEndpoint, ChatSession
 from covey.rollout.tools.parsers import TOOL_PARSERS
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.rollout.environments import EnvironmentPool, EnvironmentWarning
 from tests.support.playing import call, play, says, text_agent, tool_agent
 

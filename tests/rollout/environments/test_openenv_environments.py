@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.rollout.environments import OpenEnvironment
 from tests.support.playing import play, says, text_agent
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from tests.support.playing import TOKENIZER, play, says, text_agent
 
 

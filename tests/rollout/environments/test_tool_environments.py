@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from tests.support.playing import call, play, says, tool_agent
 
 ROW = {"prompt": [{"role": "user", "content": "Count to 3."}], "start": 1}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.core.engine import SamplingParams
-from covey.core.rollout import FinishReason
+from covey.core.records import FinishReason
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.episode import TurnTemplates

@@ -15,7 +15,7 @@ from typing import Any, Literal, Optional
 import pytest
 from PIL import Image
 
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.tool import Tool

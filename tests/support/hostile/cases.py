@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from tests.support import runs, tiny
 from tests.trainer.agents.test_tools import TEMPLATE

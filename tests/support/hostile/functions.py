@@ -5,7 +5,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.user_functions import RolloutError
 from tests.support.hostile.cases import ENDS, FAILS, NOTHING, OWN, Case, Scene

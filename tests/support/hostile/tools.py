@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.sandbox import run_python
 from tests.support.hostile.cases import NOTHING, SHOWN, TOKENIZER, TOLD, Case, Scene
 

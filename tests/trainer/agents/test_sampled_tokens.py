@@ -18,7 +18,7 @@ from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate
 from covey.core.engine import EngineTraits, SamplingParams
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.ragged import segment_sum
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer

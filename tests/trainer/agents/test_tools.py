@@ -2,7 +2,7 @@
 
 import pytest
 
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.user_functions import RolloutError
 from covey.trainer.build_rollouts import FailureMonitor

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from covey.core.batch import collate
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
 from tests.support import hybrids, runs, tiny
 

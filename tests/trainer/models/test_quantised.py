@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from covey.core.batch import collate
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.policy.full_copy import GatheredPolicy
 from covey.policy.layouts import LAYOUTS
 from covey.policy.loading import load_policy

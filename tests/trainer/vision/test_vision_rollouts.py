@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from covey.core.batch import collate
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.rollout import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.engines.native.recurrent_engine import RecurrentEngine
 from covey.rollout.tools.turn_template import TurnTemplate
 from tests.support import runs, tiny_vision

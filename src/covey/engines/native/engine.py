@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache
 
 from covey.core.engine import EngineTraits, SampleRequest
 from covey.core.model import decoder_of, inference_mode_of, name_of
-from covey.core.rollout import Completion
+from covey.core.records import Completion
 from covey.core.weights import WeightUpdate
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
 from covey.engines.native.draft_verification import verify_drafts

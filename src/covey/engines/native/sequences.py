@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.rollout import Completion, FinishReason
+from covey.core.records import Completion, FinishReason
 from covey.engines.native.sampling import SampledTokens, sample_tokens
 
 

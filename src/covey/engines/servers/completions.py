@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.core.engine import SampleRequest
-from covey.core.rollout import Completion, FinishReason
+from covey.core.records import Completion, FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.protocols import SampledChunk
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from covey.core.engine import EngineTraits, SampleRequest
-from covey.core.rollout import Completion
+from covey.core.records import Completion
 from covey.core.weights import WeightUpdate
 from covey.engines.servers.completions import PartialCompletion, check_answer, single_request
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from covey.core.engine import SampleRequest
-from covey.core.rollout import Completion
+from covey.core.records import Completion
 from covey.engines.servers.http_client import ServerClient
 
 ADAPTER_PREFIX = "covey-"

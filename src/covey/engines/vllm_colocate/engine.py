@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from covey.core.engine import EngineTraits, SampleRequest
-from covey.core.rollout import Completion, FinishReason
+from covey.core.records import Completion, FinishReason
 from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.vllm_colocate.cpu_heads import repack_heads
 from covey.engines.vllm_colocate.process import is_running

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from covey.core.rollout import Message
+from covey.core.records import Message
 from covey.rollout.episode import Episode, EpisodeEngine, Reply
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.parsers import ToolParser, read_turn

@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from covey.core.rollout import Message
+from covey.core.records import Message
 from covey.rollout.images import as_parts
 from covey.rollout.prompts import is_conversational
 from covey.rollout.tools.result_text import parts_of

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.core.rollout import Message
+from covey.core.records import Message
 from covey.rollout.environments.interface import library
 
 NOT_SHOWN = frozenset({"done", "reward", "metadata"})

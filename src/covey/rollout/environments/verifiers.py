@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from covey.core.rollout import FinishReason, Message, Rollout
+from covey.core.records import FinishReason, Message, Rollout
 from covey.rollout.environments.agent import REWARD
 from covey.rollout.environments.endpoint import ChatEndpoint, ChatSession
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number, library

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from covey.core.rollout import Message
+from covey.core.records import Message
 from covey.rollout.images import as_parts, with_images
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.vision import Encoded, Vision

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.rollout import Completion, FinishReason
+from covey.core.records import Completion, FinishReason
 from covey.engines.servers.completions import STOPS, PartialCompletion, single_request
 from covey.engines.servers.errors import BadAnswer, ServerRefused, same_vocabulary
 from covey.engines.servers.http_client import ServerClient

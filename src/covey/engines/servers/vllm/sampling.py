@@ -3,7 +3,7 @@
 from typing import Any
 
 from covey.core.engine import SampleRequest
-from covey.core.rollout import Completion, FinishReason
+from covey.core.records import Completion, FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerError
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.images import sent_ids, sent_images

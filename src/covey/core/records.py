@@ -1,0 +1,345 @@
+"""Records that pass between the stages of a training step, in the order of the stages.
+
+Letters: n completions of this process, N of all processes, F reward functions.
+
+Example:
+    Two answers to "2+2=", sampled, scored and flattened:
+
+    >>> samples = [PromptSample({"prompt": "2+2="}, prompt=0, sample=i) for i in range(2)]
+    >>> right = Rollout([17, 10, 17, 28], [19, 2], [True, True], [-0.1, -0.2], "4", FinishReason.STOP)
+    >>> wrong = Rollout([17, 10, 17, 28], [20], [True], [-2.3], "5", FinishReason.LENGTH)
+    >>> scored = ScoredRollouts(samples, [right, wrong], torch.tensor([[1.0], [0.0]]), columns={}, steps=[{}, {}])
+    >>> scored.scores.rewards.tolist(), scored.scores.lengths, wrong.truncated
+    ([[1.0], [0.0]], [2, 1], True)
+    >>> from covey.core.batch import collate
+    >>> batch = collate(scored.rollouts)
+    >>> batch.token_ids.tolist(), batch.lengths.tolist(), batch.groups.tolist(), batch.prompt_ids.tolist()
+    ([19, 2, 20], [2, 1], [0, 0], [17, 10, 17, 28])
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from covey.core.credit import StepRewards
+from covey.core.media import Media, images_of
+from covey.core.transcript import Counts
+
+Message = dict[str, Any]
+"""One chat message: `{"role": ..., "content": ...}` and whatever else a chat template reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSample:
+    """One completion to be sampled.
+
+    Attributes:
+        row: the dataset row; `row["prompt"]` is the prompt.
+        prompt: the row's number, which seeds the sample.
+        sample: index among the prompt's completions, 0 ... G-1.
+    """
+
+    row: dict[str, Any]
+    prompt: int
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """Samples of one prompt.
+
+    Attributes:
+        number: index among the groups of the batch.
+        start: index of the first sample in the batch.
+        samples: one or more.
+        rows: the dataset row of each.
+    """
+
+    number: int
+    start: int
+    samples: list[PromptSample]
+    rows: list[dict[str, Any]]
+
+
+class MicroStep(NamedTuple):
+    """One micro-step of Hugging Face's training loop, as the dataloader yields it.
+
+    Attributes:
+        generation: number, since the run began, of the generation that begins with this step; None where training goes
+            on with the current one.
+        samples: this process's prompt samples of it; None where the trainer chooses prompts when it samples.
+    """
+
+    generation: int | None = None
+    samples: list[PromptSample] | None = None
+
+
+class FinishReason(StrEnum):
+    """Why a rollout ended."""
+
+    STOP = "stop"
+    """The policy emitted an end-of-sequence token."""
+    LENGTH = "length"
+    """The completion reached `max_completion_length`, or the context ended: truncated."""
+    TOOL_BUDGET = "tool_budget"
+    """The tool-calling iterations were used up."""
+    ERROR = "error"
+    """Something outside the policy failed; the rollout carries what there was until then."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sampled continuation of a prompt, as an engine returns it.
+
+    Attributes:
+        token_ids: the sampled tokens, the end-of-sequence token included where one was sampled.
+        logprobs: natural log-probability of each token under the sampling policy at its temperature, before
+            top-k, top-p and min-p cut the tail: the quantity the trainer's own scorer computes. None if the engine
+            does not report them.
+        finish: STOP or LENGTH.
+        entropies: entropy in nats of the distribution each token was drawn from, at the temperature and before any
+            cut; None if the engine does not report them.
+        reused: how many of the first tokens were taken from a draft (`SampleRequest.drafts`) instead of decoded one
+            by one; their log-probs and entropies are the current policy's all the same.
+        versions: policy version, in optimizer steps, that each token was sampled with; None if the engine does not
+            say. Tokens of one completion differ in it where new weights arrived while it was being sampled.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish: FinishReason
+    entropies: list[float] | None = None
+    reused: int = 0
+    versions: list[int] | None = None
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One finished episode.
+
+    Attributes:
+        prompt_ids: tokens the episode started from; never trained on.
+        completion_ids: every token after the prompt: sampled ones and, with tools, those of tool results.
+        sampled: the only mask. True where the policy chose the token, False where something else wrote it.
+        logprobs: as the engine saw them, one per completion token (0.0 where not sampled), or None.
+        entropies: likewise.
+        completion: what reward functions receive: a string (standard prompts) or a list of messages.
+        finish: why it ended.
+        group: index, within the batch, of the prompt it shares with its siblings.
+        reused: how many of the sampled tokens were taken from a draft.
+        versions: policy version, in optimizer steps, that each completion token was sampled with; None if the engine
+            does not say.
+        media: what a vision-language model is shown besides text: in the prompt, then in the results of tools.
+        extras: further fields for reward functions (from a `rollout_func` or an environment).
+        turn_ends: where each of the policy's turns ends: the index of its last token among `completion_ids`. Empty
+            where nobody says, which means one turn that ends with the completion.
+        calls: how many calls of tools had which fate: "ok", or one of `covey.rollout.tools.toolbox.Failure`.
+        prompt: what the episode started from, text or messages, where that need not be the row's prompt; else None.
+        error: what failed outside of the policy, in words, where `finish` is ERROR.
+        seconds: from the beginning of the rollout to its end, where an agent played it.
+        tool_seconds: those of them in which it waited for its tools.
+
+    Raises:
+        ValueError: lists that belong to tokens have other lengths than `completion_ids`.
+
+    Example:
+        A rollout that answered "4<eos>" to "2+2=":
+        `Rollout([17, 10, 17, 28], [19, 2], [True, True], [-0.1, -0.2], "4", FinishReason.STOP)`
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    sampled: list[bool]
+    logprobs: list[float] | None
+    completion: str | list[Message]
+    finish: FinishReason
+    group: int = 0
+    entropies: list[float] | None = None
+    media: tuple[Media, ...] = ()
+    extras: dict[str, Any] = field(default_factory=dict)
+    reused: int = 0
+    versions: list[int] | None = None
+    turn_ends: list[int] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+    seconds: float = 0.0
+    tool_seconds: float = 0.0
+    prompt: str | list[Message] | None = None
+
+    def __post_init__(self) -> None:
+        tokens = len(self.completion_ids)
+        for name in ("sampled", "logprobs", "entropies", "versions"):
+            values = getattr(self, name)
+            if values is not None and len(values) != tokens:
+                raise ValueError(
+                    f"a Rollout of {tokens} completion_ids was given {len(values)} {name}: give one for each token of"
+                    " the completion, those of tool results included."
+                )
+        if not all(0 <= end < tokens for end in self.turn_ends):
+            raise ValueError(
+                f"a Rollout of {tokens} completion_ids was given turn_ends={self.turn_ends}: give the index of the last"
+                " token of each turn among completion_ids, from 0 on."
+            )
+
+    @property
+    def images(self) -> list[Any]:
+        """The images of `media`, in the order of the tokens that stand for them."""
+        return images_of(self.media)
+
+    def asked(self, row: dict[str, Any]) -> Any:
+        """The prompt as reward functions and logs get it: the episode's own, or the row's."""
+        return row.get("prompt") if self.prompt is None else self.prompt
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the policy was cut off rather than having stopped by itself."""
+        return self.finish is not FinishReason.STOP
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens the policy chose."""
+        return sum(self.sampled)
+
+    @property
+    def num_turns(self) -> int:
+        """How many turns the policy took."""
+        return max(len(self.turn_ends), int(any(self.sampled)))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of N completions.
+
+    Attributes:
+        rewards: [N, F] unweighted, NaN where a function abstained; the sum where it rewarded steps.
+        steps: [N] dictionaries: index of a reward function that rewarded the completion's steps -> pairs of a step's
+            last token and its reward.
+        lengths: [N] completion tokens, including those of tool results.
+    """
+
+    rewards: Tensor
+    steps: list[dict[int, StepRewards]]
+    lengths: list[int]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Scores"]) -> "Scores":
+        """Concatenate the scores of several processes or rounds, in this order."""
+        return cls(
+            torch.cat([part.rewards for part in parts]),
+            [steps for part in parts for steps in part.steps],
+            [length for part in parts for length in part.lengths],
+        )
+
+    @property
+    def process_functions(self) -> list[int]:
+        """Indexes of the functions that rewarded steps of any completion."""
+        return sorted({function for steps in self.steps for function in steps})
+
+    def steps_of(self, function: int) -> list[StepRewards]:
+        """[N] steps of a process function; a plain number is one step, which ends with the completion."""
+        numbers = self.rewards[:, function].tolist()
+        found: list[StepRewards] = []
+        for steps, length, number in zip(self.steps, self.lengths, numbers, strict=True):
+            scored = not math.isnan(number)
+            if function in steps:
+                found.append(steps[function] if scored else [(end, math.nan) for end, _ in steps[function]])
+            else:
+                found.append([(length - 1, number)] if scored and length else [])
+        return found
+
+    def outcomes(self) -> Tensor:
+        """[N, F] rewards of outcomes: NaN for process functions."""
+        outcomes = self.rewards.clone()
+        outcomes[:, self.process_functions] = torch.nan
+        return outcomes
+
+
+@dataclass(frozen=True)
+class ScoredRollouts:
+    """Completions of this process with their scores.
+
+    Attributes:
+        draws, rollouts: n of each, in sampling order.
+        rewards: [n, F], NaN where a function abstained.
+        columns: further columns of the completions table, each [n].
+        steps: [n], rewards of steps by the number of the function that gave them.
+    """
+
+    draws: list[PromptSample]
+    rollouts: list[Rollout]
+    rewards: Tensor
+    columns: dict[str, list[Any]]
+    steps: list[dict[int, StepRewards]]
+
+    @property
+    def scores(self) -> Scores:
+        """Rewards and lengths, as other processes get them."""
+        return Scores(self.rewards, self.steps, [len(rollout.completion_ids) for rollout in self.rollouts])
+
+    def __getitem__(self, index: int) -> "ScoredRollout":
+        cells = {name: values[index] for name, values in self.columns.items()}
+        return ScoredRollout(self.draws[index], self.rollouts[index], self.rewards[index], cells, self.steps[index])
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """One completion with all that belongs to it, as it travels between processes."""
+
+    draw: PromptSample
+    rollout: Rollout
+    rewards: Tensor
+    cells: dict[str, Any]
+    steps: dict[int, StepRewards]
+
+
+class RolloutSummary(NamedTuple):
+    """One rollout as all processes know it: its sizes, and its row of the completions table.
+
+    Attributes:
+        length: sampled tokens.
+        truncated: it was cut off.
+        prompt_length: tokens of the prompt.
+        prompt, completion: text or messages.
+        finish: a `FinishReason`.
+        counts: turns and calls.
+        error: of a rollout that failed.
+        images: small PNG files.
+        extras: cells of columns that reward functions have logged.
+    """
+
+    length: int
+    truncated: bool
+    prompt_length: int
+    prompt: Any
+    completion: Any
+    finish: str
+    counts: Counts
+    error: str | None
+    images: list[bytes]
+    extras: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RankShard:
+    """One process's share of a generation, as it is sent to the others.
+
+    Attributes:
+        scores: rewards of its n completions.
+        kl: [n] KL penalty of each completion, or None.
+        trained_tokens: of all of them.
+        micro_batches: nominal micro-batches.
+        staleness: optimizer steps by which the weights that sampled a token are older than the current ones, at most.
+        summaries: n.
+    """
+
+    scores: Scores
+    kl: Tensor | None
+    trained_tokens: int
+    micro_batches: int
+    staleness: int
+    summaries: list[RolloutSummary]
