@@ -5,6 +5,7 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
@@ -19,6 +20,8 @@ from covey.data.prompt_stream import PromptStream
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
+from covey.observability.metrics import MetricLog
+from covey.observability.timeline import PhaseTimer, Timeline
 from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
 from covey.policy.reference import Reference, starts_as_nothing
@@ -30,13 +33,16 @@ from covey.rollout.collector import Collector
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision
+from covey.runtime.process_memory import reuse_freed_memory
 from covey.trainer.build_environments import RewardSources
 from covey.trainer.build_rollouts import build_agency
-from covey.trainer.context import RunContext
+from covey.trainer.context import RunContext, TrainingLoop
+from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.entropy import EntropyController
+from covey.trainer.finite import check_model
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers
 from covey.trainer.microbatches import MicroBatchRunner
@@ -78,6 +84,31 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
     return args
 
 
+def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConfig, algorithm: Algorithm) -> RunContext:
+    """Settings, services and state of a run, once Hugging Face's trainer has its accelerator."""
+    if accelerator.device.type == "cpu":
+        reuse_freed_memory()
+    collectives = Collectives(
+        accelerator.process_index,
+        accelerator.num_processes,
+        float(args.ddp_timeout),
+        lambda: loop.state.global_step,
+    )
+    timeline = Timeline()
+    return RunContext(
+        args=args,
+        algebra=args.algebra(args.world_size),
+        algorithm=algorithm,
+        loop=loop,
+        accelerator=accelerator,
+        sharding=sharding_of(accelerator),
+        collectives=collectives,
+        metrics=MetricLog(collectives.named("put the metrics together")),
+        phases=PhaseTimer(notice=collectives.note, span=timeline.phase),
+        timeline=timeline,
+    )
+
+
 def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: Any) -> Any:
     """The model to train, with dropout and gradient checkpointing as the config has them."""
     policy = load_policy(
@@ -93,6 +124,8 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
             computes_in="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
         ),
     )
+    if args.process_index == 0:  # others may have empty weights still, which FSDP fills from here
+        check_model(policy)
     name_present_blocks(policy)
     if args.disable_dropout:
         disable_dropout(policy)

@@ -22,22 +22,17 @@ from covey.core.batch import TrainBatch
 from covey.core.engine import traits_of
 from covey.core.metrics import Max
 from covey.data.sampler import MicroStep, train_loader
-from covey.observability.metrics import MetricLog
-from covey.observability.timeline import PhaseTimer, Timeline
 from covey.policy.loading import load_processing_class
 from covey.policy.unwrap import Unwrap
 from covey.rollout.vision import tokenizer_of
-from covey.runtime.process_memory import reuse_freed_memory
 from covey.trainer import build
 from covey.trainer.behaviour import BehaviourScorer
 from covey.trainer.checkpoint import Checkpointer, Stateful, find_checkpoint, resume_from
-from covey.trainer.context import RunContext
 from covey.trainer.credit import CreditAssigner
-from covey.trainer.distributed.collectives import Collectives
-from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu, sharding_of
+from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.engine_check.correction import build_engine_check, corrected
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
-from covey.trainer.finite import FiniteCheck, check_model
+from covey.trainer.finite import FiniteCheck
 from covey.trainer.integrations import hub, search
 from covey.trainer.moe_balance import ExpertBalance
 from covey.trainer.rollout_phase import RolloutPhase
@@ -119,8 +114,6 @@ class OnlineTrainer(Trainer):
         check_datasets(args, train_dataset, eval_dataset, prompts_required)
         set_seed(args.seed)  # before an adapter is initialised
         model = build.build_policy(args, model, quantization_config, peft_config)
-        if args.process_index == 0:  # others may have empty weights still, which FSDP fills from here
-            check_model(model)
         processing_class = load_processing_class(
             processing_class, model, trust_remote_code=args.trust_remote_code, init_kwargs=args.model_init_kwargs
         )
@@ -136,29 +129,9 @@ class OnlineTrainer(Trainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        if self.accelerator.device.type == "cpu":
-            reuse_freed_memory()
-        self.sharding = sharding_of(self.accelerator)
-        self.collectives = Collectives(
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
-            float(args.ddp_timeout),
-            lambda: self.state.global_step,
-        )
-        self.metrics = MetricLog(self.collectives.named("put the metrics together"))
-        self.timeline = Timeline()
-        self.context = context = RunContext(
-            args=args,
-            algebra=args.algebra(args.world_size),
-            algorithm=self.make_algorithm(args),
-            loop=self,
-            accelerator=self.accelerator,
-            sharding=self.sharding,
-            collectives=self.collectives,
-            metrics=self.metrics,
-            phases=PhaseTimer(notice=self.collectives.note, span=self.timeline.phase),
-            timeline=self.timeline,
-        )
+        self.context = context = build.build_context(self, self.accelerator, args, self.make_algorithm(args))
+        self.sharding, self.collectives = context.sharding, context.collectives
+        self.metrics, self.timeline = context.metrics, context.timeline
         self.scorer = build.build_scorer(args, tokenizer, self.accelerator, vision)
         self.balance = ExpertBalance.of(args, model)
         self.reference = build.build_reference(args, context.algorithm, model, self.accelerator, peft_config)
