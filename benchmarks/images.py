@@ -52,7 +52,7 @@ def batch(side: int, siblings: int, answer: int) -> TrainBatch:
 
 def seconds(policy: Qwen2VLForConditionalGeneration, scorer: TokenScorer, siblings: TrainBatch, once: bool) -> float:
     """Of a forward pass and its way back."""
-    with nullcontext() if once else patch("covey.policy.scoring.encoded_once", lambda model: nullcontext()):
+    with nullcontext() if once else patch("covey.policy.scoring.deduplicated_images", lambda model: nullcontext()):
         began = perf_counter()
         scorer(policy, siblings).logprobs.sum().backward()
         taken = perf_counter() - began

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from covey.engines.vllm_colocate import process
-from covey.engines.vllm_colocate.process import process_kept, require_vllm, start_vllm
+from covey.engines.vllm_colocate.process import preserved_process_state, require_vllm, start_vllm
 
 
 def absent(name):
@@ -64,7 +64,7 @@ def test_process_state_is_restored_after_starting_vllm(monkeypatch):
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
-    with pytest.raises(RuntimeError, match="did not start"), process_kept():
+    with pytest.raises(RuntimeError, match="did not start"), preserved_process_state():
         meddle()
         raise RuntimeError("did not start")
     drawn = (torch.rand(3), random.random(), np.random.rand())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from covey.core.batch import collate
-from covey.policy.image_dedup import encoded_once
+from covey.policy.image_dedup import deduplicated_images
 from covey.policy.vlm_parts import image_encoder
 from tests.support import tiny_vision
 from tests.trainer.vision.test_vision_training import FAMILIES, rollouts, scores
@@ -69,9 +69,9 @@ class Model(torch.nn.Module):
 def test_encoders_that_mix_images_or_use_dropout_are_excluded():
     pixels = torch.ones(3, 2, 2)
     strange = Model(Strange())
-    with encoded_once(strange):
+    with deduplicated_images(strange):
         assert strange.encoder(pixels).shape == (1, 12)
     assert "forward" not in vars(strange.encoder)
     random = Model(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5)))
-    with encoded_once(random):
+    with deduplicated_images(random):
         assert random.encoder(torch.ones(2, 8, 8)).unique(dim=0).shape[0] == 2

@@ -5,7 +5,7 @@ import torch
 
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
-from covey.policy.layouts.selection import choose_layout, slowest
+from covey.policy.layout_selection import choose_layout, slowest
 from covey.policy.scoring import TokenScorer
 from tests.support import tiny
 
@@ -51,5 +51,5 @@ def test_slower_layout_can_be_adopted(layout):
     expected = scorer(model, batch).logprobs
     assert scorer.layout == "shared_prefix"
     scorer.adopt(model, layout)
-    assert scorer.layout == scorer.settle(model, batch) == layout
+    assert scorer.layout == scorer.layout_of(model, batch) == layout
     torch.testing.assert_close(scorer(model, batch).logprobs, expected, rtol=0, atol=1e-5)

@@ -7,8 +7,7 @@ import torch
 
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
-from covey.policy.layouts import LAYOUTS
-from covey.policy.layouts.shared_prefix import WORTH_SHARING
+from covey.policy.layouts import LAYOUTS, WORTH_SHARING
 from covey.policy.scoring import TokenScorer
 from tests.support import tiny
 

@@ -197,16 +197,18 @@ def test_insisting_on_a_layout_that_would_be_wrong_is_an_error(name, layout):
 def test_every_model_has_its_own_layout():
     scorer = TokenScorer(lambda m: m, temperature=1.0)
     policy, reference, batch = tiny_of("Llama"), tiny_unpackable("Lfm2"), ragged_batch()
-    assert scorer.settle(policy, batch) == "shared_prefix"
+    assert scorer.layout_of(policy, batch) == "shared_prefix"
     with pytest.warns(UserWarning, match="Lfm2ForCausalLM cannot"):
-        assert scorer.settle(reference, batch) == "padded"
+        assert scorer.layout_of(reference, batch) == "padded"
     assert scorer.layout == "shared_prefix"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss", "Qwen3"])
 def test_rounding_is_no_difference(name, dtype):
-    assert TokenScorer(lambda m: m, temperature=1.0).settle(tiny_of(name).to(dtype), ragged_batch()) == "shared_prefix"
+    assert (
+        TokenScorer(lambda m: m, temperature=1.0).layout_of(tiny_of(name).to(dtype), ragged_batch()) == "shared_prefix"
+    )
 
 
 def test_half_precision_does_not_hide_that_sequences_mix():
@@ -218,4 +220,4 @@ def test_half_precision_does_not_hide_that_sequences_mix():
 
     model.model.embed_tokens.register_forward_hook(mix)
     with pytest.warns(UserWarning, match="when another rollout of the row changes"):
-        assert TokenScorer(lambda m: m, temperature=1.0).settle(model, ragged_batch()) == "padded"
+        assert TokenScorer(lambda m: m, temperature=1.0).layout_of(model, ragged_batch()) == "padded"

@@ -215,7 +215,7 @@ def test_sharded_head_error_names_the_remedy():
     class Sharded:
         weight = type("Weight", (), {"full_tensor": None})()
 
-    with pytest.raises(ValueError, match="inside=True"):
+    with pytest.raises(ValueError, match="inside_head_call=True"):
         score_hidden(
             torch.zeros(1, 2), torch.tensor([0]), Head(Sharded()), temperature=1.0, entropy=False, chunk_size=4
         )

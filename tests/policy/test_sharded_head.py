@@ -27,7 +27,7 @@ def lora_head():
 def test_sharded_head_gives_the_same_scores_and_gradients(make, layout):
     model, batch = make().train(), collate(rollouts())
     after = scorer(layout=layout, chunk_size=4)(model, batch, entropy=True)
-    inside = scorer(layout=layout, chunk_size=4, inside=True)(model, batch, entropy=True)
+    inside = scorer(layout=layout, chunk_size=4, inside_head_call=True)(model, batch, entropy=True)
     torch.testing.assert_close(inside, after, rtol=1e-12, atol=1e-12)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.parameters = lambda: trained
@@ -38,7 +38,7 @@ def test_sharded_head_gives_the_same_scores_and_gradients(make, layout):
 def test_head_is_restored_and_entropies_are_optional():
     model, batch = tiny.model(), collate(rollouts())
     expected = model(torch.tensor([[5, 6, 7]])).logits
-    scores = scorer(inside=True)(model, batch)
+    scores = scorer(inside_head_call=True)(model, batch)
     assert scores.entropies is None and "forward" not in vars(model.lm_head)
     torch.testing.assert_close(model(torch.tensor([[5, 6, 7]])).logits, expected)
 
@@ -53,9 +53,9 @@ def test_model_output_gets_its_gradient_before_the_head():
 
         return forward_hook
 
-    inside = scorer(layout="padded", inside=True)
+    inside = scorer(layout="padded", inside_head_call=True)
     batch = collate(rollouts())
-    inside.settle(model, batch)
+    inside.layout_of(model, batch)
     model.register_forward_hook(note("model"))
     model.get_decoder().norm.register_forward_hook(note("norm"))
     inside(model, batch).logprobs.sum().backward()
@@ -64,7 +64,7 @@ def test_model_output_gets_its_gradient_before_the_head():
 
 def test_batch_without_learned_tokens_has_zero_gradients():
     model = tiny.model()
-    inside = scorer(inside=True)
+    inside = scorer(inside_head_call=True)
     batch = collate(rollouts()).idle()
     scores = inside(model, batch, entropy=True)
     assert scores.logprobs.tolist() == [0.0]
@@ -82,4 +82,4 @@ def test_a_model_that_calls_its_head_twice_is_refused():
 
     model.forward = twice
     with pytest.raises(ValueError, match="calls its head 2 times"):
-        scorer(layout="padded", inside=True)(model, collate(rollouts()))
+        scorer(layout="padded", inside_head_call=True)(model, collate(rollouts()))

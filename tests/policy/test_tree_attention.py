@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from covey.policy.attention import TokenTree, flex, kernels, packed_attention, tree
+from covey.policy.attention import TokenTree, flex, merged, packed_attention, tree
 from covey.policy.attention.merged import merged_attention
 
 GROUP = TokenTree([3, 2, 4], [-1, 0, 0])
@@ -120,7 +120,7 @@ def test_rectangles_cover_what_is_visible_exactly_once(seed, window, monkeypatch
 @pytest.mark.parametrize("sinks", [False, True])
 def test_merged_rectangles_are_the_softmax_over_all(seed, window, cap, sinks, monkeypatch):
     monkeypatch.setattr(tree, "BAND_BLOCK", 4)
-    monkeypatch.setattr(kernels, "SCORES_AT_ONCE", 200)
+    monkeypatch.setattr(merged, "SCORES_AT_ONCE", 200)
     assert_same(merged_attention, random_tree(seed), window=window, cap=cap, sinks=sinks)
 
 
@@ -219,7 +219,7 @@ def test_unsupported_attention_arguments_are_refused(kwargs, message):
 
 def test_tree_that_does_not_reach_the_layers_is_an_error():
     query, key, value, _ = inputs(GROUP)
-    with pytest.raises(ValueError, match="was not given the keyword arguments"):
+    with pytest.raises(ValueError, match="attn_layout='padded'"):
         packed_attention(nn.Module(), query, key, value, torch.zeros(1, 1, 1, 1))
 
 

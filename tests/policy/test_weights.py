@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from covey.policy.weights import weight_update, why_not_alone
+from covey.policy.adapters import why_not_alone
+from covey.policy.weights import weight_update
 from tests.support import tiny, tiny_vision
 
 peft = pytest.importorskip("peft")

@@ -166,7 +166,7 @@ def test_sampling_filters_and_further_settings_reach_vllm(engine):
 
 @pytest.mark.parametrize(
     ("extra", "message"),
-    [({"beams": 3}, "does not know all of generation_kwargs.*beams"), ({"seed": 1}, "may not hold 'seed'")],
+    [({"beams": 3}, "does not know all of generation_kwargs.*beams"), ({"seed": 1}, "may not contain 'seed'")],
 )
 def test_settings_that_vllm_does_not_know_are_named(engine, extra, message):
     with pytest.raises(ValueError, match=message):

@@ -69,5 +69,5 @@ async def shown_later(row, engine):
 
 def test_a_prompt_with_images_that_vllm_expands_otherwise_is_refused(tmp_path):
     trained = trainer(tmp_path, vllm_engine_kwargs={"mm_processor_kwargs": {"max_pixels": 256}})
-    with pytest.raises(RuntimeError, match="tokens of a prompt with images of which the trainer's processor makes"):
+    with pytest.raises(RuntimeError, match="expands a prompt with images to"):
         trained.train()

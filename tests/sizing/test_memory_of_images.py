@@ -51,7 +51,7 @@ def kept_by_a_pass(model, processor):
     ]
     scorer = TokenScorer(lambda m: m, temperature=1.0, layout="padded", pad_token_id=0, vision=True)
     batch = collate(rollouts)
-    scorer.settle(model, batch)
+    scorer.layout_of(model, batch)
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept = {}
 

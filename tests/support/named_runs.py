@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from covey.policy.weights import has_adapter, weight_update
+from covey.policy.adapters import has_adapter
+from covey.policy.weights import weight_update
 from tests.support import launching, mixtures, runs, tiny, tiny_vision, vision_runs
 from tests.support.traffic import Traffic
 

@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig, LlamaForSequenceClassification
 from covey import GRPOTrainer, RLOOTrainer
 from covey.core.batch import TrainBatch
 from covey.policy import full_copy, reference, saving, weights
-from covey.policy.sharded_tensors import is_sharded, whole_shape
+from covey.policy.sharded_tensors import full_shape, is_sharded
 from covey.policy.weights import weight_update
 from tests.support import launching, mixtures, runs, tiny
 from tests.support.traffic import Traffic
@@ -197,7 +197,7 @@ class Passes(Traffic):
     def __init__(self):
         super().__init__()
         for module in (full_copy, weights, saving, reference):
-            module.whole = self._not_counting(module.whole)
+            module.full_tensor = self._not_counting(module.full_tensor)
         self.take()
 
     def _not_counting(self, whole):
@@ -260,7 +260,7 @@ def outcome(trained):
         "sharding": trained.sharding.name,
         "sharded": is_sharded(policy),
         "offload": type(getattr(getattr(trained.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)).__name__,
-        "share": held / sum(whole_shape(parameter).numel() for parameter in policy.parameters()),
+        "share": held / sum(full_shape(parameter).numel() for parameter in policy.parameters()),
     }
 
 

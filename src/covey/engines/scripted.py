@@ -1,8 +1,7 @@
-"""An engine that answers from a script, after as long as the script says: for tests, and for measuring schedules.
+"""Engine with scripted completions and durations, for tests and for measurements of schedules.
 
-Nothing about it is random, and nothing depends on weights: the same requests get the same answers in every run, so
-whatever differs between two runs is the schedule's doing. It takes weights as a server does (every tensor is looked at,
-and the version counted), also while it samples.
+Nothing is random and nothing depends on weights: the same requests have the same completions in every run, so runs
+differ by their schedules alone. It accepts weights as a server does, also while it samples.
 """
 
 import asyncio
@@ -21,13 +20,13 @@ Script = Callable[[Sequence[int], int], list[int]]
 
 
 @dataclass(slots=True)
-class Served:
-    """A request and its fate.
+class ServedRequest:
+    """A request with its times.
 
     Attributes:
-        request: what was asked.
-        version: of the weights it was answered with.
-        began, ended: by `time.monotonic`; `ended` is None while it is under way.
+        request: as received.
+        version: of the weights at its arrival.
+        began, ended: by `time.monotonic`; `ended` is None while it is in progress.
     """
 
     request: SampleRequest
@@ -37,20 +36,18 @@ class Served:
 
 
 class ScriptedEngine:
-    """Answers requests from a script.
-
-    A request is answered with the weights that were there when it came, whatever arrives meanwhile.
+    """Samples from a script. A request keeps the weights of its arrival, whatever is loaded meanwhile.
 
     Args:
-        script: what a completion says. Cut at the request's `max_tokens`, it ends there; else it has stopped by itself.
-        seconds: how long a request takes: a number, or a function of its place among all requests (0, 1, ...).
-        lanes: requests that are worked on at a time, the others wait in order, as on a device that is fully used by so
-            many; None: all of them.
-        logprobs: (prompt ids, completion ids) -> log-probs to report; None: reports none.
+        script: gives the tokens of a completion; those longer than the request's `max_tokens` are truncated.
+        seconds: duration of a request: a number, or a function of its index among all requests (0, 1, ...).
+        lanes: most requests processed at once, while others wait in order, as on a device that they fully use; None:
+            no limit.
+        logprobs: (prompt ids, completion ids) -> log-probs to report; None: none.
 
     Attributes:
         served: every request so far, in the order of arrival.
-        version: of the weights; None before any came.
+        version: of the weights; None before the first update.
 
     Example:
         >>> from covey.core.engine import SamplingParams
@@ -71,17 +68,17 @@ class ScriptedEngine:
         logprobs: Callable[[Sequence[int], list[int]], list[float]] | None = None,
     ):
         self.script = script
-        self.served: list[Served] = []
+        self.served: list[ServedRequest] = []
         self.version: int | None = None
         self._seconds = seconds
         self._lanes = lanes
         self._logprobs = logprobs
-        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        """Answer, after the programmed time."""
+        """Return the scripted completions after the scripted time."""
         number = len(self.served)
-        served = Served(request, self.version or 0, time.monotonic())
+        served = ServedRequest(request, self.version or 0, time.monotonic())
         self.served.append(served)
         seconds = self._seconds(number) if callable(self._seconds) else self._seconds
         async with self._lane():
@@ -90,21 +87,21 @@ class ScriptedEngine:
         return [self._completion(request, seed, served.version) for seed in request.seeds]
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Look at every tensor and take note of the version."""
+        """Check every tensor and store the version."""
         for _ in update.checked():
             pass
         self.version = update.version
 
     def awake(self) -> AbstractContextManager[None]:
-        """It never sleeps."""
+        """Do nothing: the engine never sleeps."""
         return nullcontext()
 
     def _lane(self) -> asyncio.Semaphore:
-        """Room to work in. A semaphore belongs to the event loop that waits for it."""
+        """Semaphore of the running event loop, which bounds the requests processed at once."""
         loop = asyncio.get_running_loop()
-        if loop not in self._gates:
-            self._gates[loop] = asyncio.Semaphore(self._lanes or 2**31)
-        return self._gates[loop]
+        if loop not in self._semaphores:
+            self._semaphores[loop] = asyncio.Semaphore(self._lanes or 2**31)
+        return self._semaphores[loop]
 
     def _completion(self, request: SampleRequest, seed: int, version: int) -> Completion:
         ids = self.script(request.prompt_ids, seed)

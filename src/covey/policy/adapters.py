@@ -1,26 +1,29 @@
-"""Putting an adapter on a model, and which can be trained. Not here: what of a model they change (`weights`)."""
+"""Adapters of a model: creation, checks, and the facts that engines need about the active one."""
 
+import enum
 import warnings
 from collections.abc import Collection
 from typing import Any
 
-from covey.policy.quantization import quantisation_of
-from covey.policy.vlm_parts import outside_of
+from torch import nn
+
+from covey.policy.quantization import quantization_method
+from covey.policy.vlm_parts import adapted_parts, exclude_parts, image_encoder
 
 NEED_INPUTS = ("POLY", "XLORA", "CPT")
-"""Kinds of adapter that need more than tokens in a forward pass, or two of them."""
+"""PEFT types that need more than tokens in a forward pass, or two forward passes."""
 
 
 def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> Any:
-    """A PEFT model of a transformers model.
+    """Add a trainable adapter to a transformers model.
 
     Args:
-        model: what the adapter is put on.
-        peft_config: its kind and places.
-        frozen: parts of a vision-language model that get none: "vit", "aligner", "llm".
+        model: base of the adapter.
+        peft_config: PEFT config of the adapter.
+        frozen: parts of a vision-language model without adapters: "vit", "aligner", "llm".
 
     Raises:
-        ValueError: the config is none, or of a kind that cannot be trained, or does not suit the model.
+        ValueError: no PEFT config, or one that cannot be trained or does not suit the model.
         ImportError: PEFT is not installed.
     """
     try:
@@ -38,10 +41,10 @@ def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> 
             " such as peft.LoraConfig(r=16, target_modules='all-linear')."
         )
     _check_kind(peft_config, "`peft_config`")
-    if quantisation_of(model) is not None:
+    if quantization_method(model) is not None:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if frozen:
-        peft_config = outside_of(model, peft_config, frozen)
+        peft_config = exclude_parts(model, peft_config, frozen)
     try:
         return get_peft_model(model, peft_config)
     except ValueError as error:
@@ -49,10 +52,10 @@ def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> 
 
 
 def check_adapters(model: Any) -> None:
-    """Refuse a model whose adapters are not PEFT's usual ones, or of a kind that cannot be trained.
+    """Check that the adapters of a model are those of a PeftModel and can be trained.
 
     Raises:
-        ValueError: it has such adapters.
+        ValueError: they are not.
     """
     adapters = getattr(model, "peft_config", None)
     if adapters is None:
@@ -91,3 +94,97 @@ def _check_kind(config: Any, name: str) -> None:
             f" rank, init_r={config.init_r}. Call it in a callback's `on_optimizer_step`, or use LoRA.",
             stacklevel=2,
         )
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside a PEFT model; any other model itself."""
+    return unwrapped(model.get_base_model()) if _is_peft(model) else model
+
+
+def has_adapter(model: Any) -> bool:
+    """True for a PEFT model."""
+    return _is_peft(unwrapped(model))
+
+
+def active_adapter(model: Any) -> str:
+    """Name of the one active adapter.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    if not _is_peft(model):
+        raise ValueError(
+            f"only an adapter can be sent by itself, and {type(model).__name__} has none. Send the whole model, or"
+            " train an adapter with `peft_config`."
+        )
+    active = list(model.active_adapters)
+    if len(active) != 1:
+        raise ValueError(
+            f"the adapters {active} are in use at once, but a server samples from one at a time. Merge them"
+            " (vllm_lora_sync='merged'), or activate one with model.set_adapter(name)."
+        )
+    return active[0]
+
+
+def adapter_config(model: Any, name: str) -> dict[str, Any]:
+    """Config of an adapter as in `adapter_config.json`."""
+    config = {
+        key: _json_value(value) for key, value in model.peft_config[name].to_dict().items() if key != "runtime_config"
+    }
+    config["inference_mode"] = True
+    if config.get("base_model_name_or_path") is None:
+        config["base_model_name_or_path"] = getattr(base_model(model).config, "_name_or_path", None) or None
+    return config
+
+
+def why_not_alone(model: Any) -> str | None:
+    """Reason why servers cannot load the active adapter as it is, or None if they can.
+
+    They support low-rank matrices of linear layers, with one rank and scale, and nothing else that an adapter may have.
+    """
+    model = unwrapped(model)
+    config = model.peft_config[active_adapter(model)]
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        return f"it is of type {kind}"
+    for name, why in (
+        ("use_dora", "it is a DoRA"),
+        ("modules_to_save", "it contains whole modules (modules_to_save)"),
+        ("trainable_token_indices", "it contains token embeddings (trainable_token_indices)"),
+        ("target_parameters", "it changes parameters outside of linear layers (target_parameters)"),
+        ("rank_pattern", "its rank differs between layers (rank_pattern)"),
+        ("alpha_pattern", "its scale differs between layers (alpha_pattern)"),
+        ("layer_replication", "it repeats layers (layer_replication)"),
+        ("lora_bias", "it has biases (lora_bias)"),
+    ):
+        if getattr(config, name, None):
+            return why
+    if image_encoder(model) is not None and adapted_parts(model) != {"llm"}:
+        return "it changes the image encoder, for which servers support none"
+    return "it trains biases" if getattr(config, "bias", "none") != "none" else None
+
+
+def _json_value(value: Any) -> Any:
+    """Setting as a JSON value."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, dict):
+        return {key: _json_value(inner) for key, inner in value.items()}
+    return [_json_value(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_peft(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")

@@ -1,7 +1,6 @@
-"""Loading the policy and its tokenizer, from a hub id, a folder, an object or a GGUF file.
+"""Loading of the policy and its tokenizer, from a hub id, a folder, an object or a GGUF file.
 
-Models are loaded in float32 unless told otherwise: that is what the optimizer updates. Not here: wrapping for many
-processes (accelerate's job).
+Models are loaded in float32 by default: the optimizer updates these weights.
 """
 
 import os
@@ -16,20 +15,19 @@ import torch
 
 from covey.core.media import placeholder_ids
 from covey.core.model import sdpa_suits
-from covey.policy.adapters import check_adapters, with_adapter
+from covey.policy.adapters import base_model, check_adapters, with_adapter
 from covey.policy.quantization import (
     check_installed,
     keep_gradients,
-    one_quantisation,
-    quantisation_of,
-    tell_what_is_not,
+    quantization_config_of,
+    quantization_method,
+    warn_about_unquantized,
 )
-from covey.policy.sharded_tensors import whole_shape
+from covey.policy.sharded_tensors import full_shape
 from covey.policy.vlm_parts import freeze_parts
-from covey.policy.weights import base_model
 
 OWN_VOCABULARY = 0.5
-"""A tokenizer with a smaller share of the model's vocabulary is taken for another model's."""
+"""Smallest share of the model's vocabulary for which a tokenizer is not suspected to be another model's."""
 
 
 def load_policy(
@@ -40,33 +38,33 @@ def load_policy(
     quantization_config: Any = None,
     peft_config: Any = None,
     frozen: Collection[str] = (),
-    check_quantisation: Callable[[Any], None] = lambda quantization: None,
+    check_quantization: Callable[[Any], None] = lambda quantization: None,
 ) -> Any:
-    """The model to train.
+    """Load the model to train.
 
     Args:
-        model: hub id or folder; or a transformers or PEFT model, taken as it is.
+        model: hub id or folder; or a transformers or PEFT model.
         init_kwargs: further arguments of `from_pretrained`; only with an id or folder.
         trust_remote_code: run the code that comes with the model.
         quantization_config: loads the base in fewer bits; only with an id or folder, and with `peft_config`.
         peft_config: adds a trainable adapter.
-        frozen: parts of a vision-language model that keep their weights and get no adapter: "vit", "aligner", "llm".
-        check_quantisation: is shown how the weights are quantised (None: not at all) before they are loaded.
+        frozen: parts of a vision-language model to freeze, without adapters: "vit", "aligner", "llm".
+        check_quantization: called with the quantization config (or None) before the weights are loaded.
 
     Raises:
-        ValueError: the arguments contradict one another, or the model cannot be a policy.
+        ValueError: contradictory arguments, or a model that cannot be a policy.
         OSError: the model cannot be found.
-        ImportError: loading it as asked needs a package that is missing.
+        ImportError: a package is missing.
     """
     if isinstance(model, (str, os.PathLike)):
-        quantization_config = one_quantisation(quantization_config, init_kwargs or {})
+        quantization_config = quantization_config_of(quantization_config, init_kwargs or {})
         if quantization_config is not None and peft_config is None:
             raise ValueError(
                 "`quantization_config` without `peft_config`: quantised weights cannot be trained. Pass a `peft_config`"
                 " to train an adapter on top of them, or drop `quantization_config`."
             )
         name, trust = os.fspath(model), trust_remote_code
-        model = _from_pretrained(name, init_kwargs or {}, trust, quantization_config, check_quantisation)
+        model = _from_pretrained(name, init_kwargs or {}, trust, quantization_config, check_quantization)
     elif init_kwargs or quantization_config is not None:
         raise ValueError(
             "`model_init_kwargs` and `quantization_config` say how to load a model, but a loaded model was given"
@@ -75,8 +73,8 @@ def load_policy(
     _check_generates(model)
     if "attn_implementation" not in (init_kwargs or {}):
         keep_soft_caps(base_model(model))
-    if (method := quantisation_of(base_model(model))) is not None:
-        check_quantisation(getattr(base_model(model).config, "quantization_config", None) or {"quant_method": method})
+    if (method := quantization_method(base_model(model))) is not None:
+        check_quantization(getattr(base_model(model).config, "quantization_config", None) or {"quant_method": method})
     if frozen:
         _check_has_parts(model, frozen)
         freeze_parts(model, frozen)
@@ -86,13 +84,13 @@ def load_policy(
     if peft_config is None:
         check_adapters(model)
     keep_gradients(model)
-    if quantisation_of(base_model(model)) == "bitsandbytes":
-        tell_what_is_not(model)
+    if quantization_method(base_model(model)) == "bitsandbytes":
+        warn_about_unquantized(model)
     return model
 
 
 def keep_soft_caps(model: Any) -> None:
-    """Let a model cap its attention scores (Gemma 2): transformers 5.17 gives it SDPA, which does not."""
+    """Use eager attention for models with soft-capping (Gemma 2), which SDPA, transformers 5.17's default, ignores."""
     if model.config._attn_implementation == "sdpa" and not sdpa_suits(model):
         model.set_attn_implementation("eager")
 
@@ -102,11 +100,11 @@ def _from_pretrained(
     init_kwargs: dict[str, Any],
     trust_remote_code: bool,
     quantization: Any,
-    check_quantisation: Callable[[Any], None],
+    check_quantization: Callable[[Any], None],
 ) -> Any:
     kwargs = {"trust_remote_code": trust_remote_code, **init_kwargs}
     config = _config_of(name, kwargs)
-    check_quantisation(quantization or getattr(config, "quantization_config", None))
+    check_quantization(quantization or getattr(config, "quantization_config", None))
     auto_class = _auto_class(config)
     kwargs["dtype"] = as_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype"))
     if quantization is not None:
@@ -135,44 +133,44 @@ def _from_pretrained(
 
 
 def _config_of(name: str, kwargs: dict[str, Any]) -> Any:
-    """A model's configuration, before it is loaded; None where there is none, which loading it will complain of."""
+    """Config of a model before it is loaded; None without one, for which loading raises an error."""
     from transformers import AutoConfig
 
     try:
-        return kwargs.get("config") or AutoConfig.from_pretrained(name, **_whereabouts(kwargs))
+        return kwargs.get("config") or AutoConfig.from_pretrained(name, **_location(kwargs))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def _auto_class(config: Any) -> Any:
-    """What loads a model: vision-language models have a class of their own."""
+    """Auto class of a model: vision-language models have their own."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if config is not None and sees_images(config) else AutoModelForCausalLM
 
 
-def _whereabouts(init_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments of `from_pretrained` that say where something is to be found, and may be read."""
+def _location(init_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for location and access."""
     names = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only", "proxies")
     return {name: init_kwargs[name] for name in names if name in init_kwargs}
 
 
 def sees_images(config: Any) -> bool:
-    """Whether a configuration is of a vision-language model."""
+    """True for the config of a vision-language model."""
     from transformers import AutoModelForImageTextToText
 
     return type(config) in AutoModelForImageTextToText._model_mapping and bool(placeholder_ids(config))
 
 
 def as_dtype(dtype: Any) -> torch.dtype | str:
-    """What `from_pretrained` takes as dtype: float32 for None, a floating-point type, or "auto".
+    """Dtype for `from_pretrained`: float32 for None, a floating-point dtype, or "auto".
 
     Example:
         >>> as_dtype("bfloat16"), as_dtype(None)
         (torch.bfloat16, torch.float32)
 
     Raises:
-        ValueError: there is no such type, or it is no floating-point one.
+        ValueError: not a floating-point dtype.
     """
     if dtype is None or dtype == "auto":
         return dtype or torch.float32
@@ -186,8 +184,8 @@ def as_dtype(dtype: Any) -> torch.dtype | str:
 
 
 def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) -> str:
-    """What to tell about a model that transformers could not load."""
-    said = _first_line(error)
+    """Error text for a model that transformers could not load."""
+    reason = _first_line(error)
     if "trust_remote_code" in str(error):
         return (
             f"model={name!r} comes with code of its own, which runs only where it is trusted. Read it, then set"
@@ -196,14 +194,14 @@ def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) ->
     if os.path.isdir(name):
         options = f" with model_init_kwargs={init_kwargs!r}" if init_kwargs else ""
         return (
-            f"the model in the folder {name!r} cannot be loaded as a causal language model{options}: {said} Give the"
+            f"the model in the folder {name!r} cannot be loaded as a causal language model{options}: {reason} Give the"
             " folder of a model that AutoModelForCausalLM loads, and arguments that it takes."
         )
     if name.startswith((".", "/", "~")) or os.path.exists(name):
         return f"model={name!r}: there is no such folder. Give the folder that holds config.json, or a hub id."
     return (
-        f"model={name!r} is no folder here, and as a hub id it could not be loaded: {said} Check the spelling; without"
-        " a network, give a folder or a model that was downloaded before."
+        f"model={name!r} is no folder here, and as a hub id it could not be loaded: {reason} Check the spelling;"
+        " without a network, give a folder or a model that was downloaded before."
     )
 
 
@@ -213,7 +211,7 @@ def _first_line(error: Exception, width: int = 300) -> str:
 
 
 def _check_generates(model: Any) -> None:
-    """Refuse what cannot write a completion token by token."""
+    """Refuse models that cannot generate text token by token."""
     if isinstance(model, type) or not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__}: {model!r:.80}"
         raise ValueError(
@@ -233,7 +231,7 @@ def _check_generates(model: Any) -> None:
 
 
 def _check_trains(model: Any) -> None:
-    """Refuse a policy without anything to train, point out one whose weights are too coarse to be."""
+    """Refuse a policy without trainable weights; warn about float16 weights."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         adapter = hasattr(model, "peft_config")
@@ -245,7 +243,7 @@ def _check_trains(model: Any) -> None:
         raise ValueError(
             f"every weight of the {'adapter' if adapter else 'model'} is frozen, so nothing would be trained: {advice}."
         )
-    if quantisation_of(model) is not None and not hasattr(model, "peft_config"):
+    if quantization_method(model) is not None and not hasattr(model, "peft_config"):
         raise ValueError(
             f"the weights of this {type(model).__name__} are quantised and cannot be trained. Pass a `peft_config` to"
             " train an adapter on top of them, or load the model without `quantization_config`."
@@ -267,7 +265,7 @@ def _check_has_parts(model: Any, frozen: Collection[str]) -> None:
         )
     if hasattr(model, "peft_config"):
         raise ValueError(
-            f"{named} with a PeftModel: where its adapters lie is decided already. Give the base model and a"
+            f"{named} with a PeftModel: the modules of its adapters are fixed already. Give the base model and a"
             " `peft_config`, or make the PeftModel with adapters in other modules alone (`target_modules`)."
         )
 
@@ -275,28 +273,26 @@ def _check_has_parts(model: Any, frozen: Collection[str]) -> None:
 def load_processing_class(
     processing_class: Any, model: Any, *, trust_remote_code: bool = False, init_kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """The policy's tokenizer, or the processor of a vision-language model; its tokenizer has a padding token.
+    """Load the policy's tokenizer, or the processor of a vision-language model, and set its padding token.
 
     Args:
-        processing_class: a tokenizer or processor, or None to load the one that belongs to `model`.
-        model: the loaded policy; its name says where they are.
+        processing_class: a tokenizer or processor, or None to load that of `model`.
+        model: the loaded policy, with the name to load from.
         trust_remote_code: run the code that comes with them.
-        init_kwargs: what the model was loaded with; theirs is the same revision, cache and so on.
+        init_kwargs: arguments of the model's loading, for revision, cache and so on.
 
     Raises:
-        ValueError: none can be found, it has no end-of-sequence token, is another model's, or is a processor and the
-            model sees no images.
+        ValueError: none is found, it has no end-of-sequence token, is another model's, or is a processor for a model
+            without images.
     """
     given = processing_class
     if given is None:
-        given = _own_processing_class(
-            model, {"trust_remote_code": trust_remote_code, **_whereabouts(init_kwargs or {})}
-        )
+        given = _own_processing_class(model, {"trust_remote_code": trust_remote_code, **_location(init_kwargs or {})})
     tokenizer = given
     if hasattr(given, "tokenizer") and not hasattr(given, "eos_token_id"):
         if not sees_images(model.config):
             raise ValueError(
-                f"`processing_class` is the processor {type(given).__name__}, which holds a tokenizer beside its image"
+                f"`processing_class` is the processor {type(given).__name__}, which contains a tokenizer and image"
                 f" or audio parts, and {type(model).__name__} sees no images. Pass `processor.tokenizer`, or a"
                 " vision-language model."
             )
@@ -314,19 +310,19 @@ def load_processing_class(
     return given
 
 
-def _own_processing_class(model: Any, whereabouts: dict[str, Any]) -> Any:
+def _own_processing_class(model: Any, location: dict[str, Any]) -> Any:
     from transformers import AutoProcessor, AutoTokenizer
 
     name = getattr(model.config, "_name_or_path", "")
     if not name:
         raise ValueError(
-            "the model does not say where it was loaded from, so its tokenizer cannot be found. Pass"
+            "the model's config does not name its source, so its tokenizer cannot be found. Pass"
             " `processing_class=tokenizer`."
         )
     what = "processor" if sees_images(model.config) else "tokenizer"
     try:
         auto_class: Any = AutoProcessor if what == "processor" else AutoTokenizer
-        return auto_class.from_pretrained(name, **whereabouts)
+        return auto_class.from_pretrained(name, **location)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise ValueError(
             f"no {what} could be loaded from {name!r}, where the model is from. Save it there"
@@ -344,8 +340,8 @@ def _check_is_tokenizer(tokenizer: Any) -> None:
 
 
 def _check_vocabulary(tokenizer: Any, model: Any) -> None:
-    """Refuse a tokenizer with more tokens than the model has, point out one with far fewer."""
-    vocabulary = whole_shape(model.get_input_embeddings().weight)[0]
+    """Refuse a tokenizer with more tokens than the model; warn about one with far fewer."""
+    vocabulary = full_shape(model.get_input_embeddings().weight)[0]
     if len(tokenizer) > vocabulary:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens but the model embeds only {vocabulary}: they do not belong"
@@ -367,13 +363,13 @@ def end_token_ids(model: Any, tokenizer: Any) -> set[int]:
 
 
 def max_context(model: Any) -> int | None:
-    """Most tokens the model has positions for, or None when it does not say."""
-    said = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return said if said and said > 0 else None  # XLNet says -1
+    """Most tokens that the model has positions for, or None if the config has no limit."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if limit and limit > 0 else None  # XLNet has -1
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
-    """Whether any dropout probability is above 0, so that two passes over the same tokens differ in training."""
+    """True if any dropout probability is above 0, so that forward passes over the same tokens differ in training."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             return True
@@ -383,7 +379,7 @@ def has_dropout(model: torch.nn.Module) -> bool:
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout probability to 0: of dropout modules, and those that attention keeps as plain numbers."""
+    """Set every dropout probability to 0: of dropout modules, and the plain numbers in attention modules."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -393,14 +389,14 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 
 def convert_gguf(path: str | Path, folder: str | Path) -> Path:
-    """Turn a GGUF file into a float32 model folder that loads in seconds; done once, then reused.
+    """Convert a GGUF file into a float32 model folder; done once, then reused.
 
     Args:
         path: the .gguf file.
-        folder: where the converted model goes; nothing happens if it is complete already.
+        folder: of the converted model; nothing happens if it is complete already.
 
     Returns:
-        `folder`. It appears complete or not at all.
+        `folder`, which is created atomically.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -416,7 +412,7 @@ def convert_gguf(path: str | Path, folder: str | Path) -> Path:
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     config = {k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}
-    # A model that remembers having been GGUF refuses to be saved, so its weights move into a clean one.
+    # A model loaded from GGUF refuses to be saved, so its weights move into a new one.
     clean = AutoModelForCausalLM.from_config(type(quantised.config)(**config))
     clean.load_state_dict(quantised.state_dict())
     clean.generation_config = quantised.generation_config

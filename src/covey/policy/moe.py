@@ -1,11 +1,10 @@
-"""What the routers of a mixture of experts do with tokens, for the loss that keeps the load of experts balanced.
+"""Router loads of a mixture of experts, for the loss that balances them.
 
 transformers has the loss (Switch Transformer, arXiv 2101.03961, eq. 4-6) for one padded batch, as a product of two
-means over its tokens. Here the two means are sums that can be added up over the passes of an optimizer step, over
-layouts and over processes, so that the loss is that of the whole step. Not here: when they are added up
-(`covey.trainer.moe_balance`).
+means over its tokens. Here the two means are sums that can be added up over micro-batches, layouts and processes, so
+that the loss is that of the whole optimizer step. See also `covey.trainer.moe_balance`.
 
-Letters: T places of a forward pass, L layers with experts, E experts, k experts that a token goes to.
+Letters: T positions of a forward pass, L layers with experts, E experts, k experts per token.
 """
 
 import sys
@@ -20,12 +19,12 @@ from covey.core.model import decoder_of
 
 
 class RouterLoads(NamedTuple):
-    """Sums over tokens and layers; each token counts as often as rollouts read it.
+    """Sums over tokens and layers; each token counts once per rollout that contains it.
 
     Attributes:
-        chosen: [E], how often each expert was among a token's k; no gradient.
-        probability: [E], of each expert's probability; gradient flows.
-        pairs: how many (token, layer) pairs they are sums over.
+        chosen: [E], times each expert was among a token's k; no gradient.
+        probability: [E], of each expert's probability; with gradient.
+        pairs: number of (token, layer) pairs.
     """
 
     chosen: Tensor
@@ -34,20 +33,20 @@ class RouterLoads(NamedTuple):
 
     @classmethod
     def of_all(cls, parts: "Sequence[RouterLoads]") -> "RouterLoads":
-        """The loads of several batches together."""
+        """Loads of several batches together."""
         return cls(*(torch.stack(column).sum(0) for column in zip(*parts, strict=True)))
 
     def without_gradient(self) -> "RouterLoads":
-        """The same numbers, alone."""
+        """Loads detached from the graph."""
         return RouterLoads(*(value.detach() for value in self))
 
 
 def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> RouterLoads:
-    """Add up what the routers of all layers say.
+    """Sum the router decisions of all layers.
 
     Args:
         router_logits: of each layer, [T, E] or [rows, width, E].
-        readers: [T], how often each place counts: 0 for padding, G for a prompt that G rollouts share.
+        readers: [T], weight of each position: 0 for padding, G for a prompt that G rollouts share.
         top_k: k.
     """
     experts = router_logits[0].shape[-1]
@@ -63,7 +62,7 @@ def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> Ro
 
 
 def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
-    """What a part of a step adds to the step's loss E · Σₑ fₑ Pₑ.
+    """Contribution of a part of an optimizer step to its loss E · Σₑ fₑ Pₑ.
 
     fₑ is the share of tokens that expert e was chosen for and Pₑ its mean probability, both over the whole step and all
     layers. f has no gradient and P is a sum over tokens, so parts add up to the whole: value and gradient.
@@ -85,8 +84,8 @@ def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
 def captured_router_logits(model: Any) -> Iterator[list[Tensor]]:
     """Collect the router logits of every layer in the forward passes within.
 
-    The decoder is asked for them, and not the causal language model, which would compute a loss of its own from a mask
-    that packed rows do not have.
+    They are requested from the decoder, because the causal language model would compute its own loss from a mask that
+    packed rows do not have.
     """
     captured: list[Tensor] = []
 
@@ -105,8 +104,8 @@ def captured_router_logits(model: Any) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-def refuse_without_gradient(model: Any, router_logits: list[Tensor]) -> None:
-    """The loss needs router logits, and a way back from them.
+def check_router_logits(model: Any, router_logits: list[Tensor]) -> None:
+    """Check that there are router logits with gradient.
 
     Raises:
         ValueError: the model gives none, or gives them without gradient, as reentrant checkpointing does.
@@ -125,14 +124,14 @@ def refuse_without_gradient(model: Any, router_logits: list[Tensor]) -> None:
 
 
 def has_balancing_loss(model: Any) -> bool:
-    """Whether transformers computes a load-balancing loss for models of this class."""
+    """True if transformers computes a load-balancing loss for models of this class."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     modules = [sys.modules.get(kind.__module__) for kind in type(base).__mro__]
     return experts_per_token(model) is not None and any(hasattr(m, "load_balancing_loss_func") for m in modules)
 
 
 def experts_per_token(model: Any) -> int | None:
-    """To how many experts a token goes, as transformers' own loss is told; None where it does not say."""
+    """Experts per token in the config, as transformers' loss reads it; None if it is missing."""
     config = model.config.get_text_config()
     owners = (config, getattr(config, "ffn_config", None))
     named = [getattr(owner, name, None) for owner in owners for name in ("num_experts_per_tok", "moe_top_k")]

@@ -1,8 +1,7 @@
-"""A policy whose frozen base is held in 4 or 8 bits by bitsandbytes, with an adapter on top (QLoRA, arXiv 2305.14314).
+"""Policies with a frozen base in 4 or 8 bits by bitsandbytes and an adapter on top (QLoRA, arXiv 2305.14314).
 
-What training needs of such layers, and how one becomes a plain layer again: an engine whose weights are not quantised
-takes what the numbers stand for, with the adapter added to them in full precision. Not here: quantising (transformers'
-job when it loads), adapters (`peft`).
+Checks for training, and dequantised layers: an engine with unquantised weights gets the dequantised ones, with the
+adapter added in full precision. transformers quantises a model when it loads it.
 """
 
 import importlib.util
@@ -12,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.policy.sharded_tensors import whole
+from covey.policy.sharded_tensors import full_tensor
 
 KINDS = ("Params4bit", "Int8Params")
-"""Names of bitsandbytes' parameter classes; it is imported only where there are some."""
+"""Names of bitsandbytes' parameter classes; bitsandbytes is imported only when used."""
 
 
-def quantisation_of(model: Any) -> str | None:
-    """How a model's weights are quantised, such as "bitsandbytes" or "gptq"; None where they are not."""
+def quantization_method(model: Any) -> str | None:
+    """Quantization method of a model's weights, such as "bitsandbytes" or "gptq", or None."""
     if not getattr(model, "is_quantized", False) and getattr(model, "hf_quantizer", None) is None:
         return None
     config = getattr(model.config, "quantization_config", None)
@@ -30,11 +29,11 @@ def quantisation_of(model: Any) -> str | None:
     return "bitsandbytes" if name.startswith("bitsandbytes") else name
 
 
-def one_quantisation(given: Any, init_kwargs: dict[str, Any]) -> Any:
-    """How to quantise the model, named as an argument or among those of `from_pretrained`; None: not at all.
+def quantization_config_of(given: Any, init_kwargs: dict[str, Any]) -> Any:
+    """Quantization config given as an argument or among those of `from_pretrained`; None without one.
 
     Raises:
-        ValueError: it is named in both places.
+        ValueError: it is given in both places.
     """
     inside = init_kwargs.get("quantization_config")
     if given is not None and inside is not None:
@@ -45,10 +44,10 @@ def one_quantisation(given: Any, init_kwargs: dict[str, Any]) -> Any:
 
 
 def check_installed(quantization: Any) -> None:
-    """Quantising with bitsandbytes takes bitsandbytes.
+    """Check that bitsandbytes is installed if it is needed.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: it is not.
     """
     wanted = any(_setting(quantization, name) for name in ("load_in_4bit", "load_in_8bit"))
     if wanted and importlib.util.find_spec("bitsandbytes") is None:
@@ -56,15 +55,15 @@ def check_installed(quantization: Any) -> None:
 
 
 def check_shardable(quantization: Any, sharding: str, computes_in: str | None) -> None:
-    """Quantised weights that are to be spread over processes can be.
+    """Check that quantised weights can be sharded.
 
-    FSDP2 moves the bytes of 4-bit weights that bitsandbytes stores as floating-point numbers; those that it stores as
-    integers stay whole in each process.
+    FSDP2 shards 4-bit weights that bitsandbytes stores as floating-point numbers; those stored as integers stay whole
+    in each process.
 
     Args:
-        quantization: how weights are quantised, as transformers has it; None: not at all.
-        sharding: what spreads weights over processes, "FSDP2" or "ZeRO-3"; "" where nothing does.
-        computes_in: the type that weights are converted to where they are multiplied, "bfloat16" say; None: none.
+        quantization: transformers' quantization config, or None.
+        sharding: "FSDP2", "ZeRO-3" or "".
+        computes_in: dtype to which weights are cast for products, such as "bfloat16", or None.
 
     Raises:
         ValueError: they cannot.
@@ -93,41 +92,41 @@ def _setting(quantization: Any, name: str) -> Any:
     return settings.get(name) or settings.get(f"_{name}")
 
 
-def is_quantised_layer(module: Any) -> bool:
-    """Whether it is one of bitsandbytes' linear layers; also where FSDP2 has put its own parameter for the weight."""
+def is_quantized_layer(module: Any) -> bool:
+    """True for bitsandbytes' linear layers, also when FSDP2 has replaced their weight parameter."""
     weight = module._parameters.get("weight")
     return type(weight).__name__ in KINDS or (weight is not None and getattr(module, "quant_state", None) is not None)
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Let gradients through 4-bit layers on a CPU also after the model has been sampled from.
+    """Preserve gradients through 4-bit layers on a CPU after the model has been used for inference.
 
-    On CPUs with AVX512-BF16 bitsandbytes rearranges a layer's weight the first time that it is used for inference, and
-    there is no gradient through the product with such a weight: training would go on with those of a part of the model.
+    On CPUs with AVX512-BF16 bitsandbytes rearranges a layer's weight at its first use for inference, and the product
+    with such a weight has no gradient: training would miss those of a part of the model.
     """
     layer: Any
     for layer in model.modules():
         if type(layer._parameters.get("weight")).__name__ == "Params4bit":
             layer.support_avx512bf16_for_cpu = False
-            layer.state_dict()  # which bitsandbytes writes in the original order, putting the weight back into it
+            layer.state_dict()  # restores the original order of the weight as a side effect
 
 
-def tell_what_is_not(model: nn.Module, largest: float = 0.5) -> None:
-    """Warn where quantising left most of a model as it was: bitsandbytes knows linear layers, not fused experts."""
+def warn_about_unquantized(model: nn.Module, largest: float = 0.5) -> None:
+    """Warn if most of a model is not quantised: bitsandbytes quantises linear layers, not fused experts."""
     fused = {name: p for name, p in model.named_parameters() if p.dim() == 3 and not p.requires_grad}
     count = sum(parameter.numel() for parameter in fused.values())
-    others = sum(plain_like(layer)["weight"].numel() for layer in model.modules() if is_quantised_layer(layer))
+    others = sum(dequantized_specs(layer)["weight"].numel() for layer in model.modules() if is_quantized_layer(layer))
     if fused and count > largest * (count + others):
         name, share = next(iter(fused)).rpartition(".")[2], count / (count + others)
         warnings.warn(
-            f"the model is quantised by bitsandbytes, which leaves {share:.0%} of the weights as they are:"
+            f"the model is quantised by bitsandbytes, which leaves {share:.0%} of the weights unquantised:"
             f" those of fused experts ({name}, ...), which are no linear layers. They take their full memory.",
             stacklevel=3,
         )
 
 
-def plain_like(layer: Any) -> dict[str, Tensor]:
-    """The tensors of `plain_state`, without data."""
+def dequantized_specs(layer: Any) -> dict[str, Tensor]:
+    """Tensors of `dequantized_state` without data."""
     weight, state = layer.weight, _state_of(layer)
     shape, dtype = (weight.shape, torch.float32) if state is None else (state.shape, state.dtype)
     like = {"weight": torch.empty(tuple(shape), dtype=dtype, device="meta")}
@@ -135,34 +134,34 @@ def plain_like(layer: Any) -> dict[str, Tensor]:
 
 
 def _state_of(layer: Any) -> Any:
-    """What 4 bits stand for; None where there are 8."""
+    """Quantization state of a 4-bit layer; None for 8 bits."""
     return getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
 
 
-def plain_state(layer: Any) -> dict[str, Tensor]:
-    """The weight that a quantised layer stands for, [out, in], and its bias."""
+def dequantized_state(layer: Any) -> dict[str, Tensor]:
+    """Dequantised weight of a layer, [out, in], and its bias."""
     from bitsandbytes import functional
 
     packed, state = layer.weight, _state_of(layer)
     if state is not None:
-        weight = functional.dequantize_4bit(whole(packed), state)
+        weight = functional.dequantize_4bit(full_tensor(packed), state)
     else:  # the scales move from the parameter to the layer's state when it is first used
         scales = packed.SCB if layer.state.SCB is None else layer.state.SCB
         weight = functional.int8_vectorwise_dequant(packed.data, scales.to(packed.device))
     return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": layer.bias}
 
 
-def plain_layer(layer: Any) -> nn.Linear:
-    """An ordinary linear layer with that weight, frozen."""
-    state = plain_state(layer)
-    made = nn.Linear(layer.in_features, layer.out_features, bias="bias" in state, device="meta")
+def dequantized_layer(layer: Any) -> nn.Linear:
+    """Frozen linear layer with the dequantised weight."""
+    state = dequantized_state(layer)
+    plain = nn.Linear(layer.in_features, layer.out_features, bias="bias" in state, device="meta")
     for name, tensor in state.items():
-        made.register_parameter(name, nn.Parameter(tensor.detach().clone(), requires_grad=False))
-    return made
+        plain.register_parameter(name, nn.Parameter(tensor.detach().clone(), requires_grad=False))
+    return plain
 
 
-def plain_tuner(kind: type) -> type:
-    """The class that PEFT has for the same adapter beside an ordinary linear layer.
+def unquantized_tuner(kind: type) -> type:
+    """PEFT's class of the same adapter for an unquantised linear layer.
 
     Raises:
         ValueError: Covey knows none.

@@ -1,7 +1,7 @@
-"""A sharded policy as a folder that `from_pretrained` reads, without the whole model ever being in one process.
+"""Saving of a sharded policy as a folder for `from_pretrained`, without the whole model in one process.
 
-Weights are gathered one module at a time, merged with no adapter, and written in files of bounded size by one process.
-Of a PEFT model the adapters are written. Not here: what a run resumes from (`covey.trainer.checkpoint`).
+Weights are gathered one module at a time and written in files of bounded size by one process; of a PEFT model, the
+adapters are written. See also `covey.trainer.checkpoint`, from which runs resume.
 """
 
 import copy
@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from covey.core.weights import TensorSpec
-from covey.policy.sharded_tensors import original_class, reshard, whole
-from covey.policy.weights import has_adapter, unwrapped, weight_update
+from covey.policy.adapters import has_adapter, unwrapped
+from covey.policy.sharded_tensors import full_tensor, original_class, reshard
+from covey.policy.weights import weight_update
 
 FILE_BYTES = 5 * 10**9
 """Most bytes of a file, unless one tensor has more."""
@@ -25,9 +26,9 @@ def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: i
 
     Args:
         policy: a transformers or PEFT model, sharded.
-        folder: for the files; made where it is missing.
-        writes: whether this process is the one that writes.
-        file_bytes: most bytes of a file; also what the writing process holds of them at a time.
+        folder: created if it is missing.
+        writes: True in the process that writes.
+        file_bytes: most bytes of a file, and of the writing process's memory.
     """
     policy, folder = unwrapped(policy), Path(folder)
     if writes:
@@ -48,14 +49,14 @@ def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: i
 
 
 def plan_files(specs: tuple[TensorSpec, ...], file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Which tensors go into which file: in order, each file as full as it may be.
+    """Assign tensors to files: in order, each file as full as allowed.
 
     Example:
         Tensors of 4, 3 and 5 bytes in files of 8: `model-00001-of-00002` with two, `model-00002-of-00002` with one.
     """
     groups: list[list[TensorSpec]] = [[]]
     for spec in specs:
-        if groups[-1] and sum(one.nbytes for one in groups[-1]) + spec.nbytes > file_bytes:
+        if groups[-1] and sum(earlier.nbytes for earlier in groups[-1]) + spec.nbytes > file_bytes:
             groups.append([])
         groups[-1].append(spec)
     if len(groups) == 1:
@@ -69,14 +70,14 @@ def _write_files(
     from safetensors.torch import save_file
 
     for file, specs in files.items():
-        held = {}
+        state = {}
         for spec in specs:
             name, tensor = next(tensors)
-            assert name == spec.name, "a pass has the order of its specs"
+            assert name == spec.name, "tensors come in the order of their specs"
             if writes:
-                held[name] = tensor.cpu().contiguous()
+                state[name] = tensor.cpu().contiguous()
         if writes:
-            save_file(held, folder / file, metadata={"format": "pt"})
+            save_file(state, folder / file, metadata={"format": "pt"})
 
 
 def _save_config(model: Any, folder: Path) -> None:
@@ -93,15 +94,15 @@ def _save_config(model: Any, folder: Path) -> None:
 
 
 def _save_adapters(policy: Any, folder: Path, writes: bool) -> None:
-    """Everything that PEFT has added, and the embeddings, which it saves beside where they were changed."""
+    """Save all that PEFT has added, and the embeddings, which it also saves if they were changed."""
     reshard(policy)
     embeddings = [policy.get_input_embeddings(), policy.get_output_embeddings()]
-    beside = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}
+    of_embeddings = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}
     base = {id(parameter) for name, parameter in policy.named_parameters() if not _is_added(policy, name)}
     state = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad or id(parameter) not in base or id(parameter) in beside:
-            tensor = whole(parameter)
+        if parameter.requires_grad or id(parameter) not in base or id(parameter) in of_embeddings:
+            tensor = full_tensor(parameter)
             if writes:
                 state[name] = tensor.cpu()
     if writes:
@@ -114,7 +115,7 @@ def _is_added(policy: Any, name: str) -> bool:
 
 
 def saves_other_names(model: Any) -> bool:
-    """Whether checkpoints of a model name its tensors otherwise than it does itself, or hold them in other shapes."""
+    """True if a model's checkpoints have other names or shapes of tensors than the model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     named = dict(unwrapped(model).state_dict())
@@ -122,10 +123,10 @@ def saves_other_names(model: Any) -> bool:
 
 
 def load_renamed(model: Any, folder: str) -> None:
-    """Put the weights of a checkpoint into a model in the way that `from_pretrained` reads them.
+    """Load the weights of a checkpoint with the renaming of `from_pretrained`.
 
     Raises:
-        RuntimeError: they are of another model.
+        RuntimeError: they belong to another model.
     """
     model = unwrapped(model)
     loaded = type(model).from_pretrained(folder, dtype=model.dtype)

@@ -1,8 +1,7 @@
-"""Scores tokens under a model: the one place where the policy, its old self and its reference are run forward.
+"""Scores of tokens under the policy, its earlier versions and its reference.
 
-`TokenScorer` picks a layout, runs the decoder, takes the hidden states that predict sampled tokens and applies the head
-to them alone: prompts and the results of tools go through the decoder and no further. Not here: what the scores are
-for.
+`TokenScorer` chooses a layout, runs the decoder, takes the hidden states that predict learned tokens and applies the
+head to them alone: prompts and tool results go through the decoder only.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -20,28 +19,48 @@ from covey.core.media import media_inputs, placeholder_ids, reading, stray_place
 from covey.core.model import decoder_of, inference_mode_of, name_of
 from covey.core.records import Rollout
 from covey.policy.attention import PACKED_ATTENTION
-from covey.policy.image_dedup import encoded_once
+from covey.policy.image_dedup import deduplicated_images
+from covey.policy.layout_selection import choose_layout, synthetic_rollouts
 from covey.policy.layouts import LAYOUTS
-from covey.policy.layouts.selection import choose_layout, made_up_rollouts
 from covey.policy.lm_head.scores import TokenScores, head_of, score_hidden
-from covey.policy.moe import RouterLoads, captured_router_logits, loads_of, refuse_without_gradient
-from covey.policy.sharded_head import scores_inside
+from covey.policy.moe import RouterLoads, captured_router_logits, check_router_logits, loads_of
+from covey.policy.sharded_head import score_in_head_call
+
+
+class Unwrap:
+    """Map from a wrapped model to the transformers (or PEFT) model inside accelerate's, torch.compile's wrappers.
+
+    Accelerate searches all modules, and an engine asks for every token, so results are cached.
+    """
+
+    def __init__(self, accelerator: Any):
+        self._accelerator = accelerator
+        self._found: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
+
+    def __call__(self, model: Any) -> Any:
+        known = self._found.get(model)
+        inner = None if known is None else known()
+        if inner is None:
+            inner = self._accelerator.unwrap_model(model, keep_torch_compile=False)
+            self._found[model] = ref(inner)
+        return inner
 
 
 class TokenScorer:
-    """Log-probabilities and entropies of the tokens that are learned from.
+    """Log-probabilities and entropies of learned tokens.
 
     Args:
         unwrap: from a (distributed) wrapper to the transformers model inside.
         temperature: divides the logits, as in sampling.
-        layout: "auto" takes the fastest that proves right: shared_prefix, packed, padded. A name insists, and is
-            refused where it is wrong.
+        layout: "auto" for the fastest that is right: shared_prefix, packed, padded. Another name insists on a layout,
+            and is refused where it is wrong.
         pad_token_id: fills padded rows.
-        chunk_size: tokens whose logits live at once.
+        chunk_size: most tokens whose logits are in memory at once.
         float32_head: multiply by the head in float32.
-        inside: score inside the call of the head, for models whose wrappers need all of their hooks (FSDP, DeepSpeed).
-        vision: the model is shown images. Rows are padded then, and it finds the positions of their tokens itself, as
-            images may have positions in two dimensions and attend to themselves in both directions.
+        inside_head_call: score inside the call of the head, for models whose wrappers need all of their hooks (FSDP,
+            DeepSpeed).
+        vision: the model gets images. Rows are padded then, and the model computes positions itself, as images may
+            have positions in two dimensions and attend to themselves in both directions.
     """
 
     def __init__(
@@ -53,25 +72,25 @@ class TokenScorer:
         pad_token_id: int = 0,
         chunk_size: int = 1024,
         float32_head: bool = False,
-        inside: bool = False,
+        inside_head_call: bool = False,
         vision: bool = False,
     ):
         self.unwrap = unwrap
         self.temperature = temperature
         self.layout = layout
-        """What was asked for; once a model is settled, the first one's (the policy's) own layout."""
+        """The requested layout; once a model has been tried, the layout of the first one (the policy)."""
         self.pad_token_id = pad_token_id
         self.chunk_size = chunk_size
         self.float32_head = float32_head
-        self.inside = inside
+        self.inside_head_call = inside_head_call
         self.vision = vision
         self.blank: Rollout | None = None
-        """Shown to the model in passes over text alone, where encoding images takes all processes (FSDP2, ZeRO-3)."""
+        """Added to batches of text alone where encoding images is collective (FSDP2, ZeRO-3)."""
         self._wanted = layout
         self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def __call__(self, model: Any, batch: TrainBatch, *, entropy: bool = False) -> TokenScores:
-        """Score the tokens of a batch that are learned from.
+        """Score the learned tokens of a batch.
 
         Args:
             model: the policy or the reference, wrapped or not.
@@ -82,59 +101,59 @@ class TokenScorer:
             logprobs [N] float32 and entropies [N] float32 or None; gradients flow where enabled. Both are 0 where
             `batch.sampled` is False.
         """
-        return self._score(model, batch, self.settle(model, batch), entropy)[0]
+        return self._score(model, batch, self.layout_of(model, batch), entropy)[0]
 
     def with_loads(
         self, model: Any, batch: TrainBatch, top_k: int, *, entropy: bool = False
     ) -> tuple[TokenScores, RouterLoads]:
-        """Score a batch, and add up what the routers of a mixture of experts do with it.
+        """Score a batch, and sum the router loads of a mixture of experts.
 
-        All tokens of rollouts count that have something to learn from: prompts, completions and results of tools.
+        All tokens of rollouts with learned tokens count: prompts, completions and tool results.
 
         Args:
-            model, batch, entropy: as when called.
-            top_k: experts of a token.
+            model, batch, entropy: as in `__call__`.
+            top_k: experts per token.
 
         Raises:
-            ValueError: the routers' logits, or the way back from them, cannot be had.
+            ValueError: the model gives no router logits, or no gradient through them.
         """
-        scores, loads = self._score(model, batch, self.settle(model, batch), entropy, top_k)
-        assert loads is not None, "asked for"
+        scores, loads = self._score(model, batch, self.layout_of(model, batch), entropy, top_k)
+        assert loads is not None, "top_k is given"
         return scores, loads
 
     @torch.no_grad()
     def loads(self, model: Any, batch: TrainBatch, top_k: int) -> RouterLoads:
-        """What `with_loads` adds up, without the head's work."""
+        """Router loads as in `with_loads`, without applying the head."""
         counted = batch.sampled_lengths > 0
         blank = replace(batch, sampled=torch.zeros_like(batch.sampled))
-        loads = self._score(model, blank, self.settle(model, batch), False, top_k, counted)[1]
-        assert loads is not None, "asked for"
+        loads = self._score(model, blank, self.layout_of(model, batch), False, top_k, counted)[1]
+        assert loads is not None, "top_k is given"
         return loads
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Score at another temperature for the duration."""
-        usual, self.temperature = self.temperature, temperature
+        """Score at another temperature within the context."""
+        previous, self.temperature = self.temperature, temperature
         try:
             yield
         finally:
-            self.temperature = usual
+            self.temperature = previous
 
-    def settle(self, model: Any, batch: TrainBatch) -> str:
-        """The model's layout, chosen the first time; whoever plans by tokens asks for it beforehand.
+    def layout_of(self, model: Any, batch: TrainBatch) -> str:
+        """Layout of a model, chosen by trials on the first call.
 
         Raises:
-            ValueError: the model has a head that Covey does not know, or the user insists on a layout that is wrong.
+            ValueError: the model has an unsupported head, or the user insists on a layout that is wrong.
         """
         inner = self.unwrap(model)
         if inner not in self._layouts:
-            self._layouts[inner] = self._prove(inner, batch.token_ids.device)
+            self._layouts[inner] = self._try_layouts(inner, batch.token_ids.device)
             if len(self._layouts) == 1:
                 self.layout = self._layouts[inner]
         return self._layouts[inner]
 
     def adopt(self, model: Any, layout: str) -> None:
-        """Score a model in another layout than it was settled in, as where processes have to agree on one."""
+        """Score a model in another layout than the chosen one, as when processes agree on one."""
         inner = self.unwrap(model)
         self._layouts[inner] = layout
         if next(iter(self._layouts)) is inner:
@@ -158,10 +177,12 @@ class TokenScorer:
         shown: AbstractContextManager[dict[str, Any]] = nullcontext(inputs.kwargs)
         if self.vision:
             shown = inputs_with_media(inner, inputs.kwargs, batch, self.pad_token_id)
-        use_attention_of(layout, inner)
+        if layout != "padded" and inner.config._attn_implementation != PACKED_ATTENTION:
+            # It stays, as backward passes may recompute layers; calls without a token tree are plain SDPA under it.
+            inner.set_attn_implementation(PACKED_ATTENTION)
         learned = batch.sampled.nonzero()[:, 0]
         head = head_of(inner, float32=self.float32_head)
-        wanted = inputs.predictors[learned]
+        predictors = inputs.predictors[learned]
         score = partial(
             score_hidden,
             targets=batch.token_ids[learned],
@@ -169,37 +190,39 @@ class TokenScorer:
             entropy=entropy,
             chunk_size=self.chunk_size,
         )
-        tapped: AbstractContextManager[list[Tensor]] = nullcontext([])
+        router: AbstractContextManager[list[Tensor]] = nullcontext([])
         if top_k is not None:
-            tapped = captured_router_logits(inner)
-        # A compiled model would be compiled anew for every pass.
-        once = encoded_once(inner) if self.vision and not hasattr(model, "_orig_mod") else nullcontext()
-        with tapped as routed, shown as kwargs, once:
-            if self.inside:
+            router = captured_router_logits(inner)
+        # A compiled model would be compiled again for every forward pass.
+        dedup = deduplicated_images(inner) if self.vision and not hasattr(model, "_orig_mod") else nullcontext()
+        with router as router_logits, shown as kwargs, dedup:
+            if self.inside_head_call:
 
-                def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
-                    logprobs, entropies = score(hidden.flatten(0, 1)[wanted], head=replace(head, forward=forward))
-                    # Behind the image of the blank row is a gradient of 0, which others take part in as well.
+                def score_all(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
+                    logprobs, entropies = score(hidden.flatten(0, 1)[predictors], head=replace(head, forward=forward))
+                    # The blank row's image gets a gradient of 0, so that its collectives run in backward, too.
                     return TokenScores(logprobs + 0.0 * hidden[-1].sum() if blank else logprobs, entropies)
 
-                scores = scores_inside(model, head.module, answer, **kwargs)
+                scores = score_in_head_call(model, head.module, score_all, **kwargs)
             else:
                 with capture_decoder_output(inner) as captured:
-                    # The model is called whole, so that wrappers see their forward pass; its head sees one position.
+                    # The whole model is called, so that wrappers see their forward pass; its head gets one position.
                     model(**kwargs, use_cache=False, logits_to_keep=1)
-                scores = score(captured[0].flatten(0, 1)[wanted], head=head)
+                scores = score(captured[0].flatten(0, 1)[predictors], head=head)
         loads = None
         if top_k is not None:
-            refuse_without_gradient(inner, routed)
-            loads = loads_of(routed, inputs.readers(counted.float()), top_k)
-        return scores if len(learned) == batch.num_tokens else scores.among(learned, batch.num_tokens), loads
+            check_router_logits(inner, router_logits)
+            loads = loads_of(router_logits, inputs.sum_over_readers(counted.float()), top_k)
+        return scores if len(learned) == batch.num_tokens else scores.scattered(learned, batch.num_tokens), loads
 
     @torch.no_grad()
-    def _prove(self, inner: Any, device: torch.device) -> str:
-        """On a few rollouts: the head is understood, and the layout agrees with the padded one."""
-        few = made_up_rollouts(inner.config, device)
+    def _try_layouts(self, inner: Any, device: torch.device) -> str:
+        """Check the head and choose a layout on a few synthetic rollouts."""
+        few = synthetic_rollouts(inner.config, device)
         with inference_mode_of(inner):
-            _check_head(inner, LAYOUTS["padded"](few, self.pad_token_id).kwargs, self.float32_head, self.inside)
+            _check_head(
+                inner, LAYOUTS["padded"](few, self.pad_token_id).kwargs, self.float32_head, self.inside_head_call
+            )
             return choose_layout(
                 self._wanted,
                 inner,
@@ -212,15 +235,15 @@ class TokenScorer:
 def inputs_with_media(
     model: Any, kwargs: dict[str, Any], batch: TrainBatch, pad_token_id: int
 ) -> Iterator[dict[str, Any]]:
-    """Inputs of padded rows with the images that they show, for a model that runs within this context.
+    """Inputs of padded rows with their images, for forward passes within this context.
 
-    Positions are left to the model, which knows those of images.
+    The model computes the positions, as it knows those of images.
 
     Args:
         model: unwrapped.
-        kwargs: of padded rows, one for each rollout of the batch.
-        batch: whose images they show.
-        pad_token_id: stands in for sampled tokens that look like images.
+        kwargs: of padded rows, one per rollout of the batch.
+        batch: source of the images.
+        pad_token_id: replaces sampled tokens that equal image placeholders.
     """
     ids: Tensor = kwargs["input_ids"]
     media = batch.media or [()] * len(batch)
@@ -231,7 +254,7 @@ def inputs_with_media(
 
 
 def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:
-    """A batch of text with one more row at its end: a prompt that shows an image, and no completion."""
+    """Batch of text with one more rollout at its end: a prompt with an image, without completion."""
     device = batch.lengths.device
     ids = torch.tensor(blank.prompt_ids, device=device)
     zero = torch.zeros(1, dtype=torch.long, device=device)
@@ -246,34 +269,25 @@ def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:
 
 
 def first_and_last(batch: TrainBatch) -> Tensor:
-    """Up to four rollouts to learn from, [rows]: two from either end, so siblings and strangers if there are both."""
+    """Indices of up to four rollouts with learned tokens: two from either end, for both equal and other prompts."""
     filled = batch.sampled_lengths.nonzero()[:, 0]
     return torch.cat([filled[:2], filled[2:][-2:]])
 
 
-def use_attention_of(layout: str, model: Any) -> None:
-    """Switch the model to packed attention where the layout needs it.
-
-    It stays, as backward passes may recompute layers. Calls that name no lengths are plain SDPA under it.
-    """
-    if layout != "padded" and model.config._attn_implementation != PACKED_ATTENTION:
-        model.set_attn_implementation(PACKED_ATTENTION)
-
-
-def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside: bool) -> None:
-    """The head as we apply it must give the model's own logits.
+def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside_head_call: bool) -> None:
+    """Check that `Head` gives the model's own logits.
 
     Raises:
         ValueError: it does not.
     """
     head, ours = head_of(model, float32=float32), []
-    if inside:
+    if inside_head_call:
 
-        def answer(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
+        def score_last(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
             ours.append(replace(head, forward=forward)(hidden[:, -1]).float())
             return TokenScores(ours[0], None)
 
-        scores_inside(model, head.module, answer, **inputs)
+        score_in_head_call(model, head.module, score_last, **inputs)
         theirs = model(**inputs, use_cache=False).logits[:, -1].float()
     else:
         with capture_decoder_output(model) as captured:
@@ -282,8 +296,8 @@ def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside: bool)
     difference = (ours[0] - theirs).abs().max().item()
     if difference > 1e-2 * max(1.0, theirs.abs().max().item()):
         raise ValueError(
-            f"{name_of(model)} turns hidden states into logits in a way Covey does not know (they differ by"
-            f" {difference:.2g}). Supported: a linear head, logit scaling, soft-capping. Please report the model."
+            f"the logits of {name_of(model)} differ by {difference:.2g} from those of its head as Covey computes them."
+            " Supported: a linear head, logit scaling, soft-capping. Please report the model."
         )
 
 

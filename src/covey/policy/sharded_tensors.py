@@ -1,7 +1,4 @@
-"""Weights of which this process holds a part: FSDP2's and ZeRO-3's, told apart from whole ones and put together.
-
-Not here: which of them make up a policy, and what they are called (`covey.policy.weights`).
-"""
+"""Tensors that FSDP2 or ZeRO-3 have sharded: recognition and gathering."""
 
 from typing import Any
 
@@ -10,24 +7,24 @@ from torch import Tensor, nn
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether a pass over the weights takes all processes."""
+    """True if reading the weights is collective."""
     return any(is_shard(parameter) for parameter in model.parameters())
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether this process holds a part of it: a DTensor, as FSDP2 makes them, or a parameter of ZeRO-3."""
+    """True for a DTensor of FSDP2 and for a parameter of ZeRO-3."""
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
 
 
 def original_class(model: nn.Module) -> type:
-    """The class a module had before FSDP2 gave it one of its own."""
+    """Class of a module before FSDP2 replaced it."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of weights that FSDP2 has put together and keeps, as it does with the last ones after a forward pass."""
+    """Release gathered weights that FSDP2 keeps, as it does with the last ones after a forward pass."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -35,44 +32,44 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def whole_shape(tensor: Tensor) -> torch.Size:
-    """The shape of all shards together."""
+def full_shape(tensor: Tensor) -> torch.Size:
+    """Shape of all shards together."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
-def travels_in(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The number format in which a tensor goes to whoever computes in `dtype`: matrices that are wider go in that."""
+def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Dtype in which a tensor is sent to a receiver that computes in `dtype`: that, for wider matrices."""
     narrows = dtype is not None and tensor.dim() > 1 and tensor.is_floating_point()
     return dtype if dtype is not None and narrows and dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
 
 
-def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor from all its shards, on the device that they are gathered on; every process must ask for it.
+def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Gather a tensor from all its shards, on the device of the collective. Collective.
 
     Args:
-        tensor: a shard, or a tensor that is whole.
-        dtype: of whoever takes it: shards are made as narrow as it `travels_in` before they are gathered.
+        tensor: a shard, or an unsharded tensor.
+        dtype: of the receiver: shards are cast to their `sent_dtype` before they are gathered.
     """
     if hasattr(tensor, "ds_id"):
-        return _whole_of_zero(tensor, dtype)
+        return _gathered_from_zero(tensor, dtype)
     if not hasattr(tensor, "full_tensor"):
         return tensor.detach()
     shard: Any = tensor.detach()
-    shard = shard.to(travels_in(shard, dtype))
-    return shard.to(shard.device_mesh.device_type).full_tensor()  # shards may be kept on the CPU, which has no NCCL
+    shard = shard.to(sent_dtype(shard, dtype))
+    return shard.to(shard.device_mesh.device_type).full_tensor()  # shards may be on the CPU, which has no NCCL
 
 
-def _whole_of_zero(parameter: Any, dtype: torch.dtype | None) -> Tensor:
-    """The same of a parameter of ZeRO-3: DeepSpeed gathers it as wide as it is, this function where it narrows."""
+def _gathered_from_zero(parameter: Any, dtype: torch.dtype | None) -> Tensor:
+    """Gather a parameter of ZeRO-3: with DeepSpeed, unless it is cast to a narrower dtype."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
     shape, shard, group = parameter.ds_shape, parameter.ds_tensor, parameter.ds_process_group
-    narrow = travels_in(torch.empty(shape, dtype=parameter.dtype, device="meta"), dtype)
+    narrow = sent_dtype(torch.empty(shape, dtype=parameter.dtype, device="meta"), dtype)
     others = torch.distributed.get_world_size(group) - 1
-    is_apart = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE  # else it is whole already
-    is_here = shard.status.name == "AVAILABLE"  # else it is on a disk
-    if narrow == parameter.dtype or not (is_apart and is_here and others * shard.numel() < shape.numel()):
-        with GatheredParameters([parameter]):  # the last: several groups of processes have all of it (MiCS)
+    is_sharded_now = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE  # else it is gathered already
+    is_here = shard.status.name == "AVAILABLE"  # else on a disk
+    if narrow == parameter.dtype or not (is_sharded_now and is_here and others * shard.numel() < shape.numel()):
+        with GatheredParameters([parameter]):  # MiCS: several groups have all shards
             return parameter.detach().to(narrow, copy=True)
     shard = shard.detach().to(narrow).to(parameter.device)
     parts = shard.new_empty(others + 1, shard.numel())
@@ -80,14 +77,14 @@ def _whole_of_zero(parameter: Any, dtype: torch.dtype | None) -> Tensor:
     return parts.view(-1)[: shape.numel()].view(shape)
 
 
-def under_own_classes(module: nn.Module, made: dict[int, nn.Module]) -> Any:
-    """The module and all within it, tensors shared, in the classes they had before FSDP2.
+def with_original_classes(module: nn.Module, copies: dict[int, nn.Module]) -> Any:
+    """Copy of a module and its children with shared tensors, in their classes before FSDP2.
 
-    transformers looks up by a module's class what checkpoints call its weights, if they were not loaded from one.
+    transformers finds the checkpoint names of weights that were not loaded by the class of their module.
     """
-    if id(module) not in made:
+    if id(module) not in copies:
         twin: nn.Module = object.__new__(original_class(module))
-        made[id(module)] = twin
-        children = {k: None if m is None else under_own_classes(m, made) for k, m in module._modules.items()}
+        copies[id(module)] = twin
+        children = {k: None if m is None else with_original_classes(m, copies) for k, m in module._modules.items()}
         twin.__dict__.update(vars(module) | {"_modules": children})
-    return made[id(module)]
+    return copies[id(module)]

@@ -1,8 +1,8 @@
-"""The parts of a vision-language model, and freezing some of them.
+"""Parts of a vision-language model, and freezing some of them.
 
-Families call their parts differently: what encodes images (`vision_tower`, `visual`, `vision_model`), what brings its
-output into the language model's space (a projector, connector or merger, which Qwen keeps inside the encoder), and the
-language model with its head. Not here: what an adapter is.
+Names differ between families: the image encoder (`vision_tower`, `visual`, `vision_model`), the aligner that maps its
+output into the language model's space (a projector, connector or merger, in Qwen inside the encoder), and the language
+model with its head.
 """
 
 import copy
@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 ALIGNERS = ("merger", "projector", "connector", "aligner", "newline")
-"""What the names of modules and parameters hold that stand between the encoder of images and the language model."""
+"""Substrings of the names of modules and parameters between the image encoder and the language model."""
 
 
 def image_encoder(model: Any) -> nn.Module | None:
-    """What encodes the images of a transformers or PEFT model; None where there is nothing of the kind."""
+    """Image encoder of a transformers or PEFT model, or None."""
     base = _base(model)
     encoder = base.get_encoder(modality="image") if hasattr(base, "get_encoder") else None
     return encoder if isinstance(encoder, nn.Module) and encoder not in (base, getattr(base, "model", None)) else None
@@ -28,50 +28,52 @@ def _base(model: Any) -> Any:
 
 
 def part_names(model: Any) -> dict[str, str]:
-    """Which part each parameter belongs to, by name: "vit", "aligner" or "llm".
+    """Part of each parameter, by name: "vit", "aligner" or "llm".
 
     Args:
         model: a transformers or PEFT model.
 
     Raises:
-        ValueError: it has no encoder of images.
+        ValueError: it has no image encoder.
     """
     base, encoder = _base(model), image_encoder(model)
     if encoder is None:
         raise ValueError(
-            f"{type(base).__name__} has no encoder of images that could be found, so freeze_vit and freeze_aligner mean"
-            " nothing. Leave them at False."
+            f"{type(base).__name__} has no image encoder that Covey finds, so freeze_vit and freeze_aligner have"
+            " no effect. Leave them at False."
         )
-    of_encoder, of_decoder = ({id(one) for one in part.parameters()} for part in (encoder, base.get_decoder()))
-    of_head = {id(one) for one in base.get_output_embeddings().parameters()}
+    of_encoder, of_decoder = (
+        {id(parameter) for parameter in part.parameters()} for part in (encoder, base.get_decoder())
+    )
+    of_head = {id(parameter) for parameter in base.get_output_embeddings().parameters()}
 
     def part(name: str, parameter: nn.Parameter) -> str:
         if id(parameter) in of_decoder | of_head:
             return "llm"
-        aligns = any(word in piece for piece in name.split(".") for word in ALIGNERS)
+        aligns = any(word in name for word in ALIGNERS)
         return "vit" if id(parameter) in of_encoder and not aligns else "aligner"
 
     return {name: part(name, parameter) for name, parameter in model.named_parameters()}
 
 
 def adapted_parts(model: Any) -> set[str]:
-    """The parts of a PEFT model that low-rank matrices lie in.
+    """Parts of a PEFT model with low-rank matrices.
 
     Raises:
-        ValueError: it has no encoder of images.
+        ValueError: it has no image encoder.
     """
     return {part for name, part in part_names(model).items() if "lora_" in name}
 
 
 def freeze_parts(model: Any, frozen: Collection[str]) -> None:
-    """Let some parts keep their weights; the others stay as they are.
+    """Freeze some parts; the others stay as they are.
 
     Args:
         model: a transformers model.
         frozen: of "vit", "aligner" and "llm".
 
     Raises:
-        ValueError: the model has no encoder of images.
+        ValueError: the model has no image encoder.
     """
     parts = part_names(model)
     for name, parameter in model.named_parameters():
@@ -79,38 +81,30 @@ def freeze_parts(model: Any, frozen: Collection[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def outside_of(model: Any, peft_config: Any, frozen: Collection[str]) -> Any:
-    """A PEFT config that puts no adapter into some parts of a model. (PEFT would train one that was only frozen.)
+def exclude_parts(model: Any, peft_config: Any, frozen: Collection[str]) -> Any:
+    """PEFT config without adapters in some parts of a model. (PEFT would train the adapter of a frozen part.)
 
     Args:
         model: a transformers model.
-        peft_config: what is asked for.
+        peft_config: the requested config.
         frozen: of "vit", "aligner" and "llm".
 
     Raises:
-        ValueError: this kind of adapter cannot be kept out of modules.
+        ValueError: this kind of adapter cannot exclude modules.
     """
     if not hasattr(peft_config, "exclude_modules"):
         raise ValueError(
-            f"{type(peft_config).__name__} cannot be kept out of parts of a model: leave freeze_vit, freeze_aligner and"
+            f"{type(peft_config).__name__} cannot exclude parts of a model: leave freeze_vit, freeze_aligner and"
             " freeze_llm at False, or use LoRA."
         )
     parts = part_names(model)
-    modules = {name.rpartition(".")[0] for name in parts}
-    kept_out = sorted(
-        module
-        for module in modules
-        if {parts[name] for name in parts if name.rpartition(".")[0] == module} <= set(frozen)
-    )
-    given = peft_config.exclude_modules or []
+    parts_of_module: dict[str, set[str]] = {}
+    for name, part in parts.items():
+        parts_of_module.setdefault(name.rpartition(".")[0], set()).add(part)
+    excluded = sorted(module for module, of_module in parts_of_module.items() if of_module <= set(frozen))
+    given, changed = peft_config.exclude_modules or [], copy.copy(peft_config)
     if isinstance(given, str):
-        pattern = "|".join([f"(?:{given})", *map(re.escape, kept_out)])
-        return _copy_with(peft_config, exclude_modules=pattern)
-    return _copy_with(peft_config, exclude_modules=[*given, *kept_out])
-
-
-def _copy_with(peft_config: Any, **changes: Any) -> Any:
-    changed = copy.copy(peft_config)
-    for name, value in changes.items():
-        setattr(changed, name, value)
+        changed.exclude_modules = "|".join([f"(?:{given})", *map(re.escape, excluded)])
+    else:
+        changed.exclude_modules = [*given, *excluded]
     return changed

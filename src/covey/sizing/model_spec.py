@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from covey.policy.loading import sees_images
-from covey.policy.vlm_parts import freeze_parts, outside_of, part_names
+from covey.policy.vlm_parts import exclude_parts, freeze_parts, part_names
 
 PACKED_ROWS = (512, 128)
 """MKL's packed copy of a weight [n, k] takes (n rounded up to a multiple of the first + the second) * k numbers, as
@@ -161,7 +161,7 @@ def count_parameters(
 
         with torch.device("meta"):
             settings = LoraConfig(**{"task_type": "CAUSAL_LM", **peft})
-            model = get_peft_model(model, outside_of(model, settings, frozen) if frozen else settings)
+            model = get_peft_model(model, exclude_parts(model, settings, frozen) if frozen else settings)
     vision = _vision_encoder(model, base) if sees_images(config) else None
     encoder = {id(m) for m in base.get_encoder(modality="image").modules()} if vision is not None else set()
     linear = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in quantised and id(m) not in encoder]

@@ -12,7 +12,7 @@ from covey.core.metrics import Mean, Stat
 from covey.core.model import inference_mode_of
 from covey.core.ragged import segment_sum
 from covey.core.records import Rollout
-from covey.policy.layouts.selection import slowest
+from covey.policy.layout_selection import slowest
 from covey.policy.loading import has_dropout
 from covey.policy.reference import Reference
 from covey.policy.scoring import TokenScorer
@@ -138,7 +138,7 @@ class BehaviourScorer:
         """
         policy = self._context.loop.policy
         with self._context.accelerator.autocast():
-            mine = self._scorer.settle(policy, batch)
+            mine = self._scorer.layout_of(policy, batch)
         if self._layouts_agree:
             return
         agreed = slowest(self._context.collectives.gather(mine, "agree on a layout"))
@@ -159,7 +159,7 @@ class BehaviourScorer:
     def state_dict(self) -> dict[str, Any]:
         """The reference's weights, where they change or are an adapter's."""
         reference = self._reference
-        changes = reference is not None and (self._context.args.sync_ref_model or reference.keeps_adapter)
+        changes = reference is not None and (self._context.args.sync_ref_model or reference.stores_adapter)
         return {"reference": reference.state_dict() if reference is not None and changes else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

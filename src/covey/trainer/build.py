@@ -24,9 +24,8 @@ from covey.observability.metrics import MetricLog
 from covey.observability.timeline import PhaseTimer, Timeline
 from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
-from covey.policy.reference import Reference, starts_as_nothing
-from covey.policy.scoring import TokenScorer
-from covey.policy.unwrap import Unwrap
+from covey.policy.reference import Reference, starts_as_identity
+from covey.policy.scoring import TokenScorer, Unwrap
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward
 from covey.rollout.collector import Collector
@@ -118,7 +117,7 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
         quantization_config=quantization_config,
         peft_config=peft_config,
         frozen=args.frozen_parts(),
-        check_quantisation=partial(
+        check_quantization=partial(
             check_shardable,
             sharding=weights_sharded_by(args),
             computes_in="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
@@ -150,7 +149,7 @@ def build_scorer(args: Any, tokenizer: Any, accelerator: Any, vision: Vision | N
         pad_token_id=tokenizer.pad_token_id,
         chunk_size=args.logprob_chunk_size,
         float32_head=args.cast_lm_head_to_fp32,
-        inside=sharding_of(accelerator).gradients,
+        inside_head_call=sharding_of(accelerator).gradients,
         vision=vision is not None,
     )
 
@@ -182,7 +181,7 @@ def build_reference(
     """
     if algorithm.beta == 0:
         return None
-    is_new = peft_config is not None and starts_as_nothing(peft_config)
+    is_new = peft_config is not None and starts_as_identity(peft_config)
     reference = Reference(model, lambda copy: prepare_frozen(accelerator, copy), adapter_is_new=is_new)
     if args.sync_ref_model and reference.has_adapter:
         raise ValueError(

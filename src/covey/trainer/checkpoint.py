@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from covey.policy.adapters import has_adapter
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
-from covey.policy.weights import has_adapter
 from covey.trainer.context import RunContext
 
 STATE_FILE = "covey_state_{rank}.pt"

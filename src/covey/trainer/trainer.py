@@ -23,7 +23,7 @@ from covey.core.engine import traits_of
 from covey.core.metrics import Max
 from covey.data.sampler import MicroStep, train_loader
 from covey.policy.loading import load_processing_class
-from covey.policy.unwrap import Unwrap
+from covey.policy.scoring import Unwrap
 from covey.rollout.vision import tokenizer_of
 from covey.trainer import build
 from covey.trainer.behaviour import BehaviourScorer

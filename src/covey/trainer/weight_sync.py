@@ -18,8 +18,9 @@ from torch import Tensor
 from covey.core.engine import RolloutEngine, traits_of
 from covey.core.metrics import Mean, Stat
 from covey.core.weights import WeightUpdate
+from covey.policy.adapters import has_adapter, why_not_alone
 from covey.policy.sharded_tensors import is_sharded
-from covey.policy.weights import has_adapter, weight_update, why_not_alone
+from covey.policy.weights import weight_update
 from covey.trainer.distributed.collectives import Collectives
 
 log = logging.getLogger(__name__)

@@ -333,7 +333,7 @@ MODELS = [
     Mistake(
         "Quantised a mixture of experts",
         with_quantised_experts,
-        ("leaves .*% of the weights as they are", "fused experts", "take their full memory"),
+        ("leaves .*% of the weights unquantised", "fused experts", "take their full memory"),
         kind=UserWarning,
     ),
     Mistake(
@@ -504,7 +504,7 @@ MODELS = [
     Mistake(
         "Gave a model whose head does more than Covey knows",
         lambda b: b.train(model=of_other_logits()),
-        ("LlamaForCausalLM turns hidden states into logits in a way", "they differ by", "Supported: a linear head"),
+        ("the logits of LlamaForCausalLM differ by", "Supported: a linear head"),
         TRAINING,
     ),
     Mistake(
@@ -668,7 +668,7 @@ TOKENIZERS = [
     Mistake(
         "Gave a model made from a config and no tokenizer",
         lambda b: b.build(processing_class=None),
-        ("does not say where it was loaded from", "tokenizer cannot be found", "Pass `processing_class=tokenizer`"),
+        ("does not name its source", "tokenizer cannot be found", "Pass `processing_class=tokenizer`"),
     ),
     Mistake(
         "Gave a name or another object as processing_class",

@@ -214,7 +214,7 @@ RUNTIME = [
     Mistake(
         "Trained where the LM head's Triton kernels do not run",
         without_kernels,
-        ("Triton kernels are not used", "torch's operations serve"),
+        ("Triton kernels are not used", "torch's operations are used"),
         TRAINING,
         UserWarning,
     ),

@@ -92,7 +92,7 @@ class Step:
         self.algorithm = corrected(made, self.config, EngineTraits(), SamplingParams(max_tokens=6))
         self.model = tiny.model(scale=8.0, **SIZES).double()
         self.scorer = TokenScorer(lambda model: model, temperature=0.8, layout=self.layout)
-        self.scorer.settle(self.model, collate(conversations()))
+        self.scorer.layout_of(self.model, collate(conversations()))
 
     @cached_property
     def batch(self) -> TrainBatch:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
-from covey.policy.full_copy import GatheredPolicy
+from covey.policy.full_copy import FullCopy
 from covey.policy.layouts import LAYOUTS
 from covey.policy.loading import load_policy
 from covey.policy.quantization import check_shardable
@@ -132,7 +132,7 @@ def test_fused_experts_stay_as_they_are_and_a_warning_says_so(tmp_path):
     folder = str(tmp_path / "model")
     mixtures.model("Qwen3Moe").save_pretrained(folder)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    with pytest.warns(UserWarning, match=r"quantised .* leaves .*% of the weights as they are.*gate_up_proj"):
+    with pytest.warns(UserWarning, match=r"quantised .* leaves .*% of the weights unquantised.*gate_up_proj"):
         policy = load_policy(folder, quantization_config=BitsAndBytesConfig(**NF4), peft_config=lora)
     experts = {p.dtype for name, p in policy.named_parameters() if name.endswith("gate_up_proj")}
     assert experts == {torch.float32}
@@ -191,7 +191,7 @@ def test_weights_that_fsdp2_shares_out_are_sent_and_sampled_from_as_whole_ones(f
     policy = quantised(folder, {**NF4, "bnb_4bit_quant_storage": "float32"})
     before = sent(weight_update(policy, 0)), sent(weight_update(policy, 0, adapter_only=True).base)
     logits = policy(IDS).logits
-    gathered, rounded = (GatheredPolicy(policy, lambda: policy, dtype) for dtype in (None, torch.bfloat16))
+    gathered, rounded = (FullCopy(policy, lambda: policy, dtype) for dtype in (None, torch.bfloat16))
     sharded = fully_shard(policy)
     layer = sharded.base_model.model.model.layers[0].mlp.down_proj.base_layer
     assert is_shard(layer.weight) and type(layer.weight).__name__ != "Params4bit"
@@ -199,9 +199,9 @@ def test_weights_that_fsdp2_shares_out_are_sent_and_sampled_from_as_whole_ones(f
     for ours, theirs in zip(after, before, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    with gathered.whole(), torch.no_grad():
+    with gathered.weights(), torch.no_grad():
         torch.testing.assert_close(gathered.model(IDS).logits, logits)
-    with rounded.whole():
+    with rounded.weights():
         twin = rounded.model.base_model.model
         assert twin.lm_head.weight.dtype == torch.bfloat16
         assert twin.model.layers[0].mlp.down_proj.base_layer.weight.dtype == torch.float32  # bytes, not numbers

@@ -175,7 +175,7 @@ def test_an_image_beside_a_batch_of_text_has_no_part_in_the_load_of_experts(fami
     batch = collate([Rollout([5, 6, 7], [8, 9], [True] * 2, None, "", FinishReason.STOP)])
     scorer = TokenScorer(lambda one: one, temperature=1.0, vision=True, layout="padded")
     alone = scorer.loads(model, batch, 2)
-    scorer.blank, scorer.inside = blank_row(codec_of(model, processor)), True
+    scorer.blank, scorer.inside_head_call = blank_row(codec_of(model, processor)), True
     for loads in (scorer.loads(model, batch, 2), scorer.with_loads(model, batch, 2)[1]):
         assert loads.pairs == alone.pairs == 2 * 5  # layers and tokens
         assert torch.equal(loads.chosen, alone.chosen)

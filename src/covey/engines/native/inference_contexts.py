@@ -80,7 +80,7 @@ def _packed_forward(module: Any) -> Callable[[Tensor], Tensor]:
             return nn.functional.linear(x, weight, bias)
         if not packed:
             packed.append(torch.ops.mkl._mkl_reorder_linear_weight(weight, PACKED_ROWS))
-        # The operator uses the packed copy only if x has as many rows as it is told the weights were packed for.
+        # The operator ignores the packed copy unless its last argument equals the rows of x.
         return torch.ops.mkl._mkl_linear(x, packed[0], weight, bias, rows)
 
     return forward

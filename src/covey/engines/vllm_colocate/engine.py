@@ -1,11 +1,9 @@
 """vLLM as an engine inside the trainer's process.
 
-Requests of all coroutines go into one vLLM engine and one task steps it; whatever is finished is answered at once, so
-that rewards and other rollouts go on meanwhile. Several trainer processes may split the model between them (tensor
-parallelism): then each step begins by telling one another what is new, all sample everybody's prompts in step, and
-each keeps its own completions. Weights come as a `WeightUpdate`, tensor by tensor. Not here: starting vLLM
-(`vllm_process`), prompts as it takes them (`vllm_prompts`), how much memory it takes and what makes room for it
-(`covey.trainers`), servers (`remote`).
+Requests of all coroutines go into one vLLM engine and one task steps it; finished completions are returned at once, so
+that rewards and other rollouts continue meanwhile. Several trainer processes may split the model (tensor parallelism):
+then they exchange new requests before each step, all sample all prompts in lockstep, and each takes its own
+completions. Weights come as a `WeightUpdate`, tensor by tensor. See also `process.py` (starting vLLM).
 """
 
 import asyncio
@@ -25,60 +23,47 @@ from torch import Tensor
 from covey.core.engine import EngineTraits, SampleRequest
 from covey.core.records import Completion, FinishReason
 from covey.core.weights import TensorSpec, WeightUpdate
-from covey.engines.vllm_colocate.cpu_heads import repack_heads
+from covey.engines.vllm_colocate.model_repairs import repack_heads
 from covey.engines.vllm_colocate.process import is_running
-from covey.engines.vllm_colocate.prompts import otherwise_expanded, prompt_of
+from covey.engines.vllm_colocate.prompts import expansion_error, prompt_of
 
-OWN = frozenset(
-    {
-        "detokenize",
-        "ignore_eos",
-        "logprobs",
-        "max_tokens",
-        "min_p",
-        "n",
-        "output_kind",
-        "repetition_penalty",
-        "seed",
-        "stop_token_ids",
-        "temperature",
-        "top_k",
-        "top_p",
-    }
-)
-"""Settings of vLLM's `SamplingParams` that follow from fields of the config, and so have no place in its extras."""
+RESERVED = {
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "n", "seed"),
+    *("stop_token_ids", "ignore_eos", "logprobs", "detokenize", "output_kind"),
+}
+"""Settings of vLLM's `SamplingParams` that follow from fields of the config, and may not be in its extras."""
 
 FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 LEAVING, FAILED = "leaving", "failed"
-"""What processes that share a model tell one another besides their requests."""
+"""Messages between processes that share a model."""
 
-Fresh = tuple[str, dict[str, Any], dict[str, Any]]
-"""A request that vLLM does not know yet: its id, its prompt as vLLM takes them, and its sampling settings."""
+NewRequest = tuple[str, dict[str, Any], dict[str, Any]]
+"""Id, prompt for vLLM, and sampling settings of a request that vLLM has not got yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A completion that is waited for.
+class _PendingCompletion:
+    """A requested completion.
 
     Attributes:
-        done: gets it.
-        prompt_ids: of a prompt with images, which vLLM must expand to just these; None of text, which comes as it is.
+        done: its future.
+        prompt_ids: of a prompt with images, which vLLM must expand to exactly these; None for text.
     """
 
     done: "asyncio.Future[Completion]"
     prompt_ids: list[int] | None
 
 
-class Peers:
+class ModelGroup:
     """The processes that share one model, or this process alone.
 
     Args:
         group: their `torch.distributed` group on the CPU; None for this process alone.
 
     Attributes:
-        rank: which of them this one is.
-        broken: one of them has failed, so that no further message may be waited for.
+        rank: of this process.
+        broken: a process has failed, so that no further message can be exchanged.
     """
 
     def __init__(self, group: Any = None):
@@ -88,41 +73,41 @@ class Peers:
         self.broken = False
 
     def exchange(self, message: Any) -> list[Any]:
-        """Everybody's messages by rank; all of them call this together.
+        """Gather the messages of all processes by rank. Collective.
 
         Raises:
-            RuntimeError: one of them has failed.
+            RuntimeError: a process has failed.
         """
         if self._group is None:
             return [message]
-        everyone: list[Any] = [None] * self.size
+        messages: list[Any] = [None] * self.size
         try:
-            torch.distributed.all_gather_object(everyone, message, group=self._group)
+            torch.distributed.all_gather_object(messages, message, group=self._group)
         except Exception:
             self.broken = True
             raise
-        failed = [rank for rank, said in enumerate(everyone) if said[0] == FAILED]
+        failed = [rank for rank, sent in enumerate(messages) if sent[0] == FAILED]
         if failed:
             self.broken = True
             raise RuntimeError(
-                f"process {failed[0]} of the {self.size} that share vLLM's model failed while sampling; its own error"
-                " says why."
+                f"process {failed[0]} of the {self.size} that share vLLM's model failed while sampling; see its"
+                " own error."
             )
-        return everyone
+        return messages
 
 
 class VllmColocateEngine:
     """Samples with vLLM in this process.
 
     Args:
-        vllm: a `vllm.LLMEngine` whose worker lives in this process (`vllm_process.start_vllm`).
+        vllm: a `vllm.LLMEngine` with its worker in this process (`process.start_vllm`).
         eos_token_ids: tokens that end a completion.
-        regex: what every completion must match, if anything.
-        sleep_level: None never sleeps. 1 keeps the weights in host memory while the policy trains, 2 forgets them, so
-            that every waking takes them from the last update again.
-        batches: None takes weights one by one; otherwise they are gathered in this many batches before each is loaded.
-        make_room: entered before the engine wakes, left after it is asleep again: moves other things out of the way.
-        peers: the processes that share the model, this one among them.
+        regex: pattern that every completion must match, if any.
+        sleep_level: None never sleeps. 1 moves the weights to host memory while the policy trains, 2 discards them, so
+            that the last update is loaded again on every wake-up.
+        batches: None loads weights one by one; otherwise they are gathered in this many batches before each is loaded.
+        make_room: context around waking and sleeping that frees other memory.
+        group: the processes that share the model, this one among them.
     """
 
     def __init__(
@@ -134,7 +119,7 @@ class VllmColocateEngine:
         sleep_level: int | None = None,
         batches: int | None = None,
         make_room: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        peers: Peers | None = None,
+        group: ModelGroup | None = None,
     ):
         self._vllm = vllm
         self._ends = sorted(eos_token_ids)
@@ -142,18 +127,18 @@ class VllmColocateEngine:
         self._sleep_level = sleep_level
         self._batches = batches
         self._make_room = make_room
-        self._peers = peers or Peers()
+        self._group = group or ModelGroup()
         self._asleep: set[str] = set()
         self._update: WeightUpdate | None = None
-        self._arrived = False
-        self._forgotten = False
+        self._has_weights = False
+        self._discarded = False
         self._has_base = False
         self._adapter: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._adapters = itertools.count(1)
         self._names = itertools.count()
-        self._new: list[Fresh] = []
-        self._waiting: dict[str, _Asked] = {}
+        self._new: list[NewRequest] = []
+        self._waiting: dict[str, _PendingCompletion] = {}
         self._driver: asyncio.Task[None] | None = None
         self._leaving = False
         config = vllm.vllm_config.model_config
@@ -170,11 +155,11 @@ class VllmColocateEngine:
     # ---- sampling --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        """Sample `request.n` completions of one prompt; drafts are left unused, which changes no sample.
+        """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample.
 
         Raises:
-            ValueError: settings that vLLM does not know, or a prompt that fills the context.
-            RuntimeError: the weights never arrived, sampling failed, or vLLM makes other tokens of images.
+            ValueError: settings that vLLM does not support, or a prompt that fills the context.
+            RuntimeError: no weights were loaded, sampling failed, or vLLM expands images to other tokens.
         """
         settings = self._settings(request)
         loop = asyncio.get_running_loop()
@@ -184,14 +169,14 @@ class VllmColocateEngine:
             name = f"covey-{next(self._names)}"
             self._new.append((name, prompt, {**settings, "seed": seed % (1 << 63)}))
             waiting.append(loop.create_future())
-            self._waiting[name] = _Asked(waiting[-1], expanded)
+            self._waiting[name] = _PendingCompletion(waiting[-1], expanded)
         if self._driver is None or self._driver.done():
             self._driver = loop.create_task(self._drive())
         return list(await asyncio.gather(*waiting))
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Wake vLLM for the duration; with several processes, until the last of them has what it asked for."""
+        """Wake vLLM within the context; with several processes, until all have their completions."""
         with self._make_room():
             self._wake_up({"weights", "kv_cache"})
             self._leaving = False
@@ -206,24 +191,24 @@ class VllmColocateEngine:
                 self._fall_asleep()
 
     def _settings(self, request: SampleRequest) -> dict[str, Any]:
-        """vLLM's sampling settings of a request, but for the seed."""
+        """vLLM's sampling settings of a request, without the seed."""
         params = request.params
         if not is_running(self._vllm):
             raise RuntimeError(
                 "this engine's vLLM was stopped: another one was started in this process, where there is one at a time."
-                " Make the trainer that is to sample last."
+                " Create the trainer that samples last."
             )
-        if not self._arrived:
+        if not self._has_weights:
             raise RuntimeError("vLLM has no weights: the policy's must be loaded before anything is sampled.")
         if len(request.prompt_ids) >= self.max_context:
             raise ValueError(
                 f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a completion in vLLM's context of"
                 f" {self.max_context}. Raise vllm_max_model_length, give vLLM more memory, or drop prompts so long."
             )
-        taken = sorted(OWN & set(params.extra))
+        taken = sorted(RESERVED & params.extra.keys())
         if taken:
             raise ValueError(
-                f"generation_kwargs may not hold {', '.join(map(repr, taken))}: fields of the config say so already."
+                f"generation_kwargs may not contain {', '.join(map(repr, taken))}: fields of the config set them."
             )
         settings = {
             "max_tokens": request.token_budget(self.max_context),
@@ -233,49 +218,49 @@ class VllmColocateEngine:
             "min_p": params.min_p or 0.0,
             "repetition_penalty": params.repetition_penalty,
             "stop_token_ids": self._ends,
-            "ignore_eos": True,  # the end tokens are all named above: vLLM's own idea of them is one of another config
+            "ignore_eos": True,  # all end tokens are listed above; vLLM's come from another config
             "logprobs": 0,
             "detokenize": "stop" in params.extra or "bad_words" in params.extra,
             **params.extra,
         }
-        if "logit_bias" in params.extra:  # JSON has no numbers for keys
+        if "logit_bias" in params.extra:  # JSON has no integer keys
             settings["logit_bias"] = {int(token): bias for token, bias in params.extra["logit_bias"].items()}
         if self._regex is not None:
             settings["structured_outputs"] = {"regex": self._regex}
         return settings
 
     async def _drive(self) -> None:
-        """Step until nobody waits; between steps other coroutines run."""
+        """Step until no completion is pending; between steps other coroutines run."""
         try:
-            await asyncio.sleep(0)  # let every caller of this moment queue its request
-            while not self._leaving and (self._waiting or self._peers.size > 1):
-                self._turn()
+            await asyncio.sleep(0)  # callers that are ready now queue their requests first
+            while not self._leaving and (self._waiting or self._group.size > 1):
+                self._step()
                 await asyncio.sleep(0)
         except BaseException as error:
-            self._give_up(error)
+            self._fail_pending(error)
             if not isinstance(error, Exception):
                 raise
 
-    def _turn(self, message: str = "") -> bool:
-        """Take in what is new, make one step, answer what is finished; whether nobody needs another.
+    def _step(self, message: str = "") -> bool:
+        """Add new requests, make one step and return finished completions; True when no process needs another step.
 
         Args:
-            message: what the other processes are to know: "" (nothing), `LEAVING` or `FAILED`.
+            message: for the other processes: "" (none), `LEAVING` or `FAILED`.
         """
-        given_up = [name for name, asked in self._waiting.items() if asked.done.done()]
-        for name in given_up:
+        cancelled = [name for name, pending in self._waiting.items() if pending.done.done()]
+        for name in cancelled:
             del self._waiting[name]
-        fresh, self._new = self._new, []
-        everyone = self._peers.exchange((message, fresh, given_up))
-        for owner, (_, fresh, dropped) in enumerate(everyone):
-            for name, prompt, settings in fresh:
+        new, self._new = self._new, []
+        messages = self._group.exchange((message, new, cancelled))
+        for owner, (_, new, cancelled) in enumerate(messages):
+            for name, prompt, settings in new:
                 self._add(f"{owner}-{name}", prompt, settings)
-            if dropped:
-                self._vllm.abort_request([f"{owner}-{name}" for name in dropped])
+            if cancelled:
+                self._vllm.abort_request([f"{owner}-{name}" for name in cancelled])
         if self._vllm.has_unfinished_requests():
             for output in self._vllm.step():
-                self._answer(output)
-        return all(said == LEAVING for said, _, _ in everyone) and not self._vllm.has_unfinished_requests()
+                self._resolve(output)
+        return all(sent == LEAVING for sent, _, _ in messages) and not self._vllm.has_unfinished_requests()
 
     def _add(self, name: str, prompt: dict[str, Any], settings: dict[str, Any]) -> None:
         from vllm import SamplingParams
@@ -292,43 +277,43 @@ class VllmColocateEngine:
             ) from error
         self._vllm.add_request(name, dict(prompt), params, lora_request=self._adapter)
 
-    def _answer(self, output: Any) -> None:
-        """Hand a finished completion to whoever waits for it."""
+    def _resolve(self, output: Any) -> None:
+        """Set the result of a finished completion's future."""
         owner, _, name = output.request_id.partition("-")
-        if int(owner) != self._peers.rank or not output.finished or name not in self._waiting:
+        if int(owner) != self._group.rank or not output.finished or name not in self._waiting:
             return
-        asked = self._waiting.pop(name)
-        if asked.done.done():  # its caller was cancelled
+        pending = self._waiting.pop(name)
+        if pending.done.done():  # its caller was cancelled
             return
-        if asked.prompt_ids is not None and (error := otherwise_expanded(asked.prompt_ids, output.prompt_token_ids)):
-            asked.done.set_exception(error)
+        if pending.prompt_ids is not None and (error := expansion_error(pending.prompt_ids, output.prompt_token_ids)):
+            pending.done.set_exception(error)
             return
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
         finish = FINISHES.get(completion.finish_reason, FinishReason.ERROR)
         versions = None if self._update is None else [self._update.version] * len(tokens)
-        asked.done.set_result(Completion(tokens, logprobs, finish, versions=versions))
+        pending.done.set_result(Completion(tokens, logprobs, finish, versions=versions))
 
     def _leave(self, failed: bool = False) -> None:
-        """Stop stepping, once the other processes need this one no longer; what is unfinished is dropped."""
+        """Stop stepping once no other process needs this one; unfinished completions fail."""
         self._leaving = True
-        if self._peers.size > 1 and not self._peers.broken:
+        if self._group.size > 1 and not self._group.broken:
             if failed:
-                with contextlib.suppress(Exception):  # the error that brought us here is the one to report
-                    self._peers.exchange((FAILED, [], []))
+                with contextlib.suppress(Exception):  # the first error is the one to report
+                    self._group.exchange((FAILED, [], []))
             else:
-                while not self._turn(LEAVING):
+                while not self._step(LEAVING):
                     pass
         if self._waiting or self._vllm.has_unfinished_requests():
-            self._give_up(RuntimeError("the engine was put to sleep before this completion was finished."))
+            self._fail_pending(RuntimeError("the engine was put to sleep before this completion was finished."))
 
-    def _give_up(self, error: BaseException) -> None:
-        """Fail whoever waits, and leave nothing in vLLM that a later generation would go on with."""
-        for asked in self._waiting.values():
-            if not asked.done.done():
-                asked.done.set_exception(error)
-                asked.done.exception()  # looked at: whoever waited may be gone
+    def _fail_pending(self, error: BaseException) -> None:
+        """Fail pending completions and abort their requests in vLLM."""
+        for pending in self._waiting.values():
+            if not pending.done.done():
+                pending.done.set_exception(error)
+                pending.done.exception()  # marks it as retrieved: its caller may be gone
         self._waiting.clear()
         self._new.clear()
         with contextlib.suppress(Exception):
@@ -338,14 +323,14 @@ class VllmColocateEngine:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Take a version of the policy's weights; nothing that older weights computed is used again.
+        """Load a version of the policy's weights and reset the caches of older ones.
 
         Raises:
-            RuntimeError: vLLM refuses a tensor, or something is in flight.
+            RuntimeError: vLLM refuses a tensor, or requests are in progress.
         """
         if self._vllm.has_unfinished_requests():
             raise RuntimeError(f"weights of version {update.version} came while vLLM was sampling with older ones.")
-        self._arrived = self._forgotten = False
+        self._has_weights = self._discarded = False
         self._wake_up({"weights"})
         self._update = update
         if update.adapter is None:
@@ -354,8 +339,8 @@ class VllmColocateEngine:
         else:
             self._load_adapter(update)
         self._vllm.reset_prefix_cache()
-        self._vllm.reset_encoder_cache()  # what older weights made of images
-        self._arrived = True
+        self._vllm.reset_encoder_cache()  # images encoded with older weights
+        self._has_weights = True
 
     def _load_all(self, update: WeightUpdate) -> None:
         self._has_base = False
@@ -375,24 +360,21 @@ class VllmColocateEngine:
             raise RuntimeError(f"vLLM did not take weights of version {update.version} at {at}: {error}") from error
 
     def _reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Linear weights are repacked for their kernels, so they cannot be copied over: vLLM loads layer by layer."""
+        # vLLM repacks linear weights for its kernels layer by layer, so they cannot be copied over.
         with torch.no_grad():
             self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
             self._vllm.apply_model(repack_heads)
 
     def _load_adapter(self, update: WeightUpdate) -> None:
-        """An adapter travels as the small files that vLLM reads, under a name of its own for each version.
-
-        The weights under it come before the first one, and again where vLLM has forgotten them.
-        """
+        """Load an adapter from files, under a new name for each version; its base first, if vLLM does not have it."""
         from safetensors.torch import save_file
         from vllm.lora.request import LoRARequest
 
         if not self._has_base:
             if update.base is None:
                 raise RuntimeError(
-                    "the adapter's base is quantised and cannot be handed to vLLM in this process. Run vLLM as a server"
-                    " that loads the same quantised model (vllm_mode='server')."
+                    "the adapter's base is quantised and cannot be loaded into vLLM in this process. Run vLLM as a"
+                    " server that loads the same quantised model (vllm_mode='server')."
                 )
             self._load_all(update.base)
             self._has_base = True
@@ -405,13 +387,13 @@ class VllmColocateEngine:
             self._drop_adapter()
             request = LoRARequest(f"policy-{update.version}-{number}", number, folder.name)
             if not self._vllm.add_lora(request):
-                raise RuntimeError("it answered that it did not load it.")
+                raise RuntimeError("add_lora returned False.")
         except Exception as error:
             raise RuntimeError(
                 f"vLLM did not take the adapter of version {update.version}: {error} Adapters other than plain LoRA on"
                 " linear layers have to be merged into the weights."
             ) from error
-        self._adapter, self._folder = request, folder  # vLLM may read it again; the last one is removed by now
+        self._adapter, self._folder = request, folder  # vLLM may read it again; the last one was removed above
 
     def _drop_adapter(self) -> None:
         if self._adapter is not None:
@@ -426,33 +408,33 @@ class VllmColocateEngine:
         self._vllm.sleep(level=self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
         self._has_base = self._has_base and self._sleep_level != 2
-        self._forgotten = self._sleep_level == 2 and self._arrived
-        self._arrived = self._arrived and not self._forgotten
+        self._discarded = self._sleep_level == 2 and self._has_weights
+        self._has_weights = self._has_weights and not self._discarded
 
     def _wake_up(self, parts: set[str]) -> None:
-        """Give these parts of vLLM their memory back; forgotten weights are taken from the last update again."""
+        """Allocate these parts of vLLM again; discarded weights are loaded again from the last update."""
         sleeping = sorted(parts & self._asleep, reverse=True)  # weights before the cache
         if sleeping:
             self._vllm.wake_up(sleeping)
             self._asleep -= parts
-        if "kv_cache" in parts and self._forgotten and self._update is not None:
+        if "kv_cache" in parts and self._discarded and self._update is not None:
             self.load_weights(self._update)
 
 
 def in_batches(update: WeightUpdate, batches: int) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """A checked pass over an update that gathers one part of about equal size after the other before handing it on."""
+    """Checked tensors of an update, gathered in batches of about equal size before each is yielded."""
     limit = -(-update.nbytes // batches)
-    held: list[tuple[TensorSpec, Tensor]] = []
+    batch: list[tuple[TensorSpec, Tensor]] = []
     for spec, tensor in update.checked():
-        held.append((spec, tensor.clone()))  # it is ours only until the next is asked for
-        if sum(spec.nbytes for spec, _ in held) >= limit:
-            yield from held
-            held.clear()
-    yield from held
+        batch.append((spec, tensor.clone()))  # valid only until the next one is requested
+        if sum(spec.nbytes for spec, _ in batch) >= limit:
+            yield from batch
+            batch.clear()
+    yield from batch
 
 
 def _end_reload(worker: Any) -> None:
-    """After an update that broke off: let a vLLM worker's layers go, so that they can take another."""
+    """Finish a failed reload in a vLLM worker, so that its layers accept another."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

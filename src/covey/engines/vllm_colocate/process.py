@@ -1,10 +1,8 @@
-"""Starting and stopping vLLM inside this process, and leaving the process as it was.
+"""Start and stop of vLLM inside this process, without changes to the state of the process.
 
-There is one vLLM in a process at a time, as all of them would share its groups of processes. vLLM takes a process for
-its own: it seeds the random generators, replaces `torch.set_num_threads`, settles how child processes start and sets
-environment variables that other libraries read. A trainer, its reward workers and its checkpoints need all of these as
-they were. Not here: sampling and weights (`vllm_colocate`); how much memory vLLM may take
-(`covey.sizing.vllm_memory`).
+A process has one vLLM at a time, as all of them would share its process groups. vLLM seeds the random generators,
+replaces `torch.set_num_threads`, sets the start method of child processes and environment variables that other
+libraries read. A trainer, its reward workers and its checkpoints need all of these unchanged.
 """
 
 import contextlib
@@ -23,16 +21,16 @@ import numpy as np
 import torch
 from packaging.version import InvalidVersion, Version
 
-from covey.engines.vllm_colocate.dummy_weights import register_dummy_loader
+from covey.engines.vllm_colocate.model_repairs import register_dummy_loader
 
 OLDEST = "0.28"
-"""The first vLLM whose in-process engine has all that is used here."""
+"""Oldest supported version of vLLM."""
 
 INSTALL = "pip install 'covey[vllm]'"
 
 
 def require_vllm() -> str:
-    """The version of vLLM.
+    """Version of vLLM.
 
     Raises:
         ImportError: it is missing or too old.
@@ -44,34 +42,34 @@ def require_vllm() -> str:
             f"use_vllm=True needs vLLM, which is not installed here: {INSTALL}. Or leave use_vllm off: the built-in"
             " engine needs nothing."
         ) from error
-    with contextlib.suppress(InvalidVersion):  # a build of one's own may be called anything
+    with contextlib.suppress(InvalidVersion):  # own builds may have any version
         if Version(found) < Version(OLDEST):
             raise ImportError(f"vLLM {found} is too old: {OLDEST} or newer is needed. Upgrade it: {INSTALL}.")
     return found
 
 
 _running: weakref.finalize | None = None
-"""Stops the vLLM of this process; also when nothing refers to it any more."""
+"""Stops the vLLM of this process, also when it is garbage collected."""
 
 
 def start_vllm(arguments: dict[str, Any]) -> Any:
-    """A `vllm.LLMEngine` whose worker lives in this process; one that ran before is stopped.
+    """Start a `vllm.LLMEngine` with its worker in this process; an earlier one is stopped.
 
     Args:
-        arguments: of `vllm.EngineArgs`; the load format "dummy" leaves constants as they are.
+        arguments: of `vllm.EngineArgs`; the load format "dummy" preserves constants.
 
     Raises:
         ImportError: vLLM is missing or too old.
-        RuntimeError: it does not start; the message holds what it said and what to try.
+        RuntimeError: it does not start; the message has its error and advice.
     """
     global _running
     version = require_vllm()
     stop_vllm()
     shared = torch.distributed.is_initialized()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read whenever an engine is made
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its progress lines would drown the trainer's
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # less noise between the trainer's lines
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    with process_kept():
+    with preserved_process_state():
         try:
             from vllm import EngineArgs, LLMEngine
 
@@ -96,19 +94,19 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
 
 
 def stop_vllm() -> None:
-    """End the vLLM of this process, if there is one, and give its memory back."""
+    """Stop the vLLM of this process, if there is one, and release its memory."""
     if _running is not None:
         _running()
 
 
 def is_running(engine: Any) -> bool:
-    """Whether this is the vLLM of this process, rather than one that another has taken the place of."""
+    """True for the vLLM of this process, False for one that another has replaced."""
     found = _running.peek() if _running is not None else None
     return found is not None and found[0] is engine
 
 
 def _shut_down(core: Any, shared: bool) -> None:
-    """End an engine's core. It destroys torch's default process group, which may be the trainer's."""
+    """Shut an engine's core down without destroying the trainer's default process group."""
     destroy = torch.distributed.destroy_process_group
 
     def destroy_others(group: Any = None) -> None:
@@ -122,18 +120,17 @@ def _shut_down(core: Any, shared: bool) -> None:
     except ValueError:
         if not shared or torch.distributed.is_initialized():
             raise
-        # the trainer has ended its own process group before, and vLLM's went with it
+        # the trainer has destroyed its process group before, and vLLM's with it
     finally:
         torch.distributed.destroy_process_group = destroy
 
 
 @contextlib.contextmanager
-def process_kept() -> Iterator[None]:
-    """Put back, at the end, what the body changes in the state that a whole process shares.
+def preserved_process_state() -> Iterator[None]:
+    """Restore the process-wide state at the end of the context.
 
-    These are the random generators, thread count, matmul precision, default dtype, the start method of child
-    processes, handlers of SIGINT and SIGTERM, what the garbage collector looks at, and environment variables but
-    vLLM's own (VLLM_*), which it reads later.
+    That is: random generators, thread count, matmul precision, default dtype, start method of child processes, handlers
+    of SIGINT and SIGTERM, frozen garbage, and environment variables except vLLM's (VLLM_*), which it reads later.
     """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
@@ -162,20 +159,16 @@ def process_kept() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(gradients)
-        multiprocessing.set_start_method(start_method, force=True)  # None: not settled yet
+        multiprocessing.set_start_method(start_method, force=True)  # None: not set yet
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
         if not frozen:
             gc.unfreeze()
-        _restore(environment)
-
-
-def _restore(environment: dict[str, str]) -> None:
-    for name in set(os.environ) | set(environment):
-        if name.startswith("VLLM_"):
-            continue
-        if name not in environment:
-            del os.environ[name]
-        elif os.environ.get(name) != environment[name]:
-            os.environ[name] = environment[name]
+        for name in set(os.environ) | set(environment):
+            if name.startswith("VLLM_"):
+                continue
+            if name not in environment:
+                del os.environ[name]
+            elif os.environ.get(name) != environment[name]:
+                os.environ[name] = environment[name]

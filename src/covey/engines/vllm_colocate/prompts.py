@@ -1,7 +1,7 @@
-"""Prompts as vLLM takes them in this process: tokens, and with them the images that they show.
+"""Prompts of a vLLM in this process: tokens and images.
 
-vLLM is given each image as a single token and expands it with a processor of its own, so what it makes of a prompt is
-compared with what the trainer's processor made of it. Not here: what servers are sent (`remote.pictures`).
+vLLM gets each image as a single token and expands it with its own processor, so its tokens are compared with those of
+the trainer's processor.
 """
 
 from collections.abc import Sequence
@@ -12,26 +12,21 @@ from covey.core.media import images_of, unexpanded
 
 
 def prompt_of(request: SampleRequest) -> dict[str, Any]:
-    """A request's prompt, for `vllm.LLMEngine.add_request`."""
+    """Prompt of a request, for `vllm.LLMEngine.add_request`."""
     if not request.media:
         return {"prompt_token_ids": request.prompt_ids}
     ids = unexpanded(request.prompt_ids, request.media)
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": images_of(request.media)}}
 
 
-def otherwise_expanded(ours: Sequence[int], theirs: Sequence[int]) -> RuntimeError | None:
-    """What is wrong with a prompt that vLLM has expanded; None where nothing is.
-
-    Args:
-        ours: tokens that the trainer's processor made.
-        theirs: vLLM's.
-    """
+def expansion_error(ours: Sequence[int], theirs: Sequence[int]) -> RuntimeError | None:
+    """Error if vLLM has expanded a prompt to other tokens (`theirs`) than the trainer's processor (`ours`)."""
     if list(ours) == list(theirs):
         return None
     shorter = min(len(ours), len(theirs))
-    place = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    first = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
     return RuntimeError(
-        f"vLLM makes {len(theirs)} tokens of a prompt with images of which the trainer's processor makes {len(ours)};"
-        f" they differ from token {place} on. If vllm_engine_kwargs holds mm_processor_kwargs, leave them out: vLLM's"
+        f"vLLM expands a prompt with images to {len(theirs)} tokens, and the trainer's processor to {len(ours)};"
+        f" they differ from token {first} on. If vllm_engine_kwargs has mm_processor_kwargs, leave them out: vLLM's"
         " processor has the settings of the trainer's."
     )

@@ -1,8 +1,8 @@
-"""The attention function registered with transformers as `covey_packed`: many sequences in one row, no model patched.
+"""Attention for rows with many sequences, registered with transformers as `covey_packed`; no model is patched.
 
-A packed forward pass lays sequences in one row and says which tokens see which in a keyword argument, `token_tree`,
-which transformers carries to every attention layer (also when gradient checkpointing recomputes it). Calls without one
-are ordinary: padded training, generation with a cache. How attention is computed is chosen in one place, `_attend`.
+A packed forward pass lays sequences in one row and gives their visibility in the keyword argument `token_tree`, which
+transformers passes to every attention layer (also when gradient checkpointing recomputes it). Calls without it are
+ordinary: padded training, generation with a cache.
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ from covey.policy.attention.merged import merged_attention
 from covey.policy.attention.tree import TokenTree
 
 PACKED_ATTENTION = "covey_packed"
-"""What to give `model.set_attn_implementation`."""
+"""Argument of `model.set_attn_implementation`."""
 
-UNKNOWN = ("position_bias", "sinks", "indices", "block_indices", "block_sequence_ids")
-"""Keyword arguments that change attention in ways the layouts do not know."""
+UNSUPPORTED = ("position_bias", "sinks", "indices", "block_indices", "block_sequence_ids")
+"""Keyword arguments that change attention in ways the layouts do not support."""
 
 
 def packed_attention(
@@ -42,12 +42,12 @@ def packed_attention(
         module: the attention layer.
         query: [B, heads, T, D]; key, value: [B, kv_heads, S, D]; with a tree, B is 1 and S is T.
         attention_mask: for ordinary calls; ignored with a tree.
-        dropout: the share of attention weights dropped.
+        dropout: probability of dropping an attention weight.
         scaling: multiplies the scores; by default 1 / sqrt(D).
-        token_tree: who sees whom. None: an ordinary call.
+        token_tree: visibility; None: an ordinary call.
         softcap: soft-capping of the scores.
         s_aux: [heads], attention sinks.
-        kwargs: `sliding_window`, how far back a token sees, and what attention may ignore.
+        kwargs: `sliding_window`, the number of last tokens that a token sees, and arguments that attention may ignore.
 
     Returns:
         [B, T, heads, D] and None.
@@ -63,23 +63,21 @@ def packed_attention(
             )
         return _ordinary(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
     _check(module, kwargs)
-    settings = {
+    settings: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "window": _window(module, kwargs),
         "cap": softcap,
         "sinks": s_aux,
     }
-    query, key, value = _one_dtype(query, key, value)
-    return _attend(query, key, value, token_tree, dropout, settings), None
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, tree: TokenTree, dropout: float, settings: dict) -> Tensor:
-    """FlexAttention on CUDA; elsewhere, and for dropout, rectangles merged by log-sum-exp."""
-    if query.device.type == "cuda" and not dropout:
+    # One dtype: under autocast its own, as in torch's attention; rotary embeddings may have changed it.
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if device == "cuda" and not dropout:
         from covey.policy.attention.flex import flex_tree_attention
 
-        return flex_tree_attention(query, key, value, tree, **settings)
-    return merged_attention(query, key, value, tree, dropout=dropout, **settings)
+        return flex_tree_attention(query, key, value, token_tree, **settings), None
+    return merged_attention(query, key, value, token_tree, dropout=dropout, **settings), None
 
 
 def _ordinary(
@@ -92,7 +90,7 @@ def _ordinary(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Written-out attention, for padded rows and generation of models that SDPA does not suit; [B, T, heads, D]."""
+    """Explicit attention, for padded rows and generation of models that SDPA does not suit; [B, T, heads, D]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
     scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -105,29 +103,29 @@ def _ordinary(
         mask = mask[..., : key.shape[2]]
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
-        given = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, given], dim=-1)
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     weights = nn.functional.dropout(weights, dropout, training=dropout > 0)
     return (weights @ value).transpose(1, 2).contiguous()
 
 
 def _check_no_tree_was_lost(module: nn.Module, key: Tensor, mask: Tensor | None) -> None:
-    """A mask of one element for many keys is the stand-in that comes with a token tree."""
+    # A mask of one element for many keys is the placeholder that packed layouts pass with their token tree.
     if mask is not None and mask.numel() == 1 and key.shape[2] > 1:
         raise ValueError(
-            f"{type(module).__name__} was not given the keyword arguments of the model's forward, which say where the"
-            " sequences of a row end; use attn_layout='padded'"
+            f"{type(module).__name__} did not receive the keyword arguments of the model's forward, among them the ends"
+            " of the sequences of a row; use attn_layout='padded'"
         )
 
 
 def _check(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    unknown = [name for name in UNKNOWN if kwargs.get(name) is not None]
-    if unknown:
-        raise ValueError(
-            f"{type(module).__name__} calls attention with {', '.join(unknown)}, which rows that hold many sequences do"
-            " not know; use attn_layout='padded'"
-        )
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} calls attention with {name}, which rows of many sequences do not support;"
+                " use attn_layout='padded'"
+            )
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
         raise ValueError(f"{type(module).__name__} does not attend causally; use attn_layout='padded'")
     if _layer_type(module) == "chunked_attention":
@@ -135,7 +133,7 @@ def _check(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """How far back the layer sees. Some models tell only the mask, so where nothing is said the config is asked."""
+    """Sliding window of the layer: of the call, else of the config, as some models give it to their mask only."""
     if "sliding_window" in kwargs:
         return kwargs["sliding_window"] or None
     config = getattr(module, "config", None)
@@ -145,17 +143,10 @@ def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
 
 
 def _layer_type(module: nn.Module) -> str | None:
-    """Of what kind the config says this layer is, if it does."""
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    """Type of this layer in the config, if it is given."""
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     layer = getattr(module, "layer_idx", None)
-    return kinds[layer] if kinds and isinstance(layer, int) and layer < len(kinds) else None
-
-
-def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, its type, as torch's own attention does; rotary embeddings may have left it."""
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+    return layer_types[layer] if layer_types and isinstance(layer, int) and layer < len(layer_types) else None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

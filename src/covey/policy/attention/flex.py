@@ -1,7 +1,7 @@
-"""Attention of a token tree on CUDA: FlexAttention, compiled once for all shapes, its block mask built once a forward.
+"""Attention of a token tree on CUDA: FlexAttention, compiled once for all shapes.
 
-The block mask lives in the tree's cache, and the tree travels to every layer as a keyword argument, so all layers and
-their recomputation under gradient checkpointing share it. Uncompiled, the same code runs on any device, as tests do.
+The block mask is built once per forward pass: it is in the tree's cache, and every layer, also when gradient
+checkpointing recomputes it, receives the tree as a keyword argument. Uncompiled, the code runs on any device.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from covey.policy.attention.tree import TokenTree
 
 BLOCK = 128
-"""Tokens a side of the blocks that are computed or skipped whole."""
+"""Side, in tokens, of the blocks that are computed or skipped whole."""
 
 
 @cache
 def compiled_flex() -> Callable[..., Any]:
-    """FlexAttention compiled for dynamic shapes, once in a process."""
+    """FlexAttention compiled for dynamic shapes, once per process."""
     return torch.compile(flex_attention, dynamic=True)
 
 
@@ -37,11 +37,11 @@ def flex_tree_attention(
     sinks: Tensor | None = None,
     attend: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """What `merged_attention` computes, by FlexAttention; it knows no dropout.
+    """Attention as in `merged_attention`, by FlexAttention, without dropout.
 
     Args:
         query, key, value, tree, scale, window, cap, sinks: as in `merged_attention`.
-        attend: what stands for `flex_attention`; by default its compiled form.
+        attend: replaces the compiled `flex_attention`.
 
     Returns:
         [1, T, heads, D'].
@@ -61,7 +61,7 @@ def flex_tree_attention(
 
 
 def block_mask_of(tree: TokenTree, window: int | None, device: torch.device) -> BlockMask:
-    """The tree's block mask, built on the first call for a window and device."""
+    """Block mask of the tree, cached by window and device."""
     name = ("block mask", window, device)
     if name not in tree.cache:
         partial, full = blocks_of(tree, window)
@@ -76,9 +76,9 @@ def block_mask_of(tree: TokenTree, window: int | None, device: torch.device) -> 
 
 
 def blocks_of(tree: TokenTree, window: int | None) -> tuple[Tensor, Tensor]:
-    """Which blocks hold visible pairs, and which hold nothing else: two [blocks, blocks] bool matrices on the CPU.
+    """Blocks with some visible pairs and blocks with only visible pairs: two [blocks, blocks] bool matrices on the CPU.
 
-    The first leaves out what the second says. Built from the segments: the cost is that of the blocks, not the tokens.
+    Disjoint. Built from the segments, so that the cost grows with the blocks, not the tokens.
     """
     count = -(-tree.size // BLOCK)
     touched = torch.zeros(count, count, dtype=torch.bool)
@@ -90,7 +90,7 @@ def blocks_of(tree: TokenTree, window: int | None) -> tuple[Tensor, Tensor]:
             whole = last - first == BLOCK - 1
             ancestor = segment
             while ancestor >= 0:
-                # The key at the query's own position, were the ancestor long enough to reach it.
+                # Index of the key at the query's own position, if the ancestor were long enough.
                 shift = tree.starts[ancestor] - tree.offsets[ancestor] + tree.offsets[segment] - start
                 base, end = tree.starts[ancestor], tree.stops[ancestor]
                 low, high = max(base, first + shift - back + 1), min(end, last + shift + 1)
@@ -106,7 +106,7 @@ def blocks_of(tree: TokenTree, window: int | None) -> tuple[Tensor, Tensor]:
 def _with_lse(
     attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; torch 2.9 renamed how the latter is asked for."""
+    """Output and log-sum-exp; torch 2.9 renamed the argument for the latter."""
     if not hasattr(flex_attention_module, "AuxRequest"):
         return attend(query, key, value, **settings, return_lse=True)
     request = flex_attention_module.AuxRequest(lse=True)
@@ -115,7 +115,7 @@ def _with_lse(
 
 
 def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[rows, columns] bool -> how many columns each row has, [1, 1, rows], and all columns, those first."""
+    """[rows, columns] bool -> number of True columns per row [1, 1, rows], and all columns with those first."""
     counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return counts[None, None].to(device), order[None, None].to(device)

@@ -1,10 +1,9 @@
-"""Which tokens of one row see which: a forest of segments, each attending to itself and to its ancestors.
+"""Visibility between the tokens of one row: a forest of segments, each attending to itself and to its ancestors.
 
-Segments lie in depth-first order, so the descendants of a segment stand right behind it, and two numbers per token say
-everything: query q sees key k exactly if `k <= q < reach[k]` and, in a window, `position[q] - position[k] < window`.
+Segments are in depth-first order, so the descendants of a segment follow it directly, and two numbers per token define
+visibility: query q sees key k exactly if `k <= q < reach[k]` and, in a window, `position[q] - position[k] < window`.
 Packed sequences are roots without children; completions that share a prompt are the children of the prompt's segment.
-
-Not here: how attention is computed (`merged.py` on any device, `flex.py` on CUDA).
+See also `merged.py` (attention on any device) and `flex.py` (on CUDA).
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 BAND_BLOCK = 256
-"""Queries of one part where a sliding window cuts: its mask is [256, 256 + window] at most."""
+"""Most queries of a part with a sliding window, whose mask is [256, 256 + window] at most."""
 
 
 class Part(NamedTuple):
@@ -46,11 +45,11 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a row's attention consists of.
+    """The attention of a row as rectangles.
 
     Attributes:
-        own: each segment's attention to itself; the queries cover the row exactly once.
-        ancestors: the attention of segments to those they go on from.
+        own: attention of segments to themselves; the queries cover the row exactly once.
+        ancestors: attention of segments to their ancestors.
     """
 
     own: list[Part]
@@ -60,13 +59,13 @@ class Parts(NamedTuple):
 class TokenTree:
     """The segments of a row.
 
-    Deliberately no dataclass and no tuple: wrappers that look for tensors to move or cast leave it alone.
+    Neither a dataclass nor a tuple, so that wrappers that move or cast tensors leave it alone.
 
     Attributes:
         starts, stops: each segment's range of the row.
-        parents: the segment each goes on from, or -1.
+        parents: the segment that each continues, or -1.
         offsets: the position of each segment's first token in its sequence.
-        reaches: where the descendants of each segment end.
+        reaches: end of the descendants of each segment.
 
     Example:
         A prompt of 3 tokens with completions of 2 and 4: `TokenTree([3, 2, 4], [-1, 0, 0])`.
@@ -78,42 +77,39 @@ class TokenTree:
         self.starts: list[int] = []
         self.stops: list[int] = []
         self.offsets: list[int] = []
-        place = 0
+        start = 0
         for length, parent in zip(lengths, parents, strict=True):
-            self.starts.append(place)
-            place += length
-            self.stops.append(place)
+            self.starts.append(start)
+            start += length
+            self.stops.append(start)
             self.offsets.append(0 if parent < 0 else self.offsets[parent] + lengths[parent])
-        self.size = place
+        self.size = start
         self.reaches = list(self.stops)
         for segment in reversed(range(len(self.parents))):
             parent = self.parents[segment]
             if parent >= 0:
                 self.reaches[parent] = max(self.reaches[parent], self.reaches[segment])
         self.cache: dict[Any, Any] = {}
-        """What attention derives from the tree once per forward pass: by what it is and what it was derived for."""
+        """Values that attention derives from the tree once per forward pass, by name and arguments."""
 
     def positions(self) -> Tensor:
-        """[T] int64 on the CPU: each token's position in its sequence."""
+        """Position of each token in its sequence, [T] int64 on the CPU."""
         spans = zip(self.offsets, self.starts, self.stops, strict=True)
         return torch.cat([torch.arange(offset, offset + stop - start) for offset, start, stop in spans])
 
     def reach(self) -> Tensor:
-        """[T] int64 on the CPU: the end of the queries that may see each token."""
+        """End of the queries that may see each token, [T] int64 on the CPU."""
         lengths = [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
         return torch.tensor(self.reaches).repeat_interleave(torch.tensor(lengths))
 
     def parts(self, window: int | None) -> Parts:
-        """The visible pairs as few large rectangles, remembered.
+        """The visible pairs as few large rectangles, cached by window.
 
         Without a window, the descendants of a segment see all of it, whatever their order: one rectangle, unmasked.
         """
         key = ("parts", window)
-        if key not in self.cache:
-            self.cache[key] = self._parts(window)
-        return self.cache[key]
-
-    def _parts(self, window: int | None) -> Parts:
+        if key in self.cache:
+            return self.cache[key]
         own: list[Part] = []
         ancestors: list[Part] = []
         for segment, (start, stop) in enumerate(zip(self.starts, self.stops, strict=True)):
@@ -124,23 +120,27 @@ class TokenTree:
             reach = self.reaches[segment]
             if reach == stop:
                 continue
+            if window is None:
+                ancestors.append(Part(slice(stop, reach), slice(start, stop)))
+                continue
             children = [other for other in range(segment + 1, len(self.parents)) if self.starts[other] < reach]
             longest = max(self.offsets[c] + self.stops[c] - self.starts[c] for c in children) - self.offsets[segment]
-            if window is None or longest <= window:
+            if longest <= window:
                 ancestors.append(Part(slice(stop, reach), slice(start, stop)))
-            else:
-                for child in children:
-                    ancestors += self._banded(child, segment, window)
-        return Parts(own, ancestors)
+                continue
+            for child in children:
+                ancestors += self._banded(child, segment, window)
+        self.cache[key] = Parts(own, ancestors)
+        return self.cache[key]
 
     def _banded(self, segment: int, ancestor: int, window: int) -> list[Part]:
-        """The attention of one segment to an ancestor or itself, in blocks of queries with just the keys in reach."""
+        """Attention of a segment to an ancestor or itself, in blocks of queries with only the keys in their window."""
         parts = []
         gap = self.offsets[segment] - self.offsets[ancestor]
         keys = self.stops[ancestor] - self.starts[ancestor]
         for first in range(0, self.stops[segment] - self.starts[segment], BAND_BLOCK):
             last = min(first + BAND_BLOCK, self.stops[segment] - self.starts[segment])
-            # A query at i sees keys i + gap - window + 1 ... i + gap; those further on see none of this ancestor.
+            # A query at i sees keys i + gap - window + 1 ... i + gap; later ones see none of this ancestor.
             last = min(last, keys - 1 + window - gap)
             if last <= first:
                 break

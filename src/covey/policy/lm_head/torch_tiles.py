@@ -1,8 +1,8 @@
-"""The arithmetic of a linear head's logits, one tile of tokens by vocabulary at a time, in plain torch.
+"""Arithmetic of a linear head's logits, one tile of tokens by vocabulary at a time, in plain torch.
 
-A tile is overwritten where it lies, so that little memory is touched. Here are the running sums over the vocabulary
-(forward) and the logits' gradient once these are known (backward); the walk over the tiles is in lm_head_linear.py. A
-faster implementation of `TorchTiles` for some device offers the same two methods.
+Running sums over the vocabulary (forward) and the logits' gradient once these are known (backward). A tile is
+overwritten in place, so that little memory is touched. `linear.py` iterates over the tiles; a faster implementation of
+`TorchTiles` for some device has the same two methods.
 
 Letters: n tokens and v vocabulary entries in a tile, N tokens in all.
 """
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 IMPOSSIBLE = -1e4
-"""Stands for a log-prob of -inf where it is multiplied by its probability: exp of it is 0 in every type."""
+"""Replaces a log-prob of -inf where it is multiplied by its probability: its exp is 0 in every dtype."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """From what the head multiplies out to the logits z that the softmax sees.
+    """Map from the head's products to the logits z of the softmax.
 
-    z = gain * raw, or z = cap * tanh(gain * raw) with soft-capping. `gain` is applied inside the matrix product, so a
-    tile comes in as x = gain * raw.
+    z = gain * raw, or z = cap * tanh(gain * raw) with soft-capping. `gain` is applied inside the matrix product, so
+    tiles contain x = gain * raw.
     """
 
     gain: float = 1.0
@@ -30,15 +30,15 @@ class Curve:
 
     @classmethod
     def of(cls, scale: float, soft_cap: float | None, temperature: float) -> "Curve":
-        """The model's logit scale and soft-capping, then the temperature."""
+        """Curve of the model's logit scale and soft-capping, then the temperature."""
         return cls(scale / soft_cap, soft_cap / temperature) if soft_cap else cls(scale / temperature)
 
 
 class RowSums(NamedTuple):
-    """What is known of each row's softmax after some of the vocabulary, all [n], float32 or wider.
+    """Sums of each row's softmax over a part of the vocabulary, all [n], float32 or wider.
 
     Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867): sums are relative to the largest logit so far, and
-    shrink by exp(old peak - new peak) when a larger one comes.
+    shrink by exp(old peak - new peak) with a larger one.
 
     Attributes:
         peak: the largest logit.
@@ -53,36 +53,33 @@ class RowSums(NamedTuple):
     chosen: Tensor
 
     @classmethod
-    def before_any(cls, tokens: int, like: Tensor, entropy: bool) -> "RowSums":
-        """Sums over nothing; a finite peak keeps rows that start with -inf free of NaN."""
-        zeros = [torch.zeros(tokens, dtype=like.dtype, device=like.device) for _ in range(4)]
-        return cls(zeros[0] + torch.finfo(like.dtype).min, zeros[1], zeros[2] if entropy else None, zeros[3])
+    def empty(cls, tokens: int, like: Tensor, entropy: bool) -> "RowSums":
+        """Sums over an empty vocabulary; a finite peak prevents NaN in rows that start with -inf."""
+        peak, total, moment, chosen = torch.zeros(4, tokens, dtype=like.dtype, device=like.device)
+        return cls(peak.fill_(torch.finfo(like.dtype).min), total, moment if entropy else None, chosen)
 
     def rows(self, start: int, stop: int) -> "RowSums":
-        """A view of some rows: what is added to it is added here."""
+        """View of some rows, for updates in place."""
         moment = None if self.moment is None else self.moment[start:stop]
         return RowSums(self.peak[start:stop], self.total[start:stop], moment, self.chosen[start:stop])
 
-    def log_z(self) -> Tensor:
-        """log sum exp of the logits, [n]."""
-        return self.peak + self.total.log()
+    def results(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """log Z, log p of the targets, and entropies H = log Z - E[z] in nats or None, all [n].
 
-    def logprobs(self) -> Tensor:
-        """log p of the targets, [n]; log Z is never formed, so a p near 1 keeps its digits."""
-        return (self.chosen - self.peak) - self.total.log()
-
-    def entropies(self) -> Tensor | None:
-        """H = log Z - E[z] = log(total) - moment / total, in nats, [n]."""
-        return None if self.moment is None else self.total.log() - self.moment / self.total
+        log p is computed without log Z, so that a p near 1 keeps its digits.
+        """
+        log_total = self.total.log()
+        entropies = None if self.moment is None else log_total - self.moment / self.total
+        return self.peak + log_total, (self.chosen - self.peak) - log_total, entropies
 
 
 class RowGradients(NamedTuple):
-    """What the logits' gradient needs of each row, all [n], float32 or wider.
+    """Values of each row for the logits' gradient, all [n], float32 or wider.
 
     Attributes:
         log_z: log sum exp of the logits.
         by_logprob: gradient of the loss by the log-prob of the target.
-        by_entropy: gradient by the entropy; None where nothing flows into it.
+        by_entropy: gradient by the entropy; None without one.
         entropy: the entropy itself; None likewise.
         at_target: the entry of `TorchTiles.gradient` at the target, where the general formula would round 1 - p_y away.
     """
@@ -102,8 +99,8 @@ class RowGradients(NamedTuple):
         by_logprob: Tensor | None,
         by_entropy: Tensor | None,
     ) -> "RowGradients":
-        """From results [n] and the gradients that flow into them, None where none does."""
-        # Gradients often come as one number expanded; kernels that index memory need every entry to be there.
+        """From results [n] and their gradients, None where there is none."""
+        # Gradients are often one number expanded; kernels that index memory need contiguous entries.
         by_logprob = torch.zeros_like(logprob) if by_logprob is None else by_logprob.contiguous()
         if by_entropy is None or entropy is None:
             return cls(log_z, by_logprob, None, None, torch.expm1(logprob))
@@ -113,28 +110,31 @@ class RowGradients(NamedTuple):
         return cls(log_z, by_logprob, by_entropy, entropy, at_target)
 
     def rows(self, start: int, stop: int) -> "RowGradients":
-        """A view of some rows."""
-        return RowGradients(*(None if part is None else part[start:stop] for part in self))  # type: ignore[arg-type]
+        """View of some rows."""
+        some = slice(start, stop)
+        by_entropy = None if self.by_entropy is None else self.by_entropy[some]
+        entropy = None if self.entropy is None else self.entropy[some]
+        return RowGradients(self.log_z[some], self.by_logprob[some], by_entropy, entropy, self.at_target[some])
 
     def factor(self) -> Tensor:
-        """What every entry of a row of `TorchTiles.gradient` is still to be multiplied by, [n]."""
+        """Factor [n] that completes the rows of `TorchTiles.gradient`."""
         return -self.by_logprob if self.by_entropy is None else torch.full_like(self.by_logprob, -1.0)
 
 
-class Places(NamedTuple):
-    """Where the targets of a tile's rows lie: `offset` [n] from its first column, or `column` [n], clamped into it."""
+class TargetColumns(NamedTuple):
+    """Targets of a tile's rows: `offset` [n] from its first column, and `column` [n], clamped into the tile."""
 
     offset: Tensor
     column: Tensor
 
     @classmethod
-    def of(cls, targets: Tensor, start: int, width: int) -> "Places":
-        """Of targets [n] in a tile of the vocabulary entries start .. start + width."""
+    def of(cls, targets: Tensor, start: int, width: int) -> "TargetColumns":
+        """Columns of targets [n] in a tile of the vocabulary entries start .. start + width."""
         offset = targets - start
         return cls(offset, offset.clamp(0, width - 1))
 
     def put(self, tile: Tensor, values: Tensor | float) -> None:
-        """Set the targets' entries [n] of a tile, in those rows whose target lies within."""
+        """Set the targets' entries [n] of a tile, in rows whose target is in it."""
         each = torch.arange(len(tile), device=tile.device)
         inside = self.offset == self.column
         tile[each, self.column] = torch.where(inside, values, tile[each, self.column])
@@ -145,34 +145,36 @@ class TorchTiles:
 
     Args:
         curve: from the tile's entries to logits.
-        minus_inf: the head may give logits of -inf; costs a pass where entropies are concerned.
-        room: entries of the largest tile.
-        wide: float32 or wider, the type of all sums.
+        minus_inf: the head may give logits of -inf; costs one more operation with entropies.
+        size: entries of the largest tile.
+        wide: float32 or wider, the dtype of all sums.
     """
 
-    def __init__(self, curve: Curve, *, minus_inf: bool, room: int, wide: torch.dtype, device: torch.device):
+    def __init__(self, curve: Curve, *, minus_inf: bool, size: int, wide: torch.dtype, device: torch.device):
         self.curve = curve
         self.minus_inf = minus_inf
-        self.room = room
+        self.size = size
         self.wide = wide
         self.device = device
         self._scratch: dict[str, Tensor] = {}
 
-    def add(self, x: Tensor, places: Places, sums: RowSums, *, others: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Take a tile into the sums of its rows.
+    def add(
+        self, x: Tensor, targets: TargetColumns, sums: RowSums, *, others: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """Add a tile to the sums of its rows.
 
         Args:
             x: gain * raw, [n, v]; overwritten.
             sums: of these rows; updated in place.
-            others: return what a mean over all words but the target needs.
+            others: also return the weights of a mean over all words but the target.
 
         Returns:
             With `others`: exp(z - peak) [n, v], 0 at targets, valid until the next call; and the factor [n] by which
             sums of earlier such tiles shrink.
         """
         z = self._logits(x)
-        chosen = z.gather(1, places.column[:, None])[:, 0]
-        torch.where(places.offset == places.column, chosen, sums.chosen, out=sums.chosen)
+        chosen = z.gather(1, targets.column[:, None])[:, 0]
+        torch.where(targets.offset == targets.column, chosen, sums.chosen, out=sums.chosen)
         peak = torch.maximum(sums.peak, z.amax(1))
         fall = sums.peak - peak
         shrink = fall.exp()
@@ -182,48 +184,48 @@ class TorchTiles:
         else:
             if self.minus_inf:
                 z.clamp_min_(IMPOSSIBLE)
-            weights = torch.exp(z, out=self._room_for("weights", z))
-            # Of the older part: sum e^(z - new) (z - new) = shrink * (moment + (old - new) * total).
+            weights = torch.exp(z, out=self._scratch_like("weights", z))
+            # For the earlier words: sum e^(z - new) (z - new) = shrink * (moment + (old - new) * total).
             sums.moment.addcmul_(fall, sums.total).mul_(shrink).add_(z.mul_(weights).sum(1))
         sums.total.mul_(shrink).add_(weights.sum(1))
         sums.peak.copy_(peak)
         if not others:
             return None
-        places.put(weights, 0.0)
+        targets.put(weights, 0.0)
         return weights, shrink
 
-    def gradient(self, x: Tensor, places: Places, rows: RowGradients) -> Tensor:
-        """The loss's gradient by x, short of `rows.factor()`, [n, v] in the type of x; overwrites x.
+    def gradient(self, x: Tensor, targets: TargetColumns, rows: RowGradients) -> Tensor:
+        """Gradient of the loss by x without the factor `rows.factor()`, [n, v] in the dtype of x; overwrites x.
 
         With p = softmax(z): d log p_y / dz = 1[y] - p and dH / dz = -p (log p + H).
         """
         z = self._logits(x)
         slope = None
         if self.curve.cap is not None:  # dz / dx = cap (1 - tanh^2), and z / cap is the tanh
-            slope = torch.div(z, self.curve.cap, out=self._room_for("slope", z)).square_().neg_().add_(1.0)
+            slope = torch.div(z, self.curve.cap, out=self._scratch_like("slope", z)).square_().neg_().add_(1.0)
             slope.mul_(self.curve.cap)
         log_p = z.sub_(rows.log_z[:, None])
         if rows.by_entropy is None:
             grad = log_p.exp_()
         else:
             assert rows.entropy is not None
-            p = torch.exp(log_p, out=self._room_for("weights", z))
+            p = torch.exp(log_p, out=self._scratch_like("weights", z))
             if self.minus_inf:
                 log_p.clamp_min_(IMPOSSIBLE)
             grad = log_p.add_(rows.entropy[:, None]).mul_(rows.by_entropy[:, None])
             grad.add_(rows.by_logprob[:, None]).mul_(p)
-        places.put(grad, rows.at_target)
+        targets.put(grad, rows.at_target)
         if slope is not None:
             grad.mul_(slope)
         return grad if x.dtype == grad.dtype else x.copy_(grad)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """z [n, v] in the wide type, over x itself where it has that type."""
-        z = x if x.dtype == self.wide else self._room_for("wide", x).copy_(x)
+        """Logits z [n, v] in the wide dtype, in place where x has it."""
+        z = x if x.dtype == self.wide else self._scratch_like("wide", x).copy_(x)
         return z if self.curve.cap is None else z.tanh_().mul_(self.curve.cap)
 
-    def _room_for(self, name: str, like: Tensor) -> Tensor:
-        """Scratch memory of a tile's shape, the same for every tile."""
+    def _scratch_like(self, name: str, like: Tensor) -> Tensor:
+        """Scratch memory of a tile's shape, reused by every tile."""
         if name not in self._scratch:
-            self._scratch[name] = torch.empty(self.room, dtype=self.wide, device=self.device)
+            self._scratch[name] = torch.empty(self.size, dtype=self.wide, device=self.device)
         return self._scratch[name][: like.numel()].view(like.shape)

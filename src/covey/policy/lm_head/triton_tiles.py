@@ -1,10 +1,9 @@
-"""The arithmetic of a tile of logits in Triton kernels: one read of the tile forward, one read and write backward.
+"""Arithmetic of a tile of logits in Triton kernels: one read of the tile forward, one read and write backward.
 
-The matrix products stay with torch's libraries; what is saved here are the passes over their results, and a float32
-copy of tiles in half precision. `fastest_tiles` compares results and times with torch's own operations on the device at
-hand, once for each shape, and takes torch's wherever these kernels fail, differ or do not pay.
-
-Importing this module imports triton. Formulas are those of lm_head_tiles.py, which holds the reference.
+The matrix products stay with torch's libraries; the kernels save reads of their results, and a float32 copy of tiles in
+half precision. `fastest_tiles` compares results and times with torch's operations on the device, once per shape, and
+returns torch's where these kernels fail, differ or are slower. Importing this module imports triton. See also
+torch_tiles.py, the reference.
 """
 
 import functools
@@ -15,20 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from covey.policy.lm_head.torch_tiles import IMPOSSIBLE, Curve, Places, RowGradients, RowSums, TorchTiles
+from covey.policy.lm_head.torch_tiles import IMPOSSIBLE, Curve, RowGradients, RowSums, TargetColumns, TorchTiles
 
 BLOCK = 4096
-"""Entries of a row that a program holds at once."""
-WORTH = 1.1
-"""Torch's operations are kept if these kernels take more than this times as long: well off 1, so that noise between two
-runs, or between processes, does not change which of the two serves."""
+"""Entries of a row that a program loads at once."""
+MOST_TIME = 1.1
+"""Largest ratio of the kernels' time to that of torch's operations for which they are used: well off 1, so that noise
+between runs or processes does not change the choice."""
 TOLERANCE = 1e-3
-"""The most that results and gradients may differ between the two, relative to the larger of 1 and their size."""
+"""Largest difference of results and gradients, relative to the larger of 1 and their size."""
 
 
 @triton.jit
 def _logits(x, cap, HAS_CAP: tl.constexpr):
-    """z of lm_head_tiles.Curve; tanh of |x| from exp(-2 |x|), which cannot overflow."""
+    """z of torch_tiles.Curve; tanh of |x| from exp(-2 |x|), which cannot overflow."""
     z = x
     if HAS_CAP:
         fall = tl.exp(-2.0 * tl.abs(x))
@@ -42,7 +41,7 @@ def _add_kernel(
     x_ptr, offset_ptr, peak_ptr, total_ptr, moment_ptr, chosen_ptr, shrink_ptr, words, cap, floor,
     HAS_CAP: tl.constexpr, ENTROPY: tl.constexpr, OTHERS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row: its sums over this tile joined to those before; with OTHERS x becomes exp(z - peak), 0 at the target."""
+    """Add a tile to the sums of one row; with OTHERS x becomes exp(z - peak), 0 at the target."""
     row = tl.program_id(0).to(tl.int64)
     offset = tl.load(offset_ptr + row)
     before = tl.load(peak_ptr + row)
@@ -86,7 +85,7 @@ def _gradient_kernel(
     x_ptr, offset_ptr, log_z_ptr, target_ptr, by_logprob_ptr, by_entropy_ptr, entropy_ptr, words, cap, floor,
     HAS_CAP: tl.constexpr, ENTROPY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """SIZE entries of a row: x becomes its gradient, as in TorchTiles.gradient."""
+    """Replace SIZE entries x of a row by their gradient, as in TorchTiles.gradient."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = column < words
@@ -107,30 +106,30 @@ def _gradient_kernel(
 class TritonTiles(TorchTiles):
     """Tile arithmetic in Triton kernels, for tiles of at most float32 and sums in float32."""
 
-    def add(self, x: Tensor, places: Places, sums: RowSums, *, others: bool = False) -> tuple[Tensor, Tensor] | None:
-        """As `TorchTiles.add`."""
+    def add(
+        self, x: Tensor, targets: TargetColumns, sums: RowSums, *, others: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
         tokens, words = x.shape
         shrink = torch.empty_like(sums.peak) if others else sums.peak
         moment = sums.peak if sums.moment is None else sums.moment
         with torch.cuda.device_of(x):
             _add_kernel[(tokens,)](
-                x, places.offset, sums.peak, sums.total, moment, sums.chosen, shrink,
+                x, targets.offset, sums.peak, sums.total, moment, sums.chosen, shrink,
                 words, self.curve.cap or 1.0, IMPOSSIBLE, HAS_CAP=self.curve.cap is not None,
                 ENTROPY=sums.moment is not None, OTHERS=others, SIZE=_size(words),
             )  # fmt: skip
         return (x, shrink) if others else None
 
-    def gradient(self, x: Tensor, places: Places, rows: RowGradients) -> Tensor:
-        """As `TorchTiles.gradient`."""
+    def gradient(self, x: Tensor, targets: TargetColumns, rows: RowGradients) -> Tensor:
         tokens, words = x.shape
         size = _size(words)
-        differentiated = rows.by_entropy is not None
+        has_entropy_gradient = rows.by_entropy is not None
         by_entropy, entropy = (rows.log_z if part is None else part for part in (rows.by_entropy, rows.entropy))
         with torch.cuda.device_of(x):
             _gradient_kernel[(tokens, triton.cdiv(words, size))](
-                x, places.offset, rows.log_z, rows.at_target, rows.by_logprob, by_entropy, entropy,
+                x, targets.offset, rows.log_z, rows.at_target, rows.by_logprob, by_entropy, entropy,
                 words, self.curve.cap or 1.0, IMPOSSIBLE, HAS_CAP=self.curve.cap is not None,
-                ENTROPY=differentiated, SIZE=size,
+                ENTROPY=has_entropy_gradient, SIZE=size,
             )  # fmt: skip
         return x
 
@@ -143,7 +142,7 @@ def _size(words: int) -> int:
 def fastest_tiles(
     shape: tuple[int, int], compute: torch.dtype, curve: Curve, entropy: bool, device: torch.device
 ) -> type[TorchTiles]:
-    """TritonTiles where it agrees with torch on this device and is not slower, else TorchTiles.
+    """TritonTiles if it agrees with torch on this device and is not slower, else TorchTiles.
 
     Args:
         shape: tokens and vocabulary entries of a full tile.
@@ -156,20 +155,22 @@ def fastest_tiles(
             ours, torchs = (
                 _seconds(kind, shape, compute, curve, entropy, device) for kind in (TritonTiles, TorchTiles)
             )
-            return TritonTiles if ours <= WORTH * torchs else TorchTiles
+            return TritonTiles if ours <= MOST_TIME * torchs else TorchTiles
         reason = f"they differ from torch's operations by {gap:.2g}"
     except torch.OutOfMemoryError:
-        raise  # says nothing of the kernels; whoever plans micro-batches answers it
-    except Exception as error:  # a compiler, a driver and a GPU each fail in ways of their own; the next line says how
+        raise  # not the kernels' fault; micro-batches are split
+    except Exception as error:  # compilers, drivers and GPUs fail in many ways
         reason = f"{type(error).__name__}: {error}"
-    warnings.warn(f"The LM head's Triton kernels are not used ({reason}); torch's operations serve.", stacklevel=2)
+    warnings.warn(
+        f"The LM head's Triton kernels are not used ({reason}); torch's operations are used instead.", stacklevel=2
+    )
     return TorchTiles
 
 
 def disagreement(
     shape: tuple[int, int], compute: torch.dtype, curve: Curve, entropy: bool, device: torch.device
 ) -> float:
-    """The largest difference between the two, over max(1, size), on two random tiles of a row's vocabulary."""
+    """Largest difference between the two, over max(1, size), on two random tiles of a row's vocabulary."""
     outcomes = [_trial(kind, shape, compute, curve, entropy, device) for kind in (TorchTiles, TritonTiles)]
     gaps = [((a - b).abs() / a.abs().clamp_min(1.0)).max() for a, b in zip(*outcomes, strict=True)]
     # Gradients in half precision may be rounded to either side.
@@ -184,30 +185,30 @@ def _trial(
     entropy: bool,
     device: torch.device,
 ) -> list[Tensor]:
-    """Sums and gradients by one kind of arithmetic."""
+    """Sums and gradients of one implementation."""
     tokens, words = shape
-    chance = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     spread = 4.0 if curve.cap is None else 1.0
-    first, second = (torch.randn(shape, generator=chance, device=device).mul_(spread).to(compute) for _ in range(2))
-    targets = torch.randint(2 * words, (tokens,), generator=chance, device=device)
-    by_logprob, by_entropy = torch.randn(2, tokens, generator=chance, device=device)
+    first, second = (torch.randn(shape, generator=generator, device=device).mul_(spread).to(compute) for _ in range(2))
+    targets = torch.randint(2 * words, (tokens,), generator=generator, device=device)
+    by_logprob, by_entropy = torch.randn(2, tokens, generator=generator, device=device)
     tiles = _tiles(kind, shape, curve, device)
-    sums = RowSums.before_any(tokens, by_logprob[:0], entropy)
-    tiles.add(first.clone(), Places.of(targets, 0, words), sums)
-    tiles.add(second.clone(), Places.of(targets, words, words), sums)
-    entropies = sums.entropies()
-    rows = RowGradients.of(sums.log_z(), sums.logprobs(), entropies, by_logprob, by_entropy if entropy else None)
-    grad = tiles.gradient(second, Places.of(targets, words, words), rows).float()
-    outcomes = [sums.log_z(), sums.logprobs(), grad] + ([] if entropies is None else [entropies])
+    sums = RowSums.empty(tokens, by_logprob[:0], entropy)
+    tiles.add(first.clone(), TargetColumns.of(targets, 0, words), sums)
+    tiles.add(second.clone(), TargetColumns.of(targets, words, words), sums)
+    log_z, logprobs, entropies = sums.results()
+    rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy if entropy else None)
+    grad = tiles.gradient(second, TargetColumns.of(targets, words, words), rows).float()
+    outcomes = [log_z, logprobs, grad] + ([] if entropies is None else [entropies])
     if not entropy and curve.cap is None:
-        added = tiles.add(first, Places.of(targets, 0, words), sums, others=True)
+        added = tiles.add(first, TargetColumns.of(targets, 0, words), sums, others=True)
         assert added is not None
         outcomes += [part.float() for part in added]
     return outcomes
 
 
 def _tiles(kind: type[TorchTiles], shape: tuple[int, int], curve: Curve, device: torch.device) -> TorchTiles:
-    return kind(curve, minus_inf=False, room=shape[0] * shape[1], wide=torch.float32, device=device)
+    return kind(curve, minus_inf=False, size=shape[0] * shape[1], wide=torch.float32, device=device)
 
 
 def _seconds(
@@ -219,20 +220,20 @@ def _seconds(
     device: torch.device,
     rounds: int = 10,
 ) -> float:
-    """Time on a CUDA device of a tile's forward and backward arithmetic, in seconds."""
+    """Seconds of a tile's forward and backward arithmetic on a CUDA device."""
     tokens, words = shape
     x = torch.zeros(shape, dtype=compute, device=device)
     targets = torch.zeros(tokens, dtype=torch.int64, device=device)
-    tiles, places = _tiles(kind, shape, curve, device), Places.of(targets, 0, words)
+    tiles, columns = _tiles(kind, shape, curve, device), TargetColumns.of(targets, 0, words)
     ones = torch.ones(tokens, device=device)
     rows = RowGradients.of(ones, -ones, ones, ones, None)
-    sums = RowSums.before_any(tokens, ones[:0], entropy)
+    sums = RowSums.empty(tokens, ones[:0], entropy)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for round_ in range(rounds + 3):
-        if round_ == 3:  # what comes before warms up
+        if round_ == 3:  # after warm-up
             start.record()
-        tiles.add(x, places, sums)
-        tiles.gradient(x, places, rows)
+        tiles.add(x, columns, sums)
+        tiles.gradient(x, columns, rows)
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3 / rounds

@@ -8,7 +8,7 @@ from covey.core.engine import RolloutEngine
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.inference_contexts import Lockstep
 from covey.engines.native.recurrent_engine import RecurrentEngine, needs_recurrent_engine
-from covey.policy.full_copy import GatheredPolicy
+from covey.policy.full_copy import FullCopy
 from covey.policy.loading import end_token_ids
 from covey.rollout.vision import Vision
 from covey.trainer.distributed.collectives import Collectives
@@ -92,12 +92,12 @@ def _built_in(
 def _gathered(
     accelerator: Any, model: Any, policy: Callable[[], Any]
 ) -> tuple[Callable[[], Any], Callable[[], AbstractContextManager[None]]]:
-    """Whole copy of a sharded policy to sample from, and the context in which it has weights."""
-    gathered = GatheredPolicy(model, policy, AUTOCAST.get(accelerator.mixed_precision))
+    """Full copy of a sharded policy to sample from, and the context in which it has weights."""
+    gathered = FullCopy(model, policy, AUTOCAST.get(accelerator.mixed_precision))
 
     @contextmanager
     def forward_context() -> Iterator[None]:
-        with gathered.whole(), accelerator.autocast():
+        with gathered.weights(), accelerator.autocast():
             yield
 
     return lambda: gathered.model, forward_context

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import torch
 
-from covey.engines.vllm_colocate.engine import Peers, VllmColocateEngine
+from covey.engines.vllm_colocate.engine import ModelGroup, VllmColocateEngine
 from covey.engines.vllm_colocate.process import start_vllm
+from covey.policy.adapters import active_adapter, base_model, has_adapter, why_not_alone
 from covey.policy.loading import end_token_ids
 from covey.policy.sharded_tensors import original_class
-from covey.policy.weights import active_adapter, base_model, has_adapter, why_not_alone
 from covey.rollout.vision import Vision
 from covey.sizing import memory, vllm_memory
 from covey.sizing.model_spec import ModelSpec
@@ -67,7 +67,7 @@ def build_colocated(
             sleep_level=args.vllm_sleep_level if sleeping else None,
             batches=args.move_model_batches,
             make_room=make_room,
-            peers=_peers() if args.vllm_tensor_parallel_size > 1 else None,
+            group=_model_group() if args.vllm_tensor_parallel_size > 1 else None,
         )
     weakref.finalize(engine, folder.cleanup)
     return engine
@@ -180,8 +180,8 @@ def sleeps(args: Any, device: torch.device) -> bool:
     return bool(args.vllm_enable_sleep_mode)
 
 
-def _peers() -> Peers:
+def _model_group() -> ModelGroup:
     """Processes that share one of vLLM's models with this one."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    return Peers(get_tp_group().cpu_group)
+    return ModelGroup(get_tp_group().cpu_group)

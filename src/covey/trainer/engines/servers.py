@@ -20,8 +20,8 @@ from covey.engines.servers.sglang.weights import SglangWeightApi
 from covey.engines.servers.vllm.api import VllmApi
 from covey.engines.servers.vllm.weights import VllmWeightApi
 from covey.engines.servers.weights.sender import WeightSender
+from covey.policy.adapters import active_adapter, adapter_config, has_adapter, unwrapped, why_not_alone
 from covey.policy.loading import end_token_ids
-from covey.policy.weights import active_adapter, adapter_config, has_adapter, unwrapped, why_not_alone
 
 
 def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:

@@ -28,7 +28,7 @@ from covey.engines.servers.vllm.launch import BACKEND
 from covey.engines.servers.weights.buckets import unpack
 from covey.engines.servers.weights.channels import Channel, boot_id, join
 from covey.engines.servers.weights.files import read_folder
-from covey.engines.vllm_colocate.cpu_heads import repack_heads
+from covey.engines.vllm_colocate.model_repairs import repack_heads
 
 BORN = uuid.uuid4().hex
 """Id of this process: a restarted server has another."""

@@ -1,7 +1,7 @@
-"""Which layout a model may be scored in: the fastest that gives the padded rows' log-probs, found by trying.
+"""Selection of a model's layout: the fastest that gives the log-probs of padded rows, found by trials.
 
-Asked once for every model, policy and reference apart. What is tried are made-up rollouts, so nothing depends on what a
-process happened to sample: all processes run the same forward passes and single rollouts can be packed too.
+Once for every model, separately for policy and reference. The trials use synthetic rollouts, so they do not depend on
+sampled data: all processes run the same forward passes, and single rollouts can be packed too.
 """
 
 import warnings
@@ -20,23 +20,23 @@ ROW_LAYOUTS = ("shared_prefix", "packed")
 """Layouts that put many sequences in one row, fastest first."""
 
 LONGEST_WINDOW = 512
-"""Sliding windows up to this many tokens are tried out; the layouts treat longer ones no differently."""
+"""Longest sliding window that trials exceed; the layouts treat longer ones no differently."""
 
 LAYOUTS_BY_SPEED = (*ROW_LAYOUTS, "padded")
-"""All layouts, fastest first; whatever one of them suits, those after it suit too."""
+"""All layouts, fastest first; a model that one of them suits is also suited by those after it."""
 
 Score = Callable[[str, TrainBatch], Tensor]
 """(layout, batch) -> the model's log-probs [N] in that layout."""
 
 
 def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -> str:
-    """The layout to score a model in.
+    """Choose the layout to score a model in.
 
     Args:
-        wanted: "auto", or the name that the user insists on.
+        wanted: "auto", or a name that the user insists on.
         model: unwrapped, in inference mode.
-        score: runs it.
-        device: where its inputs live.
+        score: scores a batch with the model.
+        device: of the model's inputs.
 
     Raises:
         ValueError: the user insists on a layout that gives wrong log-probs.
@@ -71,21 +71,21 @@ def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -
 
 
 def slowest(layouts: Iterable[str]) -> str:
-    """The layout that suits all processes, where each has found one of its own."""
+    """Slowest of the layouts that the processes have found, which suits all of them."""
     return max(layouts, key=LAYOUTS_BY_SPEED.index)
 
 
-def made_up_rollouts(config: Any, device: torch.device) -> TrainBatch:
-    """Random tokens, two siblings for each of two prompts: a leak between any two shows. One outgrows the window."""
+def synthetic_rollouts(config: Any, device: torch.device) -> TrainBatch:
+    """Two random completions for each of two prompts, one longer than the window, so that any leak is visible."""
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None) or 0
     room = (getattr(config, "max_position_embeddings", None) or LONGEST_WINDOW) - 8
     long = max(1, min(window + 5 if window <= LONGEST_WINDOW else 19, room))
     prompts, lengths = torch.tensor([long, min(5, room)]), torch.tensor([7, 4, 6, 3])
-    chance = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def tokens(count: Tensor) -> Tensor:
-        return torch.randint(config.vocab_size, (int(count.sum()),), generator=chance)
+        return torch.randint(config.vocab_size, (int(count.sum()),), generator=generator)
 
     return TrainBatch(
         token_ids=tokens(lengths),
@@ -98,26 +98,26 @@ def made_up_rollouts(config: Any, device: torch.device) -> TrainBatch:
 
 
 def _padded_scores(model: Any, score: Score, device: torch.device) -> tuple[Tensor, float]:
-    """What padded rows give, and how far that moves, on average, when the same rows are padded otherwise: rounding."""
-    few = made_up_rollouts(model.config, device)
+    """Log-probs of padded rows, and their mean change when each rollout is scored alone: rounding."""
+    few = synthetic_rollouts(model.config, device)
     expected = score("padded", few)
     alone = torch.cat([score("padded", one) for one in few.split(1)])
     return expected, (alone - expected).abs().mean().item()
 
 
 def _objection(layout: str, model: Any, score: Score, expected: Tensor, noise: float) -> str | None:
-    """Why a layout does not suit a model, or None."""
+    """Reason why a layout does not suit a model, or None."""
     convolution = _convolution(model)
     if convolution:
         return f"'{convolution}' is a convolution along the row, which mixes neighbouring sequences"
     try:
-        actual = score(layout, made_up_rollouts(model.config, expected.device))
+        actual = score(layout, synthetic_rollouts(model.config, expected.device))
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         if is_out_of_memory(error):
-            raise  # says nothing about the layout
+            raise  # not the layout's fault
         return f"{layout} fails with {type(error).__name__}: {error}"
     difference = (actual - expected).abs().mean().item()
-    # Not "difference > ...", which not-a-number would pass.
+    # Not "difference > ...", which is False for NaN.
     if not difference <= tolerance(model, noise):
         return f"log-probs differ by {difference:.2g} on average with {layout}, by {noise:.2g} through rounding alone"
     leak = _leak(layout, model, score, actual)
@@ -128,8 +128,8 @@ def _objection(layout: str, model: Any, score: Score, expected: Tensor, noise: f
 
 
 def _leak(layout: str, model: Any, score: Score, actual: Tensor) -> float:
-    """How far, on average, the other rollouts' log-probs move when the first one's tokens do; nothing else changes."""
-    changed = made_up_rollouts(model.config, actual.device)
+    """Mean change of the other rollouts' log-probs when only the first one's tokens change."""
+    changed = synthetic_rollouts(model.config, actual.device)
     first = int(changed.lengths[0])
     changed.token_ids[:first] = (changed.token_ids[:first] + 1) % model.config.get_text_config().vocab_size
     return (score(layout, changed) - actual)[first:].abs().mean().item()
@@ -147,28 +147,28 @@ def _check_insisted(layout: str, model: Any, score: Score, device: torch.device)
 
 
 def tolerance(model: Any, noise: float) -> float:
-    """How far log-probs may differ on average between layouts, given the model's own rounding noise, in nats.
+    """Largest mean difference of log-probs between layouts, in nats, given the model's rounding noise.
 
-    Half precision has its own floor: where two experts are nearly tied, rounding decides which one a token goes to.
+    Half precision has a floor: where two experts nearly tie, rounding decides which one a token is routed to.
     """
     return 5 * noise + (1e-5 if _precision(model).itemsize >= 4 else 0.05)
 
 
 def _precision(model: Any) -> torch.dtype:
-    """The floating point type that the model computes in."""
+    """Floating-point dtype of the model's products, autocast included."""
     kind = model.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
 
 
 def _replaceable(model: Any, attention: str) -> bool:
-    """Whether the attention is transformers' default for the model, not the user's wish."""
+    """True when the attention is transformers' default for the model, not the user's choice."""
     if attention == "eager":
         return not sdpa_suits(model)
     return attention in ("sdpa", PACKED_ATTENTION)
 
 
 def _convolution(model: Any) -> str | None:
-    """The name of a one-dimensional convolution in the decoder: state-space models and hybrids have them."""
+    """Name of a one-dimensional convolution in the decoder, as state-space models and hybrids have."""
     return next((name for name, module in decoder_of(model).named_modules() if isinstance(module, nn.Conv1d)), None)
 
 
