@@ -303,7 +303,7 @@ class Scripted:
 def worker(monkeypatch):
     scripted = Scripted()
     monkeypatch.setattr(accuracy, "_worker", lambda: scripted)
-    monkeypatch.setattr(accuracy, "_failures", collections.deque(maxlen=accuracy.RECENT))
+    monkeypatch.setattr(accuracy, "_failures", collections.deque(maxlen=accuracy.RECENT_CHECKS))
     accuracy._compared.cache_clear()
     yield scripted
     accuracy._compared.cache_clear()
@@ -323,9 +323,9 @@ def test_a_check_that_failed_is_tried_again_by_the_next_call_alone(worker):
 
 
 def test_checks_that_keep_failing_are_given_less_time_until_others_succeed(worker):
-    for number in range(accuracy.PATIENCE + 1):
+    for number in range(accuracy.MAX_FAILED_CHECKS + 1):
         accuracy_reward([f"hard {number}"], ["4"])
-    assert [seconds for _, seconds in worker.asked] == [5.0] * accuracy.PATIENCE + [1.0]
-    for number in range(accuracy.RECENT):
+    assert [seconds for _, seconds in worker.asked] == [5.0] * accuracy.MAX_FAILED_CHECKS + [1.0]
+    for number in range(accuracy.RECENT_CHECKS):
         accuracy_reward([f"easy {number}"], ["4"])
     assert worker.asked[-1][1] == 5.0

@@ -1,4 +1,4 @@
-"""Reward functions: how they are called, and the ones that come with Covey.
+"""Reward functions: calling them, and the built-in ones.
 
 `RewardSuite` runs the reward functions of a training run; `resolve_reward` finds one by name. The built-in rewards
 live in modules by theme (`accuracy`, `format`, `length`, `matching`, `repetition`) and are ordinary reward functions:

@@ -1,8 +1,7 @@
-"""Is the mathematics right? Rewards that compare with a `solution` column through math-verify.
+"""Mathematical correctness: rewards that compare with a `solution` column through math-verify.
 
-Needs the `math` extra. Parsing and comparing happen in a process of their own (`math_worker.py`), so these functions
-work on any thread and cannot hang. For answers that are plain numbers or strings see `covey.rewards.matching`, which
-needs nothing.
+Needs the `math` extra. Expressions are parsed and compared in a child process (`math_worker.py`), so these functions
+work on any thread and cannot hang. For plain numbers and strings see `covey.rewards.matching`, which needs no extra.
 """
 
 import math
@@ -20,22 +19,21 @@ from covey.runtime.child_process import ScriptWorker, WorkerFailed
 CHECK_SECONDS = 5.0
 """Deadline for parsing and comparing one pair."""
 
-RECENT = 64
-"""Checks whose success decides how patient the next one is."""
+RECENT_CHECKS = 64
 
-PATIENCE = 8
-"""While so many of the recent checks have failed the deadline is a second, so that they cannot use up a call's own."""
+MAX_FAILED_CHECKS = 8
+"""If so many of the recent checks failed, the deadline is one second, so that they cannot use up that of the call."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How one answer compares with its reference.
+class Comparison:
+    """Comparison of an answer with its reference.
 
     Attributes:
-        correct: whether they are equal; None where the reference could not be parsed, or where `failed`.
+        correct: True if they are equal; None if the reference could not be parsed, or the check `failed`.
         failed: the check took too long or too much memory.
-        gold: what was read in the reference, as text.
-        answer: what was read in the answer, as text.
+        gold: parsed reference, as text.
+        answer: parsed answer, as text.
     """
 
     correct: bool | None
@@ -56,11 +54,11 @@ def _worker() -> ScriptWorker:
     return ScriptWorker(Path(__file__).with_name("math_worker.py"))
 
 
-_failures: deque[bool] = deque(maxlen=RECENT)
+_failures: deque[bool] = deque(maxlen=RECENT_CHECKS)
 
 
-def verify_answers(answers: list[str], solutions: list[str], seconds: float = CHECK_SECONDS) -> list[Verdict]:
-    """Compare each answer with its reference; a pair that was compared before is looked up.
+def verify_answers(answers: list[str], solutions: list[str], seconds: float = CHECK_SECONDS) -> list[Comparison]:
+    """Compare each answer with its reference; results are cached.
 
     Args:
         answers: texts whose boxed (or announced) LaTeX answer is read.
@@ -68,30 +66,34 @@ def verify_answers(answers: list[str], solutions: list[str], seconds: float = CH
         seconds: deadline per pair.
     """
     failed: set[tuple[str, str]] = set()
-    verdicts = []
+    comparisons = []
     for pair in zip(answers, map(str, solutions), strict=True):
-        verdict = Verdict(correct=None, failed=True) if pair in failed else _verify(*pair, seconds)
-        if verdict.failed:
+        comparison = Comparison(correct=None, failed=True) if pair in failed else _verify(*pair, seconds)
+        if comparison.failed:
             failed.add(pair)
-        verdicts.append(verdict)
-    return verdicts
+        comparisons.append(comparison)
+    return comparisons
 
 
-def _verify(answer: str, solution: str, seconds: float) -> Verdict:
+def _verify(answer: str, solution: str, seconds: float) -> Comparison:
     try:
         return _compared(answer, solution, seconds)
     except WorkerFailed:
         _failures.append(True)
-        return Verdict(correct=None, failed=True)
+        return Comparison(correct=None, failed=True)
 
 
 @lru_cache(maxsize=4096)
-def _compared(answer: str, solution: str, seconds: float) -> Verdict:
-    """Raises WorkerFailed, which is not remembered beyond a call: the machine may have been busy."""
-    patient = _failures.count(True) < PATIENCE
-    reply = _worker().ask({"gold": solution, "answer": answer}, seconds if patient else min(seconds, 1.0))
+def _compared(answer: str, solution: str, seconds: float) -> Comparison:
+    """Compare in the worker. Failures are not cached, since the machine may have been busy.
+
+    Raises:
+        WorkerFailed: the check took too long or too much memory.
+    """
+    may_be_slow = _failures.count(True) < MAX_FAILED_CHECKS
+    reply = _worker().ask({"gold": solution, "answer": answer}, seconds if may_be_slow else min(seconds, 1.0))
     _failures.append(False)
-    return Verdict(reply["correct"], gold=reply["gold"], answer=reply["answer"])
+    return Comparison(reply["correct"], gold=reply["gold"], answer=reply["answer"])
 
 
 @per_completion
@@ -104,7 +106,7 @@ def accuracy_reward(
 ) -> list[float | None]:
     """1 where the final answer is mathematically equal to `solution`, else 0; None where `solution` is no mathematics.
 
-    The answer is what stands in `\\boxed{}` (several boxes are one set), else LaTeX that is announced as the answer. An
+    The answer is the content of `\\boxed{}` (several boxes are one set), else LaTeX announced as the answer. An
     answer that cannot be checked within five seconds gets NaN: it is excluded, and counted under
     `rewards/accuracy_reward/failures`.
 
@@ -129,7 +131,7 @@ def reasoning_accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """`accuracy_reward` on what follows the reasoning; 0 where the reasoning never ends.
+    """`accuracy_reward` on the text after the reasoning; 0 where the reasoning never ends.
 
     Args:
         completions: strings or messages.
@@ -150,7 +152,7 @@ def reasoning_accuracy_reward(
 
 
 def text_after_reasoning(text: str, delimiters: list[str]) -> str | None:
-    """What follows the last occurrence of the first delimiter that occurs, or None if none does.
+    """Text after the last occurrence of the first delimiter that occurs; None if none does.
 
     Example:
         >>> text_after_reasoning("<think>2+2</think>4", ["</think>"])
@@ -165,9 +167,9 @@ def text_after_reasoning(text: str, delimiters: list[str]) -> str | None:
 def _accuracy(
     texts: list[str], solution: list[str], log_extra: Callable[[str, list], None] | None
 ) -> list[float | None]:
-    verdicts = verify_answers(texts, solution)
+    comparisons = verify_answers(texts, solution)
     if log_extra is not None:
         log_extra("solution", list(solution))
-        log_extra("gold_parsed", [", ".join(verdict.gold) for verdict in verdicts])
-        log_extra("answer_parsed", [", ".join(verdict.answer) for verdict in verdicts])
-    return [verdict.reward for verdict in verdicts]
+        log_extra("gold_parsed", [", ".join(comparison.gold) for comparison in comparisons])
+        log_extra("answer_parsed", [", ".join(comparison.answer) for comparison in comparisons])
+    return [comparison.reward for comparison in comparisons]

@@ -1,4 +1,4 @@
-"""Is the form right? Rewards for reasoning tags, JSON and regular expressions; they never judge the content."""
+"""Format: rewards for reasoning tags, JSON and regular expressions, whatever the content."""
 
 import json
 import re
@@ -35,7 +35,7 @@ class JsonReward:
         return [float(self.accepts(completion_text(completion))) for completion in completions]
 
     def accepts(self, text: str) -> bool:
-        """Whether `text` is a JSON object or array, and an object with every required key if there are any."""
+        """True for a JSON object or array; with required keys, for an object that has all of them."""
         text = text.strip()
         fenced = _FENCED.match(text) if self.allow_fence else None
         try:
@@ -62,11 +62,11 @@ def json_reward(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def get_json_reward(required_keys: Sequence[str] = (), allow_fence: bool = True) -> Callable[..., list[float]]:
-    """`json_reward` with conditions.
+    """Make a `json_reward` with conditions.
 
     Args:
         required_keys: keys that the top-level object must have.
-        allow_fence: whether one fenced code block around the JSON is fine.
+        allow_fence: accept one fenced code block around the JSON.
 
     Raises:
         ValueError: `required_keys` is a single string.
@@ -104,12 +104,12 @@ def get_regex_reward(
     match: Literal["search", "fullmatch"] = "search",
     name: str = "regex_reward",
 ) -> Callable[..., list[float]]:
-    """1 where `pattern` matches the completion, else 0.
+    """Make a reward that is 1 where `pattern` matches the completion, else 0.
 
     Args:
         pattern: a regular expression, as text or compiled.
         flags: `re` flags, if `pattern` is text.
-        match: `"search"` finds it anywhere, `"fullmatch"` wants the whole completion.
+        match: `"search"` finds it anywhere, `"fullmatch"` requires the whole completion to match.
         name: the reward's name in metrics.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How long is it? Rewards that depend on the number of completion tokens, alone or together with correctness."""
+"""Length: rewards that depend on the number of completion tokens, alone or with correctness."""
 
 import math
 from collections.abc import Callable
@@ -45,14 +45,14 @@ class SoftOverlongPunishment:
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
-    """A reward that discourages completions close to the limit (DAPO, arXiv 2503.14476, section 3.4).
+    """Make a reward that discourages completions close to the limit (DAPO, arXiv 2503.14476, section 3.4).
 
     Args:
         max_completion_len: tokens; longer completions get -1.
-        soft_punish_cache: width, in tokens, of the stretch before it in which the penalty grows from 0 to -1.
+        soft_punish_cache: width, in tokens, of the range below it in which the penalty grows from 0 to -1.
 
     Raises:
-        ValueError: the stretch is negative or longer than the limit.
+        ValueError: the width is negative or larger than the limit.
 
     Example:
         >>> get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)(completion_ids=[[7] * 90])
@@ -97,14 +97,14 @@ class CosineScaledReward:
     ) -> list[float | None]:
         from covey.rewards.accuracy import verify_answers
 
-        verdicts = verify_answers([completion_text(completion) for completion in completions], solution)
+        comparisons = verify_answers([completion_text(completion) for completion in completions], solution)
         return [
-            verdict.reward if verdict.correct is None else self.scale(verdict.correct, len(ids))
-            for verdict, ids in zip(verdicts, completion_ids, strict=True)
+            comparison.reward if comparison.correct is None else self.scale(comparison.correct, len(ids))
+            for comparison, ids in zip(comparisons, completion_ids, strict=True)
         ]
 
     def scale(self, correct: bool, length: int) -> float:
-        """Right answers earn most when short, wrong ones lose most when short."""
+        """Reward of an answer; short right answers earn most, short wrong ones lose most."""
         if correct:
             return cosine_scaled(length, self.max_len, at_zero=self.max_value_correct, at_max=self.min_value_correct)
         return cosine_scaled(length, self.max_len, at_zero=self.min_value_wrong, at_max=self.max_value_wrong)
@@ -117,7 +117,7 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> Callable[..., list[float | None]]:
-    """A correctness reward scaled by length: be brief when right, think longer when wrong (arXiv 2502.03373).
+    """Make a correctness reward scaled by length: short when right, long when wrong (arXiv 2502.03373).
 
     Correctness is that of `accuracy_reward` (a `solution` column, math-verify); None where the solution is no
     mathematics. Length is counted in tokens.

@@ -1,6 +1,6 @@
-"""Is the answer the expected one? Exact and numeric comparison with an `answer` (or `solution`) column.
+"""Matching: exact and numeric comparison with an `answer` (or `solution`) column.
 
-Nothing but the standard library: for algebra, units, sets and the like see `covey.rewards.accuracy`.
+For algebra, units and sets see `covey.rewards.accuracy`.
 """
 
 import re
@@ -14,7 +14,7 @@ from covey.rewards.text import completion_text
 
 
 def expected_answers(answer: list[Any] | None, solution: list[Any] | None) -> list[Any]:
-    """The reference column: `answer`, else `solution`.
+    """Reference column: `answer`, else `solution`.
 
     Raises:
         ValueError: the dataset has neither.
@@ -47,11 +47,10 @@ class ExactMatchReward:
         ]
 
     def extract(self, completion: Any) -> str:
-        """What the completion answers, for votes: all of it."""
+        """Answer for majority votes: the whole completion."""
         return self.normalise(completion_text(completion))
 
     def normalise(self, text: str) -> str:
-        """What is compared."""
         if self.ignore_whitespace:
             text = " ".join(text.split())
         return text.casefold() if self.ignore_case else text
@@ -73,11 +72,11 @@ def exact_match_reward(
 def get_exact_match_reward(
     ignore_case: bool = False, ignore_whitespace: bool = True
 ) -> Callable[..., list[float | None]]:
-    """`exact_match_reward` with another idea of equality.
+    """Make an `exact_match_reward` with other rules of equality.
 
     Args:
         ignore_case: compare case-folded texts.
-        ignore_whitespace: strip both ends and take any run of whitespace for one space.
+        ignore_whitespace: strip both ends and replace each run of whitespace by one space.
 
     Example:
         >>> get_exact_match_reward(ignore_case=True)(["paris", "Rome"], answer=["Paris", "Paris"])
@@ -97,7 +96,7 @@ _MAX_DIGITS = 1000  # longer runs of digits are noise, and slow to convert
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number written in `text`, exactly, or None.
+    """Exact value of the last number in `text`, or None.
 
     Reads signs, thousands separators, decimals, exponents, `a/b` and LaTeX fractions; currency signs are skipped.
 
@@ -141,7 +140,7 @@ class NumericMatchReward:
         ]
 
     def extract(self, completion: Any) -> Fraction | None:
-        """What the completion answers, for votes: its last number."""
+        """Answer for majority votes: the last number."""
         return last_number(completion_text(completion))
 
     def compare(self, given: Fraction | None, expected: Fraction | None) -> float | None:
@@ -169,7 +168,7 @@ def numeric_match_reward(
 
 
 def get_numeric_match_reward(relative_tolerance: float = 0.0) -> Callable[..., list[float | None]]:
-    """`numeric_match_reward` that forgives rounding.
+    """Make a `numeric_match_reward` with a tolerance.
 
     Args:
         relative_tolerance: largest accepted error as a share of the expected number's size.

@@ -1,8 +1,8 @@
-"""The process in which mathematical expressions are parsed and compared. Run by path; nothing imports it.
+"""Worker process that parses and compares mathematical expressions. Run by path; nothing imports it.
 
-One JSON line in, `{"gold": text, "answer": text}`, one out, `{"gold": [...], "answer": [...], "correct": true}`: what
-each text was parsed to and whether they agree; `correct` is null where the gold text is no mathematics. Algebra can
-take for ever or all memory (`9^{9^{9^9}}`), so memory is limited here and the parent kills the process at a deadline.
+For each JSON line `{"gold": text, "answer": text}` it prints `{"gold": [...], "answer": [...], "correct": true}` with
+the parsed expressions; `correct` is null if the gold text is no mathematics. Algebra can take unlimited time or memory
+(`9^{9^{9^9}}`): memory is limited here, and the parent kills the process at a deadline.
 """
 
 import functools
@@ -26,14 +26,14 @@ def limit_memory() -> None:
 
 @functools.lru_cache(maxsize=4096)
 def parse_gold(text: str) -> list:
-    """The reference: whatever can be read in it, LaTeX or a plain expression. It is the same for a whole group."""
+    """Parse a reference, LaTeX or a plain expression; cached, since a group shares it."""
     from math_verify import parse
 
     return parse(text, parsing_timeout=0)
 
 
 def parse_answer(text: str) -> list:
-    """The answer: what is boxed, else LaTeX announced as the final answer; no stray formula of the reasoning."""
+    """Parse the boxed answer, else LaTeX announced as the final answer; formulas of the reasoning do not count."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
@@ -53,10 +53,10 @@ def check(gold: str, answer: str) -> dict:
         return {"gold": [], "answer": [], "correct": None}
     answer_parsed = parse_answer(answer)
     correct = bool(verify(gold_parsed, answer_parsed, timeout_seconds=0))
-    return {"gold": shown(gold_parsed), "answer": shown(answer_parsed), "correct": correct}
+    return {"gold": as_texts(gold_parsed), "answer": as_texts(answer_parsed), "correct": correct}
 
 
-def shown(parsed: list) -> list[str]:
+def as_texts(parsed: list) -> list[str]:
     texts = []
     for item in parsed:
         try:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def is_reward_model(candidate: Any) -> bool:
-    """Whether this is a transformers model (or a wrapper of one, as PEFT's) rather than a callable."""
+    """True for a transformers model, or a wrapper of one such as PEFT's."""
     return isinstance(candidate, nn.Module) and hasattr(candidate, "config")
 
 
 def model_name(model_id: str) -> str:
-    """The name of a model in metrics: the last part of its id or path.
+    """Name of a model in metrics: the last part of its id or path.
 
     Example:
         >>> model_name("org/reward-model"), model_name("./runs/rm/")
@@ -96,7 +96,7 @@ class ModelReward:
         self.model.eval().requires_grad_(False)
 
     def _prepare_tokenizer(self, processing_class: Any) -> "PreTrainedTokenizerBase":
-        """The tokenizer, with a padding token that the model knows about: it scores the last token that is not one."""
+        """Tokenizer whose padding token is set in the model's config too: the model scores the last other token."""
         if processing_class is None:
             processing_class = self._load_tokenizer()
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -120,9 +120,9 @@ class ModelReward:
                 raise OSError("the model was not loaded from anywhere")
             return AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError) as error:
-            said = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             raise RewardError(
-                f"no tokenizer for reward model {self.name!r}: {said}. Pass one in `reward_processing_classes`."
+                f"no tokenizer for reward model {self.name!r}: {reason}. Pass one in `reward_processing_classes`."
             ) from error
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> list[float | None]:
@@ -140,10 +140,10 @@ class ModelReward:
         return rewards
 
     def text(self, prompt: Any, completion: Any) -> str:
-        """What the model reads.
+        """Input text of the model.
 
         Raises:
-            RewardError: messages, but no chat template.
+            RewardError: the prompt is messages, and there is no chat template.
         """
         if isinstance(prompt, str):
             return prompt + completion_text(completion)
@@ -163,7 +163,7 @@ class ModelReward:
         """One forward pass.
 
         Raises:
-            RewardError: the model gives something else than one logit per text.
+            RewardError: the model does not return one logit per text.
         """
         inputs = self.tokenizer(
             texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt"

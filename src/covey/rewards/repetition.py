@@ -1,4 +1,4 @@
-"""Does it repeat itself? A penalty on n-grams of tokens that occur more than once."""
+"""Repetition: a penalty on n-grams of tokens that occur more than once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def repeated_fraction(token_ids: list[int], ngram_size: int) -> float:
-    """The share of n-grams that are copies of earlier ones: 1 - unique / total; 0 if there are none.
+    """Share of n-grams that repeat earlier ones: 1 - unique / total; 0 if there are none.
 
     Example:
         >>> repeated_fraction([1, 2, 1, 2, 1], ngram_size=2)  # 12 21 12 21: two of the four are copies
@@ -30,11 +30,11 @@ class RepetitionPenaltyReward:
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
-    """A penalty that grows with the share of repeated token n-grams (arXiv 2502.03373, appendix).
+    """Make a penalty that grows with the share of repeated token n-grams (arXiv 2502.03373, appendix).
 
     Args:
         ngram_size: tokens per n-gram.
-        max_penalty: the reward, at most 0, of a completion that does nothing but repeat itself.
+        max_penalty: the reward, at most 0, of a completion whose n-grams are all repeated.
 
     Raises:
         ValueError: `max_penalty` is positive, or `ngram_size` is below 1.

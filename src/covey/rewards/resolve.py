@@ -1,4 +1,4 @@
-"""From text to a reward function: how a command line or a YAML file names one."""
+"""Names of reward functions on command lines and in YAML files."""
 
 import ast
 import difflib
@@ -11,7 +11,7 @@ from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.registry import Registry
 
 BUILT_IN: Registry[str] = Registry("built-in reward function")
-"""Names that need no import path, and the module in which each is."""
+"""Modules of the functions that need no import path."""
 
 for _module, _names in {
     "accuracy": ["accuracy_reward", "reasoning_accuracy_reward"],
@@ -32,13 +32,13 @@ FORMS = "a built-in name, 'module:function', 'module.function', 'path/to/file.py
 
 
 def resolve_reward(text: str) -> Callable | str:
-    """The reward function that `text` names, or `text` itself if it is the id or path of a reward model.
+    """Look up a reward function by name; the id or path of a reward model is returned as it is.
 
     A factory is called with literal arguments in parentheses.
 
     Args:
-        text: a built-in name, `module:function`, `module.function`, `path/to/file.py:function`, or a model. Modules are
-            also looked for in the working directory.
+        text: a built-in name, `module:function`, `module.function`, `path/to/file.py:function`, or a model. Modules may
+            lie in the working directory.
 
     Raises:
         ValueError: a module, file or function that does not exist, a factory without parentheses, or arguments that
@@ -79,10 +79,10 @@ def _look_up(reference: str) -> Callable | str:
 
 
 def _refuse_factory(found: Callable, reference: str) -> None:
-    """Refuse `get_...` functions that could not be called with completions.
+    """Raise for a `get_...` function that makes a reward function.
 
     Raises:
-        ValueError: `found` makes a reward function rather than being one.
+        ValueError: `found` cannot be called with completions.
     """
     name = getattr(found, "__name__", "")
     if not (name.startswith("get_") and inspect.isfunction(found)):

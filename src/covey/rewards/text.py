@@ -1,8 +1,4 @@
-"""Reading the text out of prompts and completions, whatever their shape.
-
-The one place that knows that a completion is a string or a list of messages, and that a message's content is a string,
-a list of parts or missing. Everything in `covey.rewards` reads text through here.
-"""
+"""Text of prompts and completions: strings, or messages whose content is a string, a list of parts, or missing."""
 
 from typing import Any
 
@@ -10,7 +6,7 @@ from covey.core.transcript import as_text, entries, is_messages
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion: itself, or what the assistant said last.
+    """Text of a completion: the string, or the assistant's last message.
 
     Args:
         completion: a string, or messages as `[{"role": "assistant", "content": ...}, ...]`. Of several messages (tool
@@ -28,13 +24,13 @@ def completion_text(completion: Any) -> str:
     """
     if isinstance(completion, str):
         return completion
-    by_assistant = [message for message in completion if message.get("role") == "assistant"]
-    said = by_assistant or list(completion)
-    return content_text(said[-1].get("content")) if said else ""
+    of_assistant = [message for message in completion if message.get("role") == "assistant"]
+    messages = of_assistant or list(completion)
+    return content_text(messages[-1].get("content")) if messages else ""
 
 
 def content_text(content: Any) -> str:
-    """The text of one message's content: a string, text parts joined, or nothing (a bare tool call).
+    """Text of one message's content: a string, text parts joined, or nothing (a bare tool call).
 
     Example:
         >>> content_text([{"type": "image"}, {"type": "text", "text": "a "}, {"type": "text", "text": "cat"}])
@@ -48,7 +44,7 @@ def content_text(content: Any) -> str:
 
 
 def message_text(text_or_messages: Any) -> str:
-    """A prompt or completion on one line for a human: plain text as it is, several messages with their roles.
+    """Prompt or completion on one line: plain text as it is, several messages with their roles.
 
     Example:
         >>> message_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
@@ -65,7 +61,7 @@ def message_text(text_or_messages: Any) -> str:
 
 
 def shorten(text: str, limit: int = 240) -> str:
-    """`text` with its middle cut out where it has more than `limit` characters.
+    """Cut the middle out of a text of more than `limit` characters.
 
     Example:
         >>> shorten("a" * 5 + "b" * 90 + "c" * 5, limit=10)

@@ -1,8 +1,4 @@
-"""From text to what it names: `path/to/file.py:name`, `package.module:name` or `package.module.name`.
-
-How command lines and run files name functions. Not here: what they are for, and names without a path
-(`covey.rewards.resolve`).
-"""
+"""Import paths of functions on command lines: `path/to/file.py:name`, `module:name` or `module.name`."""
 
 import functools
 import importlib
@@ -16,7 +12,7 @@ FORMS = "'path/to/file.py:name', 'module:name' or 'module.name'"
 
 
 def is_reference(text: str) -> bool:
-    """Whether text has one of the forms.
+    """True for text in one of the forms.
 
     Example:
         >>> [is_reference(text) for text in ("tools.py:add", "my.tools:add", "my.tools.add", "add", "org/model-1")]
@@ -29,16 +25,16 @@ def is_reference(text: str) -> bool:
 
 
 def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -> Any:
-    """What a reference names. Modules are also looked for in the working directory.
+    """Import a function or another object. Modules may lie in the working directory.
 
     Args:
-        text: as `is_reference` knows it.
-        kind: what it is to be, for messages: "tool".
-        forms: how one is named, for messages.
-        needs_call: refuse what cannot be called.
+        text: in one of the forms of `is_reference`.
+        kind: noun for messages, such as "tool".
+        forms: accepted forms, for messages.
+        needs_call: refuse objects that cannot be called.
 
     Raises:
-        ValueError: it has another form; a file, module or name does not exist, or what is there cannot be called.
+        ValueError: it has another form; a file, module or name does not exist, or the object cannot be called.
 
     Example:
         >>> resolve("operator:neg", "tool")(3)
@@ -77,13 +73,13 @@ def _import(module: str, what: str, forms: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
-            raise  # the module is there; something it imports is not
+            raise  # the module exists; something it imports does not
         raise ValueError(f"{what}: there is no module {error.name!r}. Write {forms}.") from error
 
 
 @functools.cache
 def _load_file(path: Path) -> Any:
-    """The module in a file, run once."""
+    """Run a file once as a module."""
     name = path.stem if path.stem not in sys.modules else f"covey_file_{path.stem}"  # never replace a module
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"

@@ -1,17 +1,16 @@
-"""A program between this process and a command: the command and all its descendants end when the process does.
+"""Parent program of a command that ends the command and all its descendants when the requesting process ends.
 
-`covey.runtime.child_process` runs this file by its path, so it imports the standard library alone, and of that
-what starts fast. It is the parent of the command, waits for one of three ends, and leaves nothing behind after any:
+`covey.runtime.child_process` runs this file by path, so it imports only modules of the standard library that load fast.
+It waits for one of three events, and ends all processes after any of them:
 
-- the command ends: whatever it started is ended too, and its exit status becomes this program's (128 + n for signal n,
-  as a shell has it);
-- the process that asked for it ends, by `kill -9` if need be, or lets go: the write end of a pipe closes, or this
-  program has another parent. The pipe is quick, and the parent tells where a forked sibling keeps the pipe open;
-- somebody sends this program SIGTERM, SIGINT or SIGHUP.
+- the command ends: its exit status becomes this program's (128 + n for signal n, as in a shell);
+- the requesting process ends, even by `kill -9`, or closes the pipe: the pipe's write end closes, or this program gets
+  another parent. The pipe is fast; the parent also works if a forked process keeps the pipe open;
+- this program receives SIGTERM, SIGINT or SIGHUP.
 
-On Linux, descendants that leave the process group are found as well: orphans are handed to this program (it is a
-"subreaper"), and the command is killed by the kernel should this program itself be killed. Elsewhere the process
-group is what is ended.
+On Linux, descendants that leave the process group are ended as well, because orphans become children of this program
+(it is a "subreaper"), and the kernel kills the command if this program is killed. Elsewhere only the process group is
+ended.
 
 usage: guard.py PARENT_PID PIPE GRACE COMMAND [ARGUMENT ...]
 """
@@ -26,10 +25,10 @@ from contextlib import suppress
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 POLL_SECONDS = 1.0
-"""Between looks at the parent's id, for which there is no event."""
+"""Between checks of the parent's id, for which there is no event."""
 
 KILL_SECONDS = 10.0
-"""For the kernel to take down killed processes; one that hangs in a driver is left to it."""
+"""For the kernel to end killed processes; one that hangs in a driver is not awaited longer."""
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +44,7 @@ def main(argv: list[str]) -> int:
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: asked.append(number))
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the default action wakes nobody
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the default action does not wake `select`
     if os.getppid() != parent:
         return 128 + signal.SIGKILL
     child = _start(command, linux)
@@ -97,28 +96,28 @@ def _reap() -> dict[int, int]:
 
 
 def _end(child: int, grace: float, linux: bool) -> dict[int, int]:
-    """End what is left: politely, then not. Returns the wait statuses of what ended."""
+    """End all processes, first with SIGTERM, then with SIGKILL. Returns the wait statuses of those that ended."""
     ended: dict[int, int] = {}
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_SECONDS)):
-        told: set[int] = set()
+        signalled: set[int] = set()
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             ended |= _reap()
-            _tell(-child, number, told)
+            _send(-child, number, signalled)
             left = _descendants() if linux else {child} - set(ended)
             for one in left:
-                _tell(one, number, told)
+                _send(one, number, signalled)
             if not left:
                 return ended
             time.sleep(0.01)
     return ended
 
 
-def _tell(one: int, number: int, told: set[int]) -> None:
+def _send(one: int, number: int, signalled: set[int]) -> None:
     """Send a signal once; a negative number is a process group."""
-    if one in told:
+    if one in signalled:
         return
-    told.add(one)
+    signalled.add(one)
     with suppress(ProcessLookupError, PermissionError):  # it has ended, or became another user's
         os.kill(one, number)
 

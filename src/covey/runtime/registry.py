@@ -1,4 +1,4 @@
-"""A dictionary of named things that users extend with one decorator."""
+"""Dictionary of named values that users extend with a decorator."""
 
 import difflib
 from collections.abc import Callable
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """Names to values of one kind; looking up an unknown name says which names there are.
+    """Values of one kind by name; an unknown name raises an error with the known ones.
 
     Example:
         >>> SHAPES = Registry("shape")
@@ -28,7 +28,7 @@ class Registry(dict[str, T]):
         """Add `value` under `name` and return it.
 
         Raises:
-            ValueError: the name is taken by something else.
+            ValueError: another value has the name.
         """
         if name in self and self[name] is not value:
             raise ValueError(f"{self.kind} {name!r} is already registered; choose another name.")
