@@ -11,7 +11,7 @@ from covey.rewards import numeric_match_reward
 
 
 def space(trial):
-    """What each trial tries: any fields of the config."""
+    """Search space of a trial: any fields of the config."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
         "num_generations": trial.suggest_categorical("num_generations", [4, 8]),

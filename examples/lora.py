@@ -15,7 +15,7 @@ from covey.rewards import numeric_match_reward
 
 
 def four_bits():
-    """How QLoRA holds weights. Layers multiply in bfloat16 where that is fast."""
+    """Quantisation of QLoRA. Layers multiply in bfloat16 where that is fast."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

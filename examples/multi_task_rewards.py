@@ -7,7 +7,7 @@ from common import SUMS, parser, settings
 from covey import GRPOConfig, GRPOTrainer
 from covey.rewards import completion_text, numeric_match_reward
 
-WORDS = ["river", "stone", "cloud", "ember", "maple", "north", "quiet", "harbor"]
+NUMERALS = ["river", "stone", "cloud", "ember", "maple", "north", "quiet", "harbor"]
 MATHS = [{**row, "task": "maths"} for row in SUMS[:40:5]]
 WRITING = [
     {
@@ -15,7 +15,7 @@ WRITING = [
         "answer": word,
         "task": "writing",
     }
-    for word in WORDS
+    for word in NUMERALS
 ]
 
 

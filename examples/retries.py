@@ -14,7 +14,7 @@ TRIES = 3
 
 
 def objection(text, answer):
-    """What is wrong with an answer, or None."""
+    """Error in an answer, or None."""
     numbers = re.findall(r"\d+", text)
     if not numbers:
         return "I see no number. Try again."

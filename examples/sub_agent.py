@@ -18,9 +18,9 @@ async def advised(row: dict, engine: EpisodeEngine) -> Rollout:
     episode = engine.begin()
     first = await episode.sample(max_tokens=20)
     question = row["prompt"][-1]["content"]
-    told = {"role": "user", "content": f"{question} Somebody says: {first.text.strip()}"}
+    turn = {"role": "user", "content": f"{question} Somebody says: {first.text.strip()}"}
     asked = [
-        engine.generate([{"role": "system", "content": role}, told], max_tokens=20, temperature=0.0) for role in ROLES
+        engine.generate([{"role": "system", "content": role}, turn], max_tokens=20, temperature=0.0) for role in ROLES
     ]
     advice = " / ".join([reply.text.strip() for (reply,) in await asyncio.gather(*asked)])
     if episode.write(f"Others say: {advice}\n{question}"):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from covey.rollout.episode import EpisodeEngine as EpisodeEngine
     from covey.rollout.episode import Reply as Reply
     from covey.trainer.evaluation.suites import EvalSuite as EvalSuite
-    from covey.trainer.grpo_trainer import GRPOTrainer as GRPOTrainer
-    from covey.trainer.rloo_trainer import RLOOTrainer as RLOOTrainer
+    from covey.trainer.trainers import GRPOTrainer as GRPOTrainer
+    from covey.trainer.trainers import RLOOTrainer as RLOOTrainer
 
 __version__ = "0.1.0"
 
@@ -28,9 +28,9 @@ _HOMES = {
     "EvalSuite": "covey.trainer.evaluation.suites",
     "FinishReason": "covey.core.records",
     "GRPOConfig": "covey.config.grpo",
-    "GRPOTrainer": "covey.trainer.grpo_trainer",
+    "GRPOTrainer": "covey.trainer.trainers",
     "RLOOConfig": "covey.config.rloo",
-    "RLOOTrainer": "covey.trainer.rloo_trainer",
+    "RLOOTrainer": "covey.trainer.trainers",
     "Reply": "covey.rollout.episode",
     "Rollout": "covey.core.records",
 }

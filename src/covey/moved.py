@@ -26,10 +26,10 @@ MOVED = {
     "covey.trainers.config.base": "covey.config.base",
     "covey.trainers.dataset": "covey.data.validation",
     "covey.trainers.grpo_config": "covey.config.grpo",
-    "covey.trainers.grpo_trainer": "covey.trainer.grpo_trainer",
+    "covey.trainers.grpo_trainer": "covey.trainer.trainers",
     "covey.trainers.online_trainer": "covey.trainer.trainer",
     "covey.trainers.rloo_config": "covey.config.rloo",
-    "covey.trainers.rloo_trainer": "covey.trainer.rloo_trainer",
+    "covey.trainers.rloo_trainer": "covey.trainer.trainers",
     "covey.trainers.suites": "covey.trainer.evaluation.suites",
 }
 """Old path -> new path."""

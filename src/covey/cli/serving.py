@@ -42,7 +42,7 @@ class Backend:
 
 @dataclass
 class Request:
-    """What the user asked for.
+    """Options of a serve command.
 
     Attributes:
         model: hub id or folder.

@@ -26,7 +26,7 @@ HELP = """\
 usage: covey sglang-serve --model M [--flag value ...]
 
 Start SGLang's server with what training needs: token ids in and out with log-probs of what is sampled from, weight
-updates, pause and continue, cache flushes. It listens on this machine alone unless told otherwise.
+updates, pause and continue, cache flushes. It listens on 127.0.0.1 by default.
 
   --model M        hub id or folder; may also stand first, without --model
   --host H         address to listen on (127.0.0.1); another one, 0.0.0.0 say, needs a key

@@ -34,8 +34,8 @@ HELP = """\
 usage: covey vllm-serve --model M [--flag value ...]
 
 Start vLLM's server with what training needs: weight transfer, pause and resume, sleep, prefix-cache reset, token ids
-in and out with the log-probs of the distribution that was sampled. It listens on this machine alone unless told
-otherwise.
+in and out with the log-probs of the distribution that was sampled. It listens on 127.0.0.1 by
+default.
 
   --model M        hub id or folder; may also stand first, without --model
   --host H         address to listen on (127.0.0.1); another one, 0.0.0.0 say, needs a key

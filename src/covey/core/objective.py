@@ -19,7 +19,7 @@ from covey.core.surrogates import Surrogate, SurrogateInputs, SurrogateStats
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised, as values.
+    """The minimised loss, as values.
 
     Attributes:
         surrogate: token losses from ratios and advantages.
@@ -30,13 +30,12 @@ class Objective:
         correct_kl_bias: multiply the KL term by the token ratio, which makes its gradient unbiased off-policy
             (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
         off_policy_threshold: drop punished sequences that drifted further than this; None keeps all.
-        correction: what turns the engine's log-probs into mismatch weights where the batch does not bring weights
-            along: the policy's own log-probs of this very pass are compared, so that no other pass is spent on them.
-            None leaves the engine's distribution uncorrected.
+        correction: computes mismatch weights from the engine's log-probs and those of the training pass, where the
+            batch has no such weights; this saves a scoring pass. None leaves the engine's distribution uncorrected.
         mismatch_in_surrogate: the surrogate itself uses the mismatch weights (VESPO), so they are not applied again.
         zero_without_advantage: the surrogate of a token with advantage 0 is 0, whatever its ratio.
-        credits_tokens: each token is learned from by its own advantage; False where a completion's tokens share theirs,
-            so that credit for its steps would be lost.
+        credits_tokens: each token is trained with its own advantage; False where a completion's tokens share one, so
+            that credit for its steps would be lost.
     """
 
     surrogate: Surrogate
@@ -53,7 +52,7 @@ class Objective:
 
     @property
     def needs_every_rollout(self) -> bool:
-        """Whether rollouts of advantage 0 have a gradient too, so that leaving them out would change the step."""
+        """True if rollouts of advantage 0 have a gradient, too, so that dropping them would change the step."""
         return self.beta != 0 or not self.zero_without_advantage
 
 

@@ -130,7 +130,7 @@ class Rollout:
         entropies: likewise.
         completion: what reward functions receive: a string (standard prompts) or a list of messages.
         finish: why it ended.
-        group: index, within the batch, of the prompt it shares with its siblings.
+        group: index, within the batch, of its prompt, which its group shares.
         reused: how many of the sampled tokens were taken from a draft.
         versions: policy version, in optimizer steps, that each completion token was sampled with; None if the engine
             does not say.
@@ -140,7 +140,7 @@ class Rollout:
             where nobody says, which means one turn that ends with the completion.
         calls: how many calls of tools had which fate: "ok", or one of `covey.rollout.tools.toolbox.Failure`.
         prompt: what the episode started from, text or messages, where that need not be the row's prompt; else None.
-        error: what failed outside of the policy, in words, where `finish` is ERROR.
+        error: description of a failure outside of the policy, where `finish` is ERROR.
         seconds: from the beginning of the rollout to its end, where an agent played it.
         tool_seconds: those of them in which it waited for its tools.
 
@@ -197,17 +197,17 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether the policy was cut off rather than having stopped by itself."""
+        """True if the policy was cut off rather than having stopped by itself."""
         return self.finish is not FinishReason.STOP
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens the policy chose."""
+        """Number of tokens that the policy sampled."""
         return sum(self.sampled)
 
     @property
     def num_turns(self) -> int:
-        """How many turns the policy took."""
+        """Number of turns of the policy."""
         return max(len(self.turn_ends), int(any(self.sampled)))
 
 

@@ -123,7 +123,7 @@ def _check_container(dataset: Any, role: str) -> None:
         raise ValueError(f"`{role}` is a data frame. Make it a dataset with `datasets.Dataset.from_pandas(frame)`.")
     if isinstance(dataset, Iterator):
         raise ValueError(
-            f"`{role}` is a {type(dataset).__name__}, which can be read only once; a run reads its data anew in every"
+            f"`{role}` is a {type(dataset).__name__}, which can be read only once; a run reads its data again in every"
             " epoch. Give a list, or `datasets.IterableDataset.from_generator(function)`."
         )
     if not hasattr(dataset, "__getitem__") and (not hasattr(dataset, "__iter__") or hasattr(dataset, "__len__")):

@@ -26,8 +26,8 @@ MAX_FAILED_CHECKS = 8
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Comparison of an answer with its reference.
+class AnswerComparison:
+    """AnswerComparison of an answer with its reference.
 
     Attributes:
         correct: True if they are equal; None if the reference could not be parsed, or the check `failed`.
@@ -57,7 +57,7 @@ def _worker() -> ScriptWorker:
 _failures: deque[bool] = deque(maxlen=RECENT_CHECKS)
 
 
-def verify_answers(answers: list[str], solutions: list[str], seconds: float = CHECK_SECONDS) -> list[Comparison]:
+def verify_answers(answers: list[str], solutions: list[str], seconds: float = CHECK_SECONDS) -> list[AnswerComparison]:
     """Compare each answer with its reference; results are cached.
 
     Args:
@@ -68,23 +68,23 @@ def verify_answers(answers: list[str], solutions: list[str], seconds: float = CH
     failed: set[tuple[str, str]] = set()
     comparisons = []
     for pair in zip(answers, map(str, solutions), strict=True):
-        comparison = Comparison(correct=None, failed=True) if pair in failed else _verify(*pair, seconds)
+        comparison = AnswerComparison(correct=None, failed=True) if pair in failed else _verify(*pair, seconds)
         if comparison.failed:
             failed.add(pair)
         comparisons.append(comparison)
     return comparisons
 
 
-def _verify(answer: str, solution: str, seconds: float) -> Comparison:
+def _verify(answer: str, solution: str, seconds: float) -> AnswerComparison:
     try:
         return _compared(answer, solution, seconds)
     except WorkerFailed:
         _failures.append(True)
-        return Comparison(correct=None, failed=True)
+        return AnswerComparison(correct=None, failed=True)
 
 
 @lru_cache(maxsize=4096)
-def _compared(answer: str, solution: str, seconds: float) -> Comparison:
+def _compared(answer: str, solution: str, seconds: float) -> AnswerComparison:
     """Compare in the worker. Failures are not cached, since the machine may have been busy.
 
     Raises:
@@ -93,7 +93,7 @@ def _compared(answer: str, solution: str, seconds: float) -> Comparison:
     may_be_slow = _failures.count(True) < MAX_FAILED_CHECKS
     reply = _worker().ask({"gold": solution, "answer": answer}, seconds if may_be_slow else min(seconds, 1.0))
     _failures.append(False)
-    return Comparison(reply["correct"], gold=reply["gold"], answer=reply["answer"])
+    return AnswerComparison(reply["correct"], gold=reply["gold"], answer=reply["answer"])
 
 
 @per_completion

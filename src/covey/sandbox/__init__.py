@@ -170,23 +170,23 @@ class LocalSandbox:
                 try:
                     assert process.stdout is not None and process.stderr is not None
                     streams = [process.stdout.fileno(), process.stderr.fileno(), report]
-                    (out, err, said), late = self._read(streams, started + timeout + _GRACE)
+                    (out, err, reported), late = self._read(streams, started + timeout + _GRACE)
                 finally:
                     _end(process)
         finally:
             os.close(report)
-        lines = [json.loads(line) for line in said.splitlines()]
-        told: dict[str, Any] = {key: value for line in lines for key, value in line.items()}
-        if not told and not late:
+        lines = [json.loads(line) for line in reported.splitlines()]
+        outcome: dict[str, Any] = {key: value for line in lines for key, value in line.items()}
+        if not outcome and not late:
             raise RuntimeError(f"the sandbox did not start: {err.decode(errors='replace')[-500:]}")
         return SandboxResult(
             stdout=out[: self.max_output].decode("utf-8", "replace"),
             stderr=err[: self.max_output].decode("utf-8", "replace"),
-            exit_code=told.get("exit_code", -signal.SIGKILL),
-            stopped="time" if late else told.get("stopped"),
+            exit_code=outcome.get("exit_code", -signal.SIGKILL),
+            stopped="time" if late else outcome.get("stopped"),
             truncated=max(len(out), len(err)) > self.max_output,
-            duration=told.get("duration", time.monotonic() - started),
-            guards=frozenset(told.get("guards", ())),
+            duration=outcome.get("duration", time.monotonic() - started),
+            guards=frozenset(outcome.get("guards", ())),
         )
 
     def _read(self, streams: list[int], deadline: float) -> tuple[list[bytearray], bool]:

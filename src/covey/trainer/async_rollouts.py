@@ -100,7 +100,7 @@ class InFlightBatch:
         return rollouts
 
     def state(self) -> dict[str, Any]:
-        """Plain values. What has failed is left out, and sampled anew by the run that goes on from here.
+        """Plain values. Failed batches are left out, and sampled again by a run that resumes from here.
 
         So is what holds something that a checkpoint cannot: environments whose rewards are not scored, which live in
         this process alone, and objects that a rollout function has put among the extras.
@@ -225,27 +225,27 @@ class AsyncRollouts:
         """
         if not (self._flights and self._flights[0].generation == generation):
             self._restart(generation, version)
-        flight = self._flights.popleft()
+        inflight = self._flights.popleft()
         with self._waiting():
-            self._thread.wait(flight.work)
-        return flight
+            self._thread.wait(inflight.work)
+        return inflight
 
     def settle(self) -> None:
         """Wait until nothing is under way. What has failed says so when it is taken."""
         with self._waiting():
-            for flight in self._flights:
+            for inflight in self._flights:
                 with suppress(Exception):
-                    self._thread.wait(flight.work)
+                    self._thread.wait(inflight.work)
 
     def state_dict(self) -> dict[str, Any]:
         """Batches in flight and those not yet trained on, as plain values; waits until nothing is in flight."""
         self.settle()
-        return {"next": self._next, "late": self._late, "flights": [flight.state() for flight in self._flights]}
+        return {"next": self._next, "late": self._late, "flights": [inflight.state() for inflight in self._flights]}
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> int:
         """Continue where `state_dict` was taken, with weights of `version`. Collective.
 
-        What had failed is sampled anew, with these weights. Generations that this run would not have launched so early,
+        Failed batches are sampled again, with these weights. Batches that this run would not have launched so early,
         because it allows less staleness or ends sooner, are given up, to be launched when their time comes.
 
         Returns:
@@ -294,10 +294,10 @@ class AsyncRollouts:
         submitted.wait(SUBMITTED)
 
     def _give_up(self) -> None:
-        for flight in self._flights:
-            flight.work.cancel()
-            if flight.listener is not None:
-                flight.listener.__exit__()
+        for inflight in self._flights:
+            inflight.work.cancel()
+            if inflight.listener is not None:
+                inflight.listener.__exit__()
         self._flights.clear()
 
     def _restart(self, generation: int, version: int) -> None:

@@ -34,7 +34,7 @@ from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision
 from covey.runtime.process_memory import reuse_freed_memory
 from covey.trainer.build_environments import RewardSources
-from covey.trainer.build_rollouts import build_agency
+from covey.trainer.build_rollouts import build_rollout_spec
 from covey.trainer.context import RunContext, TrainingLoop
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
@@ -251,12 +251,12 @@ def build_collector(
             " no context length (max_position_embeddings). Set max_completion_length."
         )
     codec = PromptCodec(tokenizer, _parsed(args.chat_template_kwargs), context, vision=vision)
-    agency = build_agency(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
+    spec = build_rollout_spec(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
         engine = build_engine(
             args, model, tokenizer, run.accelerator, lambda: run.loop.policy, context, run.collectives, vision
         )
-    return Collector(engine, codec, args.seed, agency)
+    return Collector(engine, codec, args.seed, spec)
 
 
 def _parsed(kwargs: dict[str, Any] | str | None) -> dict[str, Any] | None:
@@ -309,8 +309,8 @@ def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, 
     Raises:
         ValueError: none were given.
     """
-    args, agency = context.args, collector.spec
-    sources = RewardSources.of(reward_funcs, args.reward_weights, processing_classes, agency and agency.play)
+    args, spec = context.args, collector.spec
+    sources = RewardSources.of(reward_funcs, args.reward_weights, processing_classes, spec and spec.play)
     if sources.functions is None:
         raise ValueError(
             "`reward_funcs` is missing: give at least one reward function, reward model or list of them. Environments"

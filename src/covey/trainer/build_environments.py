@@ -186,6 +186,6 @@ def _first(pool: EnvironmentPool) -> Any:
 def _refuse_tools(tools: Sequence[Any], kind: str) -> None:
     if tools:
         raise ValueError(
-            f"`tools` would not be called: a {kind} is told what the policy says as it is. Leave `tools` out, or give"
-            " the environment methods for the policy to call instead of `step`."
+            f"`tools` would not be called: a {kind} receives the text of the policy as it is. Leave `tools` out, or"
+            " give the environment methods for the policy to call instead of `step`."
         )

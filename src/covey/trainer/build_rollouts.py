@@ -31,7 +31,7 @@ class RolloutWarning(UserWarning):
     """A rollout failed, and the run goes on."""
 
 
-def build_agency(
+def build_rollout_spec(
     context: RunContext, model: Any, codec: PromptCodec, tools: Any, rollout_func: Any, environment_factory: Any
 ) -> RolloutSpec | None:
     """The spec of rollouts that are more than one completion; None where each is one.
@@ -122,20 +122,20 @@ def _parser(args: Any, templates: TurnTemplates, schemas: list[dict[str, Any]]) 
     return TOOL_PARSERS[name]
 
 
-def plays_functions(agency: RolloutSpec | None) -> bool:
+def plays_functions(spec: RolloutSpec | None) -> bool:
     """True if the user's functions play the rollouts: they may give reward functions any further arguments."""
-    return agency is not None and isinstance(agency.play, RolloutFunction | GroupFunction | BatchFunction)
+    return spec is not None and isinstance(spec.play, RolloutFunction | GroupFunction | BatchFunction)
 
 
-def refuse_plain_prompts(agency: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> None:
+def refuse_plain_prompts(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> None:
     """Tools and environments need conversations.
 
     Raises:
         ValueError: a prompt is a string.
     """
-    if agency is None or not isinstance(agency.play, ToolAgent | EnvironmentAgent):
+    if spec is None or not isinstance(spec.play, ToolAgent | EnvironmentAgent):
         return
-    needs = "tools need" if isinstance(agency.play, ToolAgent) else "an environment needs"
+    needs = "tools need" if isinstance(spec.play, ToolAgent) else "an environment needs"
     strings = (number for number, row in enumerate(rows) if isinstance(row.get("prompt"), str))
     plain = next(strings, None)
     if plain is not None:
@@ -204,9 +204,9 @@ def failure_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
     return {"rollouts/failed": Mean.of([float(rollout.finish is FinishReason.ERROR) for rollout in rollouts])}
 
 
-def agent_stats(rollouts: Sequence[Rollout], agency: RolloutSpec) -> dict[str, Stat]:
+def agent_stats(rollouts: Sequence[Rollout], spec: RolloutSpec) -> dict[str, Stat]:
     """`rollouts/turns`, `rollouts/failed`, ... and, where there are tools, what became of calls and what they took."""
-    own = plays_functions(agency) or isinstance(agency.play, TextEnvironmentAgent)
+    own = plays_functions(spec) or isinstance(spec.play, TextEnvironmentAgent)
     tools = not own or any(rollout.calls for rollout in rollouts)
     seconds: dict[str, Stat] = {"tools/seconds": Mean.of([rollout.tool_seconds for rollout in rollouts])}
     return {

@@ -1,4 +1,4 @@
-"""Entropy as a means: the bonus's coefficient, fixed or steered, and the quantile below which tokens do not count."""
+"""The entropy bonus's coefficient, fixed or adaptive, and the quantile below which tokens are left out of the loss."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +9,16 @@ from torch import Tensor
 
 @dataclass
 class EntropyController:
-    """Decides how much the entropy bonus weighs in the next step.
+    """Coefficient of the entropy bonus in the next step.
 
     Adaptive (Skywork-OR1, arXiv 2505.22312 §4): the coefficient grows by `delta` after a step whose entropy was at or
     below the target and shrinks by as much after any other; it acts only while the entropy is at or below the target.
 
     Attributes:
         coef: current coefficient.
-        adaptive: whether it moves.
+        adaptive: true if it changes.
         low, high: its bounds.
-        delta: its step.
+        delta: change per step.
         target: nats per token.
         last_entropy: mean entropy of the last optimizer step, or None before the first.
     """
@@ -44,7 +44,7 @@ class EntropyController:
         return self.coef
 
     def observe(self, entropy: float) -> None:
-        """Take note of an optimizer step's mean entropy."""
+        """Update the coefficient with an optimizer step's mean entropy."""
         self.last_entropy = entropy
         if self.adaptive:
             step = self.delta if entropy <= self.target else -self.delta

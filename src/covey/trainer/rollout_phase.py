@@ -41,7 +41,7 @@ class RolloutBatch:
     Attributes:
         key: names the generation.
         scored: this process's share.
-        selection: what rewards made of the sampled groups (dynamic sampling, prompts by difficulty), if anything.
+        selection: the groups selected by their rewards (dynamic sampling, prompts by difficulty), if anything.
     """
 
     key: GenerationKey
@@ -207,7 +207,7 @@ class RolloutPhase:
             in_flight: the same, where sampling has begun earlier.
             params: sampling settings, where they differ from those of training.
         """
-        context, agency, log = self._context, self.collector.spec, RewardLog()
+        context, spec, log = self._context, self.collector.spec, RewardLog()
         reuse = self.speculation if context.training else None  # an evaluation samples from scratch
         with self._located(key), self._listener(in_flight) as listener:
             if in_flight is not None:
@@ -218,8 +218,8 @@ class RolloutPhase:
                 with context.phases("generate"), preserve_process_state():
                     rollouts = self.collector.collect(samples, params or self.params, key, reuse, listener)
             failed = self._failures.count(rollouts)
-            if agency is not None:
-                context.metrics.add(agent_stats(rollouts, agency), context.mode)
+            if spec is not None:
+                context.metrics.add(agent_stats(rollouts, spec), context.mode)
             elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context
                 context.metrics.add(failure_stats(rollouts), context.mode)
             try:
@@ -227,8 +227,8 @@ class RolloutPhase:
                     rows = [sample.row for sample in samples]
                     result = self.rewards(rows, rollouts, log.context(context.loop.state), listener.stream)
             finally:
-                if agency is not None:
-                    agency.release(rollouts)
+                if spec is not None:
+                    spec.release(rollouts)
             listener.tell(context.timeline, self.rewards.names)
         reused = reuse_stats(rollouts) if reuse is not None else {}
         context.metrics.add({**result.stats, **log.metrics, **reused}, context.mode)
@@ -259,8 +259,8 @@ class RolloutPhase:
 
     def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
         """See `OnlineTrainer.generate_completions`."""
-        agency = self.collector.spec
-        if agency is None or not isinstance(agency.play, BatchFunction):
+        spec = self.collector.spec
+        if spec is None or not isinstance(spec.play, BatchFunction):
             raise ValueError("`generate_completions` is there for a `rollout_func(prompts, trainer)`; there is none.")
         decode = self.collector.codec.tokenizer.decode
         return [
@@ -270,7 +270,7 @@ class RolloutPhase:
                 "logprobs": completion.logprobs,
                 "text": decode(completion.token_ids, skip_special_tokens=True),
             }
-            for prompt_ids, completion in agency.play.complete(prompts, **changes)
+            for prompt_ids, completion in spec.play.complete(prompts, **changes)
         ]
 
     # ---- async rollouts --------------------------------------------------------------------------------------------

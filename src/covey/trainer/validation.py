@@ -17,7 +17,7 @@ def check_datasets(args: OnlineConfig, train_dataset: Any, eval_dataset: Any, pr
     """Look at the rows of datasets, before a model is loaded.
 
     Raises:
-        ValueError: rows that cannot be sampled from, or an evaluation batch that is not made of whole groups.
+        ValueError: rows that cannot be sampled from, or an evaluation batch that does not consist of whole groups.
     """
     if train_dataset is not None:
         check_dataset(train_dataset, "train_dataset", prompts_required)
@@ -79,12 +79,12 @@ def _check_attention(policy: Any, device_type: str) -> None:
 
 
 def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, role: str) -> None:
-    agency = collector.spec
-    player = None if agency is None else agency.play
+    spec = collector.spec
+    player = None if spec is None else spec.play
     columns = check_prompts(dataset, role, collector.codec)
-    refuse_plain_prompts(agency, first_rows(dataset), role)
+    refuse_plain_prompts(spec, first_rows(dataset), role)
     check_columns(player, columns, role)
-    if not plays_functions(agency):  # what these give to reward functions is known when they have
+    if not plays_functions(spec):  # what these give to reward functions is known when they have
         rewards.check_columns(columns | given_by(player))
 
 

@@ -143,7 +143,7 @@ class WeightSync:
         except Exception as caught:
             error = caught
         words = self._collectives.gather(None if error is None else str(error), f"load weights of {update.version}")
-        failed = [(rank, said) for rank, said in enumerate(words) if said is not None]
+        failed = [(rank, text) for rank, text in enumerate(words) if text is not None]
         if failed and error is None:
             raise RuntimeError(f"process {failed[0][0]} could not load weights: {failed[0][1]}")
         if error is not None:
@@ -177,17 +177,17 @@ class WeightSync:
 
     def _follow(self, engine: Any, update: WeightUpdate) -> None:
         while True:
-            word, said, told = self._from_first(None, update.version)
+            word, message, state = self._from_first(None, update.version)
             if word == "pass":
-                of = update if said == "update" else update.base
+                of = update if message == "update" else update.base
                 assert of is not None, "both processes made the same update"
                 for _ in of.tensors():
                     pass
                 continue
-            if said is not None:
-                raise RuntimeError(f"process 0 could not send the weights: {said}")
-            told, self._base_sent = told
-            engine.import_state(update.version, told)
+            if message is not None:
+                raise RuntimeError(f"process 0 could not send the weights: {message}")
+            engine_state, self._base_sent = state
+            engine.import_state(update.version, engine_state)
             return
 
     def _from_first(self, word: Any, version: int) -> Any:

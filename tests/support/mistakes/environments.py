@@ -138,7 +138,7 @@ ENVIRONMENTS = [
     Mistake(
         "Gave a text environment and tools",
         lambda b: acting(b, Talks, tools=[add]),
-        ("`tools` would not be called", "a Talks is told", "instead of `step`"),
+        ("`tools` would not be called", "a Talks receives", "instead of `step`"),
     ),
     Mistake(
         "Gave a rollout_func and an environment_factory",

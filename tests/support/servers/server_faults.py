@@ -346,7 +346,7 @@ FAULTS = [
     Fault("one of two servers is killed while it samples", GOES_ON, servers=2, during=killed_for_good),
     Fault("the only server is killed and started again", GOES_ON, settings={"vllm_server_timeout": 20.0},
           during=comes_back(ANSWER)),
-    Fault("a server was started anew between two steps", GOES_ON, settings={"vllm_server_timeout": 20.0},
+    Fault("a server was restarted between two steps", GOES_ON, settings={"vllm_server_timeout": 20.0},
           during=restarted),
     Fault("one of two servers is killed while it takes weights", GOES_ON, servers=2, server={"buckets": True},
           during=lambda scene: scene.servers[0].misbehave(WEIGHTS, fake_vllm.dies(scene.servers[0]))),

@@ -54,7 +54,7 @@ class SampledChunk:
 
     Attributes:
         completion: the tokens so far.
-        aborted: the server was paused or told to stop: the rest can be requested later, with the prompt and these
+        aborted: the server was paused or stopped: the rest can be requested later, with the prompt and these
             tokens as the new prompt.
     """
 

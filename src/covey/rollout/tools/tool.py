@@ -51,7 +51,7 @@ class Tool:
         Arguments that `functools.partial` has bound already are not shown to the policy.
 
         Raises:
-            ValueError: no schema can be made of it.
+            ValueError: no schema can be derived from it.
         """
         from transformers.utils import get_json_schema
 

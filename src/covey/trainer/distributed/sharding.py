@@ -148,7 +148,7 @@ def ready_to_train(trainer: Any) -> None:
         ValueError: impossible under ZeRO-3, where DeepSpeed shards a model once, with an optimizer or without.
     """
     if trainer.sharding.weights:
-        reshard(trainer.policy)  # an optimizer must be made of shards
+        reshard(trainer.policy)  # an optimizer must hold shards
     if trainer.evaluates_alone and trainer.sharding.deepspeed and trainer.sharding.weights:
         raise ValueError(
             "evaluate() was called before train(), and under ZeRO-3 a trainer that has evaluated alone cannot train."

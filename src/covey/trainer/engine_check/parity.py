@@ -319,9 +319,9 @@ class EngineCheck:
     def _compare(self, batch: TrainBatch) -> str | None:
         """The error text, "" if there is no error, None if there is nothing to compare."""
         reported = batch.engine_logprobs
-        if reported is not None:  # rollouts of the user's own making may come without, beside others that have some
-            told = segment_sum(batch.sampled & reported.isfinite(), batch.lengths) > 0
-            batch = batch.select(told.nonzero()[:, 0]) if told.any() else batch
+        if reported is not None:  # rollouts of the user's own making may come without, and others with some
+            reporting = segment_sum(batch.sampled & reported.isfinite(), batch.lengths) > 0
+            batch = batch.select(reporting.nonzero()[:, 0]) if reporting.any() else batch
         few = batch.select(first_and_last(batch))
         usable = reported is not None and bool(few.sampled.any())
         scored = self._rescore(few, self._temperature) if usable or self._together else None

@@ -1,0 +1,54 @@
+"""`GRPOTrainer` and `RLOOTrainer`: `OnlineTrainer` with the algorithm and config of a method."""
+
+from covey.algorithms import grpo, rloo
+from covey.config.grpo import GRPOConfig
+from covey.config.rloo import RLOOConfig
+from covey.trainer.trainer import OnlineTrainer
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) and the losses descended from it.
+
+    See `OnlineTrainer` for the arguments.
+
+    Example:
+        ```python
+        from datasets import load_dataset
+        from covey import GRPOTrainer
+        from covey.rewards import accuracy_reward
+
+        trainer = GRPOTrainer(
+            model="Qwen/Qwen2.5-0.5B-Instruct",
+            reward_funcs=accuracy_reward,
+            train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+        )
+        trainer.train()
+        ```
+    """
+
+    config_class = GRPOConfig
+    make_algorithm = staticmethod(grpo.algorithm)
+
+
+class RLOOTrainer(OnlineTrainer):
+    """REINFORCE Leave-One-Out (Ahmadian et al., arXiv 2402.14740).
+
+    See `OnlineTrainer` for the arguments.
+
+    Example:
+        ```python
+        from datasets import load_dataset
+        from covey import RLOOTrainer
+        from covey.rewards import accuracy_reward
+
+        trainer = RLOOTrainer(
+            model="Qwen/Qwen2.5-0.5B-Instruct",
+            reward_funcs=accuracy_reward,
+            train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+        )
+        trainer.train()
+        ```
+    """
+
+    config_class = RLOOConfig
+    make_algorithm = staticmethod(rloo.algorithm)
