@@ -107,7 +107,7 @@ def test_a_key_is_asked_for_on_every_route_that_matters_and_shown_nowhere(start_
 TRAINER = """
 import sys, time
 from pathlib import Path
-from serving import serve
+from tests.real_vllm.serving import serve
 running = serve(Path(sys.argv[1]), sys.argv[2])
 print(running.url, flush=True)
 time.sleep(600)
