@@ -138,7 +138,7 @@ def train(output, settings):
             change(trained)
     last = trained.accelerator.process_index == trained.accelerator.num_processes - 1
     if "pads_at_the_last" in chosen and last:
-        trained.scorer._prove = lambda model, device: "padded"
+        trained.scorer._try_layouts = lambda model, device: "padded"
     trained.train()
     evaluated = trained.evaluate() if "suites" in chosen else {}
     if settings.get("load_best_model_at_end"):
