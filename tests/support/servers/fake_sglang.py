@@ -31,7 +31,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # it is also a program of its own
+sys.path.insert(0, str(Path(__file__).parents[3]))  # it is also a program of its own
 
 from covey.policy.loading import load_policy
 from tests.support import tiny_vision

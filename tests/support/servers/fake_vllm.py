@@ -34,7 +34,7 @@ from aiohttp import web
 from PIL import Image
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # it is also a program of its own
+sys.path.insert(0, str(Path(__file__).parents[3]))  # it is also a program of its own
 
 from covey.engines.servers.vllm.launch import BACKEND
 from covey.engines.servers.weights.buckets import unpack
