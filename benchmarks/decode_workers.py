@@ -48,7 +48,7 @@ class Native:
     """Covey's own engine: one request a group, as the trainer makes them."""
 
     def __init__(self, folder: str):
-        from covey.engines.native import sequences as native
+        from covey.engines.native import sampling as native
 
         self.model = _load(folder)
         self._make_row = native.SequenceState
@@ -56,7 +56,7 @@ class Native:
     def sample(self, work: Work) -> list[Tokens]:
         """Sample all groups at once; the seed gives a completion's number, and so its length."""
         from covey.core.engine import SampleRequest, SamplingParams
-        from covey.engines.native import sequences as native
+        from covey.engines.native import sampling as native
         from covey.engines.native.engine import NativeEngine
 
         def row(request: Any, index: int, budget: int, *rest: Any) -> Any:

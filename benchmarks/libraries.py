@@ -140,7 +140,7 @@ def _trainer_class(library: str) -> tuple[Any, Any]:
 
 
 def _force_covey(trainer: Any, forced: Forced) -> None:
-    from covey.engines.native import sequences as native
+    from covey.engines.native import sampling as native
 
     engine, make_row = trainer.collector.engine, native.SequenceState
     engine.eos_token_ids = set()

@@ -1,8 +1,8 @@
 """Decoding steps captured once as a CUDA graph and replayed: one launch instead of a thousand.
 
-Launching a small model's kernels one by one takes longer than running them. A graph needs tensors of fixed shapes and
-addresses, so sequences are computed in powers of two and over the cache's whole capacity; when either changes, or a
-prompt comes or goes, the step is captured again. Every capture is checked against an ordinary run of the same step.
+A graph needs tensors of fixed shapes and addresses, so sequences are computed in powers of two and over the cache's
+whole capacity; when either changes, or a prompt comes or goes, the step is captured again. Every capture is checked
+against an ordinary run of the same step.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,7 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 
 
 class CaptureError(RuntimeError):
-    """A step could not be captured or replayed; the cache is as before the step.
-
-    Attributes:
-        out_of_memory: memory was short, so that a later capture may succeed.
-    """
+    """A step could not be captured or replayed; the cache is as before. If `out_of_memory`, a later one may succeed."""
 
     def __init__(self, reason: Exception):
         super().__init__(str(reason))
@@ -38,14 +34,7 @@ class CaptureError(RuntimeError):
 
 
 class GraphStep:
-    """Decoding step of every sequence of a cache, by replaying a captured one.
-
-    Args:
-        cache: keys and values of the sequences.
-        forward: (tokens [S, 1], positions [S, 1], masks) -> logits [S, V].
-        config: the model's text config.
-        capture: turns a function into a recording.
-    """
+    """Decoding step of every sequence of a cache, by replaying a captured one."""
 
     def __init__(
         self,
@@ -61,11 +50,7 @@ class GraphStep:
         self._captured_for: tuple[Any, ...] | None = None
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Tokens and positions [S] -> logits [S, V], valid until the next call.
-
-        Raises:
-            CaptureError: the step cannot be captured, or its replay differs from an ordinary run.
-        """
+        """Tokens and positions [S] -> logits [S, V], valid until the next call; `CaptureError` if a replay differs."""
         size = len(tokens)
         key = self.cache.begin_fixed_step(max(LEAST_SEQUENCES, 1 << (size - 1).bit_length()), tokens.device)
         try:

@@ -22,12 +22,17 @@ from covey.core.model import decoder_of, inference_mode_of, name_of
 from covey.core.records import Completion
 from covey.core.weights import WeightUpdate
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
-from covey.engines.native.draft_verification import verify_drafts
 from covey.engines.native.inference_contexts import attention_implementation, packed_linears, sampling_attention
 from covey.engines.native.per_sequence_cache import PerSequenceCache
-from covey.engines.native.prefill import PrefixStore, compute_dtype, continue_prompts, logit_tiles
-from covey.engines.native.sampling import concatenate, score_tokens
-from covey.engines.native.sequences import Batch, SequenceState, compaction_moves, sequences_of
+from covey.engines.native.prefill import PrefixStore, compute_dtype, continue_prompts, logit_tiles, verify_drafts
+from covey.engines.native.sampling import (
+    Batch,
+    SequenceState,
+    compaction_moves,
+    concatenate,
+    score_tokens,
+    sequences_of,
+)
 from covey.engines.native.shared_prefix_cache import SHARED_PREFIX_ATTENTION, SharedPrefixCache
 from covey.runtime.process_memory import is_out_of_memory
 
@@ -89,11 +94,7 @@ class NativeEngine:
         self._driver: asyncio.Task[None] | None = None
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        """Sample `request.n` completions of one prompt.
-
-        Raises:
-            ValueError: unknown settings, images, or drafts that do not match the seeds.
-        """
+        """Sample `request.n` completions of one prompt; ValueError for unknown settings, images or unfit drafts."""
         sequences = sequences_of(request, self.eos_token_ids, self.max_context)
         self._waiting.extend(sequences)
         if self._driver is None or self._driver.done():
@@ -105,17 +106,8 @@ class NativeEngine:
     ) -> list[tuple[list[float], list[float]]]:
         """Log-probs and entropies of given tokens, as sampling them would have reported; within `awake()`.
 
-        The prompt is computed once for all completions, their positions in parallel. Useful for tokens that the engine
-        did not sample (reuse rules, another model's answers). Training does not need it: drafts are verified as part
-        of sampling, and `TokenScorer` scores the training batch.
-
-        Args:
-            prompt_ids: tokens that the completions continue.
-            completions: given tokens, each list maybe empty.
-            temperature: divides the logits.
-
-        Returns:
-            Two lists per completion, one number per token.
+        The prompt is computed once for all completions. For tokens that the engine did not sample (reuse rules, another
+        model's answers); training does not need it.
         """
         scores: list[tuple[list[float], list[float]]] = [([], []) for _ in completions]
         model = self._model()
@@ -280,10 +272,9 @@ class NativeEngine:
             self._running += [sequences[i] for i in unfinished]
 
     def _compute_prompts(self, prompts: list[list[int]]) -> Cache | None:
-        """Compute all of each prompt but its last token, right-padded; None if nothing is left.
+        """Compute all of each prompt but its last token, which is the first decoding step; None if nothing is left.
 
-        The last prompt token is each sequence's first decoding step, so that sampling happens in one place. Padding is
-        on the right, where causal attention never sees it.
+        Padding is on the right, where causal attention never sees it.
         """
         model = self._model()
         device = self._device

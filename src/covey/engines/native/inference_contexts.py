@@ -19,8 +19,8 @@ MOST_ROWS = 256
 def sampling_attention(model: Any) -> str:
     """Attention implementation that supports masks per sequence and all that the model's layers need.
 
-    The model's present one if that is "sdpa" or "eager". Under any other (a packed layout's, flash attention), the
-    default of transformers: SDPA, unless the model has soft-capping or sinks (Gemma 2, gpt-oss).
+    "sdpa" or "eager" stay. Under any other (a packed layout's, flash attention), the default of transformers: SDPA,
+    unless the model has soft-capping or sinks (Gemma 2, gpt-oss).
     """
     current = model.config._attn_implementation
     if current in ("sdpa", "eager"):
@@ -47,8 +47,7 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
     """Multiply the model's plain float32 CPU `nn.Linear`s with copies of their weights packed by MKL.
 
     The same product, 1.1 to 1.5 times as fast for 4 to 64 rows. The copies take as much memory as the weights, which
-    must not change within the context. Without MKL or under autocast nothing happens; quantised weights, adapters and
-    modules with a patched `forward` are left alone.
+    must not change within the context. Quantised weights, adapters and patched modules are left alone.
     """
     patched: list[Any] = []
     try:
@@ -90,13 +89,8 @@ class Lockstep:
     """Equal numbers of forward passes in all processes that share one sharded model.
 
     A forward pass over sharded weights is collective, but processes sample completions of different lengths: before
-    each pass a process announces it, and a process that is done runs idle passes while any other is not. See also
-    `covey.policy.full_copy`, which is faster where a full copy fits.
-
-    Args:
-        model: gives the model, as hooks on its forward pass see it.
-        any_busy: collective: from "this process has a pass to run" to "any process has".
-        device: of the model's inputs.
+    each pass a process announces it (`any_busy`, collective: from "this process has a pass to run" to "any has"), and a
+    process that is done runs idle passes while any other is not. `FullCopy` is faster where a full copy fits.
     """
 
     def __init__(self, model: Callable[[], Any], any_busy: Callable[[bool], bool], device: torch.device):

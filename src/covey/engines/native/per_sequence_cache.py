@@ -18,11 +18,7 @@ GRANULE = 64
 
 
 class PerSequenceCache(Cache):
-    """Keys and values of the sequences being decoded, `[sequences, heads, capacity, head_dim]` per layer.
-
-    Args:
-        dtype: of the stored keys and values: that of attention, so that no step converts them again.
-    """
+    """Keys and values of the sequences being decoded, `[sequences, heads, capacity, head_dim]` per layer."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__(layers=[])
@@ -38,24 +34,14 @@ class PerSequenceCache(Cache):
         self._lengths: list[int] = []
 
     def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
-        """Take right-padded prompts (None when all are empty) of these lengths; returns a handle for each.
-
-        Handles are valid until the next call: the cache holds prompts only as copies in their sequences.
-        """
+        """Take right-padded prompts (None: all are empty) of these lengths; handles are valid until the next call."""
         self._prefilled, self._lengths = prefilled, lengths
         return list(range(len(lengths)))
 
     def add_sequences(
         self, groups: list[int], own: KeysAndValues | None = None, lengths: list[int] | None = None
     ) -> None:
-        """Start sequences as copies of the prompts of `groups`.
-
-        Args:
-            groups: the handle of each sequence's prompt.
-            own: keys and values of tokens after the prompts, left-aligned: `[S, heads, T, head_dim]` per layer; None:
-                none yet.
-            lengths: tokens of `own` that count, per sequence.
-        """
+        """Start sequences as copies of the prompts of `groups`; see `SharedPrefixCache.add_sequences`."""
         lengths = lengths or [0] * len(groups)
         prompts = [] if self._prefilled is None else keys_and_values(self._prefilled)
         width = prompts[0][0].shape[2] if prompts else 0
@@ -81,15 +67,7 @@ class PerSequenceCache(Cache):
         self.size = size
 
     def begin_step(self, positions: Tensor, config: Any) -> Tensor | dict[str, Tensor]:
-        """Set the position of each sequence's next token; returns the additive mask(s) of the model's layers.
-
-        Args:
-            positions: [S] int64.
-            config: the model's text config, with its sliding window and types of layers.
-
-        Returns:
-            [S, 1, 1, width], or a dict of them by layer type for models that mix types.
-        """
+        """Set the position of each sequence's next token; returns the additive mask(s) [S, 1, 1, width]."""
         self._positions = positions
         self._width = int(positions.max()) + 1
         self._reserve(self._width, self.size)
@@ -109,7 +87,6 @@ class PerSequenceCache(Cache):
         return keys[: self.size, :, : self._width], values[: self.size, :, : self._width]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest sequence before this step."""
         return max(self._width - 1, 0)
 
     def _reserve(self, tokens: int, size: int) -> None:

@@ -8,6 +8,14 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from covey.core.model import decoder_of
+from covey.engines.native.sampling import (
+    SampledTokens,
+    SequenceState,
+    concatenate,
+    sample_tokens,
+    score_tokens,
+    uniforms,
+)
 
 MOST_LOGITS = 1 << 24
 """Most logits that exist at once."""
@@ -36,16 +44,9 @@ def additive_masks(
 ) -> Tensor | dict[str, Tensor]:
     """Causal masks, within the sliding window in layers that have one, of tokens stored in any order.
 
-    Args:
-        token_positions: [S, width] int64, the position of each stored token.
-        exists: [S, width] bool, False where nothing is stored.
-        query_positions: [S] or [S, T] int64.
-        config: the model's text config, with its sliding window and types of layers.
-        dtype: of the mask.
-
-    Returns:
-        [S, 1, T, width], 0 where visible and the dtype's minimum elsewhere; a dict of them by layer type for models
-        that mix types.
+    From the [S, width] position of each stored token, False in `exists` where nothing is stored, and [S] or [S, T]
+    positions of queries: [S, 1, T, width], 0 where visible and the dtype's minimum elsewhere; a dict of them by layer
+    type for models that mix types.
     """
     if query_positions.dim() == 1:
         query_positions = query_positions[:, None]
@@ -68,9 +69,7 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 class ContinuationCache(Cache):
     """Keys and values of tokens that continue computed prompts; they attend to their prompt and to one another.
 
-    Args:
-        prefilled: right-padded prompts, or None when they are all empty.
-        owners: [S] int64, index of the prompt that each sequence continues.
+    `owners` [S] are the indices of the prompts that the sequences continue.
     """
 
     def __init__(self, prefilled: Cache | None, owners: Tensor):
@@ -82,7 +81,6 @@ class ContinuationCache(Cache):
 
     @property
     def prompt_width(self) -> int:
-        """Tokens of the longest prompt."""
         return self._prompts[0][0].shape[2] if self._prompts else 0
 
     def update(
@@ -96,7 +94,6 @@ class ContinuationCache(Cache):
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the continuations."""
         return self.prompt_width
 
 
@@ -105,16 +102,9 @@ def continue_prompts(
 ) -> tuple[Tensor, ContinuationCache]:
     """Compute all positions that predict `tokens`, given after computed prompts, in one forward pass.
 
-    Args:
-        model: a transformers causal language model in inference mode.
-        prefilled: the prompts without their last tokens, right-padded, computed.
-        prompts: the whole prompts.
-        owners: per sequence the index of its prompt.
-        tokens: per sequence its continuation, at least one token.
-
-    Returns:
-        Hidden states [sum of lengths, H] in order of sequences, state i of a sequence predicting its token i, and a
-        cache of each sequence's last prompt token and its tokens but the last.
+    `prefilled` holds the prompts without their last tokens, right-padded; sequence i continues the prompt `owners[i]`
+    with at least one token. Returns hidden states [sum of lengths, H] in order of sequences, state i of a sequence
+    predicting its token i, and a cache of each sequence's last prompt token and its tokens but the last.
     """
     device = next(model.parameters()).device
     inputs = [[prompts[owner][-1], *continuation[:-1]] for owner, continuation in zip(owners, tokens, strict=True)]
@@ -147,27 +137,72 @@ def logit_tiles(model: Any, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield tile, torch.tanh(logits / cap) * cap if cap else logits
 
 
-class PrefixStore:
-    """Computed prompts that later turns of the same conversations begin with, until the engine sleeps.
+def verify_drafts(
+    model: Any, prefilled: Any, prompts: list[list[int]], owners: list[int], sequences: list[SequenceState]
+) -> tuple[ContinuationCache, list[int]]:
+    """Append to each sequence the tokens of its draft that the policy would have sampled, and the token after them.
 
-    The least recently used are removed first.
+    Exact acceptance runs, at every position of a draft, the race that sampling would have run there, with the same
+    random numbers (`uniforms`). While the winner is the draft's token the draft is accepted; the first other winner is
+    the token that sampling would have given. The completion is therefore the one its seed gives without a draft:
+    drafter-invariant speculative decoding (Daliri, Musco and Suresh, arXiv 2408.07978). Races of two similar policies
+    mostly have the same winner, so most of an earlier policy's completion is accepted. Lenient acceptance accepts token
+    i with probability min(1, l p_now / p_then) (SPEC-RL, arXiv 2509.23232).
 
-    Args:
-        most_tokens: of all prompts together.
+    Sequences have a draft, nothing sampled yet and equal settings; other arguments are those of `continue_prompts`.
+    Returns the cache of the forward pass, and how many of its tokens belong to each sequence: one per appended token.
     """
+    drafts = [sequence.draft for sequence in sequences]
+    hidden, computed = continue_prompts(model, prefilled, prompts, owners, drafts)
+    lengths = [len(draft) for draft in drafts]
+    device = hidden.device
+    seeds = torch.tensor([sequence.seed for sequence in sequences], device=device).repeat_interleave(
+        torch.tensor(lengths, device=device)
+    )
+    steps = torch.cat([torch.arange(length, device=device) for length in lengths])
+    tokens = torch.tensor([token for draft in drafts for token in draft], device=device)
+    params = sequences[0].request.params
+    lenient = sequences[0].request.draft_lenience is not None and params.temperature > 0
+    sampled_tiles, draft_tiles = [], []
+    for tile, logits in logit_tiles(model, hidden):
+        sampled_tiles.append(sample_tokens(logits, seeds[tile], steps[tile], params))
+        if lenient:
+            draft_tiles.append(score_tokens(logits, tokens[tile], params.temperature))
+    chosen = concatenate(sampled_tiles)
+    accepted = chosen.tokens == tokens
+    if lenient:
+        scored = concatenate(draft_tiles)
+        accepted = _accept_leniently(scored.logprobs, seeds, steps, sequences, lengths)
+        chosen = SampledTokens(*(torch.where(accepted, a, b) for a, b in zip(scored, chosen, strict=True)))
+    columns = [column.split(lengths) for column in chosen]
+    for sequence, mask, *results in zip(sequences, accepted.split(lengths), *columns, strict=True):
+        sequence.reused = int(mask.long().cumprod(0).sum())
+        sequence.append(*(result[: sequence.reused + 1].tolist() for result in results))
+    return computed, [len(sequence.token_ids) for sequence in sequences]
+
+
+def _accept_leniently(
+    logprobs: Tensor, seeds: Tensor, steps: Tensor, sequences: list[SequenceState], lengths: list[int]
+) -> Tensor:
+    then, lenience = [], []
+    for sequence, length in zip(sequences, lengths, strict=True):
+        request = sequence.request
+        then += ((request.draft_logprobs or [])[sequence.index] or [])[:length]
+        lenience += [request.draft_lenience or 0.0] * length
+    ratio = (logprobs.double() - torch.tensor(then, dtype=torch.float64, device=logprobs.device)).exp()
+    coin = uniforms(seeds, -1 - steps, 1)[:, 0]  # negative steps: random numbers that no race uses
+    return coin < torch.tensor(lenience, dtype=torch.float64, device=logprobs.device) * ratio
+
+
+class PrefixStore:
+    """Computed prompts that later turns begin with, until the engine sleeps; the least recently used are removed."""
 
     def __init__(self, most_tokens: int = STORED_TOKENS):
         self.most_tokens = most_tokens
         self.layers: dict[tuple[int, ...], KeysAndValues] = {}  # least recently used first
 
     def add(self, prompt: tuple[int, ...], prefilled: Cache | None, index: int) -> None:
-        """Copy the keys and values of a prompt without its last token.
-
-        Args:
-            prompt: its tokens, or as many first tokens of it as are shared.
-            prefilled: computed prompts without their last tokens; None if nothing was left of them.
-            index: of this prompt among them.
-        """
+        """Copy keys and values of `prompt`, perhaps the first part of prompt `index`, without its last token."""
         if prompt in self.layers or prefilled is None or not 1 < len(prompt) <= self.most_tokens:
             return
         computed = slice(0, len(prompt) - 1)

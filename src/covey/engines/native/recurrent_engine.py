@@ -22,7 +22,7 @@ from covey.core.model import inference_mode_of
 from covey.core.records import Completion
 from covey.core.weights import WeightUpdate
 from covey.engines.native.inference_contexts import attention_implementation, packed_linears, sampling_attention
-from covey.engines.native.sequences import Batch, SequenceState, sequences_of
+from covey.engines.native.sampling import Batch, SequenceState, sequences_of
 
 MASKABLE_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types without a state, for which a mask of distances suffices (not so for chunked attention)."""
@@ -37,16 +37,9 @@ def needs_recurrent_engine(model: Any) -> bool:
 
 
 class RecurrentEngine:
-    """Samples from a transformers causal language model with the model's own cache, prompt by prompt.
+    """Samples from a transformers causal language model with its own cache, prompt by prompt.
 
-    Args:
-        model: returns the unwrapped model to sample from.
-        eos_token_ids: tokens that end a completion.
-        max_sequences: most completions decoded at once.
-        max_context: most tokens of prompt and completion together; None when unlimited.
-        forward_context: entered around sampling (mixed precision).
-        filler_id: any token that is no image placeholder.
-        device: of the model's inputs; None: that of its weights.
+    Arguments are `NativeEngine`'s; `filler_id` is any token that is no image placeholder.
     """
 
     traits = EngineTraits(shares_policy=True)
@@ -71,11 +64,7 @@ class RecurrentEngine:
         self._input_device = device
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample.
-
-        Raises:
-            ValueError: unknown settings.
-        """
+        """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample."""
         sequences = sequences_of(request, self.eos_token_ids, self.max_context, images=True)
         for start in range(0, len(sequences), self.max_sequences):
             self._sample(sequences[start : start + self.max_sequences])

@@ -27,27 +27,16 @@ GRANULE = 64
 
 @dataclass(slots=True)
 class SlotMap:
-    """Assignment of sequences to slots, as many in each group as its largest has; valid until sequences come or go.
+    """Assignment of sequences to slots, as many in each group as its largest has; valid until sequences come or go."""
 
-    Attributes:
-        table: [groups * slots] index of the sequence in each slot; 0 in an empty slot, computed and never read.
-        order: [S] slot of each sequence.
-        lengths: [S] tokens of the sequence's prompt.
-        starts: [S] the sequence's first column.
-        slots: per group.
-        width: tokens of the longest stored prompt.
-        aligned: slot i holds sequence i.
-        uniform: no mask is needed: prompts fill their storage and all sequences start in one column.
-    """
-
-    table: Tensor
-    order: Tensor
-    lengths: Tensor
-    starts: Tensor
-    slots: int
-    width: int
-    aligned: bool
-    uniform: bool
+    table: Tensor  # [groups * slots] index of the sequence in each slot; 0 in an empty slot, computed and never read
+    order: Tensor  # [S] slot of each sequence
+    lengths: Tensor  # [S] tokens of the sequence's prompt
+    starts: Tensor  # [S] the sequence's first column
+    slots: int  # per group
+    width: int  # tokens of the longest stored prompt
+    aligned: bool  # slot i holds sequence i
+    uniform: bool  # no mask is needed: prompts fill their storage and all sequences start in one column
 
     @classmethod
     def of(
@@ -62,8 +51,7 @@ class SlotMap:
     ) -> "SlotMap":
         """Slots of sequences in the groups `owners`, as tensors for `size` sequences.
 
-        Example:
-            owners [0, 1, 0] have two slots per group: table [0, 2 | 1, 0], order [0, 2, 1].
+        Owners [0, 1, 0] have two slots per group: table [0, 2 | 1, 0], order [0, 2, 1].
         """
         members: list[list[int]] = [[] for _ in prompt_lengths]
         for sequence, group in enumerate(owners):
@@ -99,14 +87,11 @@ class SlotMap:
 
 
 class SharedPrefixCache(Cache):
-    """Keys and values of groups of sequences being decoded.
+    """Keys and values of groups of sequences being decoded, stored in attention's `dtype`.
 
     Per layer the prompts are `[kv_heads, groups, prompt, head_dim]`, read once for all sequences of a group, and
-    sampled tokens `[sequences, kv_heads, columns, head_dim]`, so that products read both without copies.
-
-    Args:
-        dtype: of the stored keys and values: that of attention.
-        softcap: False if the model's own attention ignores soft-capping, as transformers' SDPA does.
+    sampled tokens `[sequences, kv_heads, columns, head_dim]`, so that products read both without copies. `softcap` is
+    False if the model's own attention ignores soft-capping, as transformers' SDPA does.
     """
 
     def __init__(self, dtype: torch.dtype, softcap: bool = True):
@@ -130,15 +115,7 @@ class SharedPrefixCache(Cache):
     # ---- membership ------------------------------------------------------------------------------------------------
 
     def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
-        """Take prompts.
-
-        Args:
-            prefilled: a cache of right-padded prompts, or None when they are all empty.
-            lengths: tokens of each.
-
-        Returns:
-            A handle for each, for `add_sequences`; valid until sequences leave.
-        """
+        """Take right-padded prompts (None when all are empty); handles are valid until sequences leave."""
         first = len(self._prompt_lengths)
         self._prompt_lengths += lengths
         added = [] if prefilled is None else keys_and_values(prefilled)
@@ -154,13 +131,10 @@ class SharedPrefixCache(Cache):
     def add_sequences(
         self, groups: list[int], own: KeysAndValues | None = None, lengths: list[int] | None = None
     ) -> None:
-        """Start sequences after the prompts of `groups`.
+        """Start sequences after the prompts of the handles `groups`.
 
-        Args:
-            groups: the handle of each sequence's prompt.
-            own: keys and values of tokens after the prompts, left-aligned: `[S, kv_heads, T, head_dim]` per layer;
-                None: none yet.
-            lengths: tokens of `own` that count, per sequence.
+        `own` has the keys and values of tokens after the prompts, left-aligned `[S, kv_heads, T, head_dim]` per layer,
+        of which `lengths` tokens count per sequence; None: none yet.
         """
         lengths = lengths or [0] * len(groups)
         longest, size = max(lengths), len(self._owners)
@@ -236,15 +210,7 @@ class SharedPrefixCache(Cache):
     # ---- a decoding step -------------------------------------------------------------------------------------------
 
     def begin_step(self, positions: Tensor, config: Any) -> Any:
-        """Open a column for the next token of every sequence; returns the additive mask(s) of the model's layers.
-
-        Args:
-            positions: [S] int64, of the tokens about to be computed.
-            config: the model's text config, with its sliding window and types of layers.
-
-        Returns:
-            [S, 1, 1, prompt + columns], or a dict of them by layer type for models that mix types.
-        """
+        """Open a column for tokens at `positions` [S]; returns the additive mask(s) [S, 1, 1, prompt + columns]."""
         self.open_column()
         if self._slot_map is None:
             self._slot_map = self._new_slot_map(positions.device, len(self._owners), 1)
@@ -269,11 +235,8 @@ class SharedPrefixCache(Cache):
         """Open a column for a step with tensors of fixed shapes and addresses, which can be recorded and replayed.
 
         `size` sequences, or as many as there is capacity for, are computed, those in use first, over the whole
-        capacity; `masks` then belongs into the recording.
-
-        Returns:
-            Key of the recording, beginning with the number of sequences: while it is equal, a recorded step may be
-            replayed.
+        capacity; `masks` then belongs into the recording. Returns its key, beginning with the number of sequences:
+        while it is equal, a recorded step may be replayed.
         """
         self.open_column()
         size = min(size, self.sequence_capacity)
@@ -320,10 +283,7 @@ class SharedPrefixCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one token per sequence (`[S, kv_heads, 1, head_dim]`); returns the sequences' own keys and values.
-
-        They are `[S, kv_heads, columns, head_dim]`, without the prompts: only `shared_prefix_attention` reads them.
-        """
+        """Store one token per sequence (`[S, kv_heads, 1, D]`); returns their own keys and values, not the prompts'."""
         size = key_states.shape[0]
         stored = self._storage(layer_idx, (key_states, value_states))
         for tensor, new in zip(stored, (key_states, value_states), strict=True):
@@ -335,7 +295,6 @@ class SharedPrefixCache(Cache):
         return stored[0][:size, :, columns], stored[1][:size, :, columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest sequence before this step."""
         return self._column
 
     # ---- attention -------------------------------------------------------------------------------------------------
@@ -350,18 +309,13 @@ class SharedPrefixCache(Cache):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend with one query per sequence to its prompt and its own tokens, in one softmax (float32 or wider).
+        """Attend with one scaled query per sequence to its prompt and its own tokens, in one softmax (float32 or
+        wider).
 
-        Args:
-            layer: index of the layer.
-            query: [S, heads, 1, D], scaled.
-            keys, values: [S, kv_heads, columns, D] from `update`; D of the values may differ.
-            mask: [S, 1, 1, prompt + columns] additive.
-            softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
-            sinks: [heads] one more score per head that takes probability and contributes no value (gpt-oss).
-
-        Returns:
-            [S, 1, heads, D], D of the values.
+        queries [S, heads, 1, D], keys and values [S, kv_heads, columns, D] from `update`, additive mask [S, 1, 1,
+        prompt + columns] -> [S, 1, heads, D of the values]. `softcap`: scores become softcap * tanh(scores / softcap)
+        (Gemma 2, arXiv 2408.00118); `sinks` [heads]: one more score per head that takes probability and contributes no
+        value (gpt-oss).
         """
         self.attended += 1
         size, heads, _, dim = query.shape
