@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.core import weighting
+from covey.core import losses
 from covey.trainer.entropy import EntropyController
 from covey.trainer.rollout_buffer import RolloutBuffer
 from tests.support import known_attributes
@@ -20,8 +20,8 @@ def test_an_unknown_attribute_of_an_object_is_refused():
 
 
 def test_an_unknown_attribute_of_a_module_is_refused():
-    with pytest.raises(AttributeError, match=r"assigns covey\.core\.weighting\.mean_of_all"):
-        weighting.mean_of_all = None
+    with pytest.raises(AttributeError, match=r"assigns covey\.core\.losses\.mean_of_all"):
+        losses.mean_of_all = None
 
 
 def test_known_attributes_can_be_replaced():
@@ -60,4 +60,4 @@ def assignments_to_imported(path: Path) -> list[str]:
 
 
 def test_new_modules_are_guarded_before_each_test():
-    assert {"covey.core.weighting", "covey.trainer.rollout_buffer"} <= known_attributes._seen
+    assert {"covey.core.losses", "covey.trainer.rollout_buffer"} <= known_attributes._seen

@@ -13,7 +13,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "covey.core.kl": "covey.core.losses",
+    "covey.core.media": "covey.core.records",
+    "covey.core.metrics": "covey.core.records",
+    "covey.core.ragged": "covey.core.batch",
+    "covey.core.ratios": "covey.core.losses",
     "covey.core.rollout": "covey.core.records",
+    "covey.core.surrogates": "covey.core.losses",
+    "covey.core.weighting": "covey.core.losses",
+    "covey.core.weights": "covey.core.engine",
     "covey.rollout.agent": "covey.rollout.tool_agent",
     "covey.rollout.engine": "covey.core.engine",
     "covey.rollout.engines": "covey.engines",

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from covey.algorithms import LOSS_TYPES, grpo, register_loss, rloo
-from covey.core import kl, ratios, weighting
+from covey.core import losses
+from covey.core.losses import SurrogateInputs
 from covey.core.objective import LossInputs, policy_loss
-from covey.core.surrogates import SurrogateInputs
 
 
 def config(**changes):
@@ -76,16 +76,16 @@ def new_name():
 @pytest.mark.parametrize(
     ("loss_type", "expected"),
     [
-        ("grpo", weighting.mean_per_sequence),
-        ("bnpo", weighting.mean_per_micro_batch),
-        ("dr_grpo", weighting.mean_constant_length),
-        ("dapo", weighting.mean_over_update),
-        ("luspo", weighting.sum_per_sequence),
-        ("cispo", weighting.mean_over_update),
-        ("sapo", weighting.mean_per_sequence),
-        ("vespo", weighting.mean_over_update),
-        ("gmpo", weighting.mean_per_sequence),
-        ("rloo", weighting.mean_per_sequence),
+        ("grpo", losses.mean_per_sequence),
+        ("bnpo", losses.mean_per_micro_batch),
+        ("dr_grpo", losses.mean_constant_length),
+        ("dapo", losses.mean_over_update),
+        ("luspo", losses.sum_per_sequence),
+        ("cispo", losses.mean_over_update),
+        ("sapo", losses.mean_per_sequence),
+        ("vespo", losses.mean_over_update),
+        ("gmpo", losses.mean_per_sequence),
+        ("rloo", losses.mean_per_sequence),
     ],
 )
 def test_each_loss_type_has_its_average(loss_type, expected):
@@ -117,9 +117,9 @@ def test_each_loss_type_has_its_surrogate(loss_type, expected):
 def test_the_ratio_level_is_the_configs_unless_the_loss_prescribes_one():
     for level in ("token", "sequence", "sequence_token"):
         settings = {"importance_sampling_level": level}
-        assert grpo.objective(config(**settings)).ratio_level is ratios.RATIO_LEVELS[level]
-        assert grpo.objective(config(loss_type="gmpo", **settings)).ratio_level is ratios.token_level
-        assert grpo.objective(config(loss_type="rloo", **settings)).ratio_level is ratios.sequence_sum_level
+        assert grpo.objective(config(**settings)).ratio_level is losses.RATIO_LEVELS[level]
+        assert grpo.objective(config(loss_type="gmpo", **settings)).ratio_level is losses.token_level
+        assert grpo.objective(config(loss_type="rloo", **settings)).ratio_level is losses.sequence_sum_level
 
 
 def test_clip_fractions_count_sequences_where_the_ratio_is_the_sequences():
@@ -146,7 +146,7 @@ def test_each_loss_reports_its_metric(loss_type, metric):
 def test_the_objective_takes_over_the_options():
     objective = grpo.objective(config(beta=0.1, kl_estimator="k2", off_policy_mask_threshold=0.5))
     assert objective.beta == 0.1
-    assert objective.kl is kl.k2
+    assert objective.kl is losses.k2
     assert objective.correct_kl_bias
     assert objective.off_policy_threshold == 0.5
 
@@ -230,9 +230,9 @@ def test_rloo_on_policy_is_reinforce():
     """Loss -A r with r = 1; the gradient is -A of every token of the completion, averaged over completions."""
     x = inputs([1.0, 1.0, 1.0], 2.0)
     method = rloo.algorithm(rloo_config())
-    weights = weighting.token_weights(
+    weights = losses.token_weights(
         method.weighting,
-        weighting.BatchCounts(torch.tensor([3.0]), torch.tensor([3.0]), 1, 3, 1, None),
+        losses.BatchCounts(torch.tensor([3.0]), torch.tensor([3.0]), 1, 3, 1, None),
         x.sampled,
         x.lengths,
     )
@@ -296,18 +296,18 @@ def test_which_losses_learn_from_each_token_by_its_own_advantage(settings, credi
 def test_rloo_can_minimise_any_other_loss():
     method = rloo.algorithm(rloo_config(loss_type="cispo", resolved_epsilon_high=5.0))
     assert policy_loss(inputs([2.0]), method.objective).loss.item() == pytest.approx(-2 * math.log(2))
-    assert method.weighting is weighting.mean_over_update
+    assert method.weighting is losses.mean_over_update
 
 
 def test_a_registered_loss_is_selected_by_its_name_and_works_with_every_option(new_name):
     def reinforce(x: SurrogateInputs):
         return -x.advantages * x.logprobs
 
-    assert register_loss(new_name, reinforce, weighting.sum_per_sequence) is reinforce
+    assert register_loss(new_name, reinforce, losses.sum_per_sequence) is reinforce
     settings = config(loss_type=new_name, importance_sampling_level="sequence", off_policy_mask_threshold=0.5)
     method = grpo.algorithm(settings)
-    assert method.weighting is weighting.sum_per_sequence
-    assert method.objective.ratio_level is ratios.sequence_level
+    assert method.weighting is losses.sum_per_sequence
+    assert method.objective.ratio_level is losses.sequence_level
     assert loss_of(settings, [2.0, 3.0]) == pytest.approx(-math.log(6))
     # punished and far less probable than when sampled: dropped by the off-policy filter
     assert loss_of(settings, [0.1, 0.1], -1.0) == 0
@@ -315,7 +315,7 @@ def test_a_registered_loss_is_selected_by_its_name_and_works_with_every_option(n
 
 def test_a_registered_loss_averages_over_tokens_by_default_and_cannot_take_a_name_twice(new_name):
     register_loss(new_name, lambda x: -x.ratio * x.advantages)
-    assert LOSS_TYPES[new_name].weighting is weighting.mean_over_update
+    assert LOSS_TYPES[new_name].weighting is losses.mean_over_update
     with pytest.raises(ValueError, match="loss_type 'grpo' is already registered"):
         register_loss("grpo", lambda x: -x.ratio)
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.kl import KL_ESTIMATORS, k1, k2, k3
-from covey.core.metrics import Max, Mean, Min, Sum, merge_all
+from covey.core.losses import KL_ESTIMATORS, k1, k2, k3
+from covey.core.records import Max, Mean, Min, Sum, merge_all
 from covey.runtime.registry import Registry
 
 few = settings(max_examples=50, deadline=None, derandomize=True)

@@ -2,7 +2,8 @@
 
 import torch
 
-from covey.core.media import Media, media_inputs, placeholder_ids, reading, stray_placeholders, unexpanded
+from covey.core.model import media_inputs, placeholder_ids, reading, stray_placeholders
+from covey.core.records import Media, unexpanded
 
 
 def media(start, length, marks=(), **tensors):

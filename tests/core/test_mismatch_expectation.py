@@ -10,9 +10,8 @@ from functools import partial
 import pytest
 import torch
 
+from covey.core.losses import clip, mismatch_weights
 from covey.core.objective import LossInputs, Objective, policy_loss
-from covey.core.ratios import mismatch_weights
-from covey.core.surrogates import clip
 
 COMPLETIONS = list(itertools.product(range(3), repeat=2))
 ADVANTAGES = torch.linspace(-1, 1, len(COMPLETIONS), dtype=torch.float64) ** 3 + 0.2

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.algorithms.grpo import objective
-from covey.core.kl import k3
-from covey.core.metrics import merge_all
+from covey.core.losses import SurrogateInputs, k3
 from covey.core.objective import LossInputs, Objective, policy_loss
-from covey.core.surrogates import SurrogateInputs
+from covey.core.records import merge_all
 from tests.support.brute_force import Options
 from tests.support.objective_cases import (
     Generation,

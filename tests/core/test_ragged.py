@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.ragged import expand, masked_segment_mean, segment_ids, segment_starts, segment_sum, token_index
+from covey.core.batch import expand, masked_segment_mean, segment_ids, segment_starts, segment_sum, token_index
 
 few = settings(max_examples=50, deadline=None, derandomize=True)
 ragged_lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from covey.core.metrics import merge_all
-from covey.core.surrogates import (
+from covey.core.losses import (
     SurrogateInputs,
     cispo,
     cispo_stats,
@@ -19,6 +18,7 @@ from covey.core.surrogates import (
     vespo_phi,
     vespo_stats,
 )
+from covey.core.records import merge_all
 
 KERNEL = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.3}

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, join
-from covey.core.media import Media
-from covey.core.records import FinishReason, Rollout
+from covey.core.records import FinishReason, Media, Rollout
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from covey.core.weighting import (
+from covey.core.losses import (
     BatchCounts,
     mean_constant_length,
     mean_over_update,

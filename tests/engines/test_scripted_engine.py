@@ -5,9 +5,8 @@ import asyncio
 import pytest
 import torch
 
-from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
+from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams, TensorSpec, WeightUpdate
 from covey.core.records import FinishReason
-from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.scripted import ScriptedEngine
 
 

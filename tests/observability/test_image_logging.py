@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 from rich.console import Console
 
-from covey.core.media import thumbnails
+from covey.core.transcript import thumbnails
 from covey.observability import completions
 from covey.observability.completions import CompletionLog
 from covey.observability.report import Sample, write_report

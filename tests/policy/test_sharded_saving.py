@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from covey.core.weights import TensorSpec
+from covey.core.engine import TensorSpec
 from covey.policy.saving import plan_files, save_sharded
 from tests.support import tiny
 

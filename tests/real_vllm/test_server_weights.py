@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from covey.core.weights import WeightUpdate
+from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import ServerError
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerFacts

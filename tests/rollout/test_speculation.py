@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from covey.core.engine import SamplingParams
-from covey.core.metrics import Mean
-from covey.core.records import Completion, FinishReason, Rollout
+from covey.core.records import Completion, FinishReason, Mean, Rollout
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import DraftKey, DraftStore, Speculation, fingerprint, reuse_stats

@@ -9,7 +9,7 @@ from PIL import Image
 from covey.cli.explain.model import processed
 from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
-from covey.core.media import placeholder_ids
+from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
 from covey.policy.vlm_parts import freeze_parts, part_names

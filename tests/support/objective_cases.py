@@ -15,9 +15,8 @@ from torch import Tensor
 from covey.algorithms import LOSS_TYPES
 from covey.algorithms.grpo import objective
 from covey.core.batch import TrainBatch
+from covey.core.losses import BatchCounts, MismatchCorrection, mean_per_micro_batch, mismatch_weights, token_weights
 from covey.core.objective import LossInputs, Objective, policy_loss
-from covey.core.ratios import MismatchCorrection, mismatch_weights
-from covey.core.weighting import BatchCounts, mean_per_micro_batch, token_weights
 from tests.support.brute_force import Options, Row
 
 EMPTY, TRUNCATED, TOOLS, CONSTANT = "empty", "truncated", "tools", "constant"

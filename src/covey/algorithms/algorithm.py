@@ -11,10 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from covey.core.credit import CreditMix, Steps
+from covey.core.losses import RatioLevel, Surrogate, SurrogateStats, Weighting, mean_over_update
 from covey.core.objective import Objective
-from covey.core.ratios import RatioLevel
-from covey.core.surrogates import Surrogate, SurrogateStats
-from covey.core.weighting import Weighting, mean_over_update
 from covey.runtime.registry import Registry
 
 
@@ -85,7 +83,7 @@ def register_loss(
     Args:
         name: value of `loss_type` in a config.
         surrogate: `SurrogateInputs -> token losses [N]`.
-        weighting: one of `covey.core.weighting`, or another function of `BatchCounts`; the token mean by default.
+        weighting: an average of `covey.core.losses`, or another function of `BatchCounts`; the token mean by default.
         zero_without_advantage: promise that a token with advantage 0 has loss 0, so that rollouts without a signal
             may be skipped, as with the built-in losses.
 

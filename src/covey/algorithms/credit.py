@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.algorithm import Algorithm
-from covey.core.advantages import nanstd, weighted_total
-from covey.core.credit import Credited, credit_to_go, gather_steps, join_steps, spread
-from covey.core.metrics import Mean, Stat
+from covey.core.advantages import Credited, nanstd, spread, weighted_total
+from covey.core.credit import credit_to_go, gather_steps, join_steps
+from covey.core.records import Mean, Stat
 from covey.core.records import Scores as Scores
 
 GENERATIONS_WITHOUT_STEPS = 3

@@ -1,6 +1,6 @@
 """GRPO and the losses descended from it: one row of the table each.
 
-A new published loss is a surrogate in `covey.core.surrogates` and a row here.
+A new published loss is a surrogate in `covey.core.losses` and a row here.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from torch import Tensor
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
 from covey.core.advantages import group_relative, normalize_then_sum, weighted_total
 from covey.core.credit import CreditMix, Steps, steps_normalized_then_summed, steps_relative, steps_weighted
-from covey.core.kl import KL_ESTIMATORS
-from covey.core.objective import Objective
-from covey.core.ratios import RATIO_LEVELS, SHARED_GRADIENT, token_level
-from covey.core.surrogates import (
+from covey.core.losses import (
+    KL_ESTIMATORS,
+    RATIO_LEVELS,
+    SHARED_GRADIENT,
     Surrogate,
     SurrogateStats,
     cispo,
@@ -23,17 +23,17 @@ from covey.core.surrogates import (
     clip,
     clip_stats,
     gmpo,
-    sapo,
-    vespo,
-    vespo_stats,
-)
-from covey.core.weighting import (
     mean_constant_length,
     mean_over_update,
     mean_per_micro_batch,
     mean_per_sequence,
+    sapo,
     sum_per_sequence,
+    token_level,
+    vespo,
+    vespo_stats,
 )
+from covey.core.objective import Objective
 
 
 def _clip(config: Any) -> Surrogate:

@@ -14,9 +14,7 @@ from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
 from covey.algorithms.grpo import credit_mix, objective
 from covey.core.advantages import leave_one_out, weighted_total
 from covey.core.credit import Steps, steps_leave_one_out, steps_weighted
-from covey.core.ratios import sequence_sum_level
-from covey.core.surrogates import Surrogate, SurrogateStats, clip, clip_stats
-from covey.core.weighting import mean_per_sequence
+from covey.core.losses import Surrogate, SurrogateStats, clip, clip_stats, mean_per_sequence, sequence_sum_level
 
 
 def _clip(config: Any) -> Surrogate:

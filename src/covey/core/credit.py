@@ -28,12 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from covey.core.advantages import EPSILON, nanstd
-from covey.core.ragged import expand, segment_starts
-
-StepRewards = list[tuple[int, float]]
-"""Pairs of an end and a reward, NaN for an abstention. Ends are those that a reward function returned (`CharEnd`,
-`TurnEnd` or a token index) until they are resolved to token indexes."""
+from covey.core.advantages import EPSILON, Credited, nanstd, spread
+from covey.core.batch import segment_starts
 
 COMPARED_WITH = ("group", "turn")
 """Steps are compared with all steps of their group, or with those of the same number (all first turns, ...)."""
@@ -57,20 +53,6 @@ class Steps(NamedTuple):
     ends: Tensor
     numbers: Tensor
     rewards: Tensor
-
-
-class Credited(NamedTuple):
-    """Advantages at the tokens where a step or the completion ends; ordered by completion and end.
-
-    Attributes:
-        rows: [K] int64, completion of each end.
-        ends: [K] int64, token, counted from the completion's first.
-        to_go: [K] float64, advantage of that token and of all before it, back to the previous end.
-    """
-
-    rows: Tensor
-    ends: Tensor
-    to_go: Tensor
 
 
 @dataclass(frozen=True)
@@ -235,24 +217,6 @@ def credit_to_go(
     rows = torch.searchsorted(starts, at, right=True) - 1
     to_go = _rewards_to_go(_sums(value, which, len(at)), rows, mix.discount)
     return Credited(rows, at - starts[rows], to_go)
-
-
-def spread(credited: Credited, lengths_B: Tensor) -> Tensor:
-    """Advantage of every token: that of the first end at or after it in its completion, 0 after the last; [N] float32.
-
-    Args:
-        credited: ends of the B completions.
-        lengths_B: [B] int64, completion tokens of each.
-    """
-    tokens = torch.arange(int(lengths_B.sum()), device=lengths_B.device)
-    if not len(credited.rows):
-        return torch.zeros(len(tokens), device=lengths_B.device)
-    starts = segment_starts(lengths_B)
-    ends = starts[credited.rows] + credited.ends
-    following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # the step of a token ...
-    last = expand(starts + lengths_B - 1, lengths_B)  # ... if it ends within the token's completion
-    inside = (ends[following] >= tokens) & (ends[following] <= last)
-    return torch.where(inside, credited.to_go[following], 0.0).float()
 
 
 def token_advantages(

@@ -1,10 +1,18 @@
-"""A transformers or PEFT model under its wrappers: its class, decoder, attention, and inference mode."""
+"""Models of transformers or PEFT under their wrappers: class, decoder, attention, inference mode, image inputs.
 
-from collections.abc import Iterator
+A processor (`covey.rollout.vision`) turns text and images into tokens, some of which are placeholders of images, and
+into further inputs of the model (`pixel_values`, `image_grid_thw`, `image_sizes`, ...). Their meaning depends on the
+model family and is not interpreted here.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from covey.core.records import Media
 
 
 def decoder_of(model: Any) -> nn.Module:
@@ -51,3 +59,95 @@ def inference_mode_of(model: nn.Module) -> Iterator[None]:
 def _without_adapter(model: Any) -> nn.Module:
     base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base
+
+
+def placeholder_ids(config: Any) -> list[int]:
+    """Placeholder tokens of images and videos in a model's configuration; empty for a text model."""
+    names = [f"{kind}_token_{suffix}" for kind in ("image", "video") for suffix in ("id", "index")]
+    found = {getattr(config, name, None) for name in names}
+    return sorted(token for token in found if isinstance(token, int) and token >= 0)
+
+
+def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.device) -> dict[str, Tensor]:
+    """Image inputs of a forward pass over padded sequences that begin at column 0.
+
+    Inputs of several samples are concatenated along their first dimension, in the order of the sequences. Where other
+    dimensions differ (tiles of an image, images of a sample) the smaller are padded with zeros, as processors do:
+    models recognise padding by `image_sizes`, a mask or the zeros.
+
+    Args:
+        rows: the media of each sequence, which may be empty.
+        width: columns of the padded sequences.
+        device: device of the inputs.
+
+    Returns:
+        Inputs by name; empty where no sequence has images. Marks are [sequences, width], 0 outside the media.
+    """
+    items = [item for media in rows for item in media]
+    names = dict.fromkeys(name for item in items for name in item.tensors)
+    inputs = {
+        name: _stacked([item.tensors[name] for item in items if name in item.tensors]).to(device) for name in names
+    }
+    for name in dict.fromkeys(name for item in items for name in item.marks):
+        marks = torch.zeros(len(rows), width, dtype=torch.long)
+        for row, media in enumerate(rows):
+            for item in media:
+                if name in item.marks:
+                    marks[row, item.start : item.start + item.length] = item.marks[name]
+        inputs[name] = marks.to(device)
+    return inputs
+
+
+def stray_placeholders(ids: Tensor, rows: Sequence[Sequence[Media]], placeholders: Tensor) -> Tensor:
+    """Mask of placeholder tokens without an image, [sequences, width]: a policy may sample one.
+
+    Args:
+        ids: padded sequences that begin at column 0.
+        rows: the media of each sequence.
+        placeholders: placeholder tokens of images, [any number].
+    """
+    strays = torch.isin(ids, placeholders)
+    for row, media in enumerate(rows):
+        for item in media:
+            strays[row, item.start : item.start + item.length] = False
+    return strays
+
+
+@contextmanager
+def reading(embedding: nn.Module, ids: Tensor, strays: Tensor, filler: int) -> Iterator[Tensor]:
+    """Context for a forward pass on the tokens that it yields, with stray placeholders as ordinary tokens.
+
+    A model looks for the image of each placeholder, and a sampled placeholder has none. Engines continue from it as
+    from any other token, so the model is given `filler` in its place, with the embedding of the real token.
+
+    Args:
+        embedding: the model's input embedding.
+        ids: tokens, [sequences, width].
+        strays: [sequences, width] bool, from `stray_placeholders`.
+        filler: any token that is no placeholder.
+    """
+    if not strays.any():
+        yield ids
+        return
+
+    def real(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return (ids, *args[1:]) if args and args[0].shape == ids.shape else None
+
+    hook = embedding.register_forward_pre_hook(real)
+    try:
+        yield ids.masked_fill(strays, filler)
+    finally:
+        hook.remove()
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first dimension, the others padded with zeros to the largest."""
+    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    filled = []
+    for part in parts:
+        if list(part.shape[1:]) != largest:
+            whole = part.new_zeros(part.shape[0], *largest)
+            whole[(slice(None), *(slice(size) for size in part.shape[1:]))] = part
+            part = whole
+        filled.append(part)
+    return torch.cat(filled)

@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.kl import KLEstimator, k3
-from covey.core.metrics import Mean, Stat
-from covey.core.ratios import MismatchCorrection, RatioLevel, off_policy_keep, token_level
-from covey.core.surrogates import Surrogate, SurrogateInputs, SurrogateStats
+from covey.core.losses import (
+    KLEstimator,
+    MismatchCorrection,
+    RatioLevel,
+    Surrogate,
+    SurrogateInputs,
+    SurrogateStats,
+    k3,
+    off_policy_keep,
+    token_level,
+)
+from covey.core.records import Mean, Stat
 
 
 @dataclass(frozen=True)

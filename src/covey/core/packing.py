@@ -1,6 +1,6 @@
 """Cutting a batch into micro-batches of a bounded number of tokens, and dividing it evenly over ranks.
 
-Token weights are fixed before anything is cut (`covey.core.weighting`), so every plan has the same gradient; plans
+Token weights are fixed before anything is cut (`covey.core.losses`), so every plan has the same gradient; plans
 differ in memory and time alone. A completion is never cut.
 
 Letters: B rollouts of a batch, T tokens that the model is run on.

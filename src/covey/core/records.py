@@ -18,17 +18,19 @@ Example:
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from covey.core.credit import StepRewards
-from covey.core.media import Media, images_of
 from covey.core.transcript import Counts
+
+StepRewards = list[tuple[int, float]]
+"""Pairs of an end and a reward, NaN for an abstention. Ends are those that a reward function returned (`CharEnd`,
+`TurnEnd` or a token index) until they are resolved to token indexes."""
 
 Message = dict[str, Any]
 """One chat message: `{"role": ..., "content": ...}` and whatever else a chat template reads."""
@@ -90,6 +92,56 @@ class FinishReason(StrEnum):
     """The tool-calling iterations were used up."""
     ERROR = "error"
     """Something outside the policy failed; the rollout carries what there was until then."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Media:
+    """The images in a span of a rollout's tokens (a prompt, or a tool result), from one call of the processor.
+
+    Attributes:
+        images: PIL images in the order of their placeholder tokens; empty where only training needs the rest.
+        tensors: inputs of the model's forward, as the processor returns them for a single sample.
+        marks: per-token inputs of the model by name, [length], such as `token_type_ids`.
+        start: first token of the span, counted over the rollout's prompt and completion.
+        length: tokens of the span.
+        short_ids: the span with each image as the single token of the chat template, which inference servers expand.
+
+    Example:
+        "<image>Hi" with an image that takes two tokens: `Media((image,), {"pixel_values": ...},
+        {"token_type_ids": [1, 1, 0, 0]}, start=0, length=4, short_ids=(7, 12, 13))`
+    """
+
+    images: tuple[Any, ...]
+    tensors: dict[str, Tensor]
+    marks: dict[str, Tensor]
+    start: int
+    length: int
+    short_ids: tuple[int, ...]
+
+    def state(self) -> dict[str, Any]:
+        """Everything that training needs, in plain containers and tensors; `Media(**state)` restores it."""
+        trained = replace(self, images=())
+        return {name: getattr(trained, name) for name in self.__slots__}
+
+
+def unexpanded(ids: Sequence[int], media: Iterable[Media]) -> list[int]:
+    """Tokens of a prompt (and its completion) for inference servers, each image a single token.
+
+    Example:
+        >>> unexpanded([5, 9, 9, 9, 6], [Media((), {}, {}, start=1, length=3, short_ids=(7,))])
+        [5, 7, 6]
+    """
+    short: list[int] = []
+    end = 0
+    for item in sorted(media, key=lambda item: item.start):
+        short += [*ids[end : item.start], *item.short_ids]
+        end = item.start + item.length
+    return [*short, *ids[end:]]
+
+
+def images_of(media: Iterable[Media]) -> list[Any]:
+    """PIL images in the order of their placeholder tokens."""
+    return [image for item in sorted(media, key=lambda item: item.start) for image in item.images]
 
 
 @dataclass(slots=True)
@@ -343,3 +395,88 @@ class RankShard:
     micro_batches: int
     staleness: int
     summaries: list[RolloutSummary]
+
+
+# ---- metric values that carry their reduction: a mean is a sum and a count, divided once at the end ------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A weighted mean. `Mean.of(values)` counts each value once; NaN is left out."""
+
+    total: float
+    count: float
+
+    reduction: ClassVar[str] = "mean"
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Mean":
+        numbers = [float(value) for value in values if not math.isnan(value)]
+        return cls(sum(numbers), len(numbers))
+
+    def merge(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    """The smallest value seen; NaN is left out."""
+
+    smallest: float
+
+    reduction: ClassVar[str] = "min"
+
+    def merge(self, other: "Min") -> "Min":
+        return Min(_extreme(min, self.smallest, other.smallest))
+
+    def value(self) -> float:
+        return self.smallest
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest value seen; NaN is left out."""
+
+    largest: float
+
+    reduction: ClassVar[str] = "max"
+
+    def merge(self, other: "Max") -> "Max":
+        return Max(_extreme(max, self.largest, other.largest))
+
+    def value(self) -> float:
+        return self.largest
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A total over the window and the ranks."""
+
+    total: float
+
+    reduction: ClassVar[str] = "sum"
+
+    def merge(self, other: "Sum") -> "Sum":
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return self.total
+
+
+Stat = Mean | Min | Max | Sum
+
+
+def _extreme(choose, a: float, b: float) -> float:
+    if math.isnan(a):
+        return b
+    return a if math.isnan(b) else choose(a, b)
+
+
+def merge_all(into: dict[str, Stat], new: dict[str, Stat]) -> dict[str, Stat]:
+    """Merge `new` into `into`, name by name, in place; returns `into`."""
+    for name, stat in new.items():
+        into[name] = into[name].merge(stat) if name in into else stat  # type: ignore[arg-type]
+    return into

@@ -1,13 +1,14 @@
-"""Prompts and completions as text for people: messages, tool calls and their results.
+"""Prompts and completions as text and thumbnails for people: messages, tool calls and their results.
 
 A conversation is a list of `Entry`s; `as_text` joins all of them, `excerpt` selects what fits into a number of
 characters. Messages come from models, tools and users, so unknown shapes are shown as they are.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from io import BytesIO
 from typing import Any
 
 FAILED = "Error: "
@@ -282,3 +283,26 @@ def _plain(value: Any) -> Any:
 
 def _type(part: Any) -> str:
     return str(part.get("type", "part")) if isinstance(part, dict) else type(part).__name__
+
+
+LARGEST = 256
+"""Pixels of a thumbnail's longer side."""
+
+
+def thumbnails(images: Iterable[Any], cache: dict[int, bytes] | None = None) -> list[bytes]:
+    """PIL images as PNG files of at most `LARGEST` pixels on a side.
+
+    Args:
+        images: in order.
+        cache: files by `id` of the image, for images that several rollouts show. The images must stay alive.
+    """
+    cache = {} if cache is None else cache
+    files = []
+    for image in images:
+        if id(image) not in cache:
+            small, data = image.copy(), BytesIO()
+            small.thumbnail((LARGEST, LARGEST))
+            small.save(data, "PNG")
+            cache[id(image)] = data.getvalue()
+        files.append(cache[id(image)])
+    return files

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from covey.algorithms.credit import spread_of_rewards
 from covey.config.algebra import BatchAlgebra
-from covey.core.metrics import Mean, Stat
-from covey.core.records import ScoredRollout, Scores
+from covey.core.records import Mean, ScoredRollout, Scores, Stat
 from covey.core.records import ScoredRollouts as ScoredRollouts
 from covey.data.difficulty import PromptHistory
 from covey.data.prompt_stream import PromptStream

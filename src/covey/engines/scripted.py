@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from covey.core.engine import EngineTraits, SampleRequest
+from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.records import Completion, FinishReason
-from covey.core.weights import WeightUpdate
 
 Script = Callable[[Sequence[int], int], list[int]]
 """(prompt ids, seed of the completion) -> the completion's tokens."""

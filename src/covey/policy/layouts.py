@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from covey.core.batch import TrainBatch
-from covey.core.ragged import expand, segment_starts
+from covey.core.batch import TrainBatch, expand, segment_starts
 from covey.policy.attention import TokenTree
 
 WORTH_SHARING = 8

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from covey.core.media import placeholder_ids
-from covey.core.model import sdpa_suits
+from covey.core.model import placeholder_ids, sdpa_suits
 from covey.policy.adapters import base_model, check_adapters, with_adapter
 from covey.policy.quantization import (
     check_installed,

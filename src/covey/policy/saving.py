@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from covey.core.weights import TensorSpec
+from covey.core.engine import TensorSpec
 from covey.policy.adapters import has_adapter, unwrapped
 from covey.policy.sharded_tensors import full_tensor, original_class, reshard
 from covey.policy.weights import weight_update

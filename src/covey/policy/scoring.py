@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.media import media_inputs, placeholder_ids, reading, stray_placeholders
-from covey.core.model import decoder_of, inference_mode_of, name_of
+from covey.core.model import (
+    decoder_of,
+    inference_mode_of,
+    media_inputs,
+    name_of,
+    placeholder_ids,
+    reading,
+    stray_placeholders,
+)
 from covey.core.records import Rollout
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.image_dedup import deduplicated_images

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.core.weights import TensorSpec, WeightUpdate
+from covey.core.engine import TensorSpec, WeightUpdate
 from covey.policy.adapters import active_adapter, adapter_config, base_model, unwrapped
 from covey.policy.quantization import (
     dequantized_layer,

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from covey.core.credit import StepRewards
+from covey.core.records import StepRewards
 from covey.rewards.batch import Log, RewardBatch
 from covey.rewards.errors import MissingArgument, RewardError
 from covey.rewards.functions import FunctionReward, Unusable, Values

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.credit import StepRewards
+from covey.core.records import StepRewards
 from covey.rewards.batch import Log, RewardBatch
 from covey.rewards.decorators import is_per_completion
 from covey.rewards.errors import MissingArgument, RewardError

@@ -11,8 +11,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from covey.core.credit import StepRewards
-from covey.core.records import Rollout
+from covey.core.records import Rollout, StepRewards
 from covey.rewards.char_offsets import CharacterEnds
 from covey.rewards.text import content_text
 

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.credit import StepRewards
-from covey.core.metrics import Mean, Stat, Sum
-from covey.core.records import Rollout
+from covey.core.records import Mean, Rollout, Stat, StepRewards, Sum
 from covey.rewards.batch import NOT_FORWARDED, RESERVED, Log, RewardBatch, RewardContext
 from covey.rewards.call import CallResult, collect_async, score, score_async
 from covey.rewards.errors import RewardError, RewardWarning

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from covey.core.engine import SampleRequest
-from covey.core.metrics import Mean, Stat
-from covey.core.records import Rollout
+from covey.core.records import Mean, Rollout, Stat
 
 
 class DraftKey(NamedTuple):

@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.media import Media
-from covey.core.records import Completion, FinishReason, Rollout
+from covey.core.records import Completion, FinishReason, Media, Rollout
 from covey.rollout.images import ImageError
 from covey.rollout.prompts import PromptCodec, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer

@@ -1,7 +1,7 @@
 """A vision-language model's processor: text and images in, tokens and inputs of the model out.
 
 Tokens have images expanded, as the model sees them; inference servers are sent tokens where each image is one. The
-processor's other outputs are passed on unchanged (`covey.core.media`).
+processor's other outputs are passed on unchanged (`covey.core.records.Media`).
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from covey.core.media import Media
+from covey.core.records import Media
 from covey.rollout.images import ImageError, read_image
 
 CACHED_TEXTS = 64

@@ -9,7 +9,7 @@ generations that are still under way where the engine takes them in flight; wher
 is under way.
 
 All decisions are made in the main thread, alike on every process; only the engine is waited for in the background. The
-correction of stale samples is that of any mismatch between engine and trainer (`covey.core.ratios.mismatch_weights`).
+correction of stale samples is that of any mismatch between engine and trainer (`covey.core.losses.mismatch_weights`).
 """
 
 import threading
@@ -24,9 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.config.algebra import BatchAlgebra
 from covey.core.engine import SamplingParams, traits_of
-from covey.core.media import Media
-from covey.core.metrics import Max, Mean, Stat
-from covey.core.records import FinishReason, Rollout
+from covey.core.records import FinishReason, Max, Mean, Media, Rollout, Stat
 from covey.data.prompt_source import PromptSource
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.environments.agent import OBJECTS

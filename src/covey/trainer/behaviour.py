@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.batch import TrainBatch, collate
-from covey.core.metrics import Mean, Stat
+from covey.core.batch import TrainBatch, collate, segment_sum
 from covey.core.model import inference_mode_of
-from covey.core.ragged import segment_sum
-from covey.core.records import Rollout
+from covey.core.records import Mean, Rollout, Stat
 from covey.policy.layout_selection import slowest
 from covey.policy.loading import has_dropout
 from covey.policy.reference import Reference

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.metrics import Mean, Stat
-from covey.core.records import FinishReason, Rollout
+from covey.core.records import FinishReason, Mean, Rollout, Stat
 from covey.policy.loading import end_token_ids
 from covey.rollout.collector import RolloutSpec
 from covey.rollout.environments.agent import EnvironmentAgent, TextEnvironmentAgent

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, step_stats
 from covey.core.batch import TrainBatch
-from covey.core.media import thumbnails
 from covey.core.records import RankShard, RolloutSummary, Scores
-from covey.core.transcript import Counts, count
+from covey.core.transcript import Counts, count, thumbnails
 from covey.data.dynamic_sampling import ScoredRollouts
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats

@@ -13,9 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from covey.core.batch import TrainBatch
+from covey.core.batch import TrainBatch, token_index
 from covey.core.packing import RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
-from covey.core.ragged import token_index
 from covey.runtime.process_memory import is_out_of_memory
 
 

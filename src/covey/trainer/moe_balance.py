@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.metrics import Mean, Stat
+from covey.core.records import Mean, Stat
 from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
 
 Survey = Callable[[TrainBatch], RouterLoads]

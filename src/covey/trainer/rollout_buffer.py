@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.weighting import BatchCounts, Weighting, mean_over_update, token_weights
+from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from covey.core.engine import SamplingParams
-from covey.core.metrics import Mean, Stat, merge_all
-from covey.core.records import Rollout
+from covey.core.records import Mean, Rollout, Stat, merge_all
 from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, Selection
 from covey.data.prompt_source import prompt_source
 from covey.data.sampler import MicroStep

@@ -20,7 +20,7 @@ from covey.config.base import OnlineConfig
 from covey.config.legacy_arguments import accepts_old_names
 from covey.core.batch import TrainBatch
 from covey.core.engine import traits_of
-from covey.core.metrics import Max
+from covey.core.records import Max
 from covey.data.sampler import MicroStep, train_loader
 from covey.policy.loading import load_processing_class
 from covey.policy.scoring import Unwrap

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from covey.core.batch import TrainBatch
-from covey.core.metrics import Mean, Stat
+from covey.core.losses import mean_over_update
 from covey.core.model import inference_mode_of
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
-from covey.core.weighting import mean_over_update
+from covey.core.records import Mean, Stat
 from covey.policy.moe import RouterLoads
 from covey.policy.scoring import TokenScorer
 from covey.trainer.behaviour import BehaviourScorer

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from covey.core.media import placeholder_ids
+from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.vision import Vision, is_processor

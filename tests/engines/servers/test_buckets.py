@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.weights import TensorSpec, WeightUpdate
+from covey.core.engine import TensorSpec, WeightUpdate
 from covey.engines.servers.weights.buckets import ROW, Packer, checksum, planned, unpack
 from covey.engines.servers.weights.files import MANIFEST, read_folder, write_folder
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from aiohttp import web
 
-from covey.core.engine import SampleRequest, SamplingParams
+from covey.core.engine import SampleRequest, SamplingParams, TensorSpec, WeightUpdate
 from covey.core.records import FinishReason
-from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.servers import server_pool as fleet_module
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import (

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 
-from covey.core.media import Media
+from covey.core.records import Media
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.images import sent_ids, sent_images
@@ -133,7 +133,7 @@ def test_sglang_finds_the_tensors_of_a_bucket_where_they_are(real, dtypes):
     """Odd sizes, and formats in turn: its buckets have no gaps."""
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    from covey.core.weights import TensorSpec, WeightUpdate
+    from covey.core.engine import TensorSpec, WeightUpdate
 
     named = {f"t{i}": torch.randn(3 + i, 5).to(dtypes[i % len(dtypes)]) for i in range(7)}
     specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())

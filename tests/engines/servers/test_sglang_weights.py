@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from covey.core.weights import TensorSpec, WeightUpdate
+from covey.core.engine import TensorSpec, WeightUpdate
 from covey.engines.servers import server_pool as fleet_module
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import DeadlineExceeded, NoServerLeft, ServerError, ServerRefused

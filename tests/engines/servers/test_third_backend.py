@@ -11,9 +11,8 @@ import pytest
 import torch
 from aiohttp import web
 
-from covey.core.engine import SampleRequest, SamplingParams
+from covey.core.engine import SampleRequest, SamplingParams, TensorSpec, WeightUpdate
 from covey.core.records import Completion, FinishReason
-from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import ServerError
 from covey.engines.servers.http_client import ServerClient

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from covey.core.weights import TensorSpec, WeightUpdate
+from covey.core.engine import TensorSpec, WeightUpdate
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerFacts

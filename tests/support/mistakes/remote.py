@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from covey.core.weights import WeightUpdate
+from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import BadAnswer, NoServerLeft, ServerRefused
 from covey.policy.weights import weight_update
 from tests.support import tiny

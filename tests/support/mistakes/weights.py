@@ -6,8 +6,7 @@ import warnings
 
 import torch
 
-from covey.core.engine import EngineTraits
-from covey.core.weights import TensorSpec, WeightUpdate
+from covey.core.engine import EngineTraits, TensorSpec, WeightUpdate
 from covey.engines.servers.errors import ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.weights import VllmWeightApi, endpoint_of

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.weights import TensorSpec, WeightUpdate
+from covey.core.engine import SampleRequest, SamplingParams, TensorSpec, WeightUpdate
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.server_process import ServerProcess, free_port
 from tests.support.servers import fake_sglang

@@ -14,10 +14,9 @@ import torch
 
 from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, assign_credit
-from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate
+from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, segment_sum
 from covey.core.engine import EngineTraits, SamplingParams
 from covey.core.objective import LossInputs, policy_loss
-from covey.core.ragged import segment_sum
 from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS

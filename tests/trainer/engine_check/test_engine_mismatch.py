@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covey.core.batch import segment_sum
 from covey.core.engine import EngineTraits
-from covey.core.ragged import segment_sum
 from tests.support import runs, tiny
 from tests.support.foreign import perturbed, sample_from
 

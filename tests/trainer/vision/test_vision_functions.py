@@ -8,7 +8,7 @@ import torch
 
 from covey.core.batch import collate
 from covey.core.engine import SamplingParams
-from covey.core.media import media_inputs
+from covey.core.model import media_inputs
 from covey.core.records import Completion, FinishReason
 from covey.rollout.episode import EpisodeEngine
 from covey.rollout.images import ImageError, as_parts

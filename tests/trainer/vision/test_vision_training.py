@@ -7,7 +7,7 @@ import torch
 
 from covey import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from covey.core.batch import collate
-from covey.core.media import placeholder_ids
+from covey.core.model import placeholder_ids
 from covey.core.records import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
 from covey.policy.vlm_parts import part_names

@@ -102,7 +102,7 @@ def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -
     """Tokens, patches and pixels of white images of that size, by the model's own processor."""
     from PIL import Image
 
-    from covey.core.media import placeholder_ids
+    from covey.core.model import placeholder_ids
     from covey.rollout.vision import Vision
 
     content = [{"type": "image"}] * number + [{"type": "text", "text": "?"}]

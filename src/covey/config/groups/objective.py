@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from covey.config.groups.describe import described
 from covey.core.credit import COMPARED_WITH
-from covey.core.kl import KL_ESTIMATORS
-from covey.core.ratios import RATIO_LEVELS
+from covey.core.losses import KL_ESTIMATORS, RATIO_LEVELS
 
 
 @dataclass

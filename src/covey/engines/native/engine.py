@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from covey.core.engine import EngineTraits, SampleRequest
+from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.model import decoder_of, inference_mode_of, name_of
 from covey.core.records import Completion
-from covey.core.weights import WeightUpdate
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
 from covey.engines.native.inference_contexts import attention_implementation, packed_linears, sampling_attention
 from covey.engines.native.per_sequence_cache import PerSequenceCache

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.engine import EngineTraits, SampleRequest
-from covey.core.media import media_inputs, placeholder_ids, reading, stray_placeholders
-from covey.core.model import inference_mode_of
+from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
+from covey.core.model import inference_mode_of, media_inputs, placeholder_ids, reading, stray_placeholders
 from covey.core.records import Completion
-from covey.core.weights import WeightUpdate
 from covey.engines.native.inference_contexts import attention_implementation, packed_linears, sampling_attention
 from covey.engines.native.sampling import Batch, SequenceState, sequences_of
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from covey.core.engine import EngineTraits, SampleRequest
+from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.records import Completion
-from covey.core.weights import WeightUpdate
 from covey.engines.servers.completions import PartialCompletion, check_answer, single_request
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded
 from covey.engines.servers.handshake import connect

@@ -10,7 +10,7 @@ from io import BytesIO
 from typing import Any
 
 from covey.core.engine import SampleRequest
-from covey.core.media import images_of, unexpanded
+from covey.core.records import images_of, unexpanded
 from covey.engines.servers.errors import ServerRefused
 
 

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.engine import EngineTraits, SampleRequest
+from covey.core.engine import EngineTraits, SampleRequest, TensorSpec, WeightUpdate
 from covey.core.records import Completion, FinishReason
-from covey.core.weights import TensorSpec, WeightUpdate
 from covey.engines.vllm_colocate.model_repairs import repack_heads
 from covey.engines.vllm_colocate.process import is_running
 from covey.engines.vllm_colocate.prompts import expansion_error, prompt_of

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from covey.core.engine import SampleRequest
-from covey.core.media import images_of, unexpanded
+from covey.core.records import images_of, unexpanded
 
 
 def prompt_of(request: SampleRequest) -> dict[str, Any]:

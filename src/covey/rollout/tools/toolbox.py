@@ -16,8 +16,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from covey.core.metrics import Mean, Stat
-from covey.core.records import Message, Rollout
+from covey.core.records import Mean, Message, Rollout, Stat
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.result_text import Content, content_of, text_of
 from covey.rollout.tools.schema import WrongArgument

@@ -1,6 +1,6 @@
 """Correction and check of the difference between the engine's log-probs and the trainer's, chosen by the config.
 
-The weights themselves are `covey.core.ratios.mismatch_weights`. Where the policy's log-probs come from that they are
+The weights themselves are `covey.core.losses.mismatch_weights`. Where the policy's log-probs come from that they are
 worked out with is decided in `BehaviourScorer.add_logprobs`: a run that scores old log-probs anyway compares those; an
 on-policy one compares the log-probs of its training passes, so that the correction costs no pass of its own.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from covey.algorithms.algorithm import Algorithm
 from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
-from covey.core.ratios import MismatchCorrection, mismatch_weights
+from covey.core.losses import MismatchCorrection, mismatch_weights
 from covey.rollout.collector import Collector
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, tolerance

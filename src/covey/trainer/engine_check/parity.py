@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.batch import TrainBatch
+from covey.core.batch import TrainBatch, expand, segment_ids, segment_starts, segment_sum
 from covey.core.engine import EngineTraits
-from covey.core.ragged import expand, segment_ids, segment_starts, segment_sum
 from covey.policy.scoring import first_and_last
 
 CHECKS = 2

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from covey.core.weights import WeightUpdate
+from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang import payload

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from covey.core.weights import WeightUpdate
+from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.weights.buckets import Bucket, Packer

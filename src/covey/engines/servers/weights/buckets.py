@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.weights import TensorSpec, WeightUpdate
+from covey.core.engine import TensorSpec, WeightUpdate
 
 BUCKET_BYTES = 128 * 2**20
 """Large enough that requests cost little, small enough that two fit next to any model."""

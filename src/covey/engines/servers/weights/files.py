@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.weights import WeightUpdate
+from covey.core.engine import WeightUpdate
 from covey.engines.servers.weights.buckets import Packer, check
 
 MANIFEST = "covey_manifest.json"

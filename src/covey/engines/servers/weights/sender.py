@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from covey.core.weights import WeightUpdate
+from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, ServerFacts

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from covey.core.weights import WeightUpdate
+from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import (
     RETRIED,
     DeadlineExceeded,

@@ -1,0 +1,366 @@
+"""Formulas of the losses: importance ratios, surrogates, KL estimators, and averages of token losses.
+
+One pure function per published formula, on flat vectors `[N]`. To add a loss, write a surrogate and register it
+(`covey.algorithms.register_loss`); ratio levels and KL estimators have tables.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from covey.core.batch import expand, masked_segment_mean, segment_ids, segment_sum
+from covey.core.records import Max, Mean, Min, Stat
+
+MAX_LOG_RATIO = 80.0
+"""Largest log-ratio that is exponentiated: e^80 is far beyond every clip and still finite in float32."""
+
+RatioLevel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(logprobs [N], old_logprobs [N], sampled [N], lengths [B]) -> log-ratio [N]."""
+
+
+def token_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
+    """log r_t = log π(o_t) - log π_old(o_t): PPO and GRPO (arXiv 2402.03300, eq. 3)."""
+    return logprobs - old_logprobs
+
+
+def sequence_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
+    """log s_i = mean over the sequence of log r_t: GSPO (arXiv 2507.18071, eq. 7)."""
+    return expand(masked_segment_mean(logprobs - old_logprobs, sampled, lengths), lengths)
+
+
+def sequence_token_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
+    """log(sg[s_i] · π(o_t) / sg[π(o_t)]): the sequence's ratio, each token's gradient; GSPO-token (ibid., eq. 14)."""
+    sequence = sequence_level(logprobs.detach(), old_logprobs, sampled, lengths)
+    return sequence + logprobs - logprobs.detach()
+
+
+def sequence_sum_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
+    """log(π(o_i) / π_old(o_i)), the whole completion as one action: RLOO (arXiv 2402.14740, §3).
+
+    Each token has the ratio of its completion, and |o_i| times the gradient of its own log-prob: so the mean over the
+    completion's tokens has the gradient of the whole where all have the same advantage; where they differ (credit for
+    steps, filters) each token has its own.
+    """
+    difference = torch.where(sampled, logprobs - old_logprobs, 0.0)
+    counts = expand(segment_sum(sampled.to(difference), lengths), lengths)
+    return expand(segment_sum(difference.detach(), lengths), lengths) + counts * (difference - difference.detach())
+
+
+RATIO_LEVELS: dict[str, RatioLevel] = {
+    "token": token_level,
+    "sequence": sequence_level,
+    "sequence_token": sequence_token_level,
+    "sequence_sum": sequence_sum_level,
+}
+SHARED_GRADIENT = (sequence_level,)
+"""Levels at which the gradient of one token's ratio goes through all tokens of its completion."""
+
+
+def off_policy_keep(
+    advantages: Tensor, logprobs: Tensor, behaviour_logprobs: Tensor, sampled: Tensor, lengths: Tensor, threshold: float
+) -> Tensor:
+    """Mask of the tokens to keep: all but those of punished sequences that have drifted too far off-policy.
+
+    keep_i = A_i >= 0 or mean_t(log π_behaviour - log π) <= threshold (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
+    NaN log-probs of the engine count as no drift. Returns bool [N].
+    """
+    drift = (behaviour_logprobs - logprobs.detach()).nan_to_num(0.0)
+    return (advantages >= 0) | (expand(masked_segment_mean(drift, sampled, lengths), lengths) <= threshold)
+
+
+class MismatchWeights(NamedTuple):
+    """Importance weights [N] of the trainer's policy over the engine's, and their metrics."""
+
+    weights: Tensor
+    stats: dict[str, Stat]
+
+
+MismatchCorrection = Callable[[Tensor, Tensor, Tensor, Tensor], MismatchWeights]
+"""(trainer's logprobs [N], engine's logprobs [N], sampled [N], lengths [B]) -> weights and metrics: `mismatch_weights`
+with its mode and bounds filled in."""
+
+
+def mismatch_weights(
+    old_logprobs: Tensor,
+    engine_logprobs: Tensor,
+    sampled: Tensor,
+    lengths: Tensor,
+    *,
+    mode: str,
+    clip_min: float | None,
+    clip_max: float | None,
+) -> MismatchWeights:
+    """Correct samples drawn by an engine whose probabilities differ from the trainer's.
+
+    ρ = exp(log π_trainer - log π_engine), per token or summed over the sequence, then either truncated to
+    [clip_min, clip_max] or set to 0 outside it. Truncated importance sampling: Ionides 2008 and, for engines, Yao et
+    al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". Masked: Liu et al. 2025, "When
+    speed kills stability" (sequences), and IcePop (tokens, with both bounds; Ring-1T, arXiv 2510.18855).
+
+    Args:
+        old_logprobs: [N], the trainer's, under the weights that the engine sampled with.
+        engine_logprobs: [N]; NaN, or -inf, counts as no difference.
+        sampled: [N] bool; other tokens get weight 1, or their sequence's.
+        lengths: [B].
+        mode: token_truncate | token_mask | sequence_truncate | sequence_mask.
+        clip_min, clip_max: bounds of ρ; None leaves that side open.
+    """
+    level, _, action = mode.partition("_")
+    difference = (old_logprobs - engine_logprobs).nan_to_num(nan=0.0, posinf=0.0, neginf=-MAX_LOG_RATIO)
+    difference = torch.where(sampled, difference, 0.0)
+    log_rho = expand(segment_sum(difference, lengths), lengths) if level == "sequence" else difference
+    rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low = 0.0 if clip_min is None else clip_min
+    high = float("inf") if clip_max is None else clip_max
+    outside = (rho < low) | (rho > high)
+    weights = rho.clamp(min=low, max=high) if action == "truncate" else torch.where(outside, 0.0, rho)
+    return MismatchWeights(weights, _mismatch_stats(difference.abs(), weights, outside, sampled, lengths, level))
+
+
+def _mismatch_stats(
+    gap: Tensor, weights: Tensor, outside: Tensor, sampled: Tensor, lengths: Tensor, level: str
+) -> dict[str, Stat]:
+    if not sampled.any():
+        return {}
+    gap, seen, beyond = gap[sampled], weights[sampled], outside[sampled]
+    if level == "sequence":  # one ratio per sequence, not one per token
+        ids = segment_ids(lengths)[sampled]
+        first = torch.ones_like(ids, dtype=torch.bool)
+        first[1:] = ids[1:] != ids[:-1]
+        seen, beyond = seen[first], beyond[first]
+    prefix = "sampling/importance_sampling_ratio"
+    return {
+        "sampling/sampling_logp_difference/mean": Mean(gap.sum().item(), len(gap)),
+        "sampling/sampling_logp_difference/max": Max(gap.max().item()),
+        f"{prefix}/min": Min(seen.min().item()),
+        f"{prefix}/mean": Mean(seen.sum().item(), len(seen)),
+        f"{prefix}/max": Max(seen.max().item()),
+        f"{prefix}/outside": Mean(float(beyond.sum().item()), len(beyond)),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SurrogateInputs:
+    """Inputs of a surrogate; all `[N]` but `lengths [B]`.
+
+    Attributes:
+        log_ratio: log importance ratio at the chosen level; carries the gradient.
+        logprobs: log π(o_t) under the policy being trained; carries the gradient.
+        old_logprobs: log π_old(o_t), constant.
+        advantages: credit.
+        sampled: mask of trained tokens.
+        lengths: tokens of each rollout.
+        mismatch_weights: engine/trainer importance weights, or None.
+        skipped_tokens, skipped_rows: trained tokens and rollouts that were left out because their advantage is 0;
+            clip fractions count them as not clipped.
+    """
+
+    log_ratio: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    sampled: Tensor
+    lengths: Tensor
+    mismatch_weights: Tensor | None = None
+    skipped_tokens: int = 0
+    skipped_rows: int = 0
+
+    @property
+    def ratio(self) -> Tensor:
+        """The importance ratio r = exp(log_ratio), [N]; never infinite, as 0 · ∞ would make clipped gradients NaN."""
+        return self.log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+Surrogate = Callable[[SurrogateInputs], Tensor]
+SurrogateStats = Callable[[SurrogateInputs], dict[str, Stat]]
+
+
+def clip(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float, delta: float | None = None) -> Tensor:
+    """-min(min(r, δ) A, clip(r, 1-ε_low, 1+ε_high) A).
+
+    PPO's clipped objective with DAPO's clip-higher (arXiv 2503.14476, eq. 10) and, with δ, INTELLECT-2's upper bound
+    for punished tokens (arXiv 2505.07291, two-sided clipping).
+    """
+    ratio = x.ratio
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    return -torch.minimum(bounded * x.advantages, clipped * x.advantages)
+
+
+def cispo(x: SurrogateInputs, *, epsilon_high: float) -> Tensor:
+    """-sg[min(r, ε_high)] A log π: clip the weight, never the gradient (CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4).
+
+    As in ScaleRL (arXiv 2510.13786), ε_high is the largest weight itself, not a distance from 1.
+    """
+    return -x.ratio.detach().clamp(max=epsilon_high) * x.advantages * x.logprobs
+
+
+def sapo(x: SurrogateInputs, *, temperature_pos: float, temperature_neg: float) -> Tensor:
+    """-(4/τ) σ(τ (r-1)) A with τ by the sign of A: a soft trust region (SAPO, arXiv 2511.20347)."""
+    tau = torch.where(x.advantages > 0, temperature_pos, temperature_neg)
+    return -(4.0 / tau) * torch.sigmoid(tau * (x.ratio - 1)) * x.advantages
+
+
+def vespo_phi(x: SurrogateInputs, *, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float) -> Tensor:
+    """φ(w) = exp(λ + k log w - λ w) of the sequence's importance weight w, constant, [N] (VESPO, arXiv 2602.10693)."""
+    log_w = segment_sum(
+        torch.where(x.sampled, (x.logprobs - x.old_logprobs).detach().clamp(-20.0, 20.0), 0.0), x.lengths
+    )
+    floor = torch.tensor(1e-8).log().item()
+    if x.mismatch_weights is not None:
+        log_rho = x.mismatch_weights.clamp(min=1e-8).log().clamp(min=floor, max=20.0)
+        log_w = log_w + segment_sum(torch.where(x.sampled, log_rho, 0.0), x.lengths)
+    log_w = expand(log_w.clamp(min=floor, max=20.0), x.lengths)
+    good = x.advantages >= 0
+    k = torch.where(good, k_pos, k_neg)
+    lam = torch.where(good, lambda_pos, lambda_neg)
+    return (lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(0.0, posinf=0.0, neginf=0.0)
+
+
+def vespo(x: SurrogateInputs, *, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float) -> Tensor:
+    """-φ(w) A log π: the sequence weight reshaped by a gamma kernel (VESPO, arXiv 2602.10693)."""
+    phi = vespo_phi(x, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
+    return -phi * x.advantages * x.logprobs
+
+
+def gmpo(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float) -> Tensor:
+    """-A_i · exp(mean_t clip'(log r_t)): the geometric mean of clipped token ratios (GMPO, arXiv 2507.20673).
+
+    clip' bounds log r from above by ε_high where A > 0 and from below by -ε_low where A < 0: the paper's
+    min(r A, clip(r, e^-ε_low, e^ε_high) A) in log space. Every token of a rollout carries the rollout's value.
+    """
+    bounded = torch.where(
+        x.advantages > 0,
+        x.log_ratio.clamp(max=epsilon_high),
+        torch.maximum(x.log_ratio, x.log_ratio.new_tensor(-epsilon_low)),
+    )
+    log_ratio = masked_segment_mean(bounded, x.sampled, x.lengths).clamp(max=MAX_LOG_RATIO)
+    return -x.advantages * expand(log_ratio, x.lengths).exp()
+
+
+def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: bool = False) -> dict[str, Stat]:
+    """Clip fractions: r < low where A < 0, r > high where A > 0, over trained tokens (or sequences).
+
+    The minimum and the maximum are over completions, of the fraction of each completion's trained tokens, so that they
+    do not depend on how a step is cut.
+    """
+    ratio = x.ratio.detach()
+    is_low = ((ratio < low) & (x.advantages < 0) & x.sampled).to(ratio)
+    is_high = ((ratio > high) & (x.advantages > 0) & x.sampled).to(ratio)
+    trained = segment_sum(x.sampled.to(ratio), x.lengths) > 0
+    low_of_each = masked_segment_mean(is_low, x.sampled, x.lengths)[trained]
+    high_of_each = masked_segment_mean(is_high, x.sampled, x.lengths)[trained]
+    if per_sequence:  # the ratio is constant over a sequence: its mean over the tokens is 0 or 1
+        count: float = len(low_of_each) + x.skipped_rows
+        is_low, is_high = low_of_each, high_of_each
+    else:
+        count = x.sampled.sum().item() + x.skipped_tokens
+    if not count:
+        return {}
+    lows, highs = is_low.sum().item(), is_high.sum().item()
+    unclipped = [0.0] if x.skipped_rows else []
+    return {
+        "clip_ratio/low_mean": Mean(lows, count),
+        "clip_ratio/low_min": Min(min(low_of_each.tolist() + unclipped)),
+        "clip_ratio/high_mean": Mean(highs, count),
+        "clip_ratio/high_max": Max(max(high_of_each.tolist() + unclipped)),
+        "clip_ratio/region_mean": Mean(lows + highs, count),
+    }
+
+
+def cispo_stats(x: SurrogateInputs, *, epsilon_high: float) -> dict[str, Stat]:
+    """`cispo_clip_ratio`: fraction of trained tokens with A > 0 whose ratio is above the cap."""
+    cut = (x.ratio.detach() > epsilon_high) & (x.advantages > 0) & x.sampled
+    return {"cispo_clip_ratio": Mean(cut.sum().item(), x.sampled.sum().item() + x.skipped_tokens)}
+
+
+def vespo_stats(x: SurrogateInputs, **kernel: float) -> dict[str, Stat]:
+    """`vespo/phi_seq_mean`: the mean of φ over sequences."""
+    phi = masked_segment_mean(vespo_phi(x, **kernel), x.sampled, x.lengths)
+    trained = segment_sum(x.sampled.to(phi), x.lengths) > 0
+    return {"vespo/phi_seq_mean": Mean(phi[trained].sum().item(), trained.sum().item())}
+
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """log(p/q): unbiased, high variance, may be negative."""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(log(p/q))² / 2: biased, low variance, and its gradient is the true KL's on-policy."""
+    return (logprobs - ref_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """q/p - log(q/p) - 1: unbiased, low variance, never negative (DeepSeekMath, arXiv 2402.03300, eq. 4)."""
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCounts:
+    """Counts that a weighting may divide by.
+
+    Attributes:
+        tokens: [B] float, the trained tokens of each rollout.
+        micro_tokens: [B] float, the trained tokens of the nominal micro-batch the rollout belongs to
+            (`per_device_train_batch_size` rollouts of one rank, in sampling order).
+        rows_per_update: rollouts of one optimizer step, over all ranks.
+        tokens_per_update: trained tokens of one optimizer step, over all ranks: an equal share of the rollout
+            batch's tokens, so that every step on it divides by the same number.
+        micro_batches_per_update: nominal micro-batches of one optimizer step, over all ranks.
+        max_completion_length: tokens a completion may have.
+    """
+
+    tokens: Tensor
+    micro_tokens: Tensor
+    rows_per_update: float
+    tokens_per_update: float
+    micro_batches_per_update: float
+    max_completion_length: int | None
+
+
+Weighting = Callable[[BatchCounts], Tensor]
+
+
+def mean_per_sequence(counts: BatchCounts) -> Tensor:
+    """1/B Σ_i 1/|o_i| Σ_t: the sample-level mean of GRPO (arXiv 2402.03300, eq. 3)."""
+    return 1.0 / (counts.tokens.clamp(min=1.0) * counts.rows_per_update)
+
+
+def mean_per_micro_batch(counts: BatchCounts) -> Tensor:
+    """The token mean of each nominal micro-batch, averaged over micro-batches: `loss_type="bnpo"`.
+
+    The Beta-distributed reward normalisation of the paper of that name (BNPO, arXiv 2506.02864) is not part of it.
+    """
+    return 1.0 / (counts.micro_tokens.clamp(min=1.0) * counts.micro_batches_per_update)
+
+
+def mean_constant_length(counts: BatchCounts) -> Tensor:
+    """1/(B · L_max) Σ_i Σ_t: no length bias (Dr. GRPO, arXiv 2503.20783, §3.2)."""
+    assert counts.max_completion_length, "checked with the config"
+    return torch.full_like(counts.tokens, 1.0 / (counts.rows_per_update * counts.max_completion_length))
+
+
+def mean_over_update(counts: BatchCounts) -> Tensor:
+    """1/Σ|o_i| Σ_i Σ_t: the token-level mean of DAPO (arXiv 2503.14476, eq. 12), over the whole optimizer step."""
+    return torch.full_like(counts.tokens, 1.0 / (counts.tokens_per_update or 1.0))
+
+
+def sum_per_sequence(counts: BatchCounts) -> Tensor:
+    """1/B Σ_i Σ_t: every token counts fully (LUSPO, arXiv 2602.05261: a sequence's loss times its length)."""
+    return torch.full_like(counts.tokens, 1.0 / counts.rows_per_update)
+
+
+def token_weights(weighting: Weighting, counts: BatchCounts, sampled: Tensor, lengths: Tensor) -> Tensor:
+    """Weights [N]: the rollout's value where a token is trained, 0 elsewhere."""
+    return torch.where(sampled, expand(weighting(counts), lengths), 0.0)
