@@ -1,7 +1,7 @@
 """Weights of a policy that two processes share: every process sees them whole, under their checkpoint's names."""
 
-import multiprocessing
-import socket
+import json
+import sys
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from covey.policy.sharded_tensors import is_sharded
 from covey.policy.weights import weight_update
-from tests.support import tiny, tiny_vision
+from tests.support import forking, tiny, tiny_vision
+from tests.support.launching import environment, free_port
 from tests.support.traffic import Traffic
 
 peft = pytest.importorskip("peft")
@@ -27,11 +28,11 @@ def policy(kind):
     return peft.get_peft_model(model, config)
 
 
-def one_process(rank, port, kind, results):
+def one_process(rank, port, kind, output):
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
     model = policy(kind)
     whole = {name: tensor.clone() for name, tensor in weight_update(model, 0).tensors()}
     for layer in tiny_layers(model):
@@ -44,7 +45,9 @@ def one_process(rank, port, kind, results):
     same = gathered.keys() == whole.keys() and all(torch.allclose(gathered[n], whole[n], atol=1e-6) for n in whole)
     rounds_alike, halved = narrow(model, gathered)
     still = sum(p.to_local().numel() for p in model.parameters())
-    results.put((rank, is_sharded(model), local == still, same, again == list(gathered), rounds_alike, halved, local))
+    found = is_sharded(model), local == still, same, again == list(gathered), rounds_alike, halved, local
+    with open(output, "w") as file:
+        json.dump(found, file)
     dist.destroy_process_group()
 
 
@@ -66,24 +69,19 @@ def tiny_layers(model):
 
 
 @pytest.mark.parametrize("kind", [PLAIN, LORA])
-def test_every_process_gets_whole_tensors_and_keeps_shards(kind):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawning = multiprocessing.get_context("spawn")
-    results = spawning.Queue()
-    processes = [spawning.Process(target=one_process, args=(rank, port, kind, results)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
+def test_every_process_gets_whole_tensors_and_keeps_shards(kind, tmp_path):
+    port, paths = str(free_port()), [tmp_path / "0", tmp_path / "1"]
+    commands = [[sys.executable, __file__, str(rank), port, kind, str(path)] for rank, path in enumerate(paths)]
+    processes = [forking.Forked(command, env=environment()) for command in commands]
     try:
-        found = sorted(results.get(timeout=120) for _ in processes)
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
     finally:
         for process in processes:
-            process.join(20)
             process.kill()
-    assert [one[:7] for one in found] == [(0, *[True] * 6), (1, *[True] * 6)]
+    found = [json.loads(path.read_text()) for path in paths]
+    assert [one[:6] for one in found] == [[True] * 6] * 2
     total = sum(p.numel() for p in policy(kind).parameters())
-    assert sum(one[7] for one in found) == pytest.approx(total, rel=0.01)  # each held its half
+    assert sum(one[6] for one in found) == pytest.approx(total, rel=0.01)  # each held its half
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])
@@ -117,3 +115,7 @@ def test_adapter_on_separately_sharded_embeddings_is_merged():
         dist.destroy_process_group()
     assert shared.keys() == whole.keys()
     assert all(torch.equal(shared[name], tensor) for name, tensor in whole.items())
+
+
+if __name__ == "__main__":
+    one_process(*sys.argv[1:])

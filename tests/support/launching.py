@@ -4,14 +4,13 @@ import importlib
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from filelock import FileLock
 
-from tests.support import tiny
+from tests.support import forking, tiny
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "examples" / "accelerate_configs"
@@ -31,8 +30,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(command: list[str], seconds: float = 300, **more: str) -> str:
-    """Run a command to its end; what it printed."""
-    done = subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=seconds)
+    """Run a Python program to its end; what it printed."""
+    done = forking.run(command, env=environment(**more), timeout=seconds)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 

@@ -1,64 +1,81 @@
 """Bytes between a trainer and the processes of a server, over gloo, without either."""
 
 import gc
-import multiprocessing
+import json
+import os
+import select
 import socket
+import sys
 import time
 
 import pytest
 import torch
 
 from covey.engines.servers.weights.channels import Group, join, open_store, own_address, shared_store
+from tests.support import forking
+from tests.support.launching import environment
 
 HERE = "127.0.0.1"
 
 
-def receiver(port, rank, world_size, seconds, results):
-    """A server's process: takes two buckets and says what they sum to."""
-    torch.set_num_threads(1)
+def receiver(port, rank, world_size, seconds):
+    """A server's process: takes two buckets and prints what they sum to."""
     channel = join("gloo", HERE, port, "run/1", rank, world_size, 30.0)
     cpu = torch.device("cpu")
     try:
         for size in (1000, 3):
-            results.put((rank, channel.receive(size, cpu, {}, seconds).sum().item()))
+            print(json.dumps((rank, channel.receive(size, cpu, {}, seconds).sum().item())), flush=True)
     except RuntimeError as error:
-        results.put((rank, str(error)))
+        print(json.dumps((rank, str(error))), flush=True)
     channel.close()
+
+
+class Printed:
+    """Lines that processes print."""
+
+    def __init__(self):
+        read, self.write = os.pipe()
+        self.lines = os.fdopen(read, "rb", buffering=0)  # so that select sees all that is unread
+
+    def get(self):
+        """Wait for a line."""
+        assert select.select([self.lines], [], [], 30.0)[0], "nothing is printed"
+        return json.loads(self.lines.readline())
 
 
 @pytest.fixture
 def servers():
     """Starts server processes and gives the trainer's end; whatever they are at, they end with the test."""
-    spawning = multiprocessing.get_context("spawn")
-    started = []
+    started, results = [], Printed()
 
     def start(count, seconds=30.0):
         store = open_store(HERE, 0, 30.0)
-        results = spawning.Queue()
         for rank in range(1, count + 1):
-            args = (store.port, rank, count + 1, seconds, results)
-            started.append(spawning.Process(target=receiver, args=args, daemon=True))
-            started[-1].start()
+            words = [str(word) for word in (store.port, rank, count + 1, seconds)]
+            command = [sys.executable, __file__, *words]
+            started.append(forking.Forked(command, env=environment(), stdout=results.write))
         return Group("gloo", store, "run/1", 0, count + 1, HERE, 60.0), results, started
 
     yield start
     for process in started:
         process.kill()
-        process.join()
+        process.wait(20)
+    os.close(results.write)
+    results.lines.close()
 
 
 def test_every_process_of_a_server_gets_the_bytes(servers):
     channel, results, _ = servers(2)
     channel.send(torch.full((1000,), 2, dtype=torch.uint8), 30.0)
     channel.send(torch.tensor([1, 2, 4], dtype=torch.uint8), 30.0)
-    got = sorted(results.get(timeout=30) for _ in range(4))
-    assert got == [(1, 7), (1, 2000), (2, 7), (2, 2000)]
+    got = sorted(results.get() for _ in range(4))
+    assert got == [[1, 7], [1, 2000], [2, 7], [2, 2000]]
 
 
 def test_a_killed_server_is_noticed_before_the_deadline(servers):
     channel, results, processes = servers(1)
     channel.send(torch.ones(1000, dtype=torch.uint8), 30.0)
-    assert results.get(timeout=30) == (1, 1000)
+    assert results.get() == [1, 1000]
     processes[0].kill()
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match=r"closed|reset|peer"):
@@ -69,7 +86,7 @@ def test_a_killed_server_is_noticed_before_the_deadline(servers):
 
 def test_receiving_from_a_silent_trainer_ends_at_the_deadline(servers):
     kept, results, _ = servers(1, seconds=0.5)
-    rank, said = results.get(timeout=30)
+    rank, said = results.get()
     assert rank == 1 and "imed out" in said
     kept.close()
 
@@ -78,7 +95,7 @@ def test_sending_to_a_silent_server_ends_at_the_deadline(servers):
     channel, results, _ = servers(1)
     for size in (1000, 3):
         channel.send(torch.ones(size, dtype=torch.uint8), 30.0)
-        results.get(timeout=30)
+        results.get()
     # it is done: what follows is not taken
     with pytest.raises(RuntimeError):
         for _ in range(100):
@@ -119,3 +136,8 @@ def test_trainers_of_one_process_share_a_port():
     del store
     gc.collect()
     assert open_store(HERE, port, 30.0).port == port
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    receiver(*map(int, words[:3]), float(words[3]))

@@ -2,13 +2,13 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from covey.trainer.distributed.collectives import Collectives
+from tests.support import forking
 from tests.support.failing_processes import WAYS
 from tests.support.launching import environment, free_port, once
 from tests.support.launching import run as launch
@@ -98,12 +98,15 @@ def test_processes_that_have_all_failed_may_begin_anew(tmp_path):
     script = tmp_path / "begins_anew.py"
     script.write_text(BEGINS_ANEW)
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen([sys.executable, str(script)], env=environment(RANK=rank, **meeting), stderr=subprocess.PIPE)
-        for rank in ("0", "1")
-    ]
+    processes, said = [], []
+    for rank in ("0", "1"):
+        with (tmp_path / f"errors_{rank}").open("w") as errors:
+            command = [sys.executable, str(script)]
+            processes.append(forking.Forked(command, env=environment(RANK=rank, **meeting), stderr=errors))
     try:
-        said = [process.communicate(timeout=120)[1].decode() for process in processes]
+        for rank, process in enumerate(processes):
+            process.wait(timeout=120)
+            said.append((tmp_path / f"errors_{rank}").read_text())
         assert "KeyError: 'alone'" in said[1].splitlines()[-1]
         assert "CollectiveError: step 0: rank 0 of 2 was at work when another process failed." in said[0]
         assert "Rank 1 ended at step 0 with KeyError: 'alone'" in said[0]
