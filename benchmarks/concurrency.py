@@ -42,7 +42,7 @@ from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn, ToolCall
 from covey.rollout.tools.parsers import ToolParser
 from covey.rollout.tools.toolbox import Toolbox
-from covey.trainer.rollout_phase import RolloutListener
+from covey.trainer.rollout_reports import RolloutListener
 
 PROMPTS, GROUP, TURNS = 8, 8, 4
 SLEEP = 0.2

@@ -23,7 +23,7 @@ from covey.core.packing import balance_ranks
 from covey.core.records import FinishReason, Media, Rollout
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.exchange import pool
-from covey.trainer.rollout_buffer import nominal_parts
+from covey.trainer.microbatches import nominal_parts
 
 PROMPTS, GROUP, PROMPT_TOKENS, IMAGE_FLOATS = 8, 8, 256, 2**18
 

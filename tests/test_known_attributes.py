@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from covey.core import losses
-from covey.trainer.entropy import EntropyController
-from covey.trainer.rollout_buffer import RolloutBuffer
+from covey.trainer.loss_terms import EntropyController
+from covey.trainer.microbatches import RolloutBuffer
 from tests.support import known_attributes
 
 TESTS = Path(__file__).parent
@@ -60,4 +60,4 @@ def assignments_to_imported(path: Path) -> list[str]:
 
 
 def test_new_modules_are_guarded_before_each_test():
-    assert {"covey.core.losses", "covey.trainer.rollout_buffer"} <= known_attributes._seen
+    assert {"covey.core.losses", "covey.trainer.microbatches"} <= known_attributes._seen

@@ -11,8 +11,7 @@ from transformers import TrainerCallback
 from covey.core.batch import collate
 from covey.core.packing import derived_budget
 from covey.core.records import FinishReason, Rollout
-from covey.trainer.microbatches import MicroBatchRunner
-from covey.trainer.rollout_buffer import RolloutBuffer, nominal_parts
+from covey.trainer.microbatches import MicroBatchRunner, RolloutBuffer, nominal_parts
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
 

@@ -2,7 +2,7 @@
 
 transformers has the loss (Switch Transformer, arXiv 2101.03961, eq. 4-6) for one padded batch, as a product of two
 means over its tokens. Here the two means are sums that can be added up over micro-batches, layouts and processes, so
-that the loss is that of the whole optimizer step. See also `covey.trainer.moe_balance`.
+that the loss is that of the whole optimizer step. See also `covey.trainer.loss_terms`.
 
 Letters: T positions of a forward pass, L layers with experts, E experts, k experts per token.
 """

@@ -15,24 +15,24 @@ correction of stale samples is that of any mismatch between engine and trainer (
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from covey.config.algebra import BatchAlgebra
 from covey.core.engine import SamplingParams, traits_of
-from covey.core.records import FinishReason, Max, Mean, Media, Rollout, Stat
-from covey.data.prompt_source import PromptSource
+from covey.core.records import FinishReason, Media, Rollout
+from covey.data.dynamic_sampling import PromptChooser
+from covey.data.prompt_source import PromptSource, prompt_source
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import unsaveable_part
-
-if TYPE_CHECKING:
-    from covey.trainer.rollout_phase import RolloutListener
+from covey.trainer.context import RunContext
+from covey.trainer.rollout_reports import RolloutListener
 
 SUBMITTED = 30.0
 """Seconds that a launch waits for the engine to have been given its requests. It goes on without, which only means that
@@ -41,25 +41,11 @@ new weights may overtake a request."""
 
 @dataclass(frozen=True)
 class LaunchSchedule:
-    """When the training of every generation begins.
+    """When the training of every generation begins."""
 
-    Attributes:
-        algebra: the run's batch sizes.
-        per_epoch: generations of an epoch; None where the dataset has no length, which makes one endless epoch.
-        max_steps: optimizer steps of the run.
-
-    Example:
-        Generations of 4 micro-batches, 2 of them for an optimizer step, 3 generations an epoch:
-        >>> algebra = BatchAlgebra(per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        ...                        steps_per_generation=4, num_iterations=1, num_generations=4)
-        >>> schedule = Schedule(algebra, per_epoch=3, max_steps=7)
-        >>> [schedule.begins(generation) for generation in range(4)]
-        [0, 2, 4, 6]
-    """
-
-    algebra: BatchAlgebra
-    per_epoch: int | None
-    max_steps: int
+    algebra: BatchAlgebra  # the run's batch sizes
+    per_epoch: int | None  # generations of an epoch; None for a dataset without length: one endless epoch
+    max_steps: int  # optimizer steps of the run
 
     def begins(self, generation: int) -> int:
         """Optimizer steps that precede the training of a generation."""
@@ -71,23 +57,14 @@ class LaunchSchedule:
 
 @dataclass
 class InFlightBatch:
-    """A generation that is being sampled, or has been.
+    """A generation that is being sampled, or has been."""
 
-    Attributes:
-        generation: its number since the run began.
-        key: what its samples are seeded with.
-        version: of the weights that it was launched with.
-        draws: of this process.
-        work: the rollouts, in the draws' order.
-        listener: hears of rollouts as they end; None once a checkpoint was resumed.
-    """
-
-    generation: int
-    key: tuple[str, int]
-    version: int
-    draws: list[PromptSample]
-    work: "Future[list[Rollout]]"
-    listener: "RolloutListener | None" = None
+    generation: int  # its number since the run began
+    key: tuple[str, int]  # what its samples are seeded with
+    version: int  # of the weights that it was launched with
+    draws: list[PromptSample]  # of this process
+    work: Future[list[Rollout]]  # the rollouts, in the draws' order
+    listener: RolloutListener | None = None  # hears of rollouts as they end; None once a checkpoint was resumed
 
     def rollouts(self) -> list[Rollout]:
         """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
@@ -98,15 +75,16 @@ class InFlightBatch:
         return rollouts
 
     def state(self) -> dict[str, Any]:
-        """Plain values. Failed batches are left out, and sampled again by a run that resumes from here.
+        """Plain values; what failed or cannot be saved is left out, and sampled again by a run that resumes from here.
 
-        So is what holds something that a checkpoint cannot: environments whose rewards are not scored, which live in
-        this process alone, and objects that a rollout function has put among the extras.
+        Neither environments whose rewards are not scored can be saved, which live in this process alone, nor objects
+        that a rollout function has put among the extras.
         """
         done = self.work.done() and not self.work.cancelled() and self.work.exception() is None
         done = done and not any(OBJECTS in rollout.extras for rollout in self.work.result())
         rollouts = [_plain(rollout) for rollout in self.rollouts()] if done else None
-        odd = next((odd for odd in (_odd_part(one) for one in rollouts or ()) if odd is not None), None)
+        values = (item for one in rollouts or () for item in one.items())
+        odd = next((odd for name, value in values if (odd := unsaveable_part(value, name)) is not None), None)
         if odd is not None:
             warnings.warn(
                 "what was sampled ahead is not in the checkpoint and is sampled again by a run that goes on from it: a"
@@ -123,38 +101,19 @@ class InFlightBatch:
         }
 
 
-def staleness(rollout: Rollout, version: int) -> list[int]:
-    """Of every sampled token: how many optimizer steps its weights are older than `version`; empty if unknown."""
-    if rollout.versions is None:
-        return []
-    pairs = zip(rollout.versions, rollout.sampled, strict=True)
-    return [version - sampled_with for sampled_with, sampled in pairs if sampled]
-
-
-def staleness_stats(rollouts: Sequence[Rollout], version: int) -> dict[str, Stat]:
-    """The metrics, over every sampled token."""
-    ages = [age for rollout in rollouts for age in staleness(rollout, version)]
-    if not ages:
-        return {}
-    return {
-        "sampling/staleness/mean": Mean(float(sum(ages)), len(ages)),
-        "sampling/staleness/max": Max(float(max(ages))),
-    }
-
-
 class AsyncRollouts:
     """The generations between the one that is trained on and the newest that has been launched.
 
     Args:
         collector: samples. Until `close`, all that it samples runs in the background thread.
-        params: how.
+        params: sampling settings.
         prompts: of any generation.
         schedule: of the run.
         max_staleness: optimizer steps that weights may be older than those a generation's training begins with, 1 or
             more.
         next_key: names the samples of one more generation.
         send_weights: (version) brings the engine's weights up to date. Collective where several processes train.
-        watch: makes what hears of a generation's rollouts as they end.
+        watch: makes the listener of a generation's rollouts.
         waiting: a context that counts the time in which nothing but sampling goes on.
     """
 
@@ -168,7 +127,7 @@ class AsyncRollouts:
         *,
         next_key: Callable[[], tuple[str, int]],
         send_weights: Callable[[int], None],
-        watch: Callable[[], "RolloutListener"],
+        watch: Callable[[], RolloutListener],
         waiting: Callable[[], AbstractContextManager[None]],
     ):
         self.max_staleness = max_staleness
@@ -185,17 +144,34 @@ class AsyncRollouts:
         collector.run = self._thread.run
         self._flights: deque[InFlightBatch] = deque()
         self._next: int | None = None
-        self._late = 0
-        """Optimizer steps by which the run is behind its schedule, as when data were not skipped on resuming."""
+        self._late = 0  # optimizer steps behind the schedule, as when data were not skipped on resuming
         self._sent: int | None = None
 
-    def launch(self, version: int, begins: int | None) -> None:
-        """Begin to sample every generation that may be sampled with weights of `version`. Collective.
+    @classmethod
+    def of(
+        cls,
+        context: RunContext,
+        collector: Collector,
+        params: SamplingParams,
+        chooser: PromptChooser | None,
+        **callbacks: Callable[..., Any],
+    ) -> "AsyncRollouts":
+        """The async rollouts of a run; `callbacks` are `next_key`, `send_weights` and `watch`."""
+        args, algebra, dataset = context.args, context.algebra, context.loop.train_dataset
+        per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
+        rank, shuffle = context.collectives.rank, bool(args.shuffle_dataset)
+        return cls(
+            collector,
+            params,
+            prompt_source(dataset, chooser, algebra, rank, shuffle=shuffle, seed=args.seed),
+            LaunchSchedule(algebra, per_epoch, context.loop.state.max_steps),
+            args.max_staleness,
+            waiting=lambda: context.phases("wait"),
+            **callbacks,
+        )
 
-        Args:
-            version: optimizer steps taken.
-            begins: the generation that the dataloader has come to, if its training begins now.
-        """
+    def launch(self, version: int, begins: int | None) -> None:
+        """Begin to sample every generation that may be sampled with weights of `version`. Collective."""
         if begins is not None and not (self._flights and self._flights[0].generation == begins):
             self._restart(begins, version)
         while self._next is not None and self._may_begin(self._next, version):
@@ -216,11 +192,7 @@ class AsyncRollouts:
         return newest.draws if newest is not None and newest.version == version else []
 
     def take(self, generation: int, version: int) -> InFlightBatch:
-        """The generation that the dataloader has come to, once it is sampled.
-
-        Raises:
-            Exception: what its sampling has failed with.
-        """
+        """The generation that the dataloader has come to, once it is sampled."""
         if not (self._flights and self._flights[0].generation == generation):
             self._restart(generation, version)
         inflight = self._flights.popleft()
@@ -236,18 +208,15 @@ class AsyncRollouts:
                     self._thread.wait(inflight.work)
 
     def state_dict(self) -> dict[str, Any]:
-        """Batches in flight and those not yet trained on, as plain values; waits until nothing is in flight."""
         self.settle()
         return {"next": self._next, "late": self._late, "flights": [inflight.state() for inflight in self._flights]}
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> int:
-        """Continue where `state_dict` was taken, with weights of `version`. Collective.
+        """Continue where `state` was taken, with weights of `version`. Collective.
 
         Failed batches are sampled again, with these weights. Batches that this run would not have launched so early,
-        because it allows less staleness or ends sooner, are given up, to be launched when their time comes.
-
-        Returns:
-            How many generations are given up.
+        because it allows less staleness or ends sooner, are given up, to be launched when their time comes; their
+        number is returned.
         """
         self._next, self._late = state["next"], state["late"]
         saved = state["flights"]
@@ -310,12 +279,6 @@ def _plain(rollout: Rollout) -> dict[str, Any]:
     """A rollout's fields as values that a checkpoint holds."""
     fields = {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
     return {**fields, "finish": str(rollout.finish), "media": [one.state() for one in rollout.media]}
-
-
-def _odd_part(fields: dict[str, Any]) -> str | None:
-    return next(
-        (odd for odd in (unsaveable_part(value, name) for name, value in fields.items()) if odd is not None), None
-    )
 
 
 def _rollout(fields: dict[str, Any]) -> Rollout:

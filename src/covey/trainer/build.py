@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from covey.algorithms.credit import UnreadSettings, signal
 from covey.config.base import OnlineConfig
 from covey.config.messages import is_set
 from covey.core.engine import SamplingParams, traits_of
+from covey.core.model import placeholder_ids
+from covey.core.records import FinishReason, Rollout
 from covey.data.difficulty import PromptHistory
 from covey.data.dynamic_sampling import PromptChooser, SignalFilter
 from covey.data.prompt_stream import PromptStream
@@ -31,21 +34,18 @@ from covey.rewards.functions import FunctionReward
 from covey.rollout.collector import Collector
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
-from covey.rollout.vision import Vision
+from covey.rollout.vision import Vision, is_processor
 from covey.runtime.process_memory import reuse_freed_memory
-from covey.trainer.build_environments import RewardSources
-from covey.trainer.build_rollouts import build_rollout_spec
+from covey.trainer.build_rollouts import RewardSources, build_rollout_spec
+from covey.trainer.checks import check_model
 from covey.trainer.context import RunContext, TrainingLoop
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine
 from covey.trainer.engines.servers import generation_extras
-from covey.trainer.entropy import EntropyController
-from covey.trainer.finite import check_model
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers
-from covey.trainer.microbatches import MicroBatchRunner
-from covey.trainer.vision import layout_of, name_present_blocks
+from covey.trainer.loss_terms import EntropyController
 
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
@@ -55,13 +55,7 @@ UNLIMITED = 2**31
 
 
 def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any:
-    """The config, or its defaults with an output folder named after the model.
-
-    Raises:
-        TypeError: another kind of config.
-        ValueError: its `output_dir` cannot be written to, or there is no such tracker.
-        ImportError: a tracker that is not installed.
-    """
+    """The config, or its defaults with an output folder named after the model."""
     if args is None:
         loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
         name = model if isinstance(model, (str, os.PathLike)) else loaded_from
@@ -81,6 +75,11 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
         )
     check_trackers(args.report_to)
     return args
+
+
+def _parsed(kwargs: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    assert not isinstance(kwargs, str), "a config parses JSON"
+    return kwargs
 
 
 def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConfig, algorithm: Algorithm) -> RunContext:
@@ -108,11 +107,11 @@ def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConf
     )
 
 
-def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: Any) -> Any:
+def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_config: Any) -> Any:
     """The model to train, with dropout and gradient checkpointing as the config has them."""
     policy = load_policy(
         model,
-        init_kwargs=args.model_init_kwargs,
+        init_kwargs=_parsed(args.model_init_kwargs),
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
         peft_config=peft_config,
@@ -125,7 +124,7 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
     )
     if args.process_index == 0:  # others may have empty weights still, which FSDP fills from here
         check_model(policy)
-    name_present_blocks(policy)
+    _name_present_blocks(policy)
     if args.disable_dropout:
         disable_dropout(policy)
     if args.gradient_checkpointing and not getattr(policy, "supports_gradient_checkpointing", True):
@@ -140,12 +139,34 @@ def build_policy(args: Any, model: Any, quantization_config: Any, peft_config: A
     return policy
 
 
-def build_scorer(args: Any, tokenizer: Any, accelerator: Any, vision: Vision | None = None) -> TokenScorer:
+def _name_present_blocks(policy: Any) -> None:
+    """Leave out classes of blocks that a model names and does not have, as accelerate refuses such a model for FSDP."""
+    base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    named = getattr(base, "_no_split_modules", None)
+    if named:
+        present = {type(module).__name__ for module in base.modules()}
+        base._no_split_modules = type(named)(name for name in named if name in present)
+
+
+def build_vision(processing_class: Any, model: Any) -> Vision | None:
+    """The encoder of images; None where prompts are text alone."""
+    return Vision(processing_class, placeholder_ids(model.config)) if is_processor(processing_class) else None
+
+
+def build_scorer(
+    args: OnlineConfig, tokenizer: Any, accelerator: Accelerator, vision: Vision | None = None
+) -> TokenScorer:
     """The scorer of policy and reference."""
+    if vision is not None and args.attn_layout not in ("auto", "padded"):
+        raise ValueError(
+            f"attn_layout={args.attn_layout!r} does not suit images, whose tokens have positions of their own and may"
+            " attend in both directions: rows are padded. Leave attn_layout at 'auto', or pass"
+            " `processing_class=processor.tokenizer` to train on text alone."
+        )
     return TokenScorer(
         Unwrap(accelerator),
         temperature=args.temperature,
-        layout=layout_of(args, vision),
+        layout=str(args.attn_layout) if vision is None else "padded",
         pad_token_id=tokenizer.pad_token_id,
         chunk_size=args.logprob_chunk_size,
         float32_head=args.cast_lm_head_to_fp32,
@@ -154,31 +175,19 @@ def build_scorer(args: Any, tokenizer: Any, accelerator: Any, vision: Vision | N
     )
 
 
-def build_runner(context: RunContext, scorer: TokenScorer) -> MicroBatchRunner:
-    """The runner of micro-batches that fit into memory."""
-    collectives, sharding = context.collectives, context.sharding
-    return MicroBatchRunner(
-        scorer,
-        lambda: context.loop.policy.parameters(),
-        context.device.type,
-        context.args.max_tokens_per_micro_batch,
-        most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
-        repeats=not sharding.gradients,
-    )
+def blank_row(codec: PromptCodec) -> Rollout:
+    """A prompt that shows a small white image, and nothing after it."""
+    from PIL import Image
+
+    content = [{"type": "image", "image": Image.new("RGB", (64, 64), "white")}, {"type": "text", "text": "?"}]
+    encoded = codec.read([{"role": "user", "content": content}])
+    return Rollout(encoded.ids, [], [], None, "", FinishReason.STOP, media=encoded.media)
 
 
 def build_reference(
-    args: Any, algorithm: Algorithm, model: Any, accelerator: Any, peft_config: Any = None
+    args: OnlineConfig, algorithm: Algorithm, model: Any, accelerator: Any, peft_config: Any = None
 ) -> Reference | None:
-    """The reference, if anything is measured against it.
-
-    Args:
-        args, algorithm, model, accelerator: of the trainer.
-        peft_config: what the model's adapter was made with, if the trainer made it.
-
-    Raises:
-        ValueError: `sync_ref_model` with an adapter.
-    """
+    """The reference, if anything is measured against it."""
     if algorithm.beta == 0:
         return None
     is_new = peft_config is not None and starts_as_identity(peft_config)
@@ -191,13 +200,8 @@ def build_reference(
     return reference
 
 
-def check_engine_choice(args: Any, engine: Any) -> None:
-    """One engine samples, and it can do what the config asks for.
-
-    Raises:
-        ValueError: the config names another engine than the one that was given, or completions are to be sampled ahead
-            of training by an engine that works with the very weights that are trained.
-    """
+def check_engine_choice(args: OnlineConfig, engine: Any) -> None:
+    """One engine samples, and it can do what the config asks for."""
     named = [name for name in ("use_vllm", "use_sglang", "use_transformers_continuous_batching") if getattr(args, name)]
     if engine is not None and named:
         raise ValueError(
@@ -211,11 +215,7 @@ def check_engine_choice(args: Any, engine: Any) -> None:
 
 
 def refuse_shared_weights(args: OnlineConfig, engine: str, shares_policy: bool) -> None:
-    """Sampling ahead needs an engine with weights of its own.
-
-    Raises:
-        ValueError: it samples with the very weights that are trained.
-    """
+    """Sampling ahead needs an engine with weights of its own."""
     if args.max_staleness and shares_policy:
         raise ValueError(
             f"max_staleness={args.max_staleness} with {engine} samples with the very weights that are trained: they"
@@ -253,18 +253,12 @@ def build_collector(
     codec = PromptCodec(tokenizer, _parsed(args.chat_template_kwargs), context, vision=vision)
     spec = build_rollout_spec(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
-        engine = build_engine(
-            args, model, tokenizer, run.accelerator, lambda: run.loop.policy, context, run.collectives, vision
-        )
+        policy = partial(getattr, run.loop, "policy")
+        engine = build_engine(args, model, tokenizer, run.accelerator, policy, context, run.collectives, vision)
     return Collector(engine, codec, args.seed, spec)
 
 
-def _parsed(kwargs: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    assert not isinstance(kwargs, str), "a config parses JSON"
-    return kwargs
-
-
-def build_speculation(args: Any, train_dataset: Any) -> Speculation | None:
+def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | None:
     """Reuse of earlier completions of a prompt, or None."""
     if args.speculative_reuse is None:
         return None
@@ -280,12 +274,8 @@ def build_speculation(args: Any, train_dataset: Any) -> Speculation | None:
     )
 
 
-def sampling_params(args: Any) -> SamplingParams:
-    """Sampling settings of training.
-
-    Raises:
-        ValueError: `generation_kwargs` holds something the engine does not know.
-    """
+def sampling_params(args: OnlineConfig) -> SamplingParams:
+    """Sampling settings of training."""
     if args.generation_kwargs and not args.samples_elsewhere:
         raise ValueError(
             f"generation_kwargs={args.generation_kwargs!r}: the built-in engine has no setting"
@@ -304,11 +294,7 @@ def sampling_params(args: Any) -> SamplingParams:
 
 
 def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
-    """The reward functions behind one call, that of the environments among them.
-
-    Raises:
-        ValueError: none were given.
-    """
+    """The reward functions behind one call, that of the environments among them."""
     args, spec = context.args, collector.spec
     sources = RewardSources.of(reward_funcs, args.reward_weights, processing_classes, spec and spec.play)
     if sources.functions is None:
@@ -336,7 +322,7 @@ def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, 
     return suite
 
 
-def unread_settings(args: Any) -> UnreadSettings:
+def unread_settings(args: OnlineConfig) -> UnreadSettings:
     """Settings of step rewards that the user gave, for a warning if no steps are rewarded."""
     names = ("process_weight", "step_discount", "step_baseline")
     return UnreadSettings({name: getattr(args, name) for name in names if is_set(args, name)})
@@ -356,25 +342,21 @@ def entropy_controller(args: OnlineConfig) -> EntropyController | None:
     )
 
 
-def build_completions(args: Any, main_process: bool) -> CompletionLog:
+def build_completions(args: OnlineConfig, main_process: bool) -> CompletionLog:
     """The log of completions, which the main process writes."""
     return CompletionLog(
-        args.output_dir,
+        args.output_dir or ".",
         limit=args.generation_batch_size,
         show=args.log_completions,
         num_to_print=args.num_completions_to_print,
         unique_prompts=args.log_unique_prompts,
-        report_to=args.report_to,
+        report_to=args.report_to or (),
         enabled=main_process,
     )
 
 
 def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptChooser | None:
-    """Selection of prompts by their rewards; None where the dataloader's order decides.
-
-    Raises:
-        ValueError: the dataset can only be read forward.
-    """
+    """Selection of prompts by their rewards; None where the dataloader's order decides."""
     args = context.args
     by_difficulty = args.prompt_sampler == "difficulty"
     if dataset is None or not (args.dynamic_sample or by_difficulty):
@@ -407,20 +389,26 @@ def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptC
     )
 
 
-def add_callbacks(trainer: "OnlineTrainer") -> None:
-    """Covey's own progress display instead of the stock ones, and the reference's slow following."""
+def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
+    """Covey's own progress display instead of the stock ones, and the reference's slow following.
+
+    `trainer.own_callbacks` then names all that the user has not `given`.
+    """
+    args = trainer.args
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    if "swanlab" in trainer.args.report_to:
+    if "swanlab" in args.report_to:
         trainer.callback_handler.callbacks.insert(0, OpensSwanLab())  # before transformers' own
     trainer.add_callback(LogEnds())
-    if (repo := trainer.args.log_completions_hub_repo) and trainer.is_world_process_zero():
-        args = trainer.args
+    if (repo := args.log_completions_hub_repo) and trainer.is_world_process_zero():
         trainer.add_callback(PushCompletions(repo, trainer.completions.folder, args.hub_token, args.hub_private_repo))
-    trainer.add_callback(ProgressDisplay(plain=trainer.args.disable_tqdm))
+    trainer.add_callback(ProgressDisplay(plain=args.disable_tqdm))
     trainer.add_callback(Advice())
-    if trainer.reference is not None and trainer.args.sync_ref_model:
+    if trainer.reference is not None and args.sync_ref_model:
         trainer.add_callback(FollowPolicy(trainer.reference, trainer.context))
+    known = {id(callback) for callback in given} | {callback for callback in given if isinstance(callback, type)}
+    callbacks = trainer.callback_handler.callbacks
+    trainer.own_callbacks = frozenset(id(c) for c in callbacks if id(c) not in known and type(c) not in known)
 
 
 class FollowPolicy(TrainerCallback):

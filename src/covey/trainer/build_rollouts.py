@@ -1,75 +1,66 @@
-"""Rollout specs built from a trainer's arguments, and the consequences of failed rollouts."""
+"""Rollout specs from a trainer's arguments: tools, rollout functions and environments."""
 
+import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from covey.core.records import FinishReason, Mean, Rollout, Stat
+from covey.config.base import OnlineConfig
 from covey.policy.loading import end_token_ids
-from covey.rollout.collector import RolloutSpec
-from covey.rollout.environments.agent import EnvironmentAgent, TextEnvironmentAgent
+from covey.rewards import TurnEnd
+from covey.rollout.collector import RolloutSpec, run_async
+from covey.rollout.environments.agent import (
+    OBJECTS,
+    REWARD,
+    EnvironmentAgent,
+    TextEnvironmentAgent,
+    ToolEnvironmentAgent,
+)
+from covey.rollout.environments.interface import EnvironmentFailed, required, tool_methods
+from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.tool_agent import ToolAgent
-from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
-from covey.rollout.tools.toolbox import Toolbox, call_stats
+from covey.rollout.tools.parsers import TOOL_PARSERS, ToolParser, parser_for
+from covey.rollout.tools.tool import Tool
+from covey.rollout.tools.toolbox import Toolbox
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
-from covey.rollout.user_functions import GroupFunction, RolloutError, RolloutFunction, RolloutValidator, form_of
-from covey.trainer.build_environments import build_environment
+from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, form_of
+from covey.runtime.user_code import format_error
 from covey.trainer.context import RunContext
-
-FAILED_BATCHES = 3
-"""After this many generations in a row in which every rollout failed, the run stops."""
-
-
-class RolloutWarning(UserWarning):
-    """A rollout failed, and the run goes on."""
 
 
 def build_rollout_spec(
     context: RunContext, model: Any, codec: PromptCodec, tools: Any, rollout_func: Any, environment_factory: Any
 ) -> RolloutSpec | None:
-    """The spec of rollouts that are more than one completion; None where each is one.
-
-    Args:
-        context: of the run; a `rollout_func(prompts, trainer)` gets its trainer.
-        model: the policy.
-        codec: of the prompts; gets the tools' schemas.
-        tools: callables, or None.
-        rollout_func, environment_factory: the user's, or None.
-
-    Raises:
-        ValueError: arguments that exclude each other, tools without a schema, a chat template that cannot do it.
-    """
+    """The spec of rollouts that are more than one completion; None where each is one. `codec` gets tools' schemas."""
     args = context.args
     _refuse_combinations(args, tools, rollout_func, environment_factory)
     if not tools and rollout_func is None and environment_factory is None:
         return None
+    if tools and not isinstance(tools, list | tuple):
+        raise ValueError(f"`tools` must be a list of functions, got {type(tools).__name__}. Write tools=[...].")
+    tools = list(tools or [])
     ends = end_token_ids(model, codec.tokenizer)
     templates = TurnTemplates(codec, sorted(ends), args.unstable_chat_template)
     limits = RolloutValidator(model.get_input_embeddings().num_embeddings, codec.max_context)
     play: Any
     if environment_factory is not None:
-        parser = partial(_parser, args, templates)
-        play = build_environment(args, environment_factory, _listed(tools or []), limits, parser)
+        play = build_environment(args, environment_factory, tools, limits, partial(_parser, args, templates))
     elif rollout_func is None:
-        toolbox = Toolbox(_listed(tools), timeout=args.tool_timeout)
+        toolbox = Toolbox(tools, timeout=args.tool_timeout)
         play = ToolAgent(toolbox, _parser(args, templates, toolbox.schemas), args.max_tool_calling_iterations)
+    elif (form := form_of(rollout_func)) == "batch":
+        play = BatchFunction(rollout_func, context.loop, args.rollout_timeout, codec, limits, ends)
     else:
-        form = form_of(rollout_func)
-        if form == "batch":
-            play = BatchFunction(rollout_func, context.loop, args.rollout_timeout, codec, limits, ends)
-        else:
-            kind = RolloutFunction if form == "rollout" else GroupFunction
-            play = kind(rollout_func, args.rollout_timeout, limits)
+        kind = RolloutFunction if form == "rollout" else GroupFunction
+        play = kind(rollout_func, args.rollout_timeout, limits)
     return RolloutSpec(play, templates, args.rollout_timeout, limits)
 
 
-def _refuse_combinations(args: Any, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
+def _refuse_combinations(args: OnlineConfig, tools: Any, rollout_func: Any, environment_factory: Any) -> None:
     if rollout_func is not None and environment_factory is not None:
         raise ValueError(
             "`rollout_func` plays the whole rollout, so the environments of `environment_factory` would not be used:"
@@ -99,14 +90,8 @@ def _refuse_combinations(args: Any, tools: Any, rollout_func: Any, environment_f
         )
 
 
-def _listed(tools: Any) -> list[Any]:
-    if not isinstance(tools, list | tuple):
-        raise ValueError(f"`tools` must be a list of functions, got {type(tools).__name__}. Write tools=[...].")
-    return list(tools)
-
-
-def _parser(args: Any, templates: TurnTemplates, schemas: list[dict[str, Any]]) -> Any:
-    """Show these tools in prompts. Returns how calls are read; says so where the chat template leaves that open."""
+def _parser(args: OnlineConfig, templates: TurnTemplates, schemas: list[dict[str, Any]]) -> ToolParser:
+    """Show these tools in prompts. Returns how calls are read; warns where the chat template leaves that open."""
     templates.codec.tools = schemas
     turns = templates.of(schemas, None)
     template = templates.codec.tokenizer.chat_template
@@ -127,91 +112,146 @@ def plays_functions(spec: RolloutSpec | None) -> bool:
 
 
 def refuse_plain_prompts(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]], role: str) -> None:
-    """Tools and environments need conversations.
-
-    Raises:
-        ValueError: a prompt is a string.
-    """
+    """Refuse strings as prompts, where tools and environments need conversations."""
     if spec is None or not isinstance(spec.play, ToolAgent | EnvironmentAgent):
         return
     needs = "tools need" if isinstance(spec.play, ToolAgent) else "an environment needs"
-    strings = (number for number, row in enumerate(rows) if isinstance(row.get("prompt"), str))
-    plain = next(strings, None)
-    if plain is not None:
+    for number, row in enumerate(rows):
+        if isinstance(prompt := row.get("prompt"), str):
+            raise ValueError(
+                f"row {number} of `{role}` has a prompt that is a string, and {needs} conversations. Write it as"
+                f' [{{"role": "user", "content": {prompt[:40]!r}}}].'
+            )
+
+
+# ---- environments ----------------------------------------------------------------------------------------------------
+
+
+class PlayedEnvironment(RolloutFunction):
+    """An environment that plays whole rollouts itself: an object with `async play(row, engine)`, closed at the end."""
+
+    gives_reward = True
+
+    def __init__(self, environment: Any, timeout: float, limits: RolloutValidator):
+        super().__init__(environment.play, timeout, limits)
+        self._environment = environment
+        self._at_end = weakref.finalize(self, _close, environment)
+
+    def close(self) -> None:
+        """Close the environment; what goes wrong is a warning."""
+        _close(self._environment)
+
+
+def _close(environment: Any) -> None:
+    close = getattr(environment, "close", None)
+    try:
+        if callable(close):
+            close()
+    except Exception as error:
+        message = f"an environment could not be closed: {format_error(error)}."
+        warnings.warn(message, EnvironmentWarning, stacklevel=3)
+
+
+def build_environment(
+    args: OnlineConfig,
+    factory: Any,
+    tools: Sequence[Callable[..., Any] | Tool],
+    limits: RolloutValidator,
+    parser: Callable[[list[dict[str, Any]]], ToolParser],
+) -> EnvironmentAgent | PlayedEnvironment:
+    """The agent for the environments that a factory makes, or for an object that plays rollouts itself."""
+    if not isinstance(factory, type) and inspect.iscoroutinefunction(getattr(factory, "play", None)):
+        _refuse_tools(tools, type(factory).__name__)
+        return PlayedEnvironment(factory, args.rollout_timeout, limits)
+    if not callable(factory) or isinstance(factory, str):
         raise ValueError(
-            f"row {plain} of `{role}` has a prompt that is a string, and {needs} conversations. Write it as"
-            f' [{{"role": "user", "content": {str(rows[plain]["prompt"])[:40]!r}}}].'
+            f"`environment_factory` must be a class or a function that makes an environment, got an object of the type"
+            f" {type(factory).__name__}. Every rollout needs an environment of its own."
+        )
+    pool = EnvironmentPool(factory, args.tool_timeout, getattr(factory, "max_environments", None))
+    example = _first(pool)
+    kind = type(example).__name__
+    if not callable(getattr(example, "reset", None)):
+        raise ValueError(f"`environment_factory` made a {kind}, which has no method `reset(**row)`.")
+    if callable(getattr(example, "step", None)):
+        _refuse_tools(tools, kind)
+        max_turns = _setting(factory, example, "max_turns", args.max_tool_calling_iterations)
+        turn_end = TurnEnd if _setting(factory, example, "turn_rewards", False) else None
+        return TextEnvironmentAgent(pool, max_turns, turn_end, required(example.reset))
+    methods = tool_methods(example)
+    if not methods:
+        raise ValueError(
+            f"`environment_factory` made a {kind}, which the policy can do nothing with: it has neither public methods"
+            " to call as tools nor `step(text)`."
+        )
+    schemas = [Tool.of(tool).schema for tool in [*methods, *tools]]
+    rounds, gives_reward = args.max_tool_calling_iterations, callable(getattr(example, "get_reward", None))
+    return ToolEnvironmentAgent(pool, gives_reward, example, parser(schemas), tools, rounds)
+
+
+def environment(**columns: Any) -> list[Any]:
+    """The reward that environments gave their rollouts, as a reward function; their scores become metrics."""
+    for scores in columns.get("environment_scores") or ():
+        for name, value in (scores or {}).items():
+            columns["log_metric"](f"environment/{name}", value)
+    return columns.get(REWARD) or [None] * len(columns["completions"])
+
+
+class RewardSources(NamedTuple):
+    """Reward functions with what belongs to each, as `RewardSuite` takes them; None where there are none."""
+
+    functions: Any
+    weights: Any
+    processing_classes: Any
+
+    @classmethod
+    def of(cls, functions: Any, weights: Any, processing_classes: Any, player: Any) -> "RewardSources":
+        """The user's, and the environment's own behind them where it has one, with weight 1 unless one is given."""
+        if not getattr(player, "gives_reward", False):
+            return cls(functions, weights, processing_classes)
+        listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
+        if weights is not None and len(weights) == len(listed):
+            weights = [*weights, 1.0]
+        if processing_classes is not None:
+            given = processing_classes if isinstance(processing_classes, list | tuple) else [processing_classes]
+            processing_classes = [*given, None]
+        return cls([*listed, environment], weights, processing_classes)
+
+
+def given_by(player: Any) -> set[str]:
+    """Arguments of reward functions that come from environments."""
+    return {OBJECTS} if isinstance(player, EnvironmentAgent) and player.pool.limit is None else set()
+
+
+def check_columns(player: Any, columns: set[str], role: str) -> None:
+    """Refuse a dataset without a column that `reset` asks for."""
+    missing = [name for name in player.needs if name not in columns] if isinstance(player, EnvironmentAgent) else []
+    if missing:
+        raise ValueError(
+            f"`reset` of the environment asks for {', '.join(map(repr, missing))}, and `{role}` has no such column; it"
+            f" has {', '.join(sorted(columns))}. Rename the column, or give the argument a default."
         )
 
 
-class FailureMonitor:
-    """Lets a run go on without failed rollouts, and stops it if all fail.
-
-    Args:
-        gather: called with this process's object, returns one such object per process in the order of ranks. None for a
-            single process.
-    """
-
-    def __init__(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
-        self._gather = gather or (lambda mine: [mine])
-        self._has_worked = False
-        self._failed_batches = 0
-        self._warned = False
-
-    def count(self, rollouts: Sequence[Rollout]) -> int:
-        """Count the failed rollouts of this process; all processes decide together, as one may fail by chance.
-
-        Args:
-            rollouts: of this process.
-
-        Raises:
-            RolloutError: every rollout of every process failed, and none has ever worked or it is not the first such
-                generation.
-        """
-        mine = [rollout.error for rollout in rollouts if rollout.finish is FinishReason.ERROR]
-        failed, total, errors = 0, 0, []
-        for first_error, failed_there, rollouts_there in self._gather((mine[:1], len(mine), len(rollouts))):
-            failed, total = failed + failed_there, total + rollouts_there
-            errors += first_error
-        first = errors[0] if errors else None
-        if failed < total:
-            self._has_worked, self._failed_batches = True, 0
-        elif total:
-            self._failed_batches += 1
-            if not self._has_worked or self._failed_batches >= FAILED_BATCHES:
-                often = f", {self._failed_batches} generations in a row" if self._has_worked else ""
-                raise RolloutError(f"all {total} rollouts failed{often}. The first one: {first}")
-        if failed and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{failed} of {total} rollouts failed; they get no reward and are counted in rollouts/failed. The first"
-                f" one: {first}",
-                RolloutWarning,
-                stacklevel=4,
-            )
-        return len(mine)
+def _setting(factory: Any, example: Any, name: str, otherwise: Any) -> Any:
+    """An attribute of the factory, or of the class of its environments."""
+    values = (getattr(source, name, None) for source in (factory, example))
+    return next((value for value in values if value is not None), otherwise)
 
 
-def without_failed(rewards: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
-    """Rewards [n, F] with NaN for rollouts that failed: they say nothing about the policy."""
-    failed = torch.tensor([rollout.finish is FinishReason.ERROR for rollout in rollouts], dtype=torch.bool)
-    return rewards.masked_fill(failed[:, None], torch.nan) if len(rollouts) else rewards
+def _first(pool: EnvironmentPool) -> Any:
+    """An environment to look at; the first rollout gets it."""
+    try:
+        lease = run_async(pool.acquire())
+    except EnvironmentFailed as failed:
+        raise ValueError(f"{failed}. It is called without arguments and must return a new environment.") from failed
+    pool.release(lease.environment)
+    return lease.environment
 
 
-def failure_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
-    """`rollouts/failed`."""
-    return {"rollouts/failed": Mean.of([float(rollout.finish is FinishReason.ERROR) for rollout in rollouts])}
-
-
-def agent_stats(rollouts: Sequence[Rollout], spec: RolloutSpec) -> dict[str, Stat]:
-    """`rollouts/turns`, `rollouts/failed`, ... and, where there are tools, what became of calls and what they took."""
-    own = plays_functions(spec) or isinstance(spec.play, TextEnvironmentAgent)
-    tools = not own or any(rollout.calls for rollout in rollouts)
-    seconds: dict[str, Stat] = {"tools/seconds": Mean.of([rollout.tool_seconds for rollout in rollouts])}
-    return {
-        "rollouts/turns": Mean.of([float(rollout.num_turns) for rollout in rollouts]),
-        "rollouts/seconds": Mean.of([rollout.seconds for rollout in rollouts if rollout.seconds]),
-        **failure_stats(rollouts),
-        "rollouts/tool_budget": Mean.of([float(rollout.finish is FinishReason.TOOL_BUDGET) for rollout in rollouts]),
-        **(call_stats(rollouts) | seconds if tools else {}),
-    }
+def _refuse_tools(tools: Sequence[Any], kind: str) -> None:
+    if tools:
+        raise ValueError(
+            f"`tools` would not be called: a {kind} receives the text of the policy as it is. Leave `tools` out, or"
+            " give the environment methods for the policy to call instead of `step`."
+        )

@@ -29,27 +29,13 @@ NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})
 class Stateful(Protocol):
     """A part of a trainer whose state checkpoints hold."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, strings and containers of them."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of a run.
-
-    Args:
-        context: of the run.
-        parts: whose states are saved, by name.
-        before_saving: called first; collective.
-
-    Attributes:
-        staging: a checkpoint is being written, into a folder that is moved when it is complete.
-        delayed_pushes: folders that were to be uploaded while staging.
-    """
+    """Writes and reads the checkpoints of a run."""
 
     def __init__(self, context: RunContext, parts: Mapping[str, Stateful], before_saving: Callable[[], None]):
         self._context = context
@@ -59,15 +45,7 @@ class Checkpointer:
         self.delayed_pushes: list[str] = []
 
     def save(self, run_dir: str, write: Callable[[], None]) -> str:
-        """Write a checkpoint and move it into place. Collective.
-
-        Args:
-            run_dir: folder of the run's checkpoints.
-            write: writes Hugging Face's files of it.
-
-        Returns:
-            Its folder.
-        """
+        """Write a checkpoint and move it into place. Collective."""
         self._before_saving()
         args, collectives = self._context.args, self._context.collectives
         name = f"checkpoint-{self._context.step}"
@@ -102,11 +80,7 @@ class Checkpointer:
             part.load_state_dict(state[name])
 
     def load(self, checkpoint: str) -> None:
-        """Continue from a checkpoint's method state; one that holds weights alone leaves it as it is, with a warning.
-
-        Raises:
-            ValueError: the checkpoint was made with other batch sizes.
-        """
+        """Continue from a checkpoint's method state; warns if it holds weights alone."""
         own = os.path.join(checkpoint, STATE_FILE.format(rank=self._context.args.process_index))
         any_rank = os.path.join(checkpoint, STATE_FILE.format(rank=0))
         if not os.path.isfile(any_rank):
@@ -121,16 +95,7 @@ class Checkpointer:
         self.load_method_state(state["method"])
 
     def load_model(self, model: Any, folder: str, load: Callable[[], None]) -> None:
-        """Read a checkpoint's weights.
-
-        Args:
-            model: gets them.
-            folder: of the checkpoint.
-            load: Hugging Face's way to do so, for a model that saves its weights under its modules' names.
-
-        Raises:
-            ValueError: they are of another model.
-        """
+        """Read a checkpoint's weights."""
         _check_kind(folder, adapter=has_adapter(model))
         try:
             self.load_best(model, folder, load)
@@ -211,13 +176,7 @@ def from_version_0_1(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def superfluous_checkpoints(run_dir: str, limit: int | None, keep: list[str | None]) -> list[Path]:
-    """The checkpoints to delete so that `limit` are left: those of the earliest steps, by number and not by clock.
-
-    Args:
-        run_dir: the folder of the checkpoints.
-        limit: `save_total_limit`; None or less than 1 keeps all.
-        keep: checkpoints that stay in any case: the one just written, the best one.
-    """
+    """The checkpoints to delete so that `limit` are left: those of the earliest steps, by number and not by clock."""
     if limit is None or limit < 1:
         return []
     kept = {Path(path).name for path in keep if path is not None}
@@ -233,11 +192,7 @@ def numbered_checkpoints(run_dir: str) -> list[Path]:
 
 
 def resume_from(setting: str | bool | None) -> str | bool | None:
-    """The checkpoint to resume from: a folder, True for the latest one ("true", "last"), or None.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
+    """The checkpoint to resume from: a folder, True for the latest one ("true", "last"), or None."""
     text = str(setting or "")
     if text.lower() in ("", "false", "no"):
         return None
@@ -251,15 +206,7 @@ def resume_from(setting: str | bool | None) -> str | bool | None:
 
 
 def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
-    """The folder of a checkpoint.
-
-    Args:
-        wanted: the folder, or True for the last checkpoint in `output_dir`.
-        output_dir: where the run's own checkpoints are.
-
-    Raises:
-        ValueError: there is none; the message names those that there are.
-    """
+    """The folder of a checkpoint."""
     own = [path for path in numbered_checkpoints(output_dir) if _is_checkpoint(path)]
     if wanted is True:
         if own:
@@ -283,11 +230,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _check_kind(checkpoint: str, adapter: bool) -> None:
-    """An adapter goes on from an adapter, a whole model from a whole one.
-
-    Raises:
-        ValueError: the checkpoint holds the other alone.
-    """
+    """An adapter goes on from an adapter, a whole model from a whole one."""
     wanted, other = ("adapter_model*", "model*.safetensors*") if adapter else ("model*.safetensors*", "adapter_model*")
     held = sorted(path.name for path in Path(checkpoint).rglob(other))
     if held and not any(Path(checkpoint).rglob(wanted)):
@@ -299,11 +242,7 @@ def _check_kind(checkpoint: str, adapter: bool) -> None:
 
 
 def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:
-    """Refuse to resume with other batch sizes: the buffered completions and the place in the data would not fit.
-
-    Raises:
-        ValueError: naming every size that differs.
-    """
+    """Refuse to resume with other batch sizes: the buffered completions and the place in the data would not fit."""
     changed = [f"{name}={saved.get(name)} (now {value})" for name, value in current.items() if saved.get(name) != value]
     if changed:
         raise ValueError(

@@ -34,26 +34,16 @@ class TrainingLoop(Protocol):
 
 @dataclass
 class RunContext:
-    """Settings, services and state of a run.
+    """Settings, services and state of a run."""
 
-    Attributes:
-        args: the config.
-        algebra: its batch sizes.
-        algorithm: advantages, objective and weighting.
-        loop: Hugging Face's trainer.
-        accelerator, sharding: placement of the model.
-        collectives: exchanges between processes.
-        metrics, phases, timeline: measurements.
-    """
-
-    args: OnlineConfig
-    algebra: BatchAlgebra
-    algorithm: Algorithm
-    loop: TrainingLoop
-    accelerator: Accelerator
+    args: OnlineConfig  # the config
+    algebra: BatchAlgebra  # its batch sizes
+    algorithm: Algorithm  # advantages, objective and weighting
+    loop: TrainingLoop  # Hugging Face's trainer
+    accelerator: Accelerator  # placement of the model
     sharding: Sharding
-    collectives: Collectives
-    metrics: MetricLog
+    collectives: Collectives  # exchanges between processes
+    metrics: MetricLog  # measurements
     phases: PhaseTimer
     timeline: Timeline
 

@@ -1,21 +1,28 @@
-"""Forward and backward passes of bounded size, and what happens when memory runs out all the same.
+"""Rollout buffer, token weights, and micro-batches of bounded size.
 
-`MicroBatchRunner` cuts a batch by tokens (`covey.core.packing`), runs the parts, and when one does not fit, halves the
-limit, undoes what the failed attempt left in the gradients and goes on with smaller parts: the gradient is the same.
+`RolloutBuffer` deals a generation out to optimizer steps. `MicroBatchRunner` cuts what a step trains on by tokens
+(`covey.core.packing`), runs the parts, and when one does not fit, halves the limit, undoes what the failed attempt left
+in the gradients and goes on with smaller parts: the gradient is the same.
 """
 
 import gc
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch, token_index
+from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
 from covey.core.packing import RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.runtime.process_memory import is_out_of_memory
+from covey.trainer.context import RunContext
+from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes
 
 
 class HasLayout(Protocol):
@@ -31,8 +38,8 @@ class MicroBatchRunner:
         scorer: its `layout` decides how tokens are counted.
         parameters: looks up the parameters that are trained.
         device_type: "cpu", "cuda", ...
-        max_tokens: most tokens of a pass, as the user set it (`max_tokens_per_micro_batch`); None derives it from the
-            padded size of a nominal micro-batch.
+        max_tokens: most tokens of a pass (`max_tokens_per_micro_batch`); None derives it from the padded size of a
+            nominal micro-batch.
         most: collective: how many passes this process has to how many any has, where a forward pass takes all
             processes; those that have fewer run idle ones. None: processes need not run equally many.
         repeats: a pass that ran out of memory may be run again, in parts; not where others take part in it.
@@ -47,27 +54,31 @@ class MicroBatchRunner:
         most: Callable[[int], int] | None = None,
         repeats: bool = True,
     ):
-        self._most = most
-        self._repeats = repeats
-        self._parameters = parameters
         self._scorer = scorer
+        self._parameters = parameters
         self._device_type = device_type
         self._max_tokens = max_tokens
-        self.limit: int | None = None
-        """Most tokens of a pass, learned from running out of memory; kept in checkpoints."""
+        self._most = most
+        self._repeats = repeats
+        self.limit: int | None = None  # most tokens of a pass, learned from running out of memory; in checkpoints
+
+    @classmethod
+    def of(cls, context: RunContext, scorer: HasLayout) -> "MicroBatchRunner":
+        """The runner of a run's micro-batches."""
+        collectives, sharding = context.collectives, context.sharding
+        return cls(
+            scorer,
+            lambda: context.loop.policy.parameters(),
+            context.device.type,
+            context.args.max_tokens_per_micro_batch,
+            most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
+            repeats=not sharding.gradients,
+        )
 
     def budget(self, batch: RolloutSizes, rows: int) -> int:
-        """Most tokens of a pass over this batch.
-
-        Derived, it is what `rows` rollouts take when padded to the longest: the memory that the user's batch size
-        stands for. Where the hardware is busy with fewer tokens, those suffice, or the largest group whole.
-
-        Args:
-            batch: rollouts of one optimizer step, or of one process's share of it.
-            rows: rollouts of a nominal micro-batch.
-        """
+        """Most tokens of a pass over the rollouts of an optimizer step, in micro-batches of nominally `rows`."""
         wanted = self._max_tokens
-        if wanted is None:
+        if wanted is None:  # as many as `rows` rollouts padded to the longest: what the user's batch size stands for
             sequences = batch.prompt_lengths[batch.groups] + batch.lengths
             whole = sequences
             if self._padded_until_proven() == "shared_prefix":
@@ -77,49 +88,31 @@ class MicroBatchRunner:
         return wanted if self.limit is None else min(wanted, self.limit)
 
     def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
-        """Cut a batch into passes, the largest first; what was skipped is counted with the first."""
-        parts = [batch.select(part) for part in self._planned(batch, rows, at_least)]
-        if parts:
-            parts[0].skipped_tokens, parts[0].skipped_rows = batch.skipped_tokens, batch.skipped_rows
-        return parts
+        """Cut a batch into passes, the largest first; skipped rollouts are counted with the first."""
+        return _with_skipped(batch, [batch.select(part) for part in self._planned(batch, rows, at_least)])
 
     def count(self, batch: RolloutSizes, rows: int) -> int:
         """Number of micro-batches that `plan` would return."""
         return len(self._planned(batch, rows))
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
-        """Run one planned pass, in smaller ones where memory runs out.
-
-        Args:
-            part: rollouts of the pass.
-            backward: computes the loss, a scalar, and where gradients are wanted adds them to the parameters'.
-
-        Returns:
-            The sum of the losses.
+        """Run one planned pass, in smaller ones where memory runs out; the sum of the losses.
 
         Raises:
             torch.OutOfMemoryError: a single rollout does not fit.
         """
         losses, todo = [], [part]
         while todo:
-            pieces = self._within_limit(todo.pop())  # the limit may have sunk since it was cut
-            if len(pieces) > 1:
-                todo += reversed(pieces)
+            part = todo.pop()
+            cut = self._cut(part)  # the limit may have sunk since it was planned
+            if len(cut) > 1:
+                todo += reversed(_with_skipped(part, [part.select(rows) for rows in cut]))
             else:
-                losses.append(self._attempt(pieces[0], backward))
+                losses.append(self._attempt(part, backward))
         return torch.stack(losses).sum()
 
     def score(self, batch: TrainBatch, rows: int, score: Callable[[TrainBatch], Tensor]) -> Tensor:
-        """A value for every token, computed without gradient in passes that fit.
-
-        Args:
-            batch: rollouts.
-            rows: rollouts of a nominal micro-batch.
-            score: a batch's tokens [n] -> values [n].
-
-        Returns:
-            [N], in the batch's order; float32.
-        """
+        """A value for every token [N], float32, computed without gradient in passes that fit."""
         values = torch.zeros(batch.num_tokens, device=batch.token_ids.device)
         todo = self._planned(batch, rows)[::-1]
         for idle in self.idle(batch, len(todo)):
@@ -148,7 +141,7 @@ class MicroBatchRunner:
     # ---- running out of memory -------------------------------------------------------------------------------------
 
     def _attempt(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
-        random_state = _random_state()
+        random_state = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         before = [(parameter, _grad_state(parameter)) for parameter in self._parameters() if parameter.requires_grad]
         try:
             return backward(part)
@@ -156,18 +149,12 @@ class MicroBatchRunner:
             self._check_survivable(error, part)
         # Here and not in the handler: the error holds the failed attempt's tensors.
         self._shrink(part)
-        _restore_random_state(random_state)
+        torch.set_rng_state(random_state[0])
+        if random_state[1] is not None:
+            torch.cuda.set_rng_state(random_state[1])
         # A backward pass adds once to each gradient, when what it adds is whole: such parameters have their share.
         with _set_aside([parameter for parameter, state in before if _grad_state(parameter) != state]):
             return self.run(part, backward)
-
-    def _within_limit(self, part: TrainBatch) -> list[TrainBatch]:
-        cut = self._cut(part)
-        if len(cut) == 1:
-            return [part]
-        pieces = [part.select(rows) for rows in cut]
-        pieces[0].skipped_tokens, pieces[0].skipped_rows = part.skipped_tokens, part.skipped_rows
-        return pieces
 
     def _cut(self, part: TrainBatch) -> list[Tensor]:
         """The rollouts of pieces that keep to the limit, the largest first; all in one if the part does."""
@@ -217,6 +204,12 @@ class MicroBatchRunner:
         return "padded" if layout == "auto" else layout
 
 
+def _with_skipped(whole: TrainBatch, parts: list[TrainBatch]) -> list[TrainBatch]:
+    if parts:
+        parts[0].skipped_tokens, parts[0].skipped_rows = whole.skipped_tokens, whole.skipped_rows
+    return parts
+
+
 def _grad_state(parameter: nn.Parameter) -> tuple[int, int]:
     """Changes whenever something is added to the gradient."""
     grad = parameter.grad
@@ -225,12 +218,13 @@ def _grad_state(parameter: nn.Parameter) -> tuple[int, int]:
 
 @contextmanager
 def _set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Discard gradients that are added to these parameters within: they have their share already.
+    """Discard gradients that are added to these parameters within: they have their share already."""
 
-    Each is discarded as soon as it is written, so that at most one of them takes memory in addition.
-    """
+    def discard(parameter: Tensor) -> None:  # as soon as it is written, so that at most one takes memory in addition
+        parameter.grad = None
+
     kept = [(parameter, parameter.grad) for parameter in parameters]
-    hooks = [parameter.register_post_accumulate_grad_hook(_forget_grad) for parameter in parameters]
+    hooks = [parameter.register_post_accumulate_grad_hook(discard) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
@@ -242,15 +236,141 @@ def _set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _forget_grad(parameter: Tensor) -> None:
-    parameter.grad = None
+# ---- rollouts of an optimizer step -----------------------------------------------------------------------------------
 
 
-def _random_state() -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+@dataclass(frozen=True)
+class PartOfStep:
+    """A generation's contribution to an optimizer step."""
+
+    own: OwnRollouts  # this process's rollouts of the generation
+    index: RolloutIndex  # the rollouts of all processes that the step trains on
+    micro_batches: int  # nominal micro-batches
+    tokens: float  # its trained tokens, as a share of the generation's: equal for every micro-batch
 
 
-def _restore_random_state(state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
+class RolloutBuffer:
+    """A cursor over the nominal micro-batches of the current generation; it survives in checkpoints.
+
+    The training loop's micro-steps come in stretches that end with an optimizer step or with the generation. `take`
+    hands out the rollouts of a stretch, `spread` takes back the passes they were planned into, and `next` serves each
+    micro-step its passes: none where there are fewer passes than micro-steps.
+    """
+
+    def __init__(self) -> None:
+        self._own: OwnRollouts | None = None
+        self._index: RolloutIndex | None = None
+        self._parts: list[Tensor] = []
+        self._passes = 0
+        self._taken = 0
+        self._waiting: deque[list[TrainBatch]] = deque()
+
+    def refill(self, own: OwnRollouts, index: RolloutIndex, parts: list[Tensor], passes: int) -> None:
+        """Start over with a new generation, whose nominal micro-batches `parts` are gone through `passes` times."""
+        self._own, self._index = own, index
+        self._parts, self._passes, self._taken = parts, passes, 0
+        self._waiting.clear()
+
+    def take(self, micro_steps: int) -> PartOfStep:
+        """The rollouts of the next `micro_steps` nominal micro-batches, fewer where the generation ends."""
+        left = len(self._parts) * self._passes - self._taken
+        if self._own is None or self._index is None or not left:
+            raise ValueError(
+                "the run goes on in the middle of a generation, but the generation is not there: the checkpoint was"
+                " saved with save_only_model=True or by another trainer. Resume from a full checkpoint, or start a new"
+                " run from the checkpoint's weights."
+            )
+        count = min(micro_steps, left)
+        rows = [self._parts[i % len(self._parts)] for i in range(self._taken, self._taken + count)]
+        self._taken += count
+        tokens = int(self._index.sampled_lengths.sum()) * count / len(self._parts)
+        return PartOfStep(self._own, self._index.select(torch.cat(rows)), count, tokens)
+
+    def spread(self, passes: list[TrainBatch], micro_steps: int) -> None:
+        """Deal passes out to the micro-steps of a stretch, evenly; the last one is never without."""
+        cuts = [len(passes) * i // micro_steps for i in range(micro_steps + 1)]
+        self._waiting.extend(passes[a:b] for a, b in pairwise(cuts))
+
+    @property
+    def is_planned(self) -> bool:
+        """There are passes for the next micro-step."""
+        return bool(self._waiting)
+
+    def next(self) -> list[TrainBatch]:
+        """The passes of one micro-step."""
+        return self._waiting.popleft()
+
+    def state_dict(self) -> dict[str, Any]:
+        assert not self._waiting, "a stretch ends with its optimizer step"
+        return {
+            "batch": None if self._own is None else self._own.batch.state(),
+            "rank": None if self._own is None else self._own.rank,
+            "index": None if self._index is None else self._index.state(),
+            "parts": self._parts,
+            "passes": self._passes,
+            "taken": self._taken,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device, rank: int = 0, ranks: int = 1) -> None:
+        """Continue on the process that saved `state`; older ones hold the batch of all processes."""
+        self._own, self._index = None, None
+        self._waiting.clear()
+        batch = None if state["batch"] is None else TrainBatch.of_state(state["batch"])
+        if batch is not None and "index" not in state:
+            shares = torch.arange(len(batch)).view(ranks, -1)
+            self._index = join_indexes([RolloutIndex.of(batch.select(rows), n) for n, rows in enumerate(shares)])
+            self._own = OwnRollouts(batch.select(shares[rank]).to(device), rank)
+        elif batch is not None and state["rank"] == rank:
+            self._index = RolloutIndex(**state["index"])
+            self._own = OwnRollouts(batch.to(device), rank)
+        self._parts, self._passes, self._taken = state["parts"], state["passes"], state["taken"]
+
+
+def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
+    """Indices of the rollouts of each nominal micro-batch: `rows` of every rank.
+
+    Two ranks with 4 rollouts each, 2 rows: [[0, 1, 4, 5], [2, 3, 6, 7]].
+    """
+    by_rank = torch.arange(rollouts).view(ranks, -1)
+    return [part.flatten() for part in by_rank.split(rows, dim=1)]
+
+
+def batch_counts(
+    sampled_lengths: Tensor,
+    *,
+    rows_per_part: int,
+    total_rows: int,
+    total_tokens: float,
+    total_parts: int,
+    updates: float,
+    max_completion_length: int | None,
+) -> BatchCounts:
+    """Counts over all processes that token weights are derived from.
+
+    Args:
+        sampled_lengths: [B] trained tokens of this process's share of the generation, or of all rollouts that an
+            optimizer step takes from several.
+        rows_per_part: rollouts of a nominal micro-batch.
+        total_rows, total_tokens, total_parts: rollouts, trained tokens and nominal micro-batches, all processes
+            together.
+        updates: optimizer updates that go through them once.
+        max_completion_length: for reductions by constant length.
+    """
+    tokens = sampled_lengths.float()
+    totals = [part.sum().expand(len(part)) for part in tokens.split(rows_per_part)] if len(tokens) else []
+    return BatchCounts(
+        tokens=tokens,
+        micro_tokens=torch.cat(totals) if totals else tokens,
+        rows_per_update=total_rows / updates,
+        tokens_per_update=total_tokens / updates,
+        micro_batches_per_update=total_parts / updates,
+        max_completion_length=max_completion_length,
+    )
+
+
+def weigh(batch: TrainBatch, weighting: Weighting, *, entropy_bonus: bool, **counted: Any) -> None:
+    """Set the batch's token weights, and those of the entropy bonus; `counted` as for `batch_counts`."""
+    counts = batch_counts(batch.sampled_lengths, **counted)
+    batch.weights = token_weights(weighting, counts, batch.sampled, batch.lengths)
+    if entropy_bonus:
+        batch.entropy_weights = token_weights(mean_over_update, counts, batch.sampled, batch.lengths)

@@ -1,29 +1,33 @@
 """Rollouts of a generation: send weights, sample, reward, and select the groups to train on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from covey.core.engine import SamplingParams
-from covey.core.records import Mean, Rollout, Stat, merge_all
+from covey.core.engine import SamplingParams, traits_of
+from covey.core.records import Rollout
 from covey.data.dynamic_sampling import PromptChooser, ScoredRollouts, Selection
-from covey.data.prompt_source import prompt_source
 from covey.data.sampler import MicroStep
-from covey.observability.timeline import ROLLOUTS, Span, Timeline, covered
 from covey.rewards import RewardSuite
-from covey.rewards.batch import RewardContext
-from covey.rewards.streaming import RewardStream
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.rollout.user_batch_function import BatchFunction
 from covey.runtime.user_code import preserve_process_state
-from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch, LaunchSchedule, staleness_stats
-from covey.trainer.build_rollouts import FailureMonitor, agent_stats, failure_stats, without_failed
+from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
 from covey.trainer.context import RunContext
+from covey.trainer.rollout_reports import (
+    FailureMonitor,
+    RewardLog,
+    RolloutListener,
+    agent_stats,
+    failure_stats,
+    staleness_stats,
+    without_failed,
+)
 from covey.trainer.weight_sync import WeightSync
 
 PROBE_ROWS, PROBE_TOKENS = 4, 32
@@ -35,112 +39,15 @@ GenerationKey = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Rollouts of one generation.
+    """Rollouts of one generation."""
 
-    Attributes:
-        key: names the generation.
-        scored: this process's share.
-        selection: the groups selected by their rewards (dynamic sampling, prompts by difficulty), if anything.
-    """
-
-    key: GenerationKey
-    scored: ScoredRollouts
-    selection: Selection | None = None
-
-
-@dataclass
-class RewardLog:
-    """Columns and metrics that reward functions log while they run.
-
-    Attributes:
-        columns: extra columns of the completions table, by name, one value per rollout of this process.
-        metrics: scalars by name.
-    """
-
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, Stat] = field(default_factory=dict)
-
-    def log_extra(self, column: str, values: list[Any]) -> None:
-        """Add a column to the completions table."""
-        self.columns[column] = list(values)
-
-    def log_metric(self, name: str, value: float) -> None:
-        """Add a value to a metric, averaged over calls, processes and the logging window."""
-        merge_all(self.metrics, {name: Mean(float(value), 1.0)})
-
-    def context(self, trainer_state: Any) -> RewardContext:
-        """The context that reward functions get."""
-        return RewardContext(trainer_state, self.log_extra, self.log_metric)
-
-
-class RolloutListener:
-    """Times rollouts as they end, and streams them to rewards; leaving this context gives those up.
-
-    Args:
-        stream: scores rollouts as they end; None where rewards wait for the generation's turn.
-
-    Attributes:
-        stream: as above.
-        spans: begin and end of every rollout, in the order of their ends.
-    """
-
-    def __init__(self, stream: RewardStream | None = None):
-        self.stream = stream
-        self.spans: list[Span] = []
-        self._began = perf_counter()
-
-    def __enter__(self) -> "RolloutListener":
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        if self.stream is not None:
-            self.stream.__exit__(*raised)
-
-    def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Rollouts have ended."""
-        now = perf_counter()
-        self.spans += [(now - rollout.seconds if rollout.seconds else self._began, now) for rollout in rollouts]
-        if self.stream is not None:
-            self.stream.on_rollouts(place, rows, rollouts)
-
-    def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """All rollouts of a group have ended."""
-        if self.stream is not None:
-            self.stream.on_group(place, rows, rollouts)
-
-    def tell(self, timeline: Timeline, names: list[str]) -> None:
-        """Add everything to a timeline, once the generation has been scored.
-
-        Args:
-            timeline: gets the spans.
-            names: of the reward functions.
-        """
-        timeline.add(ROLLOUTS, "", self.spans)
-        if self.stream is None:
-            return
-        calls = self.stream.spans()
-        for index, spans in calls.items():
-            timeline.add(names[index], "", spans)
-        last = max((end for _, end in self.spans), default=self._began)
-        timeline.overlap("reward", covered((span for spans in calls.values() for span in spans), until=last))
+    key: GenerationKey  # names the generation
+    scored: ScoredRollouts  # this process's share
+    selection: Selection | None = None  # the groups selected by their rewards, where any are
 
 
 class RolloutPhase:
-    """Samples and rewards the rollouts of each generation.
-
-    Args:
-        context: of the run.
-        collector: samples with the engine.
-        params: sampling settings.
-        rewards: scores rollouts.
-        weight_sync: sends the policy's weights to the engine.
-        speculation: earlier completions that samples may begin with, or None.
-        chooser: selects prompts by their rewards, or None.
-
-    Attributes:
-        async_rollouts: samples later generations while one is trained on (`max_staleness` above 0), or None.
-        generations: how many have begun, by mode.
-    """
+    """Samples and rewards the rollouts of each generation."""
 
     def __init__(
         self,
@@ -160,9 +67,9 @@ class RolloutPhase:
         self.speculation = speculation
         self.chooser = chooser
         self._failures = FailureMonitor(context.collectives.named("count failed rollouts"))
-        self.async_rollouts: AsyncRollouts | None = None
+        self.async_rollouts: AsyncRollouts | None = None  # samples ahead of training (`max_staleness` above 0)
         self._saved_async: dict[str, Any] | None = None
-        self.generations = {"train": 0, "eval": 0}
+        self.generations = {"train": 0, "eval": 0}  # begun so far
 
     @property
     def chooses_prompts(self) -> bool:
@@ -198,14 +105,7 @@ class RolloutPhase:
         in_flight: InFlightBatch | None = None,
         params: SamplingParams | None = None,
     ) -> ScoredRollouts:
-        """Sample and reward one round of a generation. Collective.
-
-        Args:
-            key: names the round.
-            samples: of this process.
-            in_flight: the same, where sampling has begun earlier.
-            params: sampling settings, where they differ from those of training.
-        """
+        """Sample and reward one round of a generation; `in_flight` if its sampling began earlier. Collective."""
         context, spec, log = self._context, self.collector.spec, RewardLog()
         reuse = self.speculation if context.training else None  # an evaluation samples from scratch
         with self._located(key), self._listener(in_flight) as listener:
@@ -276,46 +176,31 @@ class RolloutPhase:
 
     @torch.no_grad()
     def launch(self, generation: int | None) -> None:
-        """At the beginning of an optimizer step, launch the generations that may be sampled with its weights.
-
-        Args:
-            generation: that whose training begins now, if one does.
-        """
+        """At the beginning of an optimizer step, launch the generations that may be sampled with its weights."""
         if self.async_rollouts is None:
-            self.async_rollouts = self._build_async_rollouts()
+            self.async_rollouts = AsyncRollouts.of(
+                self._context,
+                self.collector,
+                self.params,
+                self.chooser,
+                next_key=self.next_key,
+                send_weights=self._send_weights,
+                watch=lambda: self._listener(None),
+            )
             if self._saved_async is not None:
                 given_up = self.async_rollouts.load_state_dict(self._saved_async, self._context.step)
                 self.generations["train"] -= given_up  # they are launched again, with the same seeds
         self.async_rollouts.launch(self._context.step, generation)
 
-    def _build_async_rollouts(self) -> AsyncRollouts:
-        context, args, algebra = self._context, self._context.args, self._context.algebra
-        dataset = context.loop.train_dataset
-        per_epoch = len(dataset) // algebra.prompts_per_generation if hasattr(dataset, "__len__") else None
-        rank, shuffle = context.collectives.rank, bool(args.shuffle_dataset)
-        return AsyncRollouts(
-            self.collector,
-            self.params,
-            prompt_source(dataset, self.chooser, algebra, rank, shuffle=shuffle, seed=args.seed),
-            LaunchSchedule(algebra, per_epoch, context.loop.state.max_steps),
-            args.max_staleness,
-            next_key=self.next_key,
-            send_weights=self._send_weights,
-            watch=lambda: self._listener(None),
-            waiting=lambda: context.phases("wait"),
-        )
-
-    def newest_samples(self) -> list[PromptSample]:
-        """Some samples of the generation that was launched with the current weights; none before the first update."""
-        if self.async_rollouts is None or not self._context.step:
+    def probe(self, wanted: Callable[[], bool]) -> list[Rollout]:
+        """Short rollouts of the current weights, for the engine check alone; none before the first update."""
+        asynchronous, version = self.async_rollouts, self._context.step
+        samples = asynchronous.newest_draws(version)[:PROBE_ROWS] if asynchronous is not None and version else []
+        if not samples or not wanted():
             return []
-        return self.async_rollouts.newest_draws(self._context.step)[:PROBE_ROWS]
-
-    def probe(self, samples: list[PromptSample]) -> list[Rollout]:
-        """Short rollouts of the current weights, for the engine check alone."""
         params = replace(self.params, max_tokens=min(self.params.max_tokens, PROBE_TOKENS))
         with self._context.phases("generate"):
-            return self.collector.collect(samples, params, ("probe", self._context.step))
+            return self.collector.collect(samples, params, ("probe", version))
 
     def cancel(self) -> None:
         """Give up what is in flight; the weights are sent again before the next sampling."""
@@ -339,13 +224,14 @@ class RolloutPhase:
         self.async_rollouts.bring_weights(self._context.step)
 
     def _send_weights(self, version: int) -> None:
-        with self._context.phases("sync"):
-            self._context.metrics.add(self.weight_sync.ensure_current(version), self._context.mode)
+        context = self._context
+        with context.phases("sync"):
+            if not traits_of(self.collector.engine).shares_policy:
+                context.metrics.add(self.weight_sync.ensure_current(version), context.mode)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, what is in flight, and the states of chooser and speculation."""
         return {
             "generations": self.generations,
             "async_rollouts": self.async_rollouts.state_dict() if self.async_rollouts is not None else None,
@@ -354,7 +240,6 @@ class RolloutPhase:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; async rollouts are resumed at the next launch."""
         self.generations = dict(state["generations"])
         self._saved_async = state["async_rollouts"]
         if self._saved_async is not None and self._context.args.max_staleness == 0:  # these are sampled again

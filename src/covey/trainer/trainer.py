@@ -26,19 +26,17 @@ from covey.policy.loading import load_processing_class
 from covey.policy.scoring import Unwrap
 from covey.rollout.vision import tokenizer_of
 from covey.trainer import build
-from covey.trainer.behaviour import BehaviourScorer
 from covey.trainer.checkpoint import Checkpointer, Stateful, find_checkpoint, resume_from
-from covey.trainer.credit import CreditAssigner
+from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.engine_check.correction import build_engine_check, corrected
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
-from covey.trainer.finite import FiniteCheck
+from covey.trainer.experience import BehaviourScorer, CreditAssigner
 from covey.trainer.integrations import hub, search
-from covey.trainer.moe_balance import ExpertBalance
+from covey.trainer.loss_terms import ExpertBalance
+from covey.trainer.microbatches import MicroBatchRunner
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.update_phase import UpdatePhase
-from covey.trainer.validation import check_datasets, check_fit
-from covey.trainer.vision import blank_row, build_vision
 from covey.trainer.weight_sync import WeightSync
 
 
@@ -85,6 +83,8 @@ class OnlineTrainer(Trainer):
     """The policy was sharded for an evaluation without training."""
     on_evaluated: Callable[[dict[str, float], int], bool] | None = None
     """(metrics, step) -> stop training, after each evaluation of a hyperparameter search."""
+    own_callbacks: frozenset[int]
+    """Ids of the callbacks that the user has not given."""
 
     @accepts_old_names
     def __init__(
@@ -117,7 +117,7 @@ class OnlineTrainer(Trainer):
         processing_class = load_processing_class(
             processing_class, model, trust_remote_code=args.trust_remote_code, init_kwargs=args.model_init_kwargs
         )
-        tokenizer, vision = tokenizer_of(processing_class), build_vision(processing_class, model)
+        tokenizer, vision = tokenizer_of(processing_class), build.build_vision(processing_class, model)
         super().__init__(
             model=model,
             args=args,
@@ -139,23 +139,23 @@ class OnlineTrainer(Trainer):
             context, model, tokenizer, engine, tools, rollout_func, environment_factory, vision
         )
         if vision is not None and self.sharding.weights:
-            self.scorer.blank = blank_row(self.collector.codec)
+            self.scorer.blank = build.blank_row(self.collector.codec)
         engine = self.collector.engine
         self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, lora_sync=args.vllm_lora_sync)
-        self.sampling = build.sampling_params(args)
-        context.algorithm = corrected(context.algorithm, args, traits_of(engine), self.sampling)
+        sampling = build.sampling_params(args)
+        context.algorithm = corrected(context.algorithm, args, traits_of(engine), sampling)
         speculation = build.build_speculation(args, train_dataset)
         self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
         entropy = build.entropy_controller(args)
         self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args))
-        runner = build.build_runner(context, self.scorer)
+        runner = MicroBatchRunner.of(context, self.scorer)
         self.completions = build.build_completions(args, self.is_world_process_zero())
         self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
-        self.behaviour.engine_check = build_engine_check(context, self.collector, self.sampling, self.behaviour.rescore)
+        self.behaviour.engine_check = build_engine_check(context, self.collector, sampling, self.behaviour.rescore)
         check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
         chooser = build.build_chooser(context, train_dataset, self.rewards.weights)
         self.rollouts = RolloutPhase(
-            context, self.collector, self.sampling, self.rewards, self.weight_sync, speculation, chooser
+            context, self.collector, sampling, self.rewards, self.weight_sync, speculation, chooser
         )
         self.finite = FiniteCheck(context)
         self.updates = UpdatePhase(
@@ -184,19 +184,12 @@ class OnlineTrainer(Trainer):
             "metrics": self.metrics,
         }
         self.checkpoints = Checkpointer(context, parts, before_saving=self.finite.check_weights)
-        build.add_callbacks(self)
-        given = {id(callback) for callback in callbacks or ()} | {c for c in callbacks or () if isinstance(c, type)}
-        handled = self.callback_handler.callbacks
-        self._own_callbacks = frozenset(id(c) for c in handled if id(c) not in given and type(c) not in given)
+        build.add_callbacks(self, callbacks or ())
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
-        """One micro-step of Hugging Face's loop: prompt samples (or nothing) in, gradients out.
-
-        What an optimizer step trains on is planned once, when all of its generations are sampled, so a micro-step may
-        run several micro-batches or none.
-        """
+        """One micro-step of Hugging Face's loop: prompt samples (or nothing) in, gradients out."""
         start = time.perf_counter()
         model.train()
         with self.context.phases("train"):
@@ -204,7 +197,8 @@ class OnlineTrainer(Trainer):
                 self.behaviour.entropy_known = False
                 if self.args.max_staleness:
                     self.rollouts.launch(inputs.generation)
-                    self._probe_engine()
+                    with torch.no_grad():  # the engine check needs samples of current weights
+                        self.behaviour.probe(self.rollouts.probe(self.behaviour.engine_check.wants_samples))
             if inputs.generation is not None:
                 self.updates.load(self.gather_experience(inputs))
             loss = self.updates.micro_step(model, self.current_gradient_accumulation_steps)
@@ -218,13 +212,6 @@ class OnlineTrainer(Trainer):
         batch, kl = self.behaviour.score(rollouts.scored.rollouts)
         log = self.completions if self.context.training else self.evaluation.completions
         return self.credit.assign(batch, rollouts, kl, log)
-
-    @torch.no_grad()
-    def _probe_engine(self) -> None:
-        """Compare engine and trainer on samples of current weights, where training sees those of older ones alone."""
-        samples = self.rollouts.newest_samples()
-        if samples and self.behaviour.engine_check.wants_samples():
-            self.behaviour.probe(self.rollouts.probe(samples))
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -411,7 +398,7 @@ class OnlineTrainer(Trainer):
 
     def users_callbacks(self) -> list[Any]:
         """Copies of the callbacks that the user gave, since some count."""
-        return [copy.copy(one) for one in self.callback_handler.callbacks if id(one) not in self._own_callbacks]
+        return [copy.copy(one) for one in self.callback_handler.callbacks if id(one) not in self.own_callbacks]
 
     # ---- checkpoints and models ------------------------------------------------------------------------------------
 

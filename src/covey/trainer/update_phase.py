@@ -16,40 +16,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from covey.core.batch import TrainBatch
 from covey.core.losses import mean_over_update
-from covey.core.model import inference_mode_of
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
 from covey.core.records import Mean, Stat
 from covey.policy.moe import RouterLoads
 from covey.policy.scoring import TokenScorer
-from covey.trainer.behaviour import BehaviourScorer
+from covey.trainer.checks import FiniteCheck
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_generations, pool
 from covey.trainer.distributed.gradients import average_gradients
-from covey.trainer.entropy import EntropyController, exact_quantile
-from covey.trainer.finite import FiniteCheck
-from covey.trainer.microbatches import MicroBatchRunner
-from covey.trainer.moe_balance import ExpertBalance
-from covey.trainer.rollout_buffer import PartOfStep, RolloutBuffer, batch_counts, nominal_parts
+from covey.trainer.experience import BehaviourScorer
+from covey.trainer.loss_terms import EntropyController, ExpertBalance, exact_quantile
+from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, batch_counts, nominal_parts
 
 
 class UpdatePhase:
-    """Trains on generations, one micro-step of Hugging Face's loop at a time.
-
-    Args:
-        context: of the run.
-        scorer: runs the policy forward.
-        behaviour: scores without gradient.
-        runner: runs micro-batches that fit into memory.
-        entropy: coefficient of the entropy bonus, or None.
-        balance: load-balancing loss of mixtures of experts, or None.
-        finite: stops at a loss that is NaN.
-        backward: (model, micro-batch) -> its loss, with the gradients added to the parameters'.
-        compute_loss: (model, micro-batch) -> its loss.
-
-    Attributes:
-        micro_steps: of the current optimizer step, so far.
-    """
+    """Trains on generations, one micro-step of Hugging Face's loop at a time."""
 
     def __init__(
         self,
@@ -67,8 +49,8 @@ class UpdatePhase:
         self._scorer = scorer
         self._behaviour = behaviour
         self.runner = runner
-        self.entropy = entropy
-        self.balance = balance
+        self.entropy = entropy  # None without an entropy bonus
+        self.balance = balance  # None without a load-balancing loss
         self._finite = finite
         self._backward = backward
         self._compute_loss = compute_loss
@@ -96,12 +78,7 @@ class UpdatePhase:
         self.buffer.refill(own, index, parts, args.num_iterations)
 
     def micro_step(self, model: Any, window: int) -> Tensor:
-        """Run the micro-batches of one micro-step: several, one or none. Returns their loss.
-
-        Args:
-            model: as the training loop has it.
-            window: micro-steps of this optimizer step.
-        """
+        """Run the micro-batches of one micro-step: several, one or none. Returns their loss."""
         self._window = window
         if not self.buffer.is_planned:
             self._plan(window - self.micro_steps)
@@ -235,13 +212,11 @@ class UpdatePhase:
         for one in planned:
             tokens += pass_tokens(one, range(len(one)), self._scorer.layout)
             run += len(one)
-        context.metrics.add(
-            {
-                "passes/tokens": Mean(float(tokens), float(len(planned))),
-                "passes/skipped_rollouts": Mean(float(skipped), float(run + skipped)),
-            },
-            "train",
-        )
+        stats: dict[str, Stat] = {
+            "passes/tokens": Mean(float(tokens), float(len(planned))),
+            "passes/skipped_rollouts": Mean(float(skipped), float(run + skipped)),
+        }
+        context.metrics.add(stats, "train")
         if context.sharding.gradients:
             planned += [own.batch.idle() for _ in range(most - len(planned))]
         if self.balance is not None:
@@ -292,7 +267,7 @@ class UpdatePhase:
 
     def _begin_balance(self, balance: ExpertBalance, batch: TrainBatch, share: float, passes: int) -> None:
         """Announce what is trained on to the load-balancing loss. Collective."""
-        context, policy = self._context, self._context.loop.policy
+        collectives, policy = self._context.collectives, self._context.loop.policy
 
         def survey(batch: TrainBatch) -> RouterLoads:
             found: list[RouterLoads] = []
@@ -301,19 +276,16 @@ class UpdatePhase:
                 found.append(self._scorer.loads(policy, part, balance.top_k))
                 return torch.zeros_like(part.token_ids, dtype=torch.float32)  # no scores are wanted
 
-            with context.accelerator.autocast(), inference_mode_of(policy):
-                self.runner.score(batch, context.micro_batch_rows, look)
+            self._behaviour.values(policy, batch, look)
             mine = [total.cpu() for total in RouterLoads.of_all(found)] if found else None
-            shares = context.collectives.gather(mine, "add up the experts' loads")
+            shares = collectives.gather(mine, "add up the experts' loads")
             return RouterLoads.of_all([RouterLoads(*share) for share in shares if share is not None])
 
-        alone = context.collectives.size == 1 and passes <= 1
-        balance.begin(share, batch, survey, whole=alone)
+        balance.begin(share, batch, survey, whole=collectives.size == 1 and passes <= 1)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffer, the controllers' states and the learned limit of tokens."""
         return {
             "buffer": self.buffer.state_dict(),
             "entropy": None if self.entropy is None else self.entropy.state_dict(),
@@ -321,7 +293,6 @@ class UpdatePhase:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
         collectives = self._context.collectives
         self.buffer.load_state_dict(state["buffer"], self._context.device, collectives.rank, collectives.size)
         if self.entropy is not None and state["entropy"] is not None:

@@ -43,22 +43,10 @@ class SharedServers(Protocol):
 
 
 class WeightSync:
-    """Keeps an engine at the policy's version.
-
-    Args:
-        engine: what samples.
-        policy: gives the model that is trained.
-        lora_sync: "adapter" sends an adapter alone, "merged" sends the weights it amounts to, and "auto" sends it alone
-            where both the adapter and the engine allow that.
-        collectives: how processes meet.
-    """
+    """Keeps an engine at the policy's version."""
 
     def __init__(
-        self,
-        engine: RolloutEngine,
-        policy: Callable[[], Any],
-        collectives: Collectives,
-        lora_sync: str = "auto",
+        self, engine: RolloutEngine, policy: Callable[[], Any], collectives: Collectives, lora_sync: str = "auto"
     ):
         self._engine = engine
         self._policy = policy
@@ -73,19 +61,12 @@ class WeightSync:
         self._sent = None
 
     def ensure_current(self, version: int) -> dict[str, Stat]:
-        """Send the weights if they changed since the last time; metrics of it, if so.
-
-        Args:
-            version: optimizer steps the policy has taken.
-
-        Raises:
-            ValueError: the adapter is to be sent alone and cannot be.
-            RuntimeError: another process could not send or load them. On that process the error itself is raised.
-        """
+        """Send the weights if they changed since the last time; metrics of it, if so."""
         if traits_of(self._engine).shares_policy or version == self._sent:
             return {}
         started = time.perf_counter()
-        update = self._noticing(self._update(version))
+        policy, dtype = self._policy(), traits_of(self._engine).dtype
+        update = self._noticing(weight_update(policy, version, adapter_only=self._alone(policy), dtype=dtype))
         if self._collectives.size > 1 and isinstance(self._engine, SharedServers):
             self._send_for_all(self._engine, update)
         else:
@@ -95,11 +76,6 @@ class WeightSync:
         return {"sync/seconds": Mean(time.perf_counter() - started, 1.0), "sync/bytes": Mean(sent, 1.0)}
 
     # ---- what is sent ----------------------------------------------------------------------------------------------
-
-    def _update(self, version: int) -> WeightUpdate:
-        policy = self._policy()
-        dtype = traits_of(self._engine).dtype
-        return weight_update(policy, version, adapter_only=self._alone(policy), dtype=dtype)
 
     def _noticing(self, update: WeightUpdate) -> WeightUpdate:
         """The same; `_base_sent` says whether the model under an adapter is asked for, which few servers lack."""
@@ -165,12 +141,9 @@ class WeightSync:
             engine.load_weights(self._announcing(update) if together else update)
         except BaseException as caught:
             error = caught
-        word = (
-            "done",
-            None if error is None else _words(error),
-            None if error else (engine.export_state(), self._base_sent),
-        )
-        self._from_first(word, update.version)
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        state = None if error else (engine.export_state(), self._base_sent)
+        self._from_first(("done", message, state), update.version)
         if error is not None:
             raise error
 
@@ -210,10 +183,4 @@ class WeightSync:
             return WeightUpdate(of.version, of.specs, tensors, of.adapter)
 
         made = passes(update, "update")
-        if update.base is None:
-            return made
-        return WeightUpdate(made.version, made.specs, made.tensors, made.adapter, passes(update.base, "base"))
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+        return made if update.base is None else replace(made, base=passes(update.base, "base"))

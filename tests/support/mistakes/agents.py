@@ -4,7 +4,7 @@ from typing import Any
 
 from covey.rewards import CharEnd, RewardError
 from covey.rollout.user_functions import RolloutError
-from covey.trainer.build_rollouts import RolloutWarning
+from covey.trainer.rollout_reports import RolloutWarning
 from tests.support import tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake
 from tests.trainer.agents.test_tools import TEMPLATE, add

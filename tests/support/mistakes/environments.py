@@ -5,7 +5,7 @@ from typing import Any
 
 from covey.rollout.environments import EnvironmentWarning, GymEnvironment, OpenEnvironment
 from covey.rollout.user_functions import RolloutError
-from covey.trainer.build_rollouts import RolloutWarning
+from covey.trainer.rollout_reports import RolloutWarning
 from tests.support import tiny
 from tests.support.mistakes.agents import conversations, nobody
 from tests.support.mistakes.cases import TRAINING, Bench, Mistake

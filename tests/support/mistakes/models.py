@@ -27,8 +27,8 @@ from transformers import (
 from covey import GRPOTrainer
 from covey.cli.explain.flags import take_flags
 from covey.cli.launch import launch_command, launch_if_asked
+from covey.trainer.checks import NotFiniteError
 from covey.trainer.distributed.sharding import Sharding
-from covey.trainer.finite import NotFiniteError
 from tests.support import hybrids, mixtures, runs, tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Bench, Mistake
 

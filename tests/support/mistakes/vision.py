@@ -5,7 +5,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 from covey.rollout.user_functions import RolloutError
-from covey.trainer.build_rollouts import RolloutWarning
+from covey.trainer.rollout_reports import RolloutWarning
 from tests.support import tiny, tiny_vision
 from tests.support.mistakes.cases import TRAINING, Bench, Mistake
 from tests.support.mistakes.models import launched_with

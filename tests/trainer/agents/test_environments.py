@@ -8,7 +8,7 @@ import pytest
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.environments import EnvironmentWarning
 from covey.rollout.user_functions import RolloutError
-from covey.trainer.build_rollouts import RolloutWarning
+from covey.trainer.rollout_reports import RolloutWarning
 from tests.support import runs, tiny
 from tests.trainer.agents.test_tools import TOKENIZER, tokenizer
 

@@ -21,9 +21,9 @@ from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
-from covey.trainer.behaviour import sampling_entropy
 from covey.trainer.engine_check.correction import corrected
-from covey.trainer.rollout_buffer import weigh
+from covey.trainer.microbatches import weigh
+from covey.trainer.rollout_reports import sampling_entropy
 from tests.support import runs, tiny
 from tests.support.exact import KeepFloat64
 from tests.trainer.agents.test_tools import CALL, TOKENIZER, add

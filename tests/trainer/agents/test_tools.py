@@ -5,7 +5,7 @@ import pytest
 from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.user_functions import RolloutError
-from covey.trainer.build_rollouts import FailureMonitor
+from covey.trainer.rollout_reports import FailureMonitor
 from tests.support import runs, tiny
 
 ERROR = FinishReason.ERROR

@@ -13,7 +13,7 @@ from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, run_async
 from covey.rollout.prompts import PromptCodec
 from covey.trainer.async_rollouts import AsyncRollouts, LaunchSchedule
-from covey.trainer.rollout_phase import RolloutListener
+from covey.trainer.rollout_reports import RolloutListener
 from tests.support import tiny
 
 EIGHT = tiny.rows(8)

@@ -11,7 +11,7 @@ from covey.core.packing import balance_ranks
 from covey.core.records import FinishReason, Media, Rollout
 from covey.trainer.distributed.collectives import Collectives, pack, unpack
 from covey.trainer.distributed.exchange import RolloutIndex, join_indexes, moves, pool
-from covey.trainer.rollout_buffer import RolloutBuffer
+from covey.trainer.microbatches import RolloutBuffer
 
 
 def batch_of(rank, images=False, reports=True):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from covey.trainer import finite
-from covey.trainer.finite import NotFiniteError, check_model, is_finite
+from covey.trainer import checks
+from covey.trainer.checks import NotFiniteError, check_model, is_finite
 from tests.support import runs, tiny
 
 
@@ -33,7 +33,7 @@ def test_weights_without_values_of_their_own_are_passed_over():
 
 
 def test_the_messages_name_a_few_weights():
-    assert doctest.testmod(finite).failed == 0
+    assert doctest.testmod(checks).failed == 0
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     for parameter in model.parameters():
         parameter.data[0] = math.nan
@@ -130,10 +130,10 @@ def test_float16_may_skip_some_steps_but_not_all(tmp_path, monkeypatch):
     trainer = runs.trainer(tmp_path)
     monkeypatch.setattr(trainer.accelerator, "scaler", Scaler())
     trainer.finite.check_loss(math.inf)
-    for _ in range(finite.MOST_SKIPPED):
+    for _ in range(checks.MOST_SKIPPED):
         trainer.finite.check_norm(torch.tensor(math.inf))
     trainer.finite.check_norm(torch.tensor(1.0))  # counted in a row
-    for _ in range(finite.MOST_SKIPPED):
+    for _ in range(checks.MOST_SKIPPED):
         trainer.finite.check_norm(torch.tensor(math.nan))
     with pytest.raises(NotFiniteError, match="31 steps in a row"):
         trainer.finite.check_norm(torch.tensor(math.nan))

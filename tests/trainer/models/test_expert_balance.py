@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from covey.core.batch import TrainBatch
 from covey.policy.moe import load_balancing_loss
-from covey.trainer.moe_balance import ExpertBalance
+from covey.trainer.loss_terms import ExpertBalance
 from tests.support import mixtures, runs, tiny
 from tests.trainer.test_passes import gradients_of_one_step
 

@@ -14,7 +14,7 @@ from covey.rollout.episode import EpisodeEngine
 from covey.rollout.images import ImageError, as_parts
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_functions import RolloutError
-from covey.trainer.build_rollouts import RolloutWarning
+from covey.trainer.rollout_reports import RolloutWarning
 from tests.support import runs, tiny_vision
 from tests.trainer.vision.test_vision_rollouts import trainer
 from tests.trainer.vision.test_vision_training import FAMILIES, codec_of, rollouts, scores

@@ -13,7 +13,7 @@ from covey.policy.scoring import TokenScorer
 from covey.policy.vlm_parts import part_names
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.vision import Vision, tokenizer_of
-from covey.trainer.vision import blank_row
+from covey.trainer.build import blank_row
 from tests.support import tiny_vision
 
 FAMILIES = [

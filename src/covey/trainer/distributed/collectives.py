@@ -46,11 +46,6 @@ class CollectiveError(RuntimeError):
 class Collectives:
     """Exchanges between the processes of a run. With one process every call returns at once.
 
-    Args:
-        rank, size: this process, and the number of processes.
-        seconds: deadline of each wait for the other processes.
-        step: returns the current optimizer step, for messages.
-
     Example:
         >>> alone = Collectives(rank=0, size=1, seconds=1800.0, step=lambda: 12)
         >>> alone.gather("mine", "gather the rewards")
@@ -71,15 +66,7 @@ class Collectives:
             self.note("starting")
 
     def gather(self, mine: Any, what: str) -> list[Any]:
-        """Exchange objects: each process gives one and receives those of all, in the order of ranks.
-
-        Args:
-            mine: a picklable object; its tensors arrive on the CPU.
-            what: purpose, as in "gather the rewards of generation 12"; the same on every process.
-
-        Raises:
-            CollectiveError: another process is late, has failed or is gone, or gathers for another purpose.
-        """
+        """Exchange objects: each process gives one and receives those of all, in the order of ranks."""
         if self.size == 1:
             return [mine]
         with self._waiting(what) as finish:
@@ -96,16 +83,7 @@ class Collectives:
         return [theirs for _, theirs in received]
 
     def exchange(self, outgoing: list[Any], what: str) -> list[Any]:
-        """Send one object to each process, and receive one from each, in the order of ranks.
-
-        Args:
-            outgoing: a picklable object for each rank; None sends nothing. Tensors travel as raw bytes and arrive on
-                the CPU.
-            what: as for `gather`.
-
-        Raises:
-            CollectiveError: as for `gather`.
-        """
+        """Send one object to each process, and receive one from each, in the order of ranks."""
         if self.size == 1:
             return outgoing
         messages = [torch.empty(0, dtype=torch.uint8) if one is None else pack(one) for one in outgoing]
@@ -129,11 +107,7 @@ class Collectives:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Start collectives of torch only when every process has arrived, and name their errors.
-
-        Raises:
-            CollectiveError: another process is late, has failed or is gone.
-        """
+        """Start collectives of torch only when every process has arrived, and name their errors."""
         self.meet(what)
         try:
             yield
@@ -144,14 +118,7 @@ class Collectives:
 
     @contextmanager
     def ending_all(self) -> Iterator[None]:
-        """End the other processes too when an exception leaves this context.
-
-        They notice it where they wait for one another; one that is busy elsewhere is interrupted. The context can be
-        entered again after all processes have failed.
-
-        Raises:
-            CollectiveError: another process failed while this one was at work.
-        """
+        """End the other processes too when an exception leaves this context."""
         if self.size == 1 or self._watched:
             yield
             return

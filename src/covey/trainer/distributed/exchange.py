@@ -26,31 +26,20 @@ Moves = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True)
 class RolloutIndex:
-    """Sizes and places of rollouts, on the CPU and equal on every process.
+    """Sizes and places of rollouts, on the CPU and equal on every process."""
 
-    Attributes:
-        owners: [B] int64, the process that holds each rollout.
-        rows: [B] int64, its number in that process's batch.
-        lengths, sampled_lengths: [B] int64, completion tokens, and those of them that are learned from.
-        has_signal: [B] bool, some learned token has an advantage other than 0.
-        groups: [B] int64, the prompt that each rollout continues: an index into `prompt_lengths`.
-        prompt_lengths: [P] int64.
-        prompt_keys: [P, 2] int64, hash of each prompt's tokens.
-        weights, entropy_weights: [B] float32, weights of each rollout's learned tokens in place of those in the batch.
-        skipped_tokens, skipped_rows: learned tokens, and rollouts that have such, that were dropped.
-    """
-
-    owners: Tensor
-    rows: Tensor
-    lengths: Tensor
+    owners: Tensor  # [B] int64, the process that holds each rollout
+    rows: Tensor  # [B] int64, its number in that process's batch
+    lengths: Tensor  # [B] int64, completion tokens, and those of them that are learned from
     sampled_lengths: Tensor
-    has_signal: Tensor
-    groups: Tensor
-    prompt_lengths: Tensor
-    prompt_keys: Tensor
+    has_signal: Tensor  # [B] bool, some learned token has an advantage other than 0
+    groups: Tensor  # [B] int64, the prompt that each rollout continues: an index into `prompt_lengths`
+    prompt_lengths: Tensor  # [P] int64
+    prompt_keys: Tensor  # [P, 2] int64, hash of each prompt's tokens
+    # [B] float32, weights of each rollout's learned tokens in place of those in the batch
     weights: Tensor | None = None
     entropy_weights: Tensor | None = None
-    skipped_tokens: int = 0
+    skipped_tokens: int = 0  # learned tokens, and rollouts that have such, that were dropped
     skipped_rows: int = 0
 
     @classmethod
@@ -107,12 +96,7 @@ class RolloutIndex:
 
 
 def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None = None) -> RolloutIndex:
-    """Concatenate indexes, rollouts in order; equal prompts are counted once.
-
-    Args:
-        indexes: of several processes, or of several generations.
-        offsets: of generations: rollouts of each process in the generations before.
-    """
+    """Concatenate indexes, rollouts in order; equal prompts are counted once."""
     lengths: dict[tuple[int, ...], int] = {}
     for index in indexes:
         for key, length in zip(index.prompt_keys.tolist(), index.prompt_lengths.tolist(), strict=True):
@@ -136,16 +120,7 @@ def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None 
 
 
 def moves(index: RolloutIndex, shares: Sequence[Tensor]) -> Moves:
-    """Transfers that give each process the rollouts that it trains on, those that it holds already included.
-
-    Args:
-        index: the rollouts of an optimizer step.
-        shares: for each process, numbers of rollouts in the index.
-
-    Example:
-        Process 0 holds rollouts 0 and 1, process 1 holds 2 and 3. With shares [[0, 2], [1, 3]] each keeps its first and
-        sends the other: ((0,), (1,)), ((0,), (1,)).
-    """
+    """Transfers that give each process the rollouts that it trains on, those that it holds already included."""
     places = list(zip(index.owners.tolist(), index.rows.tolist(), strict=True))
     rows: list[list[set[int]]] = [[set() for _ in shares] for _ in shares]
     for receiver, share in enumerate(shares):
@@ -156,12 +131,7 @@ def moves(index: RolloutIndex, shares: Sequence[Tensor]) -> Moves:
 
 
 class OwnRollouts:
-    """Rollouts that this process sampled, and those that it received from others.
-
-    Args:
-        batch: this process's share of a generation, or of all generations of an optimizer step.
-        rank: this process.
-    """
+    """Rollouts that this process sampled, and those that it received from others."""
 
     def __init__(self, batch: TrainBatch, rank: int):
         self.batch = batch
@@ -171,12 +141,7 @@ class OwnRollouts:
         self._received: dict[int, dict[int, Media]] = {}  # images of each process
 
     def fetch(self, index: RolloutIndex, shares: Sequence[Tensor], collectives: Collectives) -> TrainBatch:
-        """The rollouts of this process's share, from wherever they are. Collective.
-
-        Args:
-            index: the rollouts of an optimizer step, equal on every process.
-            shares: for each process, numbers of rollouts in the index.
-        """
+        """The rollouts of this process's share, from wherever they are. Collective."""
         share = index.select(shares[self.rank])
         if collectives.size == 1:
             return _like(share, self.batch.select(share.rows.to(self.batch.lengths.device)))
@@ -241,11 +206,7 @@ def _like(share: RolloutIndex, batch: TrainBatch) -> TrainBatch:
 
 
 def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, RolloutIndex]:
-    """A generation of all processes, in the order of ranks: this process's rollouts, and the index of all. Collective.
-
-    Args:
-        batch: this process's share, as many rollouts as the others'; a group may span processes.
-    """
+    """A generation: this process's rollouts, and the index of all processes' in the order of ranks. Collective."""
     if collectives.size == 1:
         return OwnRollouts(batch, collectives.rank), RolloutIndex.of(batch)
     present = [name for name in (*UNREPORTED, "media") if getattr(batch, name) is not None]

@@ -15,13 +15,7 @@ BUCKET_BYTES = 64 * 2**20
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> None:
-    """Replace each gradient by its mean over all processes; a missing one counts as zero. Collective.
-
-    A parameter without a gradient on any process stays without.
-
-    Args:
-        parameters: the trained parameters, in the same order on every process.
-    """
+    """Replace each gradient by its mean over all processes; a missing one counts as zero. Collective."""
     present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
     used = [p for p, there in zip(parameters, present.tolist(), strict=True) if there]

@@ -25,16 +25,7 @@ class PeerFailure(KeyboardInterrupt):
 
 @contextmanager
 def interrupted_when(reason: Callable[[], str | None]) -> Iterator[None]:
-    """Interrupt the main thread within this context once there is a reason; end a process that does not react.
-
-    Off the main thread, and on platforms without such signals, the process is ended.
-
-    Args:
-        reason: called repeatedly on another thread; returns the text of the error, None to go on.
-
-    Raises:
-        PeerFailure: with the reason as its text.
-    """
+    """Interrupt the main thread within this context once there is a reason; end a process that does not react."""
     left = threading.Event()
     caller = threading.get_ident() if CAN_INTERRUPT and threading.current_thread() is threading.main_thread() else None
     found: list[str] = []

@@ -19,29 +19,17 @@ from covey.policy.sharded_tensors import reshard
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharded parts of the training state.
+    """Sharded parts of the training state."""
 
-    Attributes:
-        name: of the library, for messages; "" without sharding.
-        weights: each process holds a shard of each weight, so a forward pass needs all processes.
-        gradients: the wrapper averages gradients in each backward pass, so a backward pass needs all processes.
-        deepspeed: the last backward pass ends with the optimizer step.
-    """
-
-    name: str = ""
-    weights: bool = False
+    name: str = ""  # of the library, for messages; "" without sharding
+    weights: bool = False  # each process holds a shard of each weight, so a forward pass needs all processes
+    # the wrapper averages gradients in each backward pass, so a backward pass needs all processes
     gradients: bool = False
-    deepspeed: bool = False
+    deepspeed: bool = False  # the last backward pass ends with the optimizer step
 
     @contextmanager
     def around_pass(self, accelerator: Any, model: Any, last: bool) -> Iterator[None]:
-        """Context of one forward and backward pass.
-
-        Args:
-            accelerator: of the run; `sync_gradients` is set where the micro-step ends an optimizer step.
-            model: as the training loop has it.
-            last: it is the micro-step's last pass.
-        """
+        """Context of one forward and backward pass."""
         if self.gradients and not self.deepspeed:
             model.set_requires_gradient_sync(True)  # else whole gradients would wait for the step's end
         state, ends = accelerator.gradient_state, accelerator.sync_gradients
@@ -53,11 +41,7 @@ class Sharding:
 
 
 def sharding_of(accelerator: Any) -> Sharding:
-    """Sharding of an accelerator.
-
-    Raises:
-        ValueError: a kind that Covey does not support.
-    """
+    """Sharding of an accelerator."""
     kind = str(accelerator.distributed_type).rsplit(".", 1)[-1]
     if kind == "DEEPSPEED":
         stage = int(accelerator.state.deepspeed_plugin.zero_stage)
@@ -112,10 +96,7 @@ def shard_on_cpu(trainer: Any) -> None:
 
 
 def prepare_frozen(accelerator: Any, model: Any) -> Any:
-    """Place a model that is not trained on the accelerator's device, sharded if weights are.
-
-    Under ZeRO-1 and 2, as under DDP, every process holds the whole model.
-    """
+    """Place a model that is not trained on the accelerator's device, sharded if weights are."""
     sharding = sharding_of(accelerator)
     if not sharding.weights:
         return model.to(accelerator.device) if sharding.deepspeed else model
@@ -142,11 +123,7 @@ def ready_to_evaluate(trainer: Any) -> None:
 
 
 def ready_to_train(trainer: Any) -> None:
-    """Undo the preparation of an earlier evaluation.
-
-    Raises:
-        ValueError: impossible under ZeRO-3, where DeepSpeed shards a model once, with an optimizer or without.
-    """
+    """Undo the preparation of an earlier evaluation."""
     if trainer.sharding.weights:
         reshard(trainer.policy)  # an optimizer must hold shards
     if trainer.evaluates_alone and trainer.sharding.deepspeed and trainer.sharding.weights:

@@ -41,17 +41,7 @@ RESHAPING = frozenset(
 
 
 def build_correction(args: Any, traits: EngineTraits, params: SamplingParams) -> MismatchCorrection | None:
-    """Weights of tokens by trainer over engine probability, or None where nothing is to be corrected.
-
-    Nothing is where the user says so, and where the built-in engine samples, unless it is asked for. Nothing can be,
-    and a warning says so, where the engine reports log-probs of a distribution that sampling has cut or reshaped:
-    compared with the trainer's, which knows nothing of the cut, they would weigh down tokens for having been kept.
-
-    Args:
-        args: the config.
-        traits: what the engine says of itself.
-        params: how completions are sampled.
-    """
+    """Weights of tokens by trainer over engine probability, or None where nothing is to be corrected."""
     if not args.vllm_importance_sampling_correction or (traits.shares_policy and not args.correct_built_in_engine):
         return None
     reshaping = reshapes(args, params)
@@ -100,15 +90,7 @@ def build_engine_check(
     rescore: Callable[[TrainBatch, float], Tensor],
     gather: Callable[[Any], list[Any]] | None = None,
 ) -> EngineCheck:
-    """The comparison of the engine's first samples with the trainer's log-probs.
-
-    Args:
-        context: of the run.
-        collector: its engine and tokenizer.
-        params: sampling settings.
-        rescore: scores rollouts under the policy at a temperature.
-        gather: collective: this process's finding to those of all; that of the context if None.
-    """
+    """The comparison of the engine's first samples with the trainer's log-probs."""
     args, traits = context.args, traits_of(collector.engine)
     model = context.accelerator.unwrap_model(context.loop.model, keep_torch_compile=False)
     return EngineCheck(

@@ -49,27 +49,16 @@ def tolerance(*dtypes: torch.dtype | None) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Log-probs of the same few rollouts by engine and trainer, and the means to test causes.
+    """Log-probs of the same few rollouts by engine and trainer, and the means to test causes."""
 
-    Attributes:
-        batch: rollouts with `engine_logprobs` [N].
-        scored: [N], the trainer's.
-        rescore: scores other rollouts, or at another temperature.
-        temperature: the one that both should have used.
-        tolerance: mean difference that is taken for rounding.
-        bos_token_id: what tokenizers put in front, if anything.
-        agreed: an earlier comparison found the two alike.
-        alone: this process may score by itself; else causes that would have to are not looked for.
-    """
-
-    batch: TrainBatch
-    scored: Tensor
-    rescore: Rescore
-    temperature: float
-    tolerance: float
-    bos_token_id: int | None = None
-    agreed: bool = False
-    alone: bool = True
+    batch: TrainBatch  # rollouts with `engine_logprobs` [N]
+    scored: Tensor  # [N], the trainer's
+    rescore: Rescore  # scores other rollouts, or at another temperature
+    temperature: float  # the one that both should have used
+    tolerance: float  # mean difference that is taken for rounding
+    bos_token_id: int | None = None  # what tokenizers put in front, if anything
+    agreed: bool = False  # an earlier comparison found the two alike
+    alone: bool = True  # this process may score by itself; else causes that would have to are not looked for
 
     @property
     def engine(self) -> Tensor:
@@ -235,24 +224,7 @@ def likely_cause(comparison: Comparison) -> str:
 
 
 class EngineCheck:
-    """Compares an engine's first samples with the trainer's view of them.
-
-    Every process compares four rollouts of its own and learns what the others found, so that all of them go on or
-    none does.
-
-    Args:
-        action: "raise", "warn" or "off".
-        traits: what the engine says of itself.
-        rescore: scores rollouts under the policy at a temperature.
-        gather: collective: this process's finding to those of all.
-        model_name: for messages.
-        temperature: of sampling.
-        tolerance: largest mean difference in nats.
-        bos_token_id: of the tokenizer.
-        corrected: the loss makes use of the log-probs, so an engine that reports none is worth a warning.
-        together: scoring takes all processes, each in step with the others.
-        comparable: False if the engine reports a distribution that sampling has cut, which nothing here can score.
-    """
+    """Compares an engine's first samples with the trainer's view of them."""
 
     def __init__(
         self,
@@ -291,15 +263,7 @@ class EngineCheck:
         return bool(self._left) and self._asked <= CHECKS
 
     def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
-        """Look at a generation. Collective while checks are left.
-
-        Args:
-            batch: what was sampled.
-            fresh: [R] int64, the rollouts that the current weights have sampled: no other can be compared. None: all.
-
-        Raises:
-            ValueError: engine and trainer disagree, on this process or another, and `action` is "raise".
-        """
+        """Look at a generation. Collective while checks are left."""
         self._warn_of_gaps(batch)
         if not self._left:
             return

@@ -26,16 +26,7 @@ def build_engine(
     collectives: Collectives,
     vision: Vision | None = None,
 ) -> RolloutEngine:
-    """Engine that samples from the policy.
-
-    Args:
-        vision: processor of a vision-language model.
-
-    Raises:
-        ValueError: settings that contradict the model or the number of processes.
-        ImportError: the engine's package is missing.
-        RuntimeError: the engine does not start, or a server is missing or incompatible.
-    """
+    """Engine that samples from the policy."""
     if args.use_sglang:
         from covey.trainer.engines.servers import sglang_servers
 

@@ -35,13 +35,7 @@ CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 def build_colocated(
     args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], vision: Vision | None = None
 ) -> VllmColocateEngine:
-    """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images.
-
-    Raises:
-        ValueError: settings that contradict one another or the number of processes, or too little memory.
-        ImportError: vLLM is missing or too old.
-        RuntimeError: vLLM does not start.
-    """
+    """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images."""
     _check_processes(args, accelerator.num_processes)
     sleeping = sleeps(args, accelerator.device)
     folder = tempfile.TemporaryDirectory(prefix="covey-vllm-")
@@ -74,14 +68,7 @@ def build_colocated(
 
 
 def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs`, except for memory and adapters.
-
-    Args:
-        args: a `GRPOConfig` or `RLOOConfig`.
-        model: the policy.
-        folder: of its config and tokenizer.
-        accelerator: gives precision, device and processes.
-    """
+    """Arguments of `vllm.EngineArgs`, except for memory and adapters."""
     path = getattr(base_model(model).config, "_name_or_path", "")
     on_cpu = accelerator.device.type == "cpu"
     return {
@@ -105,10 +92,7 @@ def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> di
 
 
 def logprobs_mode(temperature: float) -> str:
-    """Log-probs for vLLM to report, equal to the trainer's where possible.
-
-    The trainer's are at the temperature and before any cut. vLLM offers those before both and those after both.
-    """
+    """Log-probs for vLLM to report, equal to the trainer's where possible."""
     return "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
 
 
@@ -124,11 +108,7 @@ def adapter_arguments(args: Any, model: Any) -> dict[str, Any]:
 
 
 def memory_arguments(args: Any, model: Any, device: torch.device) -> dict[str, Any]:
-    """Memory of vLLM: a share of a GPU, or a cache of fixed size on a CPU.
-
-    Raises:
-        DoesNotFit: with "auto", no share lets the run fit.
-    """
+    """Memory of vLLM: a share of a GPU, or a cache of fixed size on a CPU."""
     if device.type == "cpu":
         if os.environ.get(CPU_CACHE):
             return {}

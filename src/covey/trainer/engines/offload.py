@@ -18,13 +18,7 @@ HOST = torch.device("cpu")
 def make_room(
     device: torch.device, *, model: Callable[[], Any] | None, optimizers: Callable[[], Iterable[Any]] | None
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Context for an engine to enter before it wakes: empties torch's cache and moves tensors to host memory.
-
-    Args:
-        device: of the policy.
-        model: returns the policy, if its parameters are to move.
-        optimizers: returns its optimizers, if their states are to move; called late, as they are created late.
-    """
+    """Context for an engine to enter before it wakes: empties torch's cache and moves tensors to host memory."""
 
     def tensors() -> list[Tensor]:
         found: list[Tensor] = []

@@ -25,13 +25,7 @@ from covey.policy.loading import end_token_ids
 
 
 def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
-    """Engine that samples from vLLM servers, which are probed here so that a wrong one fails early.
-
-    Raises:
-        ValueError: `generation_kwargs` holds what requests decide themselves.
-        ServerRefused: a server is not one that this run can sample from.
-        NoServerLeft: one is not up within `vllm_server_timeout`.
-    """
+    """Engine that samples from vLLM servers, which are probed here so that a wrong one fails early."""
     api_key = args.vllm_server_api_key or os.environ.get("VLLM_API_KEY") or None
     api = VllmApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model))
     sender = WeightSender(
@@ -58,14 +52,7 @@ def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, contex
 
 
 def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
-    """Engine that samples from SGLang servers: those that are named, or one that is started here.
-
-    Raises:
-        ValueError: `generation_kwargs` holds what requests decide themselves, or no server can be started.
-        LaunchFailed: the server that was started does not come up; with the end of its log.
-        ServerRefused: a server is not one that this run can sample from.
-        NoServerLeft: one is not up within `sglang_server_timeout`.
-    """
+    """Engine that samples from SGLang servers: those that are named, or one that is started here."""
     api = SglangApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model))
     sender = WeightSender(
         SglangWeightApi(device=accelerator.device, port=args.sglang_group_port),
@@ -110,12 +97,7 @@ class Started(NamedTuple):
 
 
 def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> Started:
-    """Start an SGLang server on `sglang_device` and wait until it is up; it ends with this process.
-
-    Raises:
-        ValueError: several processes, a model without a name to load it by, or no such device.
-        LaunchFailed: it does not come up.
-    """
+    """Start an SGLang server on `sglang_device` and wait until it is up; it ends with this process."""
     if accelerator.num_processes > 1:
         raise ValueError(
             f"sglang_device={args.sglang_device!r} starts a server for a run of one process, and this one has"
@@ -154,11 +136,7 @@ def remote_engine(
     context: int | None,
     **settings: Any,
 ) -> RemoteEngine:
-    """Engine over servers of any backend.
-
-    Raises:
-        ValueError: several processes would put the same servers to sleep.
-    """
+    """Engine over servers of any backend."""
     if settings.get("sleeps") and accelerator.num_processes > 1:
         raise ValueError(
             "vllm_enable_sleep_mode=True with vllm_mode='server' and several processes: one of them would put a server"

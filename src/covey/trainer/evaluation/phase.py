@@ -22,24 +22,13 @@ from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
 from covey.rollout.collector import PromptSample
 from covey.trainer.context import RunContext
-from covey.trainer.credit import SummaryColumns, none_for_nan, summarize
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, Scoreboard, rows_of
 from covey.trainer.rollout_phase import RolloutPhase
+from covey.trainer.rollout_reports import SummaryColumns, rewards_by_name, summarize
 
 
 class EvaluationPhase:
-    """Samples and scores evaluation datasets.
-
-    Args:
-        context: of the run.
-        rollouts: samples and rewards.
-        gather: prompt samples -> their batch, with credit; collective.
-        loss_of: the loss of such a batch; collective.
-        prompts_required: rows must have a prompt; an environment may give it otherwise.
-
-    Attributes:
-        completions: log of the latest evaluation, until it is sent to trackers.
-    """
+    """Samples and scores evaluation datasets."""
 
     def __init__(
         self,
@@ -57,15 +46,7 @@ class EvaluationPhase:
         self.completions: CompletionLog | None = None
 
     def loader(self, datasets: Any, chosen: Any) -> Any:
-        """Batches over one evaluation dataset or suite.
-
-        Args:
-            datasets: of the trainer.
-            chosen: a dataset, the name of one of `datasets`, or None for `datasets` itself.
-
-        Raises:
-            ValueError: there is no such dataset, or it cannot be sampled from.
-        """
+        """Batches over one evaluation dataset or suite."""
         if isinstance(chosen, str):
             known = datasets if isinstance(datasets, dict) else {}
             if chosen not in known:
@@ -91,13 +72,7 @@ class EvaluationPhase:
         self.completions = None
 
     def run(self, dataloader: Any, prefix: str, on_batch: Callable[[], None]) -> EvalLoopOutput:
-        """Sample and score every prompt of a dataset. Collective.
-
-        Args:
-            dataloader: made by `loader`.
-            prefix: of the metrics.
-            on_batch: called after each batch.
-        """
+        """Sample and score every prompt of a dataset. Collective."""
         context, model = self._context, self._context.loop.model
         was_training = model.training
         model.eval()
@@ -191,19 +166,12 @@ class EvaluationPhase:
             "right": [grade.right for grade in grades],
             "answer": [grade.answer for grade in grades],
         }
-        extras = {name: values for name, values in given.items() if any(value is not None for value in values)}
-        log.add(
-            self._context.step,
-            columns.prompt,
-            columns.completion,
-            {name: none_for_nan(scores[:, k]) for k, name in enumerate(self._rollouts.rewards.names)},
-            extras=extras | columns.extra_columns,
-            finish=columns.finish,
-            lengths=columns.length,
-            counts=columns.counts,
-            errors=columns.error,
-            images=columns.images,
-        )
+        logged = columns.as_logged()
+        logged["extras"] = {
+            **{name: values for name, values in given.items() if any(value is not None for value in values)},
+            **logged["extras"],
+        }
+        log.add(self._context.step, rewards=rewards_by_name(scores, self._rollouts.rewards.names), **logged)
 
     @contextmanager
     def _recommended_weights(self) -> Iterator[None]:

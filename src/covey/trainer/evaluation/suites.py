@@ -107,11 +107,7 @@ class EvalSuite:
             )
 
     def completions(self, algebra: BatchAlgebra) -> int:
-        """Completions of each prompt.
-
-        Raises:
-            ValueError: fewer than `pass_at` and `maj_at` need.
-        """
+        """Completions of each prompt."""
         count = self.num_generations or (1 if self.temperature == 0 else algebra.eval_group)
         for name in ("pass_at", "maj_at"):
             if any(k > count for k in getattr(self, name)):
@@ -122,11 +118,7 @@ class EvalSuite:
         return count
 
     def batches(self, algebra: BatchAlgebra) -> BatchAlgebra:
-        """Batch sizes of the run with as many whole groups of this suite as an evaluation batch holds, at least one.
-
-        Raises:
-            ValueError: as `completions` does.
-        """
+        """Batch sizes of the run with as many whole groups of this suite as an evaluation batch holds, at least one."""
         count = self.completions(algebra)
         per_device = count * max(1, algebra.per_device_eval_batch_size // count)
         return replace(algebra, num_generations_eval=count, per_device_eval_batch_size=per_device)
@@ -139,11 +131,7 @@ class EvalSuite:
         return replace(params, **changes)
 
     def judge(self, rewards: RewardSuite) -> "Grader":
-        """The grader of this suite's completions.
-
-        Raises:
-            ValueError: the reward function is ambiguous, or there are no answers to count.
-        """
+        """The grader of this suite's completions."""
         if not self.pass_at and not self.maj_at:
             return Grader(None, self.success_threshold, None)
         threshold = torch.tensor(self.success_threshold, dtype=torch.float32).item()  # rounded as rewards are
@@ -178,34 +166,21 @@ class EvalSuite:
 
 @dataclass(frozen=True)
 class Graded:
-    """Grade of one completion.
+    """Grade of one completion."""
 
-    Attributes:
-        prompt: row of the dataset.
-        reward: weighted total; NaN without a reward.
-        right: None without a reward.
-        answer: its vote, as text.
-    """
-
-    prompt: int
-    reward: float
-    right: bool | None
-    answer: str | None
+    prompt: int  # row of the dataset
+    reward: float  # weighted total; NaN without a reward
+    right: bool | None  # None without a reward
+    answer: str | None  # its vote, as text
 
 
 @dataclass(frozen=True)
 class Grader:
-    """Grades completions by a reward.
+    """Grades completions by a reward."""
 
-    Attributes:
-        reward: index of the reward function; None grades nothing.
-        threshold: minimum reward of a right completion.
-        answer: a function or a column; None: no votes.
-    """
-
-    reward: int | None
-    threshold: float
-    answer: Callable[[Any], Hashable | None] | str | None
+    reward: int | None  # index of the reward function; None grades nothing
+    threshold: float  # minimum reward of a right completion
+    answer: Callable[[Any], Hashable | None] | str | None  # a function or a column; None: no votes
 
     def right(self, rewards: Sequence[float]) -> bool | None:
         """Grade of a completion by its rewards, one per function."""
@@ -216,16 +191,7 @@ class Grader:
     def answers(
         self, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]], scored: bool
     ) -> list[str | None]:
-        """The vote of each completion, as text, so that processes agree on equality; None if the function raises.
-
-        Args:
-            completions: text or messages.
-            columns: logged by reward functions with `log_extra`.
-            scored: some completion has a reward; a reward function that failed on all has logged nothing.
-
-        Raises:
-            ValueError: no reward function has logged the column.
-        """
+        """The vote of each completion, as text, so that processes agree on equality; None if the function raises."""
         if self.answer is None:
             return [None] * len(completions)
         if not isinstance(self.answer, str):
@@ -251,12 +217,7 @@ class Grader:
 
 
 class Scoreboard:
-    """Estimates of a suite from the grades of all processes.
-
-    Args:
-        suite: names the estimates.
-        completions: of each prompt.
-    """
+    """Estimates of a suite from the grades of all processes."""
 
     def __init__(self, suite: EvalSuite, completions: int):
         self._suite = suite
@@ -297,15 +258,7 @@ def rows_of(dataset: Any) -> Any:
 
 
 def suite_of(settings: Mapping[str, Any], dataset: Any) -> EvalSuite:
-    """A suite from the settings of a run file.
-
-    Args:
-        settings: fields of `EvalSuite` by name, without `dataset`.
-        dataset: its rows.
-
-    Raises:
-        ValueError: unknown or contradictory settings.
-    """
+    """A suite from the settings of a run file."""
     known = [field.name for field in dataclasses.fields(EvalSuite) if field.name != "dataset"]
     if unknown := [name for name in settings if name not in known]:
         raise ValueError(

@@ -82,17 +82,7 @@ def _name_on_hub(trainer: "OnlineTrainer", given: str | None) -> str:
 
 
 class PushCompletions(TrainerCallback):
-    """Uploads the files of completions to a dataset on the hub during training.
-
-    Args:
-        repo: id of the dataset, which is created if missing.
-        folder: of the parquet files.
-        token: with write permission; by default the one of this machine.
-        private: for a dataset that is created.
-
-    Raises:
-        ValueError: it cannot be created or written to.
-    """
+    """Uploads the files of completions to a dataset on the hub during training."""
 
     def __init__(self, repo: str, folder: Path, token: str | None = None, private: bool | None = None):
         from huggingface_hub import HfApi

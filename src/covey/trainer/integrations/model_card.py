@@ -53,38 +53,22 @@ PACKAGES = ("transformers", "torch", "accelerate", "datasets", "peft", "deepspee
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Contents of a card.
+    """Contents of a card."""
 
-    Attributes:
-        name: of the model.
-        base: hub id of the model that was trained; None if it has none.
-        method: `grpo` or `rloo`.
-        adapter: the model is a PEFT adapter.
-        datasets: hub ids.
-        rewards: names of the reward functions.
-        config: every setting and its value.
-        defaults: every setting and its default.
-        history: as in `trainer.state.log_history`.
-        processes: number of training processes.
-        sees_images: it is a vision-language model.
-        language, license: as the hub names them.
-        tags: further tags.
-    """
-
-    name: str
-    base: str | None
-    method: str
-    adapter: bool
-    datasets: Sequence[str]
-    rewards: Sequence[str]
-    config: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    history: list[dict[str, Any]]
-    processes: int = 1
-    sees_images: bool = False
-    language: str | list[str] | None = None
+    name: str  # of the model
+    base: str | None  # hub id of the model that was trained; None if it has none
+    method: str  # `grpo` or `rloo`
+    adapter: bool  # the model is a PEFT adapter
+    datasets: Sequence[str]  # hub ids
+    rewards: Sequence[str]  # names of the reward functions
+    config: Mapping[str, Any]  # every setting and its value
+    defaults: Mapping[str, Any]  # every setting and its default
+    history: list[dict[str, Any]]  # as in `trainer.state.log_history`
+    processes: int = 1  # number of training processes
+    sees_images: bool = False  # it is a vision-language model
+    language: str | list[str] | None = None  # as the hub names them
     license: str | None = None
-    tags: Sequence[str] = field(default_factory=tuple)
+    tags: Sequence[str] = field(default_factory=tuple)  # further tags
 
 
 def model_card(facts: CardFacts) -> str:

@@ -120,14 +120,7 @@ def _check_searchable(trainer: "OnlineTrainer") -> None:
 
 
 class _Trials:
-    """Runs trials on all processes; the first one decides and sends its decisions to the others.
-
-    Args:
-        original: trainer whose settings the trials change.
-        hp_name: names a trial.
-        objective: from metrics to the value that is compared.
-        caught: types of errors that end a trial and not the search.
-    """
+    """Runs trials on all processes; the first one decides and sends its decisions to the others."""
 
     def __init__(
         self,
@@ -153,11 +146,7 @@ class _Trials:
         return value
 
     def follow(self) -> Any:
-        """Run trials on the other processes until the first one has the best.
-
-        Raises:
-            RuntimeError: the search has failed there.
-        """
+        """Run trials on the other processes until the first one has the best."""
         import optuna
 
         while True:
@@ -232,11 +221,7 @@ class _Trials:
 
 
 def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
-    """The model of a `model_init`, which may take the trial.
-
-    Raises:
-        ValueError: it takes more than that, or returns None.
-    """
+    """The model of a `model_init`, which may take the trial."""
     parameters = list(inspect.signature(model_init).parameters.values())
     required = [
         one.name
@@ -254,11 +239,7 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
 
 
 def made_model(model: Any, model_init: Callable[..., Any]) -> Any:
-    """The model of a `model_init`.
-
-    Raises:
-        ValueError: there is a `model` besides, or the function cannot be called or returns nothing.
-    """
+    """The model of a `model_init`."""
     if model is not None:
         raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
     return make_model(model_init)
@@ -266,9 +247,6 @@ def made_model(model: Any, model_init: Callable[..., Any]) -> Any:
 
 def mean_reward(metrics: dict[str, float]) -> float:
     """The reward of an evaluation; the mean over its datasets.
-
-    Raises:
-        ValueError: no completion had a reward.
 
     Example:
         >>> mean_reward({"eval_a_reward": 1.0, "eval_a_runtime": 9.0, "eval_b_reward": 0.0, "eval_b_runtime": 9.0})

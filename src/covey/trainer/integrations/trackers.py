@@ -28,12 +28,7 @@ MODULES = {
 
 
 def check_trackers(report_to: str | Sequence[str] | None) -> None:
-    """Check the trackers of a run.
-
-    Raises:
-        ValueError: unknown tracker.
-        ImportError: its package is missing.
-    """
+    """Check the trackers of a run."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     for name in [report_to] if isinstance(report_to, str) else report_to or ():

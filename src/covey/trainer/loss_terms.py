@@ -1,17 +1,14 @@
-"""The load-balancing loss of mixtures of experts: one for each optimizer step, however the step is cut into passes.
-
-The loss is a product of two means over tokens, so the losses of parts do not add up to that of the whole. With the
-first mean, the share of tokens that each expert gets, taken over the whole step beforehand, the rest is a sum over
-tokens. A step of several passes, or of several processes, is therefore run forward once more without its head, before
-its first pass; a step of one pass is not. The formula is in `covey.policy.moe`.
-"""
+"""Terms of the loss in addition to the objective: the entropy bonus, and the load balance of mixtures of experts."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
 from covey.core.records import Mean, Stat
 from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
@@ -20,33 +17,78 @@ Survey = Callable[[TrainBatch], RouterLoads]
 """Rollouts of this process -> the loads of all processes' together, without gradient. Collective."""
 
 
-class ExpertBalance:
-    """The load-balancing loss of a run.
+@dataclass
+class EntropyController:
+    """Coefficient of the entropy bonus in the next step.
 
-    Attributes:
-        coef: its weight; 0 where there is none.
-        top_k: experts of a token.
-        kept: whether the model's config asked for its loss when it was loaded.
+    Adaptive (Skywork-OR1, arXiv 2505.22312 §4): the coefficient grows by `delta` after a step whose entropy was at or
+    below the target and shrinks by as much after any other; it acts only while the entropy is at or below the target.
+    """
+
+    coef: float
+    adaptive: bool = False
+    low: float = 0.0  # bounds of the coefficient
+    high: float = 1.0
+    delta: float = 0.005  # change per step
+    target: float = 0.2  # nats per token
+    last_entropy: float | None = None  # mean entropy of the last optimizer step, or None before the first
+
+    @property
+    def effective(self) -> float:
+        """The coefficient of the coming step."""
+        if self.adaptive and (self.last_entropy is None or self.last_entropy > self.target):
+            return 0.0
+        return self.coef
+
+    def observe(self, entropy: float) -> None:
+        """Update the coefficient with an optimizer step's mean entropy."""
+        self.last_entropy = entropy
+        if self.adaptive:
+            step = self.delta if entropy <= self.target else -self.delta
+            self.coef = min(max(self.coef + step, self.low), self.high)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"coef": self.coef, "last_entropy": self.last_entropy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.coef, self.last_entropy = state["coef"], state["last_entropy"]
+
+
+def exact_quantile(values: Tensor, q: float) -> float:
+    """The q-quantile with linear interpolation, of any number of values (torch.quantile stops at 2^24)."""
+    if not len(values):
+        return 0.0
+    ordered = values.sort().values
+    place = q * (len(values) - 1)
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return torch.lerp(ordered[low], ordered[high], place - low).item()
+
+
+class ExpertBalance:
+    """The load-balancing loss of a run: one for each optimizer step, however the step is cut into passes.
+
+    The loss is a product of two means over tokens, so the losses of parts do not add up to that of the whole. With the
+    first mean, the share of tokens that each expert gets, taken over the whole step beforehand, the rest is a sum over
+    tokens. A step of several passes, or of several processes, is therefore run forward once more without its head,
+    before its first pass; a step of one pass is not. The formula is in `covey.policy.moe`.
     """
 
     def __init__(self, coef: float, top_k: int, kept: bool = False):
-        self.coef = coef
-        self.top_k = top_k
-        self.kept = kept
+        self.coef = coef  # 0 where there is no such loss
+        self.top_k = top_k  # experts of a token
+        self.kept = kept  # the model's config asked for its loss when it was loaded
         self._share = 1.0
         self._rows = 0
         self._survey: Callable[[], RouterLoads] | None = None
         self._whole: RouterLoads | None = None
 
     @classmethod
-    def of(cls, args: Any, policy: Any) -> "ExpertBalance":
+    def of(cls, args: OnlineConfig, policy: Any) -> "ExpertBalance":
         """With the weight of the trainer's config; where that is None, with the weight in the model's own config.
 
         The model's own weight holds for models that transformers has such a loss for, whether or not their config sets
-        `output_router_logits`. The model's own computation of this loss is switched off: it would not know packed rows.
-
-        Raises:
-            ValueError: the config asks for the loss, and the model has no experts.
+        `output_router_logits`. The model's own computation of it is switched off: it would not know packed rows.
         """
         config = policy.config.get_text_config()
         own, asks = getattr(config, "router_aux_loss_coef", None), bool(getattr(config, "output_router_logits", False))
@@ -72,10 +114,10 @@ class ExpertBalance:
         """Begin an accumulation window, or an evaluation batch.
 
         Args:
-            share: how much of the optimizer step it is.
+            share: of the optimizer step.
             batch: this process's rollouts of it.
             survey: runs them forward.
-            whole: a single pass of a single process runs them all: its own loads are those of the stretch.
+            whole: a single pass of a single process runs them all, so that its own loads are those of the window.
         """
         self._share, self._rows = share, len(batch)
         self._survey = lambda: survey(batch)
@@ -85,7 +127,7 @@ class ExpertBalance:
         """Contribution of a micro-batch of `rows` rollouts to the optimizer step's loss, before the coefficient."""
         whole = self._whole
         if whole is None and rows < self._rows:  # it was to be one pass, and memory ran out
-            assert self._survey is not None, "a stretch has begun"
+            assert self._survey is not None, "a window has begun"
             whole = self._whole = self._survey()
         return self._share * load_balancing_loss(whole or loads.without_gradient(), loads)
 

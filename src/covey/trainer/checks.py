@@ -1,0 +1,240 @@
+"""Checks of a run: datasets, optimizer and metrics when a trainer is made; loss, gradients and weights while it trains.
+
+One NaN in a gradient makes every weight NaN in the next optimizer step. The loss and the norm of the gradient are known
+anyway, so that looking at them costs nothing; the weights are read through when a model is given, before they are saved
+and when training ends.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.config.base import OnlineConfig
+from covey.data.sampler import check_enough
+from covey.data.validation import check_dataset, check_prompts, first_rows
+from covey.rewards import RewardSuite
+from covey.rollout.collector import Collector
+from covey.trainer.build_rollouts import check_columns, given_by, plays_functions, refuse_plain_prompts
+from covey.trainer.checkpoint import numbered_checkpoints
+from covey.trainer.context import RunContext
+from covey.trainer.evaluation.suites import EvalSuite, rows_of
+
+MOST_NAMED = 3
+"""Parameters that a message names."""
+
+MOST_SKIPPED = 30
+"""Optimizer steps that the loss scaling of float16 may skip in a row; each halves the scale, which starts at 2^16."""
+
+
+def check_datasets(args: OnlineConfig, train_dataset: Any, eval_dataset: Any, prompts_required: bool) -> None:
+    """Look at the rows of datasets, before a model is loaded."""
+    if train_dataset is not None:
+        check_dataset(train_dataset, "train_dataset", prompts_required)
+    for dataset in evaluation_sets(eval_dataset):
+        check_dataset(rows_of(dataset), "eval_dataset", prompts_required)
+        algebra = args.algebra(args.world_size)
+        (dataset.batches(algebra) if isinstance(dataset, EvalSuite) else algebra).check_eval()
+
+
+def evaluation_sets(eval_dataset: Any) -> list[Any]:
+    """The datasets and suites of an argument `eval_dataset`."""
+    given = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    return [dataset for dataset in given if dataset is not None]
+
+
+def check_fit(
+    context: RunContext, collector: Collector, rewards: RewardSuite, train_dataset: Any, eval_dataset: Any
+) -> None:
+    """Look at what no part of a trainer can see alone: whether its data suit its tokenizer, rewards and batch sizes."""
+    _check_optimizer(context.loop.optimizer, context.loop.policy)
+    _check_attention(context.loop.policy, context.device.type)
+    if train_dataset is not None:
+        if hasattr(train_dataset, "__len__"):
+            check_enough(len(train_dataset), context.algebra)
+        _check_columns(collector, rewards, train_dataset, "train_dataset")
+    for dataset in evaluation_sets(eval_dataset):
+        _check_columns(collector, rewards, rows_of(dataset), "eval_dataset")
+        if isinstance(dataset, EvalSuite):
+            dataset.judge(rewards)
+    _check_best_metric(context.args.metric_for_best_model, eval_dataset)
+
+
+def _check_optimizer(optimizer: Any, policy: Any) -> None:
+    """One that is given holds weights that are trained; an adapter's are there once the trainer has made it."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    if not any(parameter.requires_grad and id(parameter) in held for parameter in policy.parameters()):
+        raise ValueError(
+            f"`optimizers` holds a {type(optimizer).__name__} of other weights than those that are trained, so nothing"
+            " would change. Make it of `model.parameters()` of the model that the trainer gets. With a `peft_config` it"
+            " makes the weights to train: give optimizer_cls_and_kwargs=(class, arguments), or apply"
+            " `get_peft_model` yourself."
+        )
+
+
+def _check_attention(policy: Any, device_type: str) -> None:
+    if device_type == "cpu" and getattr(policy.config, "_attn_implementation", None) == "flex_attention":
+        raise ValueError(
+            "attn_implementation='flex_attention' cannot be trained on a CPU: torch has no backward pass of it there."
+            " Leave it out, or choose 'sdpa' or 'eager'."
+        )
+
+
+def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, role: str) -> None:
+    spec = collector.spec
+    player = None if spec is None else spec.play
+    columns = check_prompts(dataset, role, collector.codec)
+    refuse_plain_prompts(spec, first_rows(dataset), role)
+    check_columns(player, columns, role)
+    if not plays_functions(spec):  # what these give to reward functions is known when they have
+        rewards.check_columns(columns | given_by(player))
+
+
+def _check_best_metric(name: str | None, datasets: Any) -> None:
+    """The best model is chosen by a metric of an evaluation; with named sets, of one of them."""
+    if name is None or datasets is None:
+        return
+    wanted = name.removeprefix("eval_")
+    if not isinstance(datasets, dict):
+        _check_estimated(name, wanted, datasets)
+        return
+    owners = [one for one in datasets if wanted.startswith(f"{one}_")]
+    if not owners:
+        proposals = [f"eval_{one}_{wanted}" for one in datasets]
+        raise ValueError(
+            f"metric_for_best_model={name!r}: the evaluation sets have names, and every metric begins with one. Choose"
+            f" whose is to decide: {' or '.join(map(repr, proposals))}."
+        )
+    owner = max(owners, key=len)
+    _check_estimated(name, wanted.removeprefix(f"{owner}_"), datasets[owner])
+
+
+def _check_estimated(name: str, metric: str, dataset: Any) -> None:
+    """A suite has no loss, and an estimate is only of the k that it names."""
+    is_suite = isinstance(dataset, EvalSuite)
+    estimated = [
+        f"{kind}@{k}" for kind in ("pass", "maj") for k in (getattr(dataset, f"{kind}_at") if is_suite else ())
+    ]
+    unknown = "@" in metric and metric.removesuffix("_low").removesuffix("_high") not in estimated
+    if unknown or (is_suite and metric == "loss"):
+        there = ["reward", *estimated, *([] if is_suite else ["loss"])]
+        others = (
+            ", or let it estimate others (pass_at, maj_at)" if is_suite else "; pass@k and maj@k are an EvalSuite's"
+        )
+        raise ValueError(
+            f"metric_for_best_model={name!r}: this evaluation set{' is a suite and' * is_suite} has no {metric}. Choose"
+            f" among its metrics, such as {', '.join(there)}{others}."
+        )
+
+
+class NotFiniteError(FloatingPointError):
+    """A loss, a gradient or a weight became NaN or infinite."""
+
+
+class FiniteCheck:
+    """Stops a run at a loss, a gradient norm or weights that are not finite."""
+
+    def __init__(self, context: RunContext):
+        self._context = context
+        self._skipped_in_a_row = 0
+
+    def check_loss(self, loss: float) -> None:
+        """Stop before the backward pass of a loss that is not finite."""
+        if not math.isfinite(loss) and not self.scales_loss:
+            raise self._stopped(f"the loss is {loss}", [])
+
+    def check_norm(self, norm: Any) -> None:
+        """Stop at a gradient norm that is not finite; every process has the same norm, so all stop together."""
+        value = 0.0 if norm is None else float(norm.item() if isinstance(norm, Tensor) else norm)
+        if math.isfinite(value):
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        if not self.scales_loss:
+            gradients = ((name, weight.grad) for name, weight in self._context.loop.policy.named_parameters())
+            raise self._stopped(f"the norm of the gradient is {value}", not_finite(gradients))
+        if self._skipped_in_a_row > MOST_SKIPPED:
+            raise self._stopped(
+                f"the gradient was not finite in {self._skipped_in_a_row} steps in a row, at any loss scale of float16",
+                [],
+            )
+
+    def check_weights(self) -> None:
+        """Stop if a trained weight is not finite, so that it is not saved over good ones. Collective."""
+        named = self._context.loop.policy.named_parameters()
+        found = not_finite((name, weight) for name, weight in named if weight.requires_grad)
+        everyone = self._context.collectives.gather(found, "check that the weights are finite")
+        if names := sorted({name for share in everyone for name in share}):
+            raise NotFiniteError(
+                f"step {self._context.step}: weights are NaN or infinite, so they are not saved: {listed(names)}."
+                f" {CAUSES} {self._where_to_resume()}"
+            )
+
+    @property
+    def scales_loss(self) -> bool:
+        """float16's loss scaling skips steps whose gradient is not finite."""
+        scaler = getattr(self._context.accelerator, "scaler", None)
+        by_deepspeed = self._context.sharding.deepspeed and self._context.accelerator.mixed_precision == "fp16"
+        return by_deepspeed or (scaler is not None and scaler.is_enabled())
+
+    def _stopped(self, what: str, gradients: list[str]) -> NotFiniteError:
+        weights = not_finite(self._context.loop.policy.named_parameters())
+        details = f" Gradients that are not finite: {listed(gradients)}." if gradients else ""
+        details += f" Weights that are not finite: {listed(weights)}." if weights else " All weights are still finite."
+        return NotFiniteError(
+            f"step {self._context.step + 1}: {what}, so the run ends before its weights are spoilt or saved."
+            f"{details} {CAUSES} {self._where_to_resume()}"
+        )
+
+    def _where_to_resume(self) -> str:
+        found = numbered_checkpoints(self._context.args.output_dir or ".")
+        if not found:
+            return "No checkpoint was saved before; start again with other settings."
+        return f"The last checkpoint, {found[-1]}, is kept: resume from it with other settings."
+
+
+CAUSES = (
+    "Common causes: a learning rate that is too high, a loss or an optimizer of one's own, activations that overflow"
+    " (use bf16=True or float32 instead of float16), a damaged weight file."
+)
+
+
+def is_finite(values: Tensor) -> bool:
+    """True if a tensor holds neither NaN nor infinity; of a sharded one, this process's shard is checked."""
+    values = getattr(values, "ds_tensor", values)  # ZeRO-3
+    values = getattr(values, "_local_tensor", values).detach()  # FSDP2
+    if values.is_meta or not values.is_floating_point() or values.dtype.itemsize < 2:
+        return True
+    total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
+    return math.isfinite(total.item()) or all(bool(part.isfinite().all()) for part in values.flatten().split(2**24))
+
+
+def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
+    """The names of tensors that are not finite."""
+    return [name for name, values in named if values is not None and not is_finite(values)]
+
+
+def listed(names: list[str]) -> str:
+    """Names in a sentence, a few of many.
+
+    Example:
+        >>> listed(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model whose weights are not finite."""
+    if names := not_finite(model.named_parameters()):
+        raise ValueError(
+            f"the model holds weights that are NaN or infinite: {listed(names)}. Nothing but NaN can be trained from"
+            " them. Either the run that saved them had diverged, or the files are damaged: load an earlier checkpoint,"
+            " or download the model again."
+        )

@@ -1,0 +1,269 @@
+"""Rollouts into training data: log-probs of the compared policies, then credit over all processes."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, step_stats
+from covey.core.batch import TrainBatch, collate, segment_sum
+from covey.core.model import inference_mode_of
+from covey.core.records import Mean, RankShard, Rollout, Scores, Stat
+from covey.observability.completions import CompletionLog
+from covey.observability.metrics import generation_stats
+from covey.policy.layout_selection import slowest
+from covey.policy.loading import has_dropout
+from covey.policy.reference import Reference
+from covey.policy.scoring import TokenScorer
+from covey.rewards import RewardSuite
+from covey.trainer.context import RunContext
+from covey.trainer.engine_check.parity import EngineCheck
+from covey.trainer.microbatches import MicroBatchRunner, weigh
+from covey.trainer.rollout_phase import RolloutBatch
+from covey.trainer.rollout_reports import SummaryColumns, rewards_by_name, sampling_entropy, summarize, token_ages
+
+
+class BehaviourScorer:
+    """Scores rollouts under the policies that the loss compares with, where it needs them."""
+
+    engine_check: EngineCheck  # compares the engine's first log-probs with the scorer's
+
+    def __init__(self, context: RunContext, scorer: TokenScorer, runner: MicroBatchRunner, reference: Reference | None):
+        self._context = context
+        self._scorer = scorer
+        self._runner = runner
+        self._reference = reference
+        self._layouts_agree = False
+        self.entropy_known = False  # a generation began in this optimizer step, and all its entropies were measured
+
+    def score(self, rollouts: Sequence[Rollout]) -> tuple[TrainBatch, Tensor | None]:
+        """The rollouts with the log-probs that the loss needs, and the reward's KL penalty [B] or None. Collective."""
+        context = self._context
+        batch = collate(rollouts, mask_truncated=context.args.mask_truncated_completions).to(context.device)
+        entropy = sampling_entropy(rollouts, batch)
+        self.entropy_known = bool(entropy)
+        context.metrics.add(entropy, context.mode)
+        with context.phases("score"):
+            self.settle_layout(batch)
+            ages = token_ages(rollouts, context.step)
+            fresh = torch.tensor([row for row, age in enumerate(ages) if not age], dtype=torch.long)
+            self.engine_check(batch, fresh.to(batch.lengths.device))
+            if not self.engine_check.comparable:  # of another distribution than the trainer scores
+                batch.engine_logprobs = None
+            return batch, self.add_logprobs(batch)
+
+    def add_logprobs(self, batch: TrainBatch) -> Tensor | None:
+        """Score under the old and the reference policy where needed; returns the KL penalty [B], if any."""
+        context, algorithm = self._context, self._context.algorithm
+        penalised = algorithm.kl_in_reward and algorithm.beta != 0
+        off_policy = context.training and not context.algebra.on_policy
+        policy, old = context.loop.policy, None
+        if off_policy or penalised or self._dropout_hides(batch):
+            entropies: list[Stat] | None = None if self.entropy_known else []
+            old = self.logprobs(policy, batch, entropies)
+            for entropy in entropies or ():
+                context.metrics.add({"entropy": entropy}, context.mode)
+            self.entropy_known = True
+            correction = algorithm.objective.correction
+            if correction is not None and batch.engine_logprobs is not None:
+                batch.mismatch_weights, stats = correction(old, batch.engine_logprobs, batch.sampled, batch.lengths)
+                context.metrics.add(stats, context.mode)
+        if self._reference is not None:
+            with self._reference.model(policy) as reference:
+                batch.ref_logprobs = self.logprobs(reference, batch)
+        batch.old_logprobs = old if off_policy else None
+        if not penalised:
+            return None
+        assert old is not None and batch.ref_logprobs is not None, "a penalty needs both"
+        kl = torch.where(batch.sampled, old - batch.ref_logprobs, 0.0)
+        context.metrics.add({"kl": Mean(kl.sum().item(), batch.sampled.sum().item())}, context.mode)
+        return segment_sum(kl, batch.lengths).cpu()
+
+    def probe(self, rollouts: Sequence[Rollout]) -> None:
+        """Check the engine with rollouts that are not trained on, if there are any. Collective."""
+        if not rollouts:
+            return
+        batch = collate(rollouts).to(self._context.device)
+        with self._context.phases("score"):
+            self.settle_layout(batch)
+            self.engine_check(batch)
+
+    def logprobs(self, model: Any, batch: TrainBatch, entropies: list[Stat] | None = None) -> Tensor:
+        """Log-probs [N] without gradient; `entropies` gets the mean of each micro-batch's trained tokens."""
+
+        def logprobs(part: TrainBatch) -> Tensor:
+            scores = self._scorer(model, part, entropy=entropies is not None)
+            if entropies is not None:
+                assert scores.entropies is not None, "asked for"
+                entropies.append(Mean(scores.entropies[part.sampled].sum().item(), part.sampled.sum().item()))
+            return scores.logprobs
+
+        return self.values(model, batch, logprobs)
+
+    def rescore(self, batch: TrainBatch, temperature: float) -> Tensor:
+        """The policy's log-probs at another temperature, [N]."""
+        with self._scorer.at_temperature(temperature):
+            return self.logprobs(self._context.loop.policy, batch)
+
+    def values(self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Tensor]) -> Tensor:
+        """A value for every token [N], computed without gradient in micro-batches."""
+        with self._context.accelerator.autocast(), inference_mode_of(self._scorer.unwrap(model)):
+            return self._runner.score(batch, self._context.micro_batch_rows, values_of)
+
+    def settle_layout(self, batch: TrainBatch) -> None:
+        """Let the scorer choose its layout before anything is planned, as tokens are counted by it.
+
+        The first call is collective: all must make the same plan, so they take the slowest layout that any process
+        found by trying.
+        """
+        policy = self._context.loop.policy
+        with self._context.accelerator.autocast():
+            mine = self._scorer.layout_of(policy, batch)
+        if self._layouts_agree:
+            return
+        agreed = slowest(self._context.collectives.gather(mine, "agree on a layout"))
+        if mine != agreed:
+            self._scorer.adopt(policy, agreed)
+            warnings.warn(
+                f"this process could score in the layout '{mine}', but another cannot, so all take '{agreed}'. Set"
+                f" attn_layout='{agreed}' to silence this.",
+                stacklevel=2,
+            )
+        self._layouts_agree = True
+
+    def _dropout_hides(self, batch: TrainBatch) -> bool:
+        """Dropout gives the loss other log-probs than the engine's are to be compared with."""
+        compared = self._context.algorithm.objective.correction is not None and batch.engine_logprobs is not None
+        return compared and self._context.training and has_dropout(self._context.loop.policy)
+
+    def state_dict(self) -> dict[str, Any]:
+        reference = self._reference  # saved where it changes or is an adapter
+        changes = reference is not None and (self._context.args.sync_ref_model or reference.stores_adapter)
+        return {"reference": reference.state_dict() if reference is not None and changes else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["reference"] is not None and self._reference is not None:
+            self._reference.load_state_dict(state["reference"])
+
+
+class GlobalBatch:
+    """The shares of all processes, joined in the order of ranks."""
+
+    def __init__(self, shards: list[RankShard], rank: int):
+        summaries, sizes, kl = [], [], []
+        self.trained_tokens = self.micro_batches = self.staleness = 0
+        for shard in shards:
+            summaries += shard.summaries
+            sizes.append(len(shard.summaries))
+            kl += [] if shard.kl is None else [shard.kl]
+            self.trained_tokens += shard.trained_tokens
+            self.micro_batches += shard.micro_batches
+            self.staleness = max(self.staleness, shard.staleness)
+        self.scores = shards[0].scores if len(shards) == 1 else Scores.joined([shard.scores for shard in shards])
+        self.kl = torch.cat(kl) if kl else None
+        self.columns = SummaryColumns.of(summaries)
+        self.lengths, self.truncated = self.columns.length, self.columns.truncated
+        self.processed_tokens = sum(self.lengths) + sum(self.columns.prompt_length)
+        start = sum(sizes[:rank])
+        self.mine = slice(start, start + sizes[rank])  # this process's rollouts
+
+    def table(self, names: list[str], advantages: Tensor) -> dict[str, Any]:
+        """The completions table over all processes, as arguments of `CompletionLog.add`."""
+        logged = self.columns.as_logged()
+        for function in self.scores.process_functions:  # last token and reward of each step
+            logged["extras"][f"{names[function]}_steps"] = [
+                [[float(end), None if reward != reward else reward] for end, reward in pairs]
+                for pairs in self.scores.steps_of(function)
+            ]
+        return {**logged, "rewards": rewards_by_name(self.scores.rewards, names), "advantages": advantages.tolist()}
+
+
+class CreditAssigner:
+    """Compares the rollouts of all processes with one another."""
+
+    def __init__(self, context: RunContext, rewards: RewardSuite, entropy_bonus: bool, unread: UnreadSettings):
+        self._context = context
+        self._rewards = rewards
+        self._entropy_bonus = entropy_bonus
+        self._unread = unread
+        self.num_tokens = 0  # prompt and completion tokens that were processed in training
+
+    def assign(
+        self, batch: TrainBatch, rollouts: RolloutBatch, kl: Tensor | None, log: CompletionLog | None
+    ) -> TrainBatch:
+        """Set advantages and token weights of a batch, and log its rollouts. Collective.
+
+        Groups are G rollouts in the order of sampling, whatever prompts they continue: `TrainBatch.groups` is about
+        forward passes alone. `kl` is the penalty [B] of the reward, or None.
+        """
+        context, args, algebra = self._context, self._context.args, self._context.algebra
+        everyone = self.gather(rollouts, batch, kl)
+        if everyone.staleness > args.max_staleness:
+            raise RuntimeError(
+                f"the engine says that it sampled tokens with weights {everyone.staleness} optimizer steps older than"
+                f" those that are trained, and max_staleness={args.max_staleness} allows {args.max_staleness}: it has"
+                " not taken weights that it was sent. Look at the engine's log; a server that was restarted comes back"
+                " with the weights it was started with. A rollout function must not return rollouts that it has kept"
+                " from an earlier step."
+            )
+        self._unread.look(everyone.scores)
+        credit = assign_credit(
+            context.algorithm, self._rewards.weights, everyone.scores, context.group_size, everyone.kl
+        )
+        batch.advantages = credit.of_tokens(everyone.mine).to(batch.lengths.device)
+        weigh(
+            batch,
+            context.algorithm.weighting,
+            rows_per_part=context.micro_batch_rows,
+            total_rows=len(everyone.lengths),
+            total_tokens=everyone.trained_tokens,
+            total_parts=everyone.micro_batches,
+            updates=algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0,
+            max_completion_length=args.max_completion_length,
+            entropy_bonus=self._entropy_bonus,
+        )
+        self._log(everyone, credit, rollouts, log)
+        return batch
+
+    def gather(self, rollouts: RolloutBatch, batch: TrainBatch, kl: Tensor | None) -> GlobalBatch:
+        """Rewards and lengths of all processes' rollouts. Collective."""
+        context, scored = self._context, rollouts.scored
+        mine = RankShard(
+            scores=scored.scores,
+            kl=kl,
+            trained_tokens=int(batch.sampled.sum()),
+            micro_batches=-(-len(scored.rollouts) // context.micro_batch_rows),
+            staleness=max(token_ages(scored.rollouts, context.step), default=0),
+            summaries=summarize(scored, images=bool(context.args.log_multimodal)),
+        )
+        purpose = "gather the rewards of {} generation {}".format(*rollouts.key)
+        return GlobalBatch(context.collectives.gather(mine, purpose), context.collectives.rank)
+
+    def _log(self, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, log: CompletionLog | None) -> None:
+        context, names, weights = self._context, self._rewards.names, self._rewards.weights
+        selection = rollouts.selection
+        if context.training:
+            self.num_tokens += (selection or everyone).processed_tokens
+            context.metrics.set("num_tokens", self.num_tokens)
+        sampled = everyone if selection is None else selection.first  # groups kept for their rewards would mislead
+        stats = dict(selection.stats) if selection is not None else {}
+        stats |= generation_stats(
+            lengths=sampled.lengths,
+            truncated=sampled.truncated,
+            rewards_NF=sampled.scores.rewards,
+            weights_F=weights,
+            names=names,
+            num_generations=context.group_size,
+        )
+        stats |= step_stats(sampled.scores, weights, names, context.group_size)
+        context.metrics.add(stats, context.mode)
+        if log is not None and log.enabled:
+            log.add(context.step, **everyone.table(names, credit.of_completions()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_tokens": self.num_tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_tokens = state["num_tokens"]

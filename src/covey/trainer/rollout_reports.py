@@ -1,0 +1,275 @@
+"""Reports on rollouts: times, streamed rewards, failures, agents' metrics, and rows of the completions table."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from covey.core.batch import TrainBatch
+from covey.core.records import FinishReason, Max, Mean, Rollout, RolloutSummary, ScoredRollouts, Stat, merge_all
+from covey.core.transcript import Counts, count, thumbnails
+from covey.observability.timeline import ROLLOUTS, Span, Timeline, covered
+from covey.rewards.batch import RewardContext
+from covey.rewards.streaming import RewardStream
+from covey.rollout.collector import RolloutSpec
+from covey.rollout.environments.agent import TextEnvironmentAgent
+from covey.rollout.tools.toolbox import call_stats
+from covey.rollout.user_functions import RolloutError
+from covey.trainer.build_rollouts import plays_functions
+
+FAILED_BATCHES = 3
+"""After this many generations in a row in which every rollout failed, the run stops."""
+
+
+class RolloutWarning(UserWarning):
+    """A rollout failed, and the run goes on."""
+
+
+# ---- while rollouts are sampled and rewarded -------------------------------------------------------------------------
+
+
+@dataclass
+class RewardLog:
+    """Columns and metrics that reward functions log while they run."""
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # of the completions table, one cell per rollout
+    metrics: dict[str, Stat] = field(default_factory=dict)  # means over calls, processes and the logging window
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        """Add a column to the completions table."""
+        self.columns[column] = list(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Add a value to a metric."""
+        merge_all(self.metrics, {name: Mean(float(value), 1.0)})
+
+    def context(self, trainer_state: Any) -> RewardContext:
+        """The context that reward functions get."""
+        return RewardContext(trainer_state, self.log_extra, self.log_metric)
+
+
+class RolloutListener:
+    """Times rollouts as they end, and streams them to rewards; leaving this context gives those up.
+
+    Args:
+        stream: scores rollouts as they end; None where rewards wait for the generation's turn.
+    """
+
+    def __init__(self, stream: RewardStream | None = None):
+        self.stream = stream
+        self.spans: list[Span] = []  # begin and end of every rollout, in the order of their ends
+        self._began = perf_counter()
+
+    def __enter__(self) -> "RolloutListener":
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*raised)
+
+    def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Rollouts have ended."""
+        now = perf_counter()
+        self.spans += [(now - rollout.seconds if rollout.seconds else self._began, now) for rollout in rollouts]
+        if self.stream is not None:
+            self.stream.on_rollouts(place, rows, rollouts)
+
+    def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """All rollouts of a group have ended."""
+        if self.stream is not None:
+            self.stream.on_group(place, rows, rollouts)
+
+    def tell(self, timeline: Timeline, names: list[str]) -> None:
+        """Add the spans of rollouts and of the named reward functions to a timeline, once all is scored."""
+        timeline.add(ROLLOUTS, "", self.spans)
+        if self.stream is None:
+            return
+        calls = self.stream.spans()
+        for index, spans in calls.items():
+            timeline.add(names[index], "", spans)
+        last = max((end for _, end in self.spans), default=self._began)
+        timeline.overlap("reward", covered((span for spans in calls.values() for span in spans), until=last))
+
+
+# ---- failures and metrics --------------------------------------------------------------------------------------------
+
+
+class FailureMonitor:
+    """Lets a run go on without failed rollouts, and stops it if all fail.
+
+    Args:
+        gather: this process's object to those of all processes, in the order of ranks. None for a single process.
+    """
+
+    def __init__(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
+        self._gather = gather or (lambda mine: [mine])
+        self._has_worked = False
+        self._failed_batches = 0
+        self._warned = False
+
+    def count(self, rollouts: Sequence[Rollout]) -> int:
+        """Count the failed rollouts of this process; all processes decide together, as one may fail by chance.
+
+        Raises:
+            RolloutError: every rollout of every process failed, and none has ever worked or it is not the first such
+                generation.
+        """
+        mine = [rollout.error for rollout in rollouts if rollout.finish is FinishReason.ERROR]
+        failed, total, errors = 0, 0, []
+        for first_error, failed_there, rollouts_there in self._gather((mine[:1], len(mine), len(rollouts))):
+            failed, total = failed + failed_there, total + rollouts_there
+            errors += first_error
+        first = errors[0] if errors else None
+        if failed < total:
+            self._has_worked, self._failed_batches = True, 0
+        elif total:
+            self._failed_batches += 1
+            if not self._has_worked or self._failed_batches >= FAILED_BATCHES:
+                often = f", {self._failed_batches} generations in a row" if self._has_worked else ""
+                raise RolloutError(f"all {total} rollouts failed{often}. The first one: {first}")
+        if failed and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{failed} of {total} rollouts failed; they get no reward and are counted in rollouts/failed. The first"
+                f" one: {first}",
+                RolloutWarning,
+                stacklevel=4,
+            )
+        return len(mine)
+
+
+def without_failed(rewards: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
+    """Rewards [n, F] with NaN for rollouts that failed: they say nothing about the policy."""
+    failed = torch.tensor([rollout.finish is FinishReason.ERROR for rollout in rollouts], dtype=torch.bool)
+    return rewards.masked_fill(failed[:, None], torch.nan) if len(rollouts) else rewards
+
+
+def failure_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
+    """`rollouts/failed`."""
+    return {"rollouts/failed": Mean.of([float(rollout.finish is FinishReason.ERROR) for rollout in rollouts])}
+
+
+def agent_stats(rollouts: Sequence[Rollout], spec: RolloutSpec) -> dict[str, Stat]:
+    """`rollouts/turns`, `rollouts/failed`, ... and, where there are tools, outcomes and seconds of calls."""
+    own = plays_functions(spec) or isinstance(spec.play, TextEnvironmentAgent)
+    tools = not own or any(rollout.calls for rollout in rollouts)
+    seconds: dict[str, Stat] = {"tools/seconds": Mean.of([rollout.tool_seconds for rollout in rollouts])}
+    return {
+        "rollouts/turns": Mean.of([float(rollout.num_turns) for rollout in rollouts]),
+        "rollouts/seconds": Mean.of([rollout.seconds for rollout in rollouts if rollout.seconds]),
+        **failure_stats(rollouts),
+        "rollouts/tool_budget": Mean.of([float(rollout.finish is FinishReason.TOOL_BUDGET) for rollout in rollouts]),
+        **(call_stats(rollouts) | seconds if tools else {}),
+    }
+
+
+def staleness(rollout: Rollout, version: int) -> list[int]:
+    """Of every sampled token: how many optimizer steps its weights are older than `version`; empty if unknown."""
+    if rollout.versions is None:
+        return []
+    pairs = zip(rollout.versions, rollout.sampled, strict=True)
+    return [version - sampled_with for sampled_with, sampled in pairs if sampled]
+
+
+def staleness_stats(rollouts: Sequence[Rollout], version: int) -> dict[str, Stat]:
+    """`sampling/staleness/mean` and `max`, over every sampled token."""
+    ages = [age for rollout in rollouts for age in staleness(rollout, version)]
+    if not ages:
+        return {}
+    return {
+        "sampling/staleness/mean": Mean(float(sum(ages)), len(ages)),
+        "sampling/staleness/max": Max(float(max(ages))),
+    }
+
+
+def token_ages(rollouts: Sequence[Rollout], version: int) -> list[int]:
+    """Largest staleness of a token of each rollout, in optimizer steps; 0 if unknown."""
+    return [max(staleness(rollout, version), default=0) if rollout.versions else 0 for rollout in rollouts]
+
+
+def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str, Stat]:
+    """The `entropy` metric, over every trained token, where the engine measured it while sampling; else nothing."""
+    flat: list[float] = []
+    for rollout in rollouts:
+        if rollout.entropies is None:
+            return {}
+        flat += rollout.entropies
+    trained = torch.tensor(flat)[batch.sampled.cpu()]
+    return {"entropy": Mean(trained.sum().item(), len(trained))}
+
+
+# ---- the completions table -------------------------------------------------------------------------------------------
+
+
+class SummaryColumns(NamedTuple):
+    """The fields of `RolloutSummary` over many rollouts, each a list."""
+
+    length: list[int]
+    truncated: list[bool]
+    prompt_length: list[int]
+    prompt: list[Any]
+    completion: list[Any]
+    finish: list[str]
+    counts: list[Counts]
+    error: list[str | None]
+    images: list[list[bytes]]
+    extras: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, summaries: Sequence[RolloutSummary]) -> "SummaryColumns":
+        """The columns of a table of summaries."""
+        return cls(*map(list, zip(*summaries, strict=True))) if summaries else cls(*([] for _ in cls._fields))
+
+    def as_logged(self) -> dict[str, Any]:
+        """The arguments of `CompletionLog.add` that summaries know; a rollout without a cell in a column has None."""
+        names = dict.fromkeys(chain.from_iterable(self.extras))
+        return {
+            "prompts": self.prompt,
+            "completions": self.completion,
+            "extras": {name: [cells.get(name) for cells in self.extras] for name in names},
+            "finish": self.finish,
+            "counts": self.counts,
+            "errors": self.error,
+            "images": self.images,
+            "lengths": self.length,
+        }
+
+
+def summarize(scored: ScoredRollouts, images: bool) -> list[RolloutSummary]:
+    """A summary of each rollout; with `images`, small ones of each."""
+    known: dict[int, bytes] = {}
+    found = []
+    for index, (sample, rollout) in enumerate(zip(scored.draws, scored.rollouts, strict=True)):
+        # Messages show calls that were not executed, too; the rollout's own counts know their results.
+        shown, executed = count(rollout.completion), sum(rollout.calls.values())
+        failed = executed - rollout.calls.get("ok", 0) if executed else shown.failed_calls
+        found.append(
+            RolloutSummary(
+                length=rollout.num_sampled,
+                truncated=rollout.truncated,
+                prompt_length=len(rollout.prompt_ids),
+                prompt=rollout.asked(sample.row) or "",
+                completion=rollout.completion,
+                finish=str(rollout.finish),
+                counts=Counts(rollout.num_turns or shown.turns, max(executed, shown.calls), failed),
+                error=rollout.error,
+                images=thumbnails(rollout.images, known) if images and rollout.media else [],
+                extras={name: values[index] for name, values in scored.columns.items()} if scored.columns else {},
+            )
+        )
+    return found
+
+
+def none_for_nan(values: Tensor) -> list[float | None]:
+    """Numbers as tables hold them."""
+    return [None if value != value else value for value in values.tolist()]
+
+
+def rewards_by_name(rewards: Tensor, names: Sequence[str]) -> dict[str, list[float | None]]:
+    """[N, F] rewards as columns of a table."""
+    return {name: none_for_nan(rewards[:, k]) for k, name in enumerate(names)}
