@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.records import Completion, FinishReason
 
-Script = Callable[[Sequence[int], int], list[int]]
-"""(prompt ids, seed of the completion) -> the completion's tokens."""
+Script = Callable[[Sequence[int], int], list[int]]  # (prompt ids, seed of the completion) -> the completion's tokens
 
 
 @dataclass(slots=True)

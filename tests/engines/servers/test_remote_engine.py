@@ -27,8 +27,8 @@ from covey.engines.servers.errors import (
 )
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.api import VllmApi
-from covey.engines.servers.weights import deadline
-from covey.engines.servers.weights.deadline import together
+from covey.engines.servers.weights import api as weight_api
+from covey.engines.servers.weights.api import together
 from tests.support import tiny
 from tests.support.servers import fake_vllm
 from tests.support.servers.fake_vllm import FakeVllm
@@ -435,7 +435,7 @@ def test_a_returning_server_without_weights_does_not_end_the_run(servers, engine
 
 
 def test_a_failed_group_join_leaves_time_for_the_others(servers, engines, monkeypatch):
-    monkeypatch.setattr(deadline, "JOIN_SECONDS", 1.0)
+    monkeypatch.setattr(weight_api, "JOIN_SECONDS", 1.0)
     one, other = servers(buckets=True), servers(buckets=True)
     engine = engines(one, other, transport=vllm_sender("group"), sync_timeout=120.0)
     one.misbehave("/init_weight_transfer_engine", fake_vllm.hang(), times=99)  # as where a firewall drops its packets

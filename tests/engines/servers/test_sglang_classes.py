@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 from covey.core.records import Media
+from covey.engines.servers.completions import sent_ids, sent_images
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.images import sent_ids, sent_images
 from covey.engines.servers.sglang import payload
 from covey.engines.servers.sglang.api import SglangApi
 from covey.engines.servers.weights.buckets import Packer

@@ -10,8 +10,8 @@ from covey.core.engine import EngineTraits, TensorSpec, WeightUpdate
 from covey.engines.servers.errors import ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.weights import VllmWeightApi, endpoint_of
+from covey.engines.servers.weights.api import Deadline
 from covey.engines.servers.weights.buckets import Packer, unpack
-from covey.engines.servers.weights.deadline import Deadline
 from covey.engines.servers.weights.sender import choose_method
 from covey.policy.weights import weight_update
 from covey.trainer.distributed.collectives import Collectives

@@ -14,8 +14,7 @@ from torch import Tensor
 from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 from covey.runtime.process_memory import is_out_of_memory
 
-LEAST_SEQUENCES = 8
-"""Fewer sequences are computed as this many."""
+LEAST_SEQUENCES = 8  # fewer sequences are computed as this many
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 """Captures a function; returns a function that replays it, and the tensor that holds the result after a replay."""
@@ -37,11 +36,7 @@ class GraphStep:
     """Decoding step of every sequence of a cache, by replaying a captured one."""
 
     def __init__(
-        self,
-        cache: SharedPrefixCache,
-        forward: Callable[[Tensor, Tensor, Any], Tensor],
-        config: Any,
-        capture: Capture,
+        self, cache: SharedPrefixCache, forward: Callable[[Tensor, Tensor, Any], Tensor], config: Any, capture: Capture
     ):
         self.cache = cache
         self._forward = forward

@@ -35,8 +35,7 @@ from covey.engines.native.sampling import (
 from covey.engines.native.shared_prefix_cache import SHARED_PREFIX_ATTENTION, SharedPrefixCache
 from covey.runtime.process_memory import is_out_of_memory
 
-PREFILL_TOKENS = 4096
-"""Most (padded) tokens in one forward pass over prompts or drafts."""
+PREFILL_TOKENS = 4096  # most (padded) tokens in one forward pass over prompts or drafts
 
 Item = TypeVar("Item")
 

@@ -9,11 +9,8 @@ from torch import Tensor, nn
 
 from covey.core.model import sdpa_suits
 
-PACKED_ROWS = 64
-"""Row count that MKL packs weights for; products with other counts are as exact."""
-
-MOST_ROWS = 256
-"""Most rows for which packed weights are faster; larger products are bound by arithmetic."""
+PACKED_ROWS = 64  # row count that MKL packs weights for; products with other counts are as exact
+MOST_ROWS = 256  # most rows for which packed weights are faster; larger products are bound by arithmetic
 
 
 def sampling_attention(model: Any) -> str:

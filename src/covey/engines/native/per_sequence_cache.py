@@ -13,8 +13,7 @@ from transformers import Cache
 
 from covey.engines.native.prefill import KeysAndValues, additive_masks, keys_and_values
 
-GRANULE = 64
-"""Capacities in tokens are multiples of this."""
+GRANULE = 64  # capacities in tokens are multiples of this
 
 
 class PerSequenceCache(Cache):

@@ -17,14 +17,10 @@ from covey.engines.native.sampling import (
     uniforms,
 )
 
-MOST_LOGITS = 1 << 24
-"""Most logits that exist at once."""
+MOST_LOGITS = 1 << 24  # most logits that exist at once
+STORED_TOKENS = 1 << 14  # most prompt tokens in a `PrefixStore`
 
-STORED_TOKENS = 1 << 14
-"""Most prompt tokens in a `PrefixStore`."""
-
-KeysAndValues = list[tuple[Tensor, Tensor]]
-"""Keys and values of each layer."""
+KeysAndValues = list[tuple[Tensor, Tensor]]  # keys and values of each layer
 
 
 def keys_and_values(prefilled: Cache) -> KeysAndValues:

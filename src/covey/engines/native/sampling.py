@@ -14,14 +14,9 @@ from torch import Tensor
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import Completion, FinishReason
 
-BLOCK = 256
-"""Tokens in one block of the race."""
-
-CPU_CHUNK = 1 << 19
-"""Logits sampled from at a time on a CPU, so that they stay in the processor's cache."""
-
+BLOCK = 256  # tokens in one block of the race
+CPU_CHUNK = 1 << 19  # logits sampled from at a time on a CPU, so that they stay in the processor's cache
 _NEGLIGIBLE = -200.0  # its exp is 0 in float32, and 0 times it is 0, unlike 0 times -inf
-
 _GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, odd, as a signed number: splitmix64's stride
 _STEP = -0x2E0A2D0F7C9D4A35  # an odd stride for steps, far from multiples of the other
 _FIRST = -0x40A7B892E31B1A47

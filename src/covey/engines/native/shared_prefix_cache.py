@@ -18,11 +18,8 @@ from transformers.masking_utils import sdpa_mask
 
 from covey.engines.native.prefill import KeysAndValues, additive_masks, keys_and_values
 
-SHARED_PREFIX_ATTENTION = "covey_shared_prefix"
-"""Attention implementation of a decoding step."""
-
-GRANULE = 64
-"""Capacities in tokens are multiples of this."""
+SHARED_PREFIX_ATTENTION = "covey_shared_prefix"  # attention implementation of a decoding step
+GRANULE = 64  # capacities in tokens are multiples of this
 
 
 @dataclass(slots=True)

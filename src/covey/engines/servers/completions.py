@@ -1,16 +1,17 @@
 """Checks of the completions that a server returns, and the concatenation of their parts."""
 
+import base64
 import math
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from typing import Any
 
 from covey.core.engine import SampleRequest
-from covey.core.records import Completion, FinishReason
+from covey.core.records import Completion, FinishReason, images_of, unexpanded
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.protocols import SampledChunk
 
-ABOVE_ZERO = 1e-2
-"""Rounding error by which a log-prob may exceed 0."""
+ABOVE_ZERO = 1e-2  # rounding error by which a log-prob may exceed 0
 
 STOPS = ("stop", "stop_token_ids", "ignore_eos", "structured_outputs", "regex", "json_schema")
 """Server settings with which a completion may end, or go on, elsewhere than at an end-of-sequence token."""
@@ -19,12 +20,7 @@ STOPS = ("stop", "stop_token_ids", "ignore_eos", "structured_outputs", "regex", 
 def check_answer(
     url: str, request: SampleRequest, answer: list[SampledChunk], ends: frozenset[int], vocab_size: int | None
 ) -> None:
-    """Check that `answer` is a possible one to `request`.
-
-    Raises:
-        BadAnswer: completions are missing, too short or too long, or log-probs are missing or invalid.
-        ServerRefused: a token that the trainer's model does not have.
-    """
+    """Check that `answer` is a possible one to `request`; raises `BadAnswer` or `ServerRefused`."""
     if len(answer) != request.n:
         raise BadAnswer(url, "generate", f"{len(answer)} completions came where {request.n} were asked for")
     for chunk in answer:
@@ -83,12 +79,7 @@ def _check_end(url: str, request: SampleRequest, completion: Completion, ends: f
 
 @dataclass
 class PartialCompletion:
-    """A completion in parts, perhaps from several versions of the weights.
-
-    Attributes:
-        request: for this single completion.
-        token_ids, logprobs, versions: of the parts so far, one entry per token.
-    """
+    """A completion in parts, perhaps from several versions of the weights; the lists have one entry per token."""
 
     request: SampleRequest
     token_ids: list[int] = field(default_factory=list)
@@ -104,11 +95,9 @@ class PartialCompletion:
         self.versions += [version] * len(chunk.completion.token_ids)
 
     def finish(self, ends: frozenset[int]) -> FinishReason:
-        """Finish reason by the last token."""
         return FinishReason.STOP if self.token_ids and self.token_ids[-1] in ends else FinishReason.LENGTH
 
     def complete(self, ends: frozenset[int]) -> bool:
-        """Tell whether no token is left to sample."""
         return len(self.token_ids) >= self.request.params.max_tokens or self.finish(ends) is FinishReason.STOP
 
     def rest(self) -> SampleRequest:
@@ -119,12 +108,41 @@ class PartialCompletion:
         return replace(self.request, prompt_ids=self.request.prompt_ids + self.token_ids, params=params, seeds=seeds)
 
     def completion(self, finish: FinishReason) -> Completion:
-        """All parts as one."""
         known = [version for version in self.versions if version is not None]
         versions = known if len(known) == len(self.versions) else None
         return Completion(self.token_ids, self.logprobs, finish, versions=versions)
 
 
 def single_request(request: SampleRequest, index: int) -> SampleRequest:
-    """Request for one of the completions of `request`."""
     return replace(request, n=1, seeds=[request.seeds[index]], drafts=None, draft_logprobs=None)
+
+
+def sent_ids(request: SampleRequest) -> list[int]:
+    return unexpanded(request.prompt_ids, request.media) if request.media else request.prompt_ids
+
+
+def sent_images(request: SampleRequest) -> list[str]:
+    """Images as data URLs with PNG, in the order of their tokens."""
+    urls = []
+    for image in images_of(request.media):
+        data = BytesIO()
+        image.save(data, "PNG", compress_level=1)
+        urls.append("data:image/png;base64," + base64.b64encode(data.getvalue()).decode())
+    return urls
+
+
+def check_expanded(url: str, request: SampleRequest, count: Any) -> None:
+    """Compare the length of the server's expanded prompt (None: it reports none) with the trainer's.
+
+    Servers expand the single token of an image with a processor of their own. One that leaves images out or resizes
+    them differently would sample from other inputs than those trained on.
+    """
+    if count != len(request.prompt_ids):
+        images = sum(len(media.images) for media in request.media)
+        made = "does not report how many tokens it makes" if count is None else f"makes {count} tokens"
+        raise ServerRefused(
+            url,
+            "sample with images",
+            f"it {made} of a prompt with {images} images, and the trainer's processor makes {len(request.prompt_ids)}",
+            "Start it with the model that is trained and the same settings of its processor.",
+        )

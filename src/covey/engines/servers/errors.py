@@ -54,16 +54,11 @@ class BadAnswer(ServerError):
     """Unusable answer: not JSON, fields missing, NaN log-probs."""
 
 
-RETRIED = (ServerUnreachable, DeadlineExceeded, ServerBusy)
-"""Failures that may pass."""
+RETRIED = (ServerUnreachable, DeadlineExceeded, ServerBusy)  # failures that may pass
 
 
 class NoServerLeft(RuntimeError):
-    """All needed servers failed, and none came back in time. The message ends with the last error of each.
-
-    Attributes:
-        errors: last error text by URL.
-    """
+    """All needed servers failed and none came back in time; the message ends with the last error of each (`errors`)."""
 
     def __init__(self, message: str, errors: dict[str, str]):
         self.errors = errors
@@ -74,11 +69,7 @@ class NoServerLeft(RuntimeError):
 
 @contextmanager
 def same_vocabulary(token: int) -> Iterator[None]:
-    """Context in which a server samples after the vocabulary's last token.
-
-    Raises:
-        ServerRefused: it has no such token, or refused for another reason.
-    """
+    """Context in which a server samples after the vocabulary's last token; the error explains that it has none."""
     try:
         yield
     except ServerRefused as error:

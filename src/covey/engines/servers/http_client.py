@@ -16,11 +16,8 @@ from covey.engines.servers.errors import (
     ServerUnreachable,
 )
 
-CONNECT_SECONDS = 10.0
-"""To open a connection; a machine that drops packets must not use up the whole deadline."""
-
-SHOWN = 2000
-"""Characters of a server's answer that an error repeats."""
+CONNECT_SECONDS = 10.0  # to open a connection; a machine that drops packets must not use up the whole deadline
+SHOWN = 2000  # characters of a server's answer that an error repeats
 
 
 class ServerClient:
@@ -56,16 +53,9 @@ class ServerClient:
     ) -> Any:
         """Send one request; the answer's JSON, or its text if that is no JSON.
 
-        Args:
-            method: GET, POST, ...
-            path: as in "/health".
-            doing: purpose as an infinitive, for errors: "send weights of version 3".
-            deadline: seconds until the whole answer must have arrived.
-            body: sent as JSON.
-            query: parameters of the URL.
-
-        Raises:
-            ServerError: a subclass of it (`covey.engines.servers.errors`), or itself for other failures (HTTP 500).
+        `doing` is its purpose as an infinitive, for errors: "send weights of version 3"; the whole answer must have
+        arrived within `deadline` seconds. Raises a `ServerError`: a subclass of it, or itself for other failures (HTTP
+        500).
         """
         connect = min(CONNECT_SECONDS, deadline)
         timeout = aiohttp.ClientTimeout(total=deadline, connect=connect)
@@ -92,11 +82,7 @@ class ServerClient:
         return _as_json(text)
 
     async def ask(self, path: str, *, doing: str, deadline: float, body: Any = None) -> dict[str, Any]:
-        """Send `body` with POST; the answer must be a JSON object.
-
-        Raises:
-            BadAnswer: it is not; and all that `call` raises.
-        """
+        """Send `body` with POST; the answer must be a JSON object, or `BadAnswer` is raised."""
         answer = await self.call("POST", path, doing=doing, deadline=deadline, body=body)
         if not isinstance(answer, dict):
             raise BadAnswer(self.url, doing, f"{path} answered {answer!r:.200} where a JSON object belongs")

@@ -19,43 +19,26 @@ ADAPTER_PREFIX = "covey-"
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Properties that a server reports.
+    """Properties that a server reports; None where it is unknown."""
 
-    Attributes:
-        model: the name it answers to.
-        release: version of its software, as in "0.32.0".
-        max_context: tokens it can attend to; None if unknown.
-        world_size: processes that hold weights (tensor x pipeline x data parallel); 1 if unknown.
-        dtype: it computes in; None if unknown.
-        vocab_size: tokens that its model embeds; None if unknown.
-        reports_after_cut: its log-probs are those of the distribution after top-k, top-p, min-p and penalties.
-        reports_temperature: its log-probs are those at the sampling temperature; False: always at temperature 1.
-        sleeps: it was started so that it can release its memory.
-        takes_adapters: it was started so that adapters can be loaded while it runs.
-        path: where its model was loaded from, if that is not its name.
-    """
-
-    model: str
-    release: str
-    max_context: int | None = None
-    world_size: int = 1
-    dtype: torch.dtype | None = None
-    vocab_size: int | None = None
-    reports_after_cut: bool = False
-    reports_temperature: bool = True
-    sleeps: bool = False
-    takes_adapters: bool = False
-    path: str | None = None
+    model: str  # the name it answers to
+    release: str  # version of its software, as in "0.32.0"
+    max_context: int | None = None  # tokens it can attend to
+    world_size: int = 1  # processes that hold weights (tensor x pipeline x data parallel)
+    dtype: torch.dtype | None = None  # it computes in
+    vocab_size: int | None = None  # tokens that its model embeds
+    reports_after_cut: bool = False  # its log-probs are those after top-k, top-p, min-p and penalties
+    reports_temperature: bool = True  # its log-probs are those at the sampling temperature, not at temperature 1
+    sleeps: bool = False  # it was started so that it can release its memory
+    takes_adapters: bool = False  # it was started so that adapters can be loaded while it runs
+    path: str | None = None  # where its model was loaded from, if that is not its name
 
 
 @dataclass(frozen=True, slots=True)
 class SampledChunk:
-    """A completion, or its first part.
+    """A completion; the first part of it if `aborted`, because the server was paused or stopped.
 
-    Attributes:
-        completion: the tokens so far.
-        aborted: the server was paused or stopped: the rest can be requested later, with the prompt and these
-            tokens as the new prompt.
+    The rest can be requested later, with the prompt and these tokens as the new prompt.
     """
 
     completion: Completion
@@ -64,29 +47,19 @@ class SampledChunk:
 
 @dataclass(frozen=True, slots=True)
 class SettingNames:
-    """Names that one backend's settings have in error messages.
+    """Names that one backend's settings have in error messages."""
 
-    Attributes:
-        timeout: seconds to wait for servers to be up.
-        request_timeout: seconds for one request.
-        sync_timeout: seconds for a weight update.
-        context: the server's option for a longer context.
-    """
-
-    timeout: str
-    request_timeout: str
-    sync_timeout: str
-    context: str
+    timeout: str  # seconds to wait for servers to be up
+    request_timeout: str  # seconds for one request
+    sync_timeout: str  # seconds for a weight update
+    context: str  # the server's option for a longer context
 
 
 class ServerApi(Protocol):
     """Requests of one backend. Every method is one or a few requests, all within `deadline` seconds."""
 
-    name: str
-    """Of the backend, for messages: "vLLM"."""
-
+    name: str  # of the backend, for messages: "vLLM"
     settings: SettingNames
-    """For messages."""
 
     async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
         """Read the server's properties, and check that it is up and can be trained with.
@@ -98,7 +71,6 @@ class ServerApi(Protocol):
 
     async def check_alive(self, server: ServerClient, deadline: float) -> None:
         """Check cheaply that the server can sample; raises a `ServerError` if it cannot."""
-        ...
 
     async def generate(
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
@@ -109,11 +81,8 @@ class ServerApi(Protocol):
         effect. The caller checks the tokens.
 
         Args:
-            server: client of the server.
-            request: prompt, settings and seeds.
             model: name to sample from: the server's model, or a loaded adapter.
             ends: the only tokens that end a completion; the sampled one is its last token.
-            deadline: seconds.
 
         Raises:
             BadAnswer: completions, tokens or log-probs are missing, NaN, or of the wrong length.
@@ -122,19 +91,15 @@ class ServerApi(Protocol):
 
     async def pause(self, server: ServerClient, deadline: float) -> None:
         """Stop sampling: requests in flight return `aborted`, new ones wait."""
-        ...
 
     async def resume(self, server: ServerClient, deadline: float) -> None:
         """Continue sampling."""
-        ...
 
     async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
         """Empty the prefix cache, which was computed with other weights."""
-        ...
 
     async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
         """Store a text that lasts as long as the server's weights; ignored by a server that stores none."""
-        ...
 
     async def read_version(self, server: ServerClient, deadline: float) -> str | None:
         """Text of `write_version`, or any other where none was stored; None if the server stores none.
@@ -142,12 +107,9 @@ class ServerApi(Protocol):
         It distinguishes a server that still holds this run's weights from one that was restarted, or that another run
         sends weights to.
         """
-        ...
 
     async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
         """Release memory: 1 keeps weights in host memory, 2 drops them."""
-        ...
 
     async def wake(self, server: ServerClient, deadline: float) -> None:
         """Take the memory back."""
-        ...

@@ -17,52 +17,33 @@ from covey.engines.servers.protocols import ServerFacts
 
 T = TypeVar("T")
 
-ATTEMPTS = 3
-"""Unusable answers to one request before it fails."""
-
-LATE = 2
-"""Missed deadlines of one request before it fails: a server that is too slow will be so the next time as well."""
-
-QUICK_SECONDS = 15.0
-"""Deadline of health checks and pauses: a server may be busy."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-"""Seconds until a server that failed is checked again, doubled every time."""
+ATTEMPTS = 3  # unusable answers to one request before it fails
+LATE = 2  # missed deadlines of one request before it fails: a server that is too slow will be so the next time as well
+QUICK_SECONDS = 15.0  # deadline of health checks and pauses: a server may be busy
+PROBE_SECONDS = 30.0  # for a server to report its properties
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds until a server that failed is checked again, doubled every time
 
 WATCH_EVERY = 10.0
 """Seconds between health checks of servers with requests in flight: one that froze does not break its connections."""
 
-MISSES = 2
-"""Health checks in a row that must fail before a server with requests in flight is left out."""
+MISSES = 2  # health checks in a row that must fail before a server with requests in flight is left out
 
 
 @dataclass(eq=False)
 class PoolMember:
-    """A server and its state.
+    """A server and its state."""
 
-    Attributes:
-        server: client of the server.
-        facts: properties that it reported.
-        version: of the weights it holds; None: those it was started with.
-        up: it may be given requests.
-        load: completions in flight.
-        last_error: text of its last failure; empty if it is healthy.
-        calls: requests in flight.
-        misses: failed health checks in a row.
-    """
-
-    server: ServerClient
-    facts: ServerFacts
-    version: int | None = None
-    up: bool = True
-    load: int = 0
-    last_error: str = ""
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)
-    misses: int = 0
+    server: ServerClient  # client of the server
+    facts: ServerFacts  # properties that it reported
+    version: int | None = None  # of the weights it holds; None: those it was started with
+    up: bool = True  # it may be given requests
+    load: int = 0  # completions in flight
+    last_error: str = ""  # text of its last failure; empty if it is healthy
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)  # requests in flight
+    misses: int = 0  # failed health checks in a row
 
     @property
     def url(self) -> str:
-        """URL of the server."""
         return self.server.url
 
     @property
@@ -106,7 +87,6 @@ class ServerPool:
 
     @property
     def up(self) -> list[PoolMember]:
-        """Members that may be given requests."""
         return [member for member in self.members if member.up]
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -116,16 +96,10 @@ class ServerPool:
     ) -> T:
         """Send a request to one server; to another one, or the same later, if it fails in a way that may pass.
 
-        Args:
-            call: the request, given the server; may be started again from scratch.
-            load: number of completions.
-            doing: for errors.
-
-        Raises:
-            ServerRefused: a server refused it.
-            ServerError: `ATTEMPTS` answers could not be used, `LATE` were not there in time, or servers that answer
-                have failed for longer than the timeout.
-            NoServerLeft: all servers failed, and none came back in time.
+        `call` may be started again from scratch; `load` is its number of completions. Raises a `ServerRefused` of the
+        server; a `ServerError` when `ATTEMPTS` answers could not be used, `LATE` were not there in time, or servers
+        that answer have failed for longer than the timeout; `NoServerLeft` when all servers failed, and none came back
+        in time.
         """
         if self._watch is None or self._watch.done():
             self._watch = asyncio.get_running_loop().create_task(self._watch_requests())
@@ -256,18 +230,10 @@ class ServerPool:
         do: Callable[[ServerClient, float], Awaitable[None]],
         seconds: float | None = None,
     ) -> list[PoolMember]:
-        """Send a request to every member at once; those that fail in a way that may pass are left out.
+        """Send a request to every member at once; returns those that succeeded. A `ServerRefused` is raised.
 
-        Args:
-            members: recipients.
-            do: the request, given the server and its deadline in seconds.
-            seconds: that deadline; None: `QUICK_SECONDS`.
-
-        Returns:
-            Members that succeeded.
-
-        Raises:
-            ServerRefused: a server refused it.
+        Members that fail in a way that may pass are left out. `do` gets the server and its deadline, `QUICK_SECONDS`
+        unless given.
         """
         deadline = QUICK_SECONDS if seconds is None else seconds
         results = await asyncio.gather(*(do(member.server, deadline) for member in members), return_exceptions=True)
@@ -304,15 +270,7 @@ class ServerPool:
         self.recall(members)
 
     async def reachable(self, until: float, doing: str) -> list[PoolMember]:
-        """Members that can be sent weights; waits for the first one, as long as for one to sample from.
-
-        Args:
-            until: latest time to wait for, on the monotonic clock.
-            doing: for errors.
-
-        Raises:
-            NoServerLeft: there is none by then.
-        """
+        """Members that can be sent weights; waits for the first one, at most until `until` (monotonic clock)."""
         began = time.monotonic()
         until = min(until, began + self._timeout)
         while not any(member.up or member.behind for member in self.members):

@@ -18,11 +18,8 @@ from types import TracebackType
 
 from covey.runtime.child_process import ChildProcess
 
-TAIL_LINES = 30
-"""Lines of the log that an error repeats: enough for a traceback."""
-
-STOP_SECONDS = 10.0
-"""For a server to end after SIGTERM, before it is killed."""
+TAIL_LINES = 30  # lines of the log that an error repeats: enough for a traceback
+STOP_SECONDS = 10.0  # for a server to end after SIGTERM, before it is killed
 
 POLL_SECONDS = 0.25
 

@@ -34,8 +34,7 @@ RESERVED = {
 
 FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
-LEAVING, FAILED = "leaving", "failed"
-"""Messages between processes that share a model."""
+LEAVING, FAILED = "leaving", "failed"  # messages between processes that share a model
 
 NewRequest = tuple[str, dict[str, Any], dict[str, Any]]
 """Id, prompt for vLLM, and sampling settings of a request that vLLM has not got yet."""

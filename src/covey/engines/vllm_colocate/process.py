@@ -23,8 +23,7 @@ from packaging.version import InvalidVersion, Version
 
 from covey.engines.vllm_colocate.model_repairs import register_dummy_loader
 
-OLDEST = "0.28"
-"""Oldest supported version of vLLM."""
+OLDEST = "0.28"  # oldest supported version of vLLM
 
 INSTALL = "pip install 'covey[vllm]'"
 
@@ -48,8 +47,7 @@ def require_vllm() -> str:
     return found
 
 
-_running: weakref.finalize | None = None
-"""Stops the vLLM of this process, also when it is garbage collected."""
+_running: weakref.finalize | None = None  # stops the vLLM of this process, also when it is garbage collected
 
 
 def start_vllm(arguments: dict[str, Any]) -> Any:

@@ -22,10 +22,16 @@ import torch
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import Completion, FinishReason
-from covey.engines.servers.completions import STOPS, PartialCompletion, single_request
+from covey.engines.servers.completions import (
+    STOPS,
+    PartialCompletion,
+    check_expanded,
+    sent_ids,
+    sent_images,
+    single_request,
+)
 from covey.engines.servers.errors import BadAnswer, ServerRefused, same_vocabulary
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.images import check_expanded, sent_ids, sent_images
 from covey.engines.servers.protocols import ADAPTER_PREFIX, SampledChunk, ServerFacts, SettingNames
 
 DTYPES = {
@@ -42,11 +48,8 @@ RESERVED = frozenset(
 )
 """Sampling parameters that users cannot set."""
 
-FLUSH_SECONDS = 5.0
-"""For the last requests to end, in one attempt to empty the cache."""
-
-KV, GRAPHS, WEIGHTS = "kv_cache", "cuda_graph", "weights"
-"""Kinds of memory that a server can release."""
+FLUSH_SECONDS = 5.0  # for the last requests to end, in one attempt to empty the cache
+KV, GRAPHS, WEIGHTS = "kv_cache", "cuda_graph", "weights"  # kinds of memory that a server can release
 
 PROBE_TEMPERATURE = 2.0
 
@@ -66,21 +69,14 @@ async def read_version(server: ServerClient, deadline: float) -> str | None:
 class SglangApi:
     """A `ServerApi` for SGLang's server.
 
-    Args:
-        temperature: sampling temperature of the run: at another than 1 it matters which log-probs a server reports.
-        extra: settings of `SamplingParams.extra` that requests will hold.
-        vocab_size: of the model that is trained; None: neither it nor the log-probs' temperature is checked.
-
-    Raises:
-        ValueError: `extra` holds a reserved setting.
+    At another `temperature` than 1 it matters which log-probs a server reports. `extra` are settings of
+    `SamplingParams.extra` that requests will hold; `vocab_size` (None: not checked) is that of the model that is
+    trained.
     """
 
     name = "SGLang"
     settings = SettingNames(
-        "sglang_server_timeout",
-        "sglang_request_timeout",
-        "sglang_sync_timeout",
-        "--context-length",
+        "sglang_server_timeout", "sglang_request_timeout", "sglang_sync_timeout", "--context-length"
     )
 
     read_version = staticmethod(read_version)
@@ -98,12 +94,7 @@ class SglangApi:
             )
 
     async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
-        """Read the server's properties, and resume it if it was left paused.
-
-        Raises:
-            ServerRefused: it is no SGLang server, serves another vocabulary, or leaves the temperature out of its
-                log-probs.
-        """
+        """Read the server's properties, and resume it if it was left paused; see `ServerApi.probe`."""
         model = await model_info(server, deadline)
         info = await server_info(server, deadline)
         await self.resume(server, deadline)  # paused, it would fail its health check
@@ -296,11 +287,6 @@ def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> 
 
 
 def completions_of(server: ServerClient, answer: Any, n: int, doing: str) -> list[SampledChunk]:
-    """Completions of an answer, in order.
-
-    Raises:
-        BadAnswer: there are too few, or one is incomplete.
-    """
     if not isinstance(answer, list) or len(answer) != n:
         raise BadAnswer(server.url, doing, f"{answer!r:.200} came where {n} completions belong")
     try:
@@ -316,11 +302,7 @@ def prompt_tokens_of(answer: Any) -> Any:
 
 
 def chunk_of(answer: Any) -> SampledChunk:
-    """Completion in an answer of `/generate`.
-
-    Raises:
-        ValueError: tokens or log-probs are missing, or do not match.
-    """
+    """Completion in an answer of `/generate`; ValueError if tokens or log-probs are missing, or do not match."""
     meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
     if not isinstance(meta, Mapping):
         raise ValueError(f"{answer!r:.200} came where a completion with `meta_info` belongs")

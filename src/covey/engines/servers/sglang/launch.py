@@ -11,8 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-KEY = "SGLANG_API_KEY"
-"""Environment variable with the key; the trainer reads it too."""
+KEY = "SGLANG_API_KEY"  # environment variable with the key; the trainer reads it too
 
 LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Environment variable that makes a server leave the temperature out of its log-probs."""
@@ -25,15 +24,8 @@ def command(
 ) -> tuple[list[str], dict[str, str]]:
     """Command of a server for this machine alone, and the additions to its environment.
 
-    Args:
-        model: hub id or folder.
-        port: to listen on.
-        device: "cuda:1" is the second of the GPUs that this process sees; "cpu".
-        flags: of SGLang, with underscores or dashes; True is a flag without a value.
-        environ: of this process.
-
-    Raises:
-        ValueError: the device is invalid.
+    `device` "cuda:1" is the second of the GPUs that this process sees. `flags` of SGLang have underscores or dashes;
+    True is a flag without a value.
     """
     kind, _, index = device.partition(":")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 
-SHARED_MEMORY = "/dev/shm"
-"""Shared memory on Linux; containers often get 64 MB of it."""
+SHARED_MEMORY = "/dev/shm"  # shared memory on Linux; containers often get 64 MB of it
 
 
 def encode(named: list[tuple[str, Tensor]], copies: int, *, shared: bool) -> list[str]:

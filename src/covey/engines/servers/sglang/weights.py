@@ -11,48 +11,49 @@ An adapter travels inside HTTP requests.
 """
 
 import hashlib
+import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang import payload
 from covey.engines.servers.sglang.api import model_info, read_version, server_info, write_version
-from covey.engines.servers.sglang.group import SglangGroup
 from covey.engines.servers.weights.api import (
     BucketTransfer,
+    Channel,
+    Deadline,
     WeightApi,
-    WeightChannel,
     WeightEndpoint,
+    in_thread,
     is_local,
     listen_for,
+    meet,
+    together,
 )
 from covey.engines.servers.weights.buckets import Bucket, Packer
-from covey.engines.servers.weights.deadline import Deadline, in_thread, meet, together
+from covey.engines.servers.weights.channels import nccl_that_raises, open_store
 
-INLINE_BYTES = 32 * 2**20
-"""Bound of the numbers in one HTTP request; as text they are a third larger."""
-
-CLEANUP_SECONDS = 5.0
-"""For a server to close what a failed update left open."""
-
-AS_STARTED = "default"
-"""Weight version that a server reports until a trainer sends weights."""
+INLINE_BYTES = 32 * 2**20  # bound of the numbers in one HTTP request; as text they are a third larger
+CLEANUP_SECONDS = 5.0  # for a server to close what a failed update left open
+AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
 
 
 class SglangWeightApi(WeightApi):
-    """Requests of SGLang servers about weights.
+    """Requests of SGLang servers about weights: NCCL for tensors on a GPU, gloo for others.
 
-    Args:
-        device: device of the policy: tensors on a GPU are broadcast with NCCL, others with gloo.
-        port: port of this machine where the first server joins the trainer's group, the next ones for further servers;
-            0 takes free ones.
+    The first server joins the trainer's group at `port` of this machine, further ones at the next ports; 0 takes free
+    ones.
     """
 
     name = "sglang"
@@ -112,9 +113,7 @@ class SglangWeightApi(WeightApi):
             return Packer(update, bucket_bytes, cpu, allocate=payload.shared_buffer)
         return Packer(update, min(bucket_bytes, INLINE_BYTES), cpu)
 
-    async def join_group(
-        self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline
-    ) -> WeightChannel | None:
+    async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
         """Meet the server in a process group of its own; "tensor" needs none."""
         if method != "group":
             return None
@@ -158,7 +157,7 @@ class SglangWeightApi(WeightApi):
             await self._post("/begin_weight_update", endpoint, until)
 
     async def push(
-        self, endpoint: WeightEndpoint, channel: WeightChannel | None, transfer: BucketTransfer, until: Deadline
+        self, endpoint: WeightEndpoint, channel: Channel | None, transfer: BucketTransfer, until: Deadline
     ) -> None:
         """Send one bucket, over the group or inside the request."""
         server, bucket, doing = endpoint.server, transfer.bucket, transfer.doing
@@ -225,7 +224,7 @@ class SglangWeightApi(WeightApi):
         name: str,
         config: dict[str, Any],
         source: tuple[str, dict[str, str]],
-        channel: WeightChannel | None,
+        channel: Channel | None,
         until: Deadline,
     ) -> None:
         """Load an adapter from the text of `encode_adapter`."""
@@ -255,3 +254,65 @@ def obstacles_of(info: Mapping[str, Any]) -> dict[str, str]:
     if int(info.get("pp_size") or 1) > 1:
         return {"group": "pipelines (--pp-size) take weights in no group"}
     return {}
+
+
+SPARE_SECONDS = 3600.0  # beyond the deadline here, so that NCCL's own timeout does not come first
+
+
+class SglangGroup:
+    """Rank 0 of a group in which the trainer broadcasts weights to the processes of one SGLang server; a `Channel`.
+
+    The server joins at `address` and `port`, as `name`. It creates its end with torch's helper for named groups; this
+    is the same with a deadline on every step. Any failure ends the group, and the next update creates another.
+    """
+
+    def __init__(self, address: str, size: int, backend: str, port: int = 0):
+        self.address, self.size, self.backend = address, size, backend
+        self.name = f"covey-{uuid.uuid4().hex}"
+        self._store: Any = open_store(address, port, SPARE_SECONDS)
+        self._group: Any = None
+
+    @property
+    def port(self) -> int:
+        return int(self._store.port)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the other members."""
+        # The two ends meet under keys of the store that only this private helper knows; the server uses it too.
+        from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+
+        self._store.set_timeout(timedelta(seconds=max(seconds, 0.001)))
+        with nccl_that_raises():
+            group, _ = _new_process_group_helper(
+                self.size,
+                0,
+                [],
+                Backend(self.backend),
+                dist.PrefixStore(self.name, self._store),
+                group_name=self.name,  # type: ignore[arg-type]
+                timeout=timedelta(seconds=seconds if self.backend == "gloo" else seconds + SPARE_SECONDS),
+            )
+        self._group = group
+
+    def send(self, data: Tensor, seconds: float) -> None:
+        """Broadcast to all members, and wait until it is done."""
+        if self._group is None:
+            raise RuntimeError("the connection was closed")
+        work = self._group.broadcast(data, 0)
+        until, pause = time.monotonic() + seconds, 1e-4
+        while not work.is_completed():
+            if time.monotonic() > until:
+                raise RuntimeError(f"timed out: {data.nbytes} bytes were not taken within {seconds:g} seconds")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+        work.wait()
+
+    def close(self) -> None:
+        """Leave in any state; members that still wait get an error."""
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(Exception):
+                group.abort()
+            with suppress(Exception):
+                dist.destroy_process_group(group)
+        self._store = None

@@ -10,29 +10,17 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-OLDEST = (0, 28)
-"""First release with every route that is used; /weight_info came last."""
+OLDEST = (0, 28)  # first release with every route that is used; /weight_info came last
 
 WORKER = "covey.engines.servers.vllm.worker.CoveyWorker"
 """Worker extension; importing it registers the weight transfer backend `BACKEND`."""
 
-BACKEND = "covey"
-"""Covey's backend for vLLM's weight transfer, over gloo, NCCL or CUDA IPC, as the trainer asks for."""
-
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-"""Opens the routes that take weights."""
-
-LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-"""Opens the routes that take adapters."""
-
-ADAPTERS = 3
-"""Adapter versions that a server keeps: the current one, and those of requests still in flight."""
-
-AS_STARTED = "default"
-"""Weight version that a server reports until a trainer sends weights."""
-
-MIDDLEWARE = f"{__name__}.RequireKey"
-"""Value of `--middleware`."""
+BACKEND = "covey"  # Covey's backend for vLLM's weight transfer, over gloo, NCCL or CUDA IPC, as the trainer asks for
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # opens the routes that take weights
+LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # opens the routes that take adapters
+ADAPTERS = 3  # adapter versions that a server keeps: the current one, and those of requests still in flight
+AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
+MIDDLEWARE = f"{__name__}.RequireKey"  # value of `--middleware`
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """For load balancers, which have no key; they report only that the server is up."""
@@ -49,16 +37,10 @@ def lora_flags() -> list[str]:
 
 
 class RequireKey:
-    """ASGI middleware: answers 401 unless a request carries `Authorization: Bearer KEY`.
+    """ASGI middleware: answers 401 unless a request carries `Authorization: Bearer $VLLM_API_KEY`.
 
     vLLM itself requires the key only where completions are served: the routes that replace weights and call methods of
     its workers would be open to everyone who reaches the port.
-
-    Args:
-        app: the application behind it.
-
-    Raises:
-        ValueError: there is no key in `$VLLM_API_KEY`.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
@@ -71,7 +53,6 @@ class RequireKey:
     async def __call__(
         self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[[dict[str, Any]], Awaitable[None]]
     ) -> None:
-        """Pass the request on, or answer 401."""
         if scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS or self._knows_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -4,9 +4,9 @@ from typing import Any
 
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason
+from covey.engines.servers.completions import sent_ids, sent_images
 from covey.engines.servers.errors import BadAnswer, ServerError
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.images import sent_ids, sent_images
 from covey.engines.servers.protocols import SampledChunk
 
 RESERVED = frozenset(
@@ -34,11 +34,8 @@ FINISHES = {"stop": FinishReason.STOP, "repetition": FinishReason.STOP, "length"
 
 ABORTED = "abort"
 
-IMAGE_ROUTE = "/inference/v1/generate"
-"""Route for prompts with images, which the completions route does not take."""
-
-TEXT = ("stop", "bad_words")
-"""Settings for which vLLM has to detokenize while it samples."""
+IMAGE_ROUTE = "/inference/v1/generate"  # route for prompts with images, which the completions route does not take
+TEXT = ("stop", "bad_words")  # settings for which vLLM has to detokenize while it samples
 
 
 def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str, Any]:
@@ -66,11 +63,7 @@ def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str,
 
 
 def refuse_reserved(extra: dict[str, Any]) -> None:
-    """Refuse settings that requests decide themselves.
-
-    Raises:
-        ValueError: `extra` holds one.
-    """
+    """Refuse settings that requests decide themselves."""
     if taken := sorted(RESERVED & extra.keys()):
         raise ValueError(
             f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
@@ -79,12 +72,6 @@ def refuse_reserved(extra: dict[str, Any]) -> None:
 
 
 def completions_of(server: ServerClient, answer: dict[str, Any]) -> list[SampledChunk]:
-    """The choices of a completions answer, in order.
-
-    Raises:
-        BadAnswer: one is incomplete.
-        ServerError: the engine behind the server failed.
-    """
     choices = answer.get("choices")
     if not isinstance(choices, list):
         raise BadAnswer(server.url, "generate", f"it answered {answer!r:.200} where choices belong")
@@ -123,11 +110,7 @@ def image_request(request: SampleRequest, model: str, ends: frozenset[int]) -> d
 
 
 def image_answer(url: str, answer: Any) -> tuple[dict[str, Any], int | None]:
-    """Answer to a request with images in the form of `/v1/completions`, and the length of the expanded prompt.
-
-    Raises:
-        BadAnswer: it is incomplete.
-    """
+    """Answer to a request with images in the form of `/v1/completions`, and the length of the expanded prompt."""
     try:
         choices = []
         for choice in answer["choices"]:

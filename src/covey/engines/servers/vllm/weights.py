@@ -34,25 +34,22 @@ from covey.engines.servers.vllm.api import read_version, write_version
 from covey.engines.servers.vllm.launch import ADAPTERS, AS_STARTED, BACKEND
 from covey.engines.servers.weights.api import (
     BucketTransfer,
+    Deadline,
     WeightApi,
-    WeightChannel,
     WeightEndpoint,
     is_local,
     listen_for,
+    meet,
+    together,
 )
 from covey.engines.servers.weights.buckets import Bucket
 from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id, shared_store
-from covey.engines.servers.weights.deadline import Deadline, meet, together
 
 log = logging.getLogger(__name__)
 
 
 class VllmWeightApi(WeightApi):
-    """Requests of vLLM servers about weights.
-
-    Args:
-        port: port of this machine where servers join the trainer's group; 0 takes any free one.
-    """
+    """Requests of vLLM servers about weights; servers join the trainer's group at `port` here, 0: any free one."""
 
     name = "vllm"
     methods = ("group", "ipc", "disk")
@@ -70,11 +67,7 @@ class VllmWeightApi(WeightApi):
         self._groups = 0
 
     async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
-        """Ask for the number of processes, and the workers for their transfer backend and devices.
-
-        Raises:
-            ServerRefused: its routes for weights are closed.
-        """
+        """Ask for the number of processes, and the workers for their transfer backend and devices."""
         doing = "find out how it takes weights"
         try:
             answer = await server.call("GET", "/get_world_size", doing=doing, deadline=until.left(server))
@@ -108,11 +101,8 @@ class VllmWeightApi(WeightApi):
 
     # ---- buckets ---------------------------------------------------------------------------------------------------
 
-    async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> WeightChannel:
-        """Connect over CUDA IPC, NCCL or gloo.
-
-        NCCL refuses two members on one GPU, so it is taken only between a trainer and a server on different ones.
-        """
+    async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel:
+        """Connect over CUDA IPC, NCCL or gloo."""
         server, facts, address, store, kind = endpoint.server, endpoint.details, "", None, method
         if method == "group":
             kind = "gloo"
@@ -156,7 +146,7 @@ class VllmWeightApi(WeightApi):
                 await self._finish(server, {}, until)
 
     async def push(
-        self, endpoint: WeightEndpoint, channel: WeightChannel | None, transfer: BucketTransfer, until: Deadline
+        self, endpoint: WeightEndpoint, channel: Channel | None, transfer: BucketTransfer, until: Deadline
     ) -> None:
         """Announce one bucket, and send it at the same time."""
         assert isinstance(channel, Group | Ipc), "`join_group` made it"
@@ -198,7 +188,7 @@ class VllmWeightApi(WeightApi):
         name: str,
         config: dict[str, Any],
         source: Path | Bucket,
-        channel: WeightChannel | None,
+        channel: Channel | None,
         until: Deadline,
     ) -> None:
         """Load an adapter from a folder, which workers on another machine write from the bytes first."""

@@ -16,22 +16,17 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from covey.engines.servers.vllm.launch import BACKEND
 from covey.engines.servers.weights.buckets import unpack
-from covey.engines.servers.weights.channels import Channel, boot_id, join
+from covey.engines.servers.weights.channels import Group, Ipc, boot_id, join
 from covey.engines.servers.weights.files import read_folder
 from covey.engines.vllm_colocate.model_repairs import repack_heads
 
-BORN = uuid.uuid4().hex
-"""Id of this process: a restarted server has another."""
+BORN = uuid.uuid4().hex  # id of this process: a restarted server has another
 
 
 @dataclass
@@ -63,9 +58,8 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
 
     init_info_cls = Meeting
     update_info_cls = Piece
-    channel: Channel | None = None
-    expected: tuple[int, int] | None = None
-    """Version and number of the next bucket; None between updates."""
+    channel: Group | Ipc | None = None
+    expected: tuple[int, int] | None = None  # version and number of the next bucket; None between updates
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         """Connect to a trainer, instead of an earlier one."""

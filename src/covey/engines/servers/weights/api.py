@@ -1,46 +1,63 @@
-"""Interface of a backend's weight transfer: the requests that `WeightSender` needs.
+"""Interface of a backend's weight transfer, the requests that `WeightSender` needs, and the deadlines they end within.
 
 A backend with folders alone overrides four methods; `CheckpointApi` in tests/support/servers/senders.py is one.
 """
 
+import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from torch import Tensor
-
 from covey.core.engine import WeightUpdate
-from covey.engines.servers.errors import ServerRefused
+from covey.engines.servers.errors import DeadlineExceeded, GroupNotJoined, ServerError, ServerRefused, ServerUnreachable
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.weights.buckets import Bucket, Packer
-from covey.engines.servers.weights.channels import own_address
-from covey.engines.servers.weights.deadline import Deadline
+from covey.engines.servers.weights.channels import Channel, own_address
+from covey.runtime.deadlines import torch_settings
+from covey.runtime.worker_thread import WorkerThread
 
+ERROR_SECONDS = 5.0  # for a server to report why it left a transfer
+
+JOIN_SECONDS = 60.0
+"""For a server to join a group: a firewall that drops its packets must not use up the time of the other servers."""
+
+R = TypeVar("R")
 T = TypeVar("T")
+
+
+@dataclass
+class Deadline:
+    """A moment in time, and the work that must end by then."""
+
+    doing: str
+    seconds: float
+    at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.at = time.monotonic() + self.seconds
+
+    def left(self, server: ServerClient) -> float:
+        """Seconds until the deadline; raises `DeadlineExceeded` once it has passed."""
+        left = self.at - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(server.url, self.doing, f"not done within {self.seconds:g} seconds")
+        return left
 
 
 @dataclass(frozen=True, eq=False)
 class WeightEndpoint:
-    """A server as `WeightApi.probe` found it.
-
-    Attributes:
-        server: client of the server.
-        processes: number of its processes that hold weights.
-        start_id: differs between two starts of the server; "" where the server does not report it.
-        same_machine: the server certainly runs on this machine.
-        obstacles: reason by transfer method that this server does not support; "adapter" counts as one.
-        details: further facts for the backend itself.
-    """
+    """A server as `WeightApi.probe` found it."""
 
     server: ServerClient
-    processes: int = 1
-    start_id: str = ""
-    same_machine: bool = False
-    obstacles: dict[str, str] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
+    processes: int = 1  # that hold weights
+    start_id: str = ""  # differs between two starts of the server; "" where the server does not report it
+    same_machine: bool = False  # the server certainly runs on this machine
+    obstacles: dict[str, str] = field(default_factory=dict)  # reason by method that it does not support, or "adapter"
+    details: dict[str, Any] = field(default_factory=dict)  # further facts for the backend itself
 
 
 @dataclass(frozen=True)
@@ -52,18 +69,6 @@ class BucketTransfer:
     count: int
     version: int
     doing: str
-
-
-class WeightChannel(Protocol):
-    """Trainer's end of a connection over which buckets reach one server."""
-
-    def send(self, data: Tensor, seconds: float) -> None:
-        """Send the bytes; RuntimeError after `seconds`."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
-        ...
 
 
 class WeightApi(ABC):
@@ -97,11 +102,7 @@ class WeightApi(ABC):
 
     @abstractmethod
     async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
-        """Find out which transfer methods the server supports.
-
-        Raises:
-            ServerRefused: its routes for weights are closed.
-        """
+        """Find out which transfer methods the server supports; `ServerRefused` if its routes for weights are closed."""
 
     @abstractmethod
     async def load_folder(self, endpoint: WeightEndpoint, folder: Path, version: int, until: Deadline) -> None:
@@ -123,9 +124,7 @@ class WeightApi(ABC):
         """Buckets of `update` in the layout that `method` needs."""
         return Packer(update, bucket_bytes)
 
-    async def join_group(
-        self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline
-    ) -> WeightChannel | None:
+    async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
         """Connect to the server for `method`, with buckets on a GPU or not; None where requests carry the bytes."""
         return None
 
@@ -134,7 +133,7 @@ class WeightApi(ABC):
         return None
 
     async def push(
-        self, endpoint: WeightEndpoint, channel: WeightChannel | None, transfer: BucketTransfer, until: Deadline
+        self, endpoint: WeightEndpoint, channel: Channel | None, transfer: BucketTransfer, until: Deadline
     ) -> None:
         """Send one bucket."""
         raise NotImplementedError(f"{self.name} promises a transfer method for buckets and has no `push`")
@@ -163,7 +162,7 @@ class WeightApi(ABC):
         name: str,
         config: dict[str, Any],
         source: Any,
-        channel: WeightChannel | None,
+        channel: Channel | None,
         until: Deadline,
     ) -> None:
         """Load an adapter under `name` from `source`, a folder or the result of `encode_adapter`."""
@@ -178,25 +177,92 @@ class WeightApi(ABC):
         return None
 
 
+# ---- for backends ----------------------------------------------------------------------------------------------------
+
+
 def is_local(server: ServerClient) -> bool:
     """Tell whether the URL is certainly one of this machine."""
     return urlsplit(server.url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 def listen_for(server: ServerClient, port: int, hint: str, listen: Callable[[str], T]) -> T:
-    """Result of `listen`, given this machine's address as the server sees it.
-
-    Raises:
-        ServerRefused: the port is taken, or there is no route to the server.
-    """
+    """Result of `listen`, given this machine's address as the server sees it; `ServerRefused` if the port is taken."""
     target = urlsplit(server.url)
     assert target.hostname is not None, "checked by `ServerClient`"
     try:
         return listen(own_address(target.hostname, target.port or 80))
     except OSError as error:
-        raise ServerRefused(
-            server.url,
-            "join a group for weights",
-            f"this machine cannot listen on port {port} for it ({error})",
-            hint,
-        ) from error
+        message = f"this machine cannot listen on port {port} for it ({error})"
+        raise ServerRefused(server.url, "join a group for weights", message, hint) from error
+
+
+async def together(server: ServerClient, doing: str, request: Awaitable[R], transfer: Callable[[], T]) -> tuple[R, T]:
+    """Run a request and the transfer it announces; both must succeed, or a `ServerError` is raised.
+
+    When the transfer fails, the server's own error is awaited shortly: it is clearer than "connection closed".
+    """
+    asked = asyncio.ensure_future(request)
+    moved = asyncio.ensure_future(in_thread(transfer))
+    try:
+        await asyncio.wait([asked, moved], return_when=asyncio.FIRST_EXCEPTION)
+        if moved.done() and moved.exception() is not None:
+            await asyncio.wait([asked], timeout=ERROR_SECONDS)
+        if asked.done() and (error := asked.exception()) is not None:
+            raise error
+        if moved.done() and (cause := moved.exception()) is not None:
+            if not isinstance(cause, (RuntimeError, OSError)):
+                raise cause
+            late = "imed out" in str(cause) or "imeout" in str(cause)
+            kind = DeadlineExceeded if late else ServerUnreachable
+            raise kind(server.url, doing, _first_line(cause)) from cause
+        return asked.result(), moved.result()
+    finally:  # cancelled, or one of them failed; the thread ends at its own deadline, or when the channel is closed
+        asked.cancel()
+        moved.cancel()
+        await asyncio.gather(asked, moved, return_exceptions=True)
+
+
+async def meet(
+    server: ServerClient,
+    doing: str,
+    until: Deadline,
+    where: str,
+    request: Callable[[float], Awaitable[Any]],
+    join: Callable[[float], T],
+) -> T:
+    """Form a group of a server, which `request` asks to connect to `where`, and this process, which calls `join`.
+
+    Both get the seconds they have: joining has a limit of its own within the deadline. Returns the result of `join`;
+    raises `GroupNotJoined` when the limit passes, and a `ServerError` if the server refuses.
+    """
+    seconds = min(JOIN_SECONDS, until.left(server))
+    ends = time.monotonic() + seconds
+    try:
+        _, joined = await together(server, doing, request(seconds), lambda: join(seconds))
+    except ServerError as error:
+        if not isinstance(error, DeadlineExceeded) and time.monotonic() < ends:
+            raise
+        hint = f"It must be able to connect to this machine at {where}: open that to it, or send weights as files."
+        raise GroupNotJoined(server.url, doing, error.message, hint) from error
+    return joined
+
+
+def _first_line(error: BaseException) -> str:
+    """First line of a message, without the source file that torch puts before it."""
+    line = str(error).strip().partition("\n")[0]
+    return line.split("] ", 1)[-1].split(" This is typically", 1)[0]
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a daemon thread of its own, with this thread's current GPU (torch keeps one for each thread)."""
+    worker = WorkerThread("covey-weights", torch_settings())
+    future = worker.submit(work)
+    worker.close()
+    return await asyncio.wrap_future(future)
+
+
+async def all_of(awaitables: Any) -> None:
+    """Wait for all to end, then raise the first error."""
+    for result in await asyncio.gather(*awaitables, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -14,14 +14,9 @@ from torch import Tensor
 
 from covey.core.engine import TensorSpec, WeightUpdate
 
-BUCKET_BYTES = 128 * 2**20
-"""Large enough that requests cost little, small enough that two fit next to any model."""
-
-ALIGNED = 16
-"""Every tensor begins at a multiple of so many bytes, so that any dtype can be read in place."""
-
-ROW = 8192
-"""Bytes summed into one number of a checksum."""
+BUCKET_BYTES = 128 * 2**20  # large enough that requests cost little, small enough that two fit next to any model
+ALIGNED = 16  # every tensor begins at a multiple of so many bytes, so that any dtype can be read in place
+ROW = 8192  # bytes summed into one number of a checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class Bucket:
     data: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, as views of the buffer."""
+        """Tensors by name, as views of the buffer."""
         return {entry.spec.name: _view(self.data, entry.offset, entry.spec) for entry in self.entries}
 
     def __str__(self) -> str:
@@ -49,7 +44,6 @@ class Bucket:
         return first if first == last else f"{first} ... {last}"
 
     def manifest(self) -> dict[str, Any]:
-        """Manifest of the bucket, as JSON values."""
         return {
             "nbytes": self.data.numel(),
             "tensors": [
@@ -66,11 +60,7 @@ class Bucket:
 
 
 def entries_of(manifest: dict[str, Any]) -> tuple[BucketEntry, ...]:
-    """Entries of a manifest.
-
-    Raises:
-        ValueError: the manifest is invalid, or a tensor lies outside of the buffer.
-    """
+    """Entries of a manifest; ValueError if it is invalid, or a tensor lies outside of the buffer."""
     try:
         entries = tuple(
             BucketEntry(
@@ -90,11 +80,7 @@ def entries_of(manifest: dict[str, Any]) -> tuple[BucketEntry, ...]:
 
 
 def unpack(manifest: dict[str, Any], data: Tensor) -> list[tuple[str, Tensor]]:
-    """Tensors in a buffer, as views of it.
-
-    Raises:
-        ValueError: the bytes do not match the manifest; the message names the tensor.
-    """
+    """Tensors in a buffer, as views of it; ValueError names one whose bytes do not match the manifest."""
     entries = entries_of(manifest)
     if data.numel() != manifest["nbytes"]:
         raise ValueError(f"{data.numel()} bytes came where the manifest announces {manifest['nbytes']}")
@@ -107,11 +93,7 @@ def unpack(manifest: dict[str, Any], data: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def check(name: str, tensor: Tensor, expected: int) -> None:
-    """Refuse a tensor that changed in transit.
-
-    Raises:
-        ValueError: the checksums differ.
-    """
+    """Refuse a tensor that changed in transit."""
     found = checksum(tensor)
     if found != expected:
         raise ValueError(f"{name!r} changed on its way: its checksum is {found:08x}, its manifest says {expected:08x}")
@@ -131,17 +113,13 @@ def checksum(tensor: Tensor) -> int:
 
 
 class Packer:
-    """Packs an update into buckets, one after the other, in two alternating buffers.
+    """Packs an update into buckets of at most `bucket_bytes` (or one tensor), one after the other, in two alternating
+    buffers.
 
-    A bucket is valid until the next but one is packed, so one can be sent while the next is filled.
-
-    Args:
-        update: weights to send.
-        bucket_bytes: upper bound of a bucket's size; a larger tensor is a bucket by itself.
-        device: device of the buffers; None: that of the tensors.
-        dense: no gaps between tensors, for receivers that expect none: a tensor that would not begin at a multiple of
-            `ALIGNED` begins the next bucket.
-        allocate: function from a number of bytes to a flat uint8 buffer, for buffers of a special kind.
+    A bucket is valid until the next but one is packed, so one can be sent while the next is filled. Buffers are on
+    `device`, by default that of the tensors, and of a special kind with `allocate`, from a number of bytes to a flat
+    uint8 buffer. `dense` leaves no gaps between tensors, for receivers that expect none: a tensor that would not begin
+    at a multiple of `ALIGNED` begins the next bucket.
     """
 
     def __init__(
@@ -182,7 +160,6 @@ class Packer:
         return Bucket(tuple(entries), data)
 
     def close(self) -> None:
-        """Stop the iteration over the tensors."""
         self._tensors.close()
 
     def _buffer(self, slot: int, device: torch.device) -> Tensor:

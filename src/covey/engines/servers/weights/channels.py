@@ -22,37 +22,17 @@ CHANNELS = ("gloo", "nccl", "ipc")
 
 
 class Channel(Protocol):
-    """One end of a connection between a trainer, which is rank 0, and all processes of one server."""
-
-    def note(self, data: Tensor) -> dict[str, Any]:
-        """JSON that the receiver needs before `data` is sent."""
-        ...
+    """Connection from a trainer, which is rank 0, to all processes of one server."""
 
     def send(self, data: Tensor, seconds: float) -> None:
         """Send the bytes to every process of the server; RuntimeError after `seconds`."""
-        ...
-
-    def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
-        """Receive the bytes on `device`."""
-        ...
 
     def close(self) -> None:
         """Release all resources."""
-        ...
 
 
 class Group:
-    """A process group of one trainer and one server: gloo between CPUs, NCCL between GPUs.
-
-    Args:
-        backend: "gloo" or "nccl".
-        store: store on which the members meet.
-        name: unique name on that store.
-        rank: 0 for the trainer.
-        world_size: number of members.
-        address: address of this machine, as the other one reaches it.
-        seconds: time for all members to join.
-    """
+    """A process group of one trainer, rank 0, and one server, which meet under `name` on a store: gloo or NCCL."""
 
     def __init__(self, backend: str, store: Any, name: str, rank: int, world_size: int, address: str, seconds: float):
         self._backend = backend
@@ -62,7 +42,7 @@ class Group:
         self._group: Any = create(own, rank, world_size, address, timedelta(seconds=seconds))
 
     def note(self, data: Tensor) -> dict[str, Any]:
-        """Nothing: the broadcast carries all."""
+        """JSON that the receiver needs before `data` is sent: none, the broadcast carries all."""
         return {}
 
     def send(self, data: Tensor, seconds: float) -> None:
@@ -181,13 +161,8 @@ class Ipc:
         """Nothing to do."""
 
 
-def join(channel: str, address: str, port: int, name: str, rank: int, world_size: int, seconds: float) -> Channel:
-    """Server's end of a channel to the trainer at `address` and `port`.
-
-    Raises:
-        ValueError: there is no such channel.
-        RuntimeError: the trainer was not there within `seconds`.
-    """
+def join(channel: str, address: str, port: int, name: str, rank: int, world_size: int, seconds: float) -> "Group | Ipc":
+    """Server's end of a channel to the trainer at `address` and `port`; RuntimeError if that is not there in time."""
     if channel not in CHANNELS:
         raise ValueError(f"channel {channel!r} is not known; choose one of: {', '.join(CHANNELS)}")
     if channel == "ipc":
@@ -197,11 +172,7 @@ def join(channel: str, address: str, port: int, name: str, rank: int, world_size
 
 
 def open_store(address: str, port: int, seconds: float) -> Any:
-    """Store for a group's members to meet, listening on `address` alone.
-
-    Raises:
-        OSError: the port is taken, or the address is not this machine's.
-    """
+    """Store for a group's members to meet, listening on `address` alone; OSError if the port is taken."""
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -240,11 +211,7 @@ _shared: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
 
 
 def own_address(host: str, port: int) -> str:
-    """Address of this machine as `host` sees it; no packet is sent.
-
-    Raises:
-        OSError: there is no route to `host`.
-    """
+    """Address of this machine as `host` sees it, or OSError without a route to it; no packet is sent."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)

@@ -19,12 +19,7 @@ MANIFEST = "covey_manifest.json"
 
 
 class CheckpointDir:
-    """Directory of one run's weight folders, created on first use and removed with this object at the latest.
-
-    Args:
-        folder: parent directory; None: the system's directory for temporary files.
-        run: unique name of the run.
-    """
+    """Directory of one run's weight folders in `folder` (None: a temporary one), removed with this object."""
 
     def __init__(self, folder: str | None, run: str):
         self._folder, self._run = folder, run
@@ -33,11 +28,6 @@ class CheckpointDir:
 
     @property
     def path(self) -> Path:
-        """Path of the directory.
-
-        Raises:
-            RuntimeError: it cannot be created.
-        """
         if self._path is None:
             parent = Path(self._folder or tempfile.gettempdir()).absolute()
             try:
@@ -52,11 +42,7 @@ class CheckpointDir:
         return self._path
 
     def write(self, update: WeightUpdate, name: str, bucket_bytes: int) -> Path:
-        """Write an update into the folder `name`.
-
-        Raises:
-            RuntimeError: the disk is full or read-only.
-        """
+        """Write an update into the folder `name`; RuntimeError if the disk is full or read-only."""
         from safetensors import SafetensorError
 
         folder = self.path / name
@@ -67,7 +53,6 @@ class CheckpointDir:
         return folder
 
     def clear(self) -> None:
-        """Remove the directory."""
         self._remove()
         self._path = None
 
@@ -116,9 +101,7 @@ def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:
 def read_folder(folder: Path, consume: Callable[[Iterator[tuple[str, Tensor]]], Any]) -> None:
     """Pass a folder's tensors to `consume`, after all of them were compared with the manifest.
 
-    Raises:
-        ValueError: a tensor is missing, unannounced or changed; nothing was consumed then.
-        FileNotFoundError: this machine has no such folder.
+    Nothing is consumed if a tensor is missing, unannounced or changed (ValueError), or this machine has no such folder.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

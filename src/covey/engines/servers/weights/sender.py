@@ -17,9 +17,16 @@ from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, ServerFacts
-from covey.engines.servers.weights.api import BucketTransfer, WeightApi, WeightChannel, WeightEndpoint
+from covey.engines.servers.weights.api import (
+    BucketTransfer,
+    Channel,
+    Deadline,
+    WeightApi,
+    WeightEndpoint,
+    all_of,
+    in_thread,
+)
 from covey.engines.servers.weights.buckets import BUCKET_BYTES
-from covey.engines.servers.weights.deadline import Deadline, all_of, in_thread
 from covey.engines.servers.weights.files import CheckpointDir
 
 
@@ -50,7 +57,7 @@ class WeightSender:
         self._files = CheckpointDir(folder, self._run)
         self._loaded_folder: Path | None = None
         # By URL: the start of the server, the method and the device that the channel belongs to; and the channel.
-        self._channels: dict[str, tuple[tuple[str, str, bool], WeightChannel | None]] = {}
+        self._channels: dict[str, tuple[tuple[str, str, bool], Channel | None]] = {}
         self._bases: set[tuple[str, str]] = set()  # URL and start of servers that hold the adapters' base model
         self._adapters: dict[int, str] = {}  # adapter names, by version
         self._loaded: dict[tuple[str, str], list[str]] = {}  # adapter names, by URL and start
@@ -182,9 +189,7 @@ class WeightSender:
 
     # ---- connections -----------------------------------------------------------------------------------------------
 
-    async def _connect(
-        self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline
-    ) -> WeightChannel | None:
+    async def _connect(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
         url, wanted = endpoint.server.url, (endpoint.start_id, method, on_gpu)
         known = self._channels.get(url)
         if known is None or known[0] != wanted:
@@ -274,11 +279,7 @@ class WeightSender:
 
 
 def choose_method(api: WeightApi, wanted: str, endpoints: Sequence[WeightEndpoint], *, shared_folder: bool) -> str:
-    """Transfer method that all servers support.
-
-    Raises:
-        ServerRefused: there is none, or one of them does not support the wanted one.
-    """
+    """Transfer method that all servers support; `ServerRefused` names the first obstacle of each."""
     refused: list[tuple[str, WeightEndpoint, str]] = []
     for method in api.automatic if wanted == "auto" else (wanted,):
         obstacles = [(method, one, why) for one in endpoints if (why := _obstacle(api, method, one, shared_folder))]

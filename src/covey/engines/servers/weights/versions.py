@@ -23,34 +23,16 @@ from covey.engines.servers.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from covey.engines.servers.handshake import PROBE_SECONDS
 from covey.engines.servers.protocols import ServerApi
-from covey.engines.servers.server_pool import QUICK_SECONDS, PoolMember, ServerPool
+from covey.engines.servers.server_pool import PROBE_SECONDS, QUICK_SECONDS, PoolMember, ServerPool
 from covey.engines.servers.weights.sender import WeightSender
 
-GRACE_SECONDS = 5.0
-"""After a pause, for requests in flight to come back."""
-
-SEND_ATTEMPTS = 3
-"""Attempts to send weights to a server that answers and fails at taking them."""
+GRACE_SECONDS = 5.0  # after a pause, for requests in flight to come back
+SEND_ATTEMPTS = 3  # attempts to send weights to a server that answers and fails at taking them
 
 
 class ServerWeights:
-    """Brings servers to versions of the policy.
-
-    Args:
-        pool: the servers.
-        api: requests of their backend.
-        sender: sends weights to them.
-        timeout: seconds that an update, or falling asleep or waking up, may take in all.
-        resend: see `RemoteEngine`.
-        sleeps: servers release their memory between samplings.
-
-    Attributes:
-        version: of the weights that completions are sampled with; None before any were sent.
-        sends: this process sends them.
-        changing: held while weights change, or servers fall asleep or wake.
-    """
+    """Brings servers to versions of the policy within `timeout` seconds; `resend` and `sleeps` as in `RemoteEngine`."""
 
     def __init__(
         self, pool: ServerPool, api: ServerApi, sender: WeightSender, *, timeout: float, resend: bool, sleeps: bool
@@ -78,12 +60,7 @@ class ServerWeights:
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     async def load(self, update: WeightUpdate, device: int | None) -> None:
-        """Bring every server that answers to `update`, within the timeout.
-
-        Args:
-            update: the weights.
-            device: CUDA device of the thread that has them; None: no GPU is used.
-        """
+        """Bring every server that answers to `update`; `device` is the CUDA device of the thread that has it."""
         if device is not None:
             torch.cuda.set_device(device)  # threads have a device each
         self.sends = True
@@ -258,11 +235,7 @@ class ServerWeights:
                 raise
 
     async def recheck(self) -> None:
-        """Leave out servers that lost their weights, as in a restart since their last answer.
-
-        Raises:
-            ServerRefused: another run sent weights to a server.
-        """
+        """Leave out servers that lost their weights, as in a restart; `ServerRefused` if another run sent weights."""
         if self.version is not None:
             await asyncio.gather(*(self._recheck(member) for member in self._pool.up))
 
@@ -274,11 +247,7 @@ class ServerWeights:
             self._pool.leave_out(member, error)
 
     async def _holds_version(self, member: PoolMember) -> bool:
-        """Tell whether the server still holds the weights that were recorded for it.
-
-        Raises:
-            ServerRefused: another run sends it weights.
-        """
+        """Tell whether the server holds the weights recorded for it; `ServerRefused` if another run sends it some."""
         stamp = await self._api.read_version(member.server, QUICK_SECONDS)
         if stamp is None:  # it stores none: assume so unless it may have been restarted
             return member.up
