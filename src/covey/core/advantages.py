@@ -23,15 +23,10 @@ def weighted_total(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:
 
 
 def group_relative(rewards_PG: Tensor, scale: str = "group") -> Tensor:
-    """A = (R - mean_group) / (std + ε).
+    """A = (R - mean_group) / (std + ε): [P, G] (NaN = not scorable) -> [P, G] float32 without NaN.
 
-    Args:
-        rewards_PG: [P, G], NaN = not scorable.
-        scale: "group" divides by the group's deviation (GRPO, arXiv 2402.03300 §4.1.2), "batch" by the whole
-            batch's (Lite PPO, arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783).
-
-    Returns:
-        [P, G] float32 without NaN.
+    `scale`: "group" divides by the group's deviation (GRPO, arXiv 2402.03300 §4.1.2), "batch" by the whole batch's
+    (Lite PPO, arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783).
 
     Example:
         >>> group_relative(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), scale="none").tolist()
@@ -63,9 +58,8 @@ def normalize_then_sum(rewards_PGF: Tensor, weights_F: Tensor) -> Tensor:
 def leave_one_out(rewards_PG: Tensor, normalize: bool = False) -> Tensor:
     """A_i = R_i - mean of the other rewards in the group: RLOO (Kool et al. 2019; arXiv 2402.14740).
 
-    Args:
-        rewards_PG: [P, G], NaN = not scorable. A completion whose group has no other scorable one gets 0.
-        normalize: afterwards divide by the deviation of the whole batch's advantages, plus ε. Their mean is 0 already.
+    [P, G] (NaN = not scorable) -> [P, G]; a completion whose group has no other scorable one gets 0. `normalize`
+    divides afterwards by the deviation of the whole batch's advantages, plus ε. Their mean is 0 already.
 
     Example:
         >>> leave_one_out(torch.tensor([[3.0, 1.0, 2.0]])).tolist()
@@ -97,26 +91,15 @@ def _centre(values: Tensor, dim: int = 1) -> Tensor:
 
 
 class Credited(NamedTuple):
-    """Advantages at the tokens where a step or the completion ends; ordered by completion and end.
+    """Advantages at the tokens where a step or the completion ends; ordered by completion and end."""
 
-    Attributes:
-        rows: [K] int64, completion of each end.
-        ends: [K] int64, token, counted from the completion's first.
-        to_go: [K] float64, advantage of that token and of all before it, back to the previous end.
-    """
-
-    rows: Tensor
-    ends: Tensor
-    to_go: Tensor
+    rows: Tensor  # [K] int64, completion of each end
+    ends: Tensor  # [K] int64, token, counted from the completion's first
+    to_go: Tensor  # [K] float64, advantage of that token and of all before it, back to the previous end
 
 
 def spread(credited: Credited, lengths_B: Tensor) -> Tensor:
-    """Advantage of every token: that of the first end at or after it in its completion, 0 after the last; [N] float32.
-
-    Args:
-        credited: ends of the B completions.
-        lengths_B: [B] int64, completion tokens of each.
-    """
+    """[N] float32: the advantage of the first end at or after each token in its completion, 0 after the last."""
     tokens = torch.arange(int(lengths_B.sum()), device=lengths_B.device)
     if not len(credited.rows):
         return torch.zeros(len(tokens), device=lengths_B.device)

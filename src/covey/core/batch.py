@@ -1,7 +1,7 @@
 """`TrainBatch`, the flat and unpadded training data of a rollout batch, and its construction from rollouts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -31,54 +31,44 @@ UNREPORTED = {"engine_logprobs": math.nan, "mismatch_weights": 1.0}
 class TrainBatch:
     """Completion tokens of B rollouts in flat vectors, with their prompts stored once each.
 
-    Attributes:
-        token_ids: [N] int64, the completion tokens of all rollouts, one after the other.
-        lengths: [B] int64, completion tokens of each rollout; may be 0.
-        sampled: [N] bool, the tokens that are learned from. False for tool output, and for every token of a
-            truncated completion under `mask_truncated_completions`.
-        prompt_ids: [M] int64, the tokens of the P distinct prompts, one after the other.
-        prompt_lengths: [P] int64.
-        groups: [B] int64, the prompt each rollout continues: an index into `prompt_lengths`. Rollouts with equal
-            prompts share a group, so that a forward pass can share the prompt. Which rollouts are compared with one
-            another for credit follows from the order of sampling instead, G at a time.
-        advantages: [N] float32, credit of each token (equal over a rollout unless credit is given per step).
-        weights: [N] float32, weight of each token's loss, 0 where not sampled. The loss's normaliser over one optimizer
-            step and all ranks is already applied: `loss = sum(weights * token_loss)`.
-        entropy_weights: [N] float32 or None, the same for the entropy bonus.
-        old_logprobs: [N] float32 or None, under the policy before the updates on this rollout batch. None: on-policy.
-        ref_logprobs: [N] float32 or None, under the reference policy.
-        engine_logprobs: [N] float32 or None, reported by the sampling engine; NaN for rollouts without any.
-        mismatch_weights: [N] float32 or None, importance weights that correct the engine's distribution.
-        media: [B] images of each rollout, or None where no rollout has any. They stay on the CPU and go to the device
-            micro-batch by micro-batch.
-        entropy_threshold: tokens with less entropy are left out of the loss (`top_entropy_quantile`), or None.
-        skipped_tokens: learned tokens that were left out of this batch because they carry no gradient; metrics count
-            them.
-        skipped_rows: rollouts with such tokens.
-
     Example:
         Two answers to one prompt, "2+2=" -> "4" and "2+2=" -> "2 2":
         `TrainBatch(token_ids=[4, 2, 2], lengths=[1, 2], sampled=[1, 1, 1], prompt_ids=[2, 9, 2, 8],
         prompt_lengths=[4], groups=[0, 0])`
     """
 
-    token_ids: Tensor
-    lengths: Tensor
+    token_ids: Tensor  # [N] int64, the completion tokens of all rollouts, one after the other
+    lengths: Tensor  # [B] int64, completion tokens of each rollout; may be 0
+    # [N] bool, the tokens that are learned from. False for tool output, and for every token of a truncated completion
+    # under `mask_truncated_completions`.
     sampled: Tensor
-    prompt_ids: Tensor
-    prompt_lengths: Tensor
+    prompt_ids: Tensor  # [M] int64, the tokens of the P distinct prompts, one after the other
+    prompt_lengths: Tensor  # [P] int64
+    # [B] int64, the prompt each rollout continues: an index into `prompt_lengths`. Rollouts with equal prompts share a
+    # group, so that a forward pass can share the prompt. Which rollouts are compared with one another for credit
+    # follows from the order of sampling instead, G at a time.
     groups: Tensor
+    # [N] float32, credit of each token (equal over a rollout unless credit is given per step)
     advantages: Tensor | None = None
+    # [N] float32, weight of each token's loss, 0 where not sampled. The loss's normaliser over one optimizer step and
+    # all ranks is already applied: `loss = sum(weights * token_loss)`.
     weights: Tensor | None = None
-    entropy_weights: Tensor | None = None
+    entropy_weights: Tensor | None = None  # [N] float32 or None, the same for the entropy bonus
+    # [N] float32 or None, under the policy before the updates on this rollout batch. None: on-policy.
     old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None  # [N] float32 or None, under the reference policy
+    # [N] float32 or None, reported by the sampling engine; NaN for rollouts without any
     engine_logprobs: Tensor | None = None
+    # [N] float32 or None, importance weights that correct the engine's distribution
     mismatch_weights: Tensor | None = None
+    # [B] images of each rollout, or None where no rollout has any. They stay on the CPU and go to the device
+    # micro-batch by micro-batch.
     media: list[tuple[Media, ...]] | None = None
+    # tokens with less entropy are left out of the loss (`top_entropy_quantile`), or None
     entropy_threshold: float | None = None
+    # learned tokens that were left out of this batch because they carry no gradient; metrics count them
     skipped_tokens: int = 0
-    skipped_rows: int = 0
+    skipped_rows: int = 0  # rollouts with such tokens
 
     def __len__(self) -> int:
         """Number of rollouts, B."""
@@ -101,12 +91,8 @@ class TrainBatch:
         """The rollouts `rows` [R] in that order, with just the prompts they continue; nothing counts as skipped."""
         tokens = token_index(rows, self.lengths)
         prompts, groups = self.groups[rows].unique(return_inverse=True)
-        per_token: dict[str, Any] = {}
-        for name in TOKEN_FIELDS:
-            value = getattr(self, name)
-            per_token[name] = None if value is None else value[tokens]
         return TrainBatch(
-            **per_token,
+            **self._per_token(lambda values: values[tokens]),
             lengths=self.lengths[rows],
             prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
             prompt_lengths=self.prompt_lengths[prompts],
@@ -122,11 +108,15 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """A copy whose tensors live on `device`."""
-        moved: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            moved[field.name] = value.to(device) if isinstance(value, Tensor) else value
-        return TrainBatch(**moved)
+        return TrainBatch(**self._on(device))
+
+    def _on(self, device: torch.device | str) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+
+    def _per_token(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in TOKEN_FIELDS}
+        return {name: None if value is None else change(value) for name, value in values.items()}
 
     def without_signal_dropped(self) -> "TrainBatch":
         """Drop the rollouts whose advantages are all 0; metrics still count them.
@@ -146,13 +136,9 @@ class TrainBatch:
 
     def idle(self) -> "TrainBatch":
         """A dummy rollout of one token with weight 0, for ranks that must run as many micro-batches as others."""
-        device, values = self.lengths.device, {name: getattr(self, name) for name in TOKEN_FIELDS}
-        length = torch.ones(1, dtype=torch.long, device=device)
-        per_token: dict[str, Any] = {
-            name: None if value is None else value.new_zeros(1) for name, value in values.items()
-        }
+        length = torch.ones(1, dtype=torch.long, device=self.lengths.device)
         return TrainBatch(
-            **per_token,
+            **self._per_token(lambda values: values.new_zeros(1)),
             lengths=length,
             prompt_ids=torch.zeros_like(length),
             prompt_lengths=length,
@@ -162,8 +148,7 @@ class TrainBatch:
 
     def state(self) -> dict[str, Any]:
         """Plain containers and tensors on the CPU, from which `TrainBatch.of_state` makes an equal batch."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        state = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+        state = self._on("cpu")
         if self.media is not None:  # rollouts of a group share their images, in the restored batch as well
             distinct = list({id(item): item for media in self.media for item in media}.values())
             index = {id(item): number for number, item in enumerate(distinct)}
@@ -192,10 +177,8 @@ class TrainBatch:
 def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> TrainBatch:
     """Flatten rollouts into a `TrainBatch`; equal prompts are stored once.
 
-    Args:
-        rollouts: finished episodes. Rollouts of a group mostly continue one prompt, but need not: an environment may
-            begin each episode in its own way.
-        mask_truncated: learn nothing from truncated completions (DAPO's overlong filtering, arXiv 2503.14476 §3.4).
+    Rollouts of a group mostly continue one prompt, but an environment may begin each episode in its own way.
+    `mask_truncated`: learn nothing from truncated completions (DAPO's overlong filtering, arXiv 2503.14476 §3.4).
     """
     prompts: dict[tuple[int, ...], int] = {}
     groups: list[int] = []
@@ -230,12 +213,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """Concatenate batches, rollouts in order; equal prompts are stored once across batches.
-
-    Args:
-        batches: with the same optional fields, except that fields an engine reported for some batches are filled
-            (`UNREPORTED`) for the others.
-    """
+    """Concatenate batches; equal prompts are stored once. What only some engines reported is filled (`UNREPORTED`)."""
     device = batches[0].lengths.device
     prompts: dict[tuple[int, ...], int] = {}
     every = [tuple(prompt.tolist()) for batch in batches for prompt in batch.prompts()]
@@ -246,7 +224,11 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     def joined(name: str) -> Tensor | None:
         parts = [getattr(batch, name) for batch in batches]
         if name in UNREPORTED and any(part is not None for part in parts):
-            parts = [_or_unreported(batch, name) for batch in batches]
+            fill, device = UNREPORTED[name], batches[0].lengths.device
+            parts = [
+                torch.full(batch.sampled.shape, fill, device=device) if part is None else part
+                for part, batch in zip(parts, batches, strict=True)
+            ]
         assert len({part is None for part in parts}) == 1, f"some batches have {name} and others do not"
         return None if parts[0] is None else torch.cat(parts)
 
@@ -260,11 +242,6 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
         groups=torch.cat(groups),
         media=media if any(batch.media is not None for batch in batches) else None,
     )
-
-
-def _or_unreported(batch: TrainBatch, name: str) -> Tensor:
-    value: Tensor | None = getattr(batch, name)
-    return torch.full(batch.sampled.shape, UNREPORTED[name], device=batch.sampled.device) if value is None else value
 
 
 def _flat(prompts: list[tuple[int, ...]]) -> Tensor:

@@ -9,11 +9,10 @@ conversation. (`covey.core.advantages` is about whole completions.) Three pure f
 3. `token_advantages`: advantages of steps, and of the outcome, -> advantages of tokens, flat `[N]`, by way of
    `credit_to_go`, which keeps one number for each end.
 
-Letters: B completions, P prompts, N completion tokens of all of them, S steps of all of them, F' reward functions that
-reward steps, K tokens at which something ends. Steps and turns differ only in what they are compared with
-(`COMPARED_WITH`). A reward of NaN is an abstention: it is left out of every mean and deviation and adds nothing, but
-its step still ends where it ends. Computed in float64, returned in float32; steps whose rewards are all equal get exact
-zeros.
+Letters: B completions, P prompts, N completion tokens, S steps of all of them, F' reward functions that reward steps, K
+tokens at which something ends; groups_B the prompt of each completion, lengths_B its tokens, weights_F those of the
+functions. A reward of NaN is an abstention: it is left out of every mean and deviation and adds nothing, but its step
+still ends where it ends. Computed in float64, returned in float32; steps whose rewards are all equal get exact zeros.
 
 For another credit assignment, write a function `Steps -> [S]` and pass its result to `token_advantages`, or set
 `Algorithm.step_advantages`.
@@ -38,45 +37,28 @@ COMPARED_WITH = ("group", "turn")
 class Steps(NamedTuple):
     """Rewarded parts of B completions, ordered by completion and then by end.
 
-    Attributes:
-        rows: [S] int64, completion of each step.
-        ends: [S] int64, last token of each, counted from the completion's first.
-        numbers: [S] int64, number of the step in its completion, from 0; steps with the same end share a number.
-        rewards: [S] float64, NaN = abstained.
-
     Example:
         Two completions, the first with rewards 1 at token 3 and 0 at token 7, the second with 0.5 at token 2:
         `Steps(rows=[0, 0, 1], ends=[3, 7, 2], numbers=[0, 1, 0], rewards=[1, 0, 0.5])`
     """
 
-    rows: Tensor
-    ends: Tensor
-    numbers: Tensor
-    rewards: Tensor
+    rows: Tensor  # [S] int64, completion of each step
+    ends: Tensor  # [S] int64, last token of each, counted from the completion's first
+    numbers: Tensor  # [S] int64, number of the step in its completion, from 0; steps with the same end share a number
+    rewards: Tensor  # [S] float64, NaN = abstained
 
 
 @dataclass(frozen=True)
 class CreditMix:
-    """Weights with which the credit of steps and of the outcome make up a token's advantage.
+    """Weights with which the credit of steps and of the outcome make up a token's advantage."""
 
-    Attributes:
-        process_weight: ω of the steps.
-        outcome_weight: ω of the outcome.
-        discount: γ in [0, 1], once for each step that lies between a token's own step and a later one.
-    """
-
-    process_weight: float = 1.0
-    outcome_weight: float = 1.0
-    discount: float = 1.0
+    process_weight: float = 1.0  # ω of the steps
+    outcome_weight: float = 1.0  # ω of the outcome
+    discount: float = 1.0  # γ in [0, 1], once for each step that lies between a token's own step and a later one
 
 
 def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: Sequence[int]) -> Steps:
-    """Flatten one list of `(end, reward)` per completion.
-
-    Args:
-        steps: for every completion, pairs of a step's last token (0 is the completion's first) and its reward, in any
-            order; None or NaN abstains.
-        lengths: completion tokens of each.
+    """Flatten one list of `(last token, reward)` per completion, in any order; None or NaN abstains.
 
     Raises:
         ValueError: an end that is no token of its completion, or an infinite reward.
@@ -98,7 +80,9 @@ def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: S
             ends.append(end)
             numbers.append(number)
             rewards.append(_reward(reward, row))
-    return Steps(torch.tensor(rows).long(), torch.tensor(ends).long(), torch.tensor(numbers).long(), _float64(rewards))
+    long, double = torch.int64, torch.float64
+    columns = ((rows, long), (ends, long), (numbers, long), (rewards, double))
+    return Steps(*(torch.tensor(column, dtype=dtype) for column, dtype in columns))
 
 
 def steps_relative(steps: Steps, groups_B: Tensor, scale: str = "group", compared_with: str = "group") -> Tensor:
@@ -106,13 +90,8 @@ def steps_relative(steps: Steps, groups_B: Tensor, scale: str = "group", compare
 
     With `compared_with="group"` this is process supervision (DeepSeekMath, arXiv 2402.03300 §4.1.3): R holds the
     rewards of all steps of all completions of a group, and r̃_i^index(j) = (r_i^index(j) - mean(R)) / std(R). With
-    "turn", turn k is compared with turn k of the other completions (MT-GRPO, arXiv 2505.11821).
-
-    Args:
-        steps: as gathered.
-        groups_B: [B] int64, the prompt of each completion.
-        scale: "group" divides by the deviation of the compared steps, "batch" by that of all steps, "none" by nothing.
-        compared_with: one of `COMPARED_WITH`.
+    "turn", turn k is compared with turn k of the other completions (MT-GRPO, arXiv 2505.11821). `scale="group"` divides
+    by the deviation of the compared steps, "batch" by that of all steps, "none" by nothing.
     """
     cells, count = _cells(steps, groups_B, compared_with)
     centred = _centre(steps.rewards, cells, count)
@@ -131,13 +110,8 @@ def steps_leave_one_out(
     """r̃ = r - mean over the compared steps of the other completions: [S] float64 without NaN.
 
     RLOO's baseline (arXiv 2402.14740) for steps: it does not depend on the completion itself, so it adds no bias. All
-    steps of the completion are left out. A step that is compared with no other completion's gets 0.
-
-    Args:
-        steps: as gathered.
-        groups_B: [B] int64, the prompt of each completion.
-        normalize: afterwards divide by the deviation of all of them, plus ε.
-        compared_with: one of `COMPARED_WITH`.
+    steps of the completion are left out. A step that is compared with no other completion's gets 0. `normalize`
+    afterwards divides by the deviation of all of them, plus ε.
     """
     cells, count = _cells(steps, groups_B, compared_with)
     own, own_count = _numbered(torch.stack([cells, steps.rows]))
@@ -165,14 +139,7 @@ def join_steps(parts: Sequence[Steps]) -> Steps:
 
 
 def steps_weighted(parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor, *, baseline: StepBaseline) -> Tensor:
-    """ω_f r̃_f: each function's steps compared among themselves, then weighted; [S], in the order of `join_steps`.
-
-    Args:
-        parts: steps of each reward function that rewards steps.
-        weights_F: [F'], of each.
-        groups_B: [B] int64, the prompt of each completion.
-        baseline: `steps_relative` or `steps_leave_one_out` with its settings filled in.
-    """
+    """ω_f r̃_f: each function's steps compared by `baseline` among themselves, weighted; [S] as in `join_steps`."""
     weighted = [weight * baseline(part, groups_B) for part, weight in zip(parts, weights_F.tolist(), strict=True)]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *weighted])
 
@@ -198,12 +165,7 @@ def steps_normalized_then_summed(
 def credit_to_go(
     steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None = None, mix: CreditMix | None = None
 ) -> Credited:
-    """G_j = v_j + γ G_{j+1} over the ends of each completion; v_j: weighted advantages of the steps that end there.
-
-    Args:
-        steps, advantages_S, lengths_B, outcome_B: as for `token_advantages`.
-        mix: weights and discount; all 1 by default.
-    """
+    """G_j = v_j + γ G_{j+1} over the ends of each completion; v_j: weighted advantages of the steps that end there."""
     mix = mix or CreditMix()
     assert 0 <= mix.discount <= 1, "checked with the config"
     starts = segment_starts(lengths_B)
@@ -225,20 +187,13 @@ def token_advantages(
     """A_t = Σ_{j: end_j >= t} γ^(steps between t and j) ω_j r̃_j: the credit from a token on, [N] float32.
 
     With γ = 1 and no outcome it is DeepSeekMath's Â_{i,t} = Σ_{index(j) >= t} r̃_i^index(j) (arXiv 2402.03300 §4.1.3).
-    An outcome is one more step that ends with the completion. For two turns, the first of them rewarded, that is
-    MT-GRPO (arXiv 2505.11821): the first turn gets r̃ + γ A, the second A, with γ in place of the paper's λ. The
-    paper's formula is for two turns; the extension to more turns, several rewards per turn and a discount for each turn
-    in between is ours.
+    An outcome (outcome_B, of each completion as a whole; `covey.core.advantages`) is one more step that ends with the
+    completion. For two turns, the first of them rewarded, that is MT-GRPO (arXiv 2505.11821): the first turn gets r̃ +
+    γ A, the second A, with γ in place of the paper's λ. The paper's formula is for two turns; the extension to more
+    turns, several rewards per turn and a discount for each turn in between is ours.
 
     Tokens after the last step get 0 unless there is an outcome. A step may end at a token that was not sampled (a tool
     result): the credit goes to all tokens before it, and tokens that were not sampled have weight 0.
-
-    Args:
-        steps: as gathered; steps of several reward functions may be concatenated in the order of `advantages_S`.
-        advantages_S: [S], of each step, from `steps_relative` or `steps_leave_one_out`.
-        lengths_B: [B] int64, completion tokens of each.
-        outcome_B: [B], of each completion as a whole; `covey.core.advantages`.
-        mix: weights and discount; all 1 by default.
 
     Example:
         Steps that end at tokens 1 and 3 of five, with advantages 1 and -2:
@@ -307,7 +262,3 @@ def _reward(reward: float | None, row: int) -> float:
             f"a step of completion {row} has the reward {value}: give a finite number, or None to abstain."
         )
     return value
-
-
-def _float64(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)

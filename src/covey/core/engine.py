@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -32,23 +33,19 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One version of the policy's weights.
+    """One version of the policy's weights."""
 
-    Attributes:
-        version: number of optimizer steps behind these weights; increases with every update.
-        specs: every tensor, in the order in which `tensors` yields them. Known without gathering anything.
-        tensors: starts an iteration over (name, tensor). A tensor is whole and belongs to the caller until the next
-            one is requested. Under sharding the iteration is collective: every process goes through it, in step,
-            whether it sends or not. A retry calls it again.
-        adapter: None where the tensors are the whole model's. Otherwise they are a PEFT adapter's, under the names of
-            its checkpoint, and this is its configuration (`adapter_config.json`).
-        base: the adapter's base model, for an engine that does not have it; None where it cannot be sent.
-    """
-
-    version: int
+    version: int  # number of optimizer steps behind these weights; increases with every update
+    # every tensor, in the order in which `tensors` yields them. Known without gathering anything.
     specs: tuple[TensorSpec, ...]
+    # starts an iteration over (name, tensor). A tensor is whole and belongs to the caller until the next one is
+    # requested. Under sharding the iteration is collective: every process goes through it, in step, whether it sends or
+    # not. A retry calls it again.
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    # None where the tensors are the whole model's. Otherwise they are a PEFT adapter's, under the names of its
+    # checkpoint, and this is its configuration (`adapter_config.json`).
     adapter: dict[str, Any] | None = None
+    # the adapter's base model, for an engine that does not have it; None where it cannot be sent
     base: "WeightUpdate | None" = None
 
     @property
@@ -57,28 +54,22 @@ class WeightUpdate:
         return sum(spec.nbytes for spec in self.specs)
 
     def checked(self) -> Iterator[tuple[TensorSpec, Tensor]]:
-        """Iterate over the tensors, checking each against its spec.
-
-        Raises:
-            RuntimeError: a tensor has another name, shape or dtype than its spec, or there are more or fewer.
-        """
-        sent = 0
-        for name, tensor in self.tensors():
-            if sent == len(self.specs):
+        """Iterate over the tensors; RuntimeError where one has another name, shape or dtype than its spec."""
+        for index, (spec, sent) in enumerate(zip_longest(self.specs, self.tensors())):
+            if sent is None:
+                raise RuntimeError(
+                    f"weights of version {self.version}: {len(self.specs) - index} tensors are missing, the first is"
+                    f" {spec.name!r}."
+                )
+            name, tensor = sent
+            if spec is None:
                 raise RuntimeError(f"weights of version {self.version}: {name!r} was sent but not announced.")
-            spec = self.specs[sent]
             if (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
                 raise RuntimeError(
                     f"weights of version {self.version}: {spec.name!r} {list(spec.shape)} {spec.dtype} was announced,"
                     f" but {name!r} {list(tensor.shape)} {tensor.dtype} was sent."
                 )
-            sent += 1
             yield spec, tensor
-        if sent < len(self.specs):
-            raise RuntimeError(
-                f"weights of version {self.version}: {len(self.specs) - sent} tensors are missing, the first is"
-                f" {self.specs[sent].name!r}."
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,8 @@ Z95 = statistics.NormalDist().inv_cdf(0.975)
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of k samples is right: 1 - C(n - c, k) / C(n, k).
 
-    Equation 1 of Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374).
-
-    Args:
-        samples: n, samples of one prompt.
-        right: c, number of right samples.
-        k: at most n.
+    Equation 1 of Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), for n samples
+    of a prompt, c of them right.
 
     Raises:
         ValueError: k is not between 1 and n.
@@ -34,14 +30,9 @@ def maj_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) 
     """Unbiased estimate of the probability that the most frequent answer among k samples is right.
 
     It is the average over all subsets of k of the n samples (a U-statistic, Hoeffding 1948), counted exactly. Ties are
-    broken uniformly at random. A sample without an answer does not vote; a subset without any answer is wrong. An
-    answer counts with the fraction of its samples that are right: 0 or 1, unless the reward depends on more than the
+    broken uniformly at random. A sample without an answer (None) does not vote; a subset without any answer is wrong.
+    An answer counts with the fraction of its samples that are right: 0 or 1, unless the reward depends on more than the
     answer. Voting is the self-consistency of Wang et al. 2022 (arXiv 2203.11171).
-
-    Args:
-        answers: [n], one per sample of a prompt; None where there is none.
-        right: [n].
-        k: at most n.
 
     Raises:
         ValueError: k is not between 1 and n.
@@ -59,20 +50,17 @@ def maj_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) 
             votes.setdefault(answer, []).append(one)
     sizes = [len(group) for group in votes.values()]
     silent = len(answers) - sum(sizes)
-    wins = {size: _ways_to_win(size, _without(sizes, size), silent, k) for size in set(sizes)}
+    wins = {}
+    for size in set(sizes):
+        others = sizes.copy()
+        others.remove(size)
+        wins[size] = _ways_to_win(size, others, silent, k)
     total = sum((wins[len(group)] * Fraction(sum(group), len(group)) for group in votes.values()), Fraction(0))
     return float(total / math.comb(len(answers), k))
 
 
 def _ways_to_win(size: int, others: list[int], silent: int, k: int) -> Fraction:
-    """Subsets of k in which an answer with `size` samples is the most frequent; one with a tie of t counts 1 / t.
-
-    Args:
-        size: samples with this answer.
-        others: samples with each of the other answers.
-        silent: samples without an answer.
-        k: samples of a subset.
-    """
+    """Subsets of k in which an answer with `size` samples is the most frequent; one with a tie of t counts 1 / t."""
     ways = Fraction(0)
     for votes in range(1, min(size, k) + 1):
         rest = k - votes
@@ -88,19 +76,15 @@ def _ways_to_win(size: int, others: list[int], silent: int, k: int) -> Fraction:
                     state = chosen + more, ties + (more == votes)
                     grown[state] = grown.get(state, 0) + count * math.comb(other, more)
             table = grown
-        free = silent + sum(
-            other for other in others if other < votes
-        )  # any choice among these leaves the answer ahead
-        won = sum(
-            (Fraction(count * math.comb(free, rest - chosen), ties + 1) for (chosen, ties), count in table.items()),
-            Fraction(0),
-        )
-        ways += math.comb(size, votes) * won
+        # any choice among these leaves the answer ahead
+        free = silent + sum(other for other in others if other < votes)
+        for (chosen, ties), count in table.items():
+            ways += Fraction(math.comb(size, votes) * count * math.comb(free, rest - chosen), ties + 1)
     return ways
 
 
 def interval_of_share(values: Sequence[float], draws: int = 1, z: float = Z95) -> tuple[float, float]:
-    """Confidence interval for the mean of values between 0 and 1, one per prompt.
+    """Confidence interval for the mean of values between 0 and 1, one per prompt: its lower and its upper end.
 
     Wilson's score interval (Wilson 1927) at the effective number of trials p (1 - p) / var(mean) (Korn and Graubard
     1998): where every value is 0 or 1, that is the number of prompts. It has a width also where every prompt is right,
@@ -111,9 +95,6 @@ def interval_of_share(values: Sequence[float], draws: int = 1, z: float = Z95) -
         draws: independent trials behind each value, n / k for an average over all subsets of k of n samples; the
             effective number of trials is at most P times this.
         z: standard deviations to each side.
-
-    Returns:
-        The lower and the upper end.
 
     Example:
         >>> [round(end, 3) for end in interval_of_share([1.0] * 8 + [0.0] * 2)]
@@ -133,11 +114,7 @@ def interval_of_share(values: Sequence[float], draws: int = 1, z: float = Z95) -
 
 
 def interval_of_mean(values: Sequence[float], z: float = Z95) -> tuple[float, float]:
-    """Confidence interval for the mean of any numbers, one per prompt: z standard errors to each side.
-
-    Args:
-        values: [P], at least two.
-        z: standard deviations to each side.
+    """Confidence interval for the mean of any numbers, one per prompt (at least two): z standard errors to each side.
 
     Example:
         The standard error is 1: the standard deviation, 2, over the root of 4.
@@ -147,13 +124,6 @@ def interval_of_mean(values: Sequence[float], z: float = Z95) -> tuple[float, fl
     """
     mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
     return mean - z * error, mean + z * error
-
-
-def _without(sizes: list[int], size: int) -> list[int]:
-    """`sizes` without one occurrence of `size`."""
-    rest = list(sizes)
-    rest.remove(size)
-    return rest
 
 
 def _check(samples: int, k: int) -> None:

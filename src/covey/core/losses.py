@@ -17,6 +17,8 @@ from covey.core.records import Max, Mean, Min, Stat
 MAX_LOG_RATIO = 80.0
 """Largest log-ratio that is exponentiated: e^80 is far beyond every clip and still finite in float32."""
 
+# ---- importance ratios: of the updated over the old policy, and of the trainer over the sampling engine --------------
+
 RatioLevel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs [N], old_logprobs [N], sampled [N], lengths [B]) -> log-ratio [N]."""
 
@@ -100,13 +102,8 @@ def mismatch_weights(
     al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". Masked: Liu et al. 2025, "When
     speed kills stability" (sequences), and IcePop (tokens, with both bounds; Ring-1T, arXiv 2510.18855).
 
-    Args:
-        old_logprobs: [N], the trainer's, under the weights that the engine sampled with.
-        engine_logprobs: [N]; NaN, or -inf, counts as no difference.
-        sampled: [N] bool; other tokens get weight 1, or their sequence's.
-        lengths: [B].
-        mode: token_truncate | token_mask | sequence_truncate | sequence_mask.
-        clip_min, clip_max: bounds of ρ; None leaves that side open.
+    `mode`: token_truncate | token_mask | sequence_truncate | sequence_mask. An engine's NaN or -inf counts as no
+    difference; tokens that were not sampled get weight 1, or their sequence's.
     """
     level, _, action = mode.partition("_")
     difference = (old_logprobs - engine_logprobs).nan_to_num(nan=0.0, posinf=0.0, neginf=-MAX_LOG_RATIO)
@@ -142,29 +139,22 @@ def _mismatch_stats(
     }
 
 
+# ---- surrogates: the loss of each token; those that are not trained get weight 0 later -------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class SurrogateInputs:
-    """Inputs of a surrogate; all `[N]` but `lengths [B]`.
+    """Inputs of a surrogate; all `[N]` but `lengths [B]`."""
 
-    Attributes:
-        log_ratio: log importance ratio at the chosen level; carries the gradient.
-        logprobs: log π(o_t) under the policy being trained; carries the gradient.
-        old_logprobs: log π_old(o_t), constant.
-        advantages: credit.
-        sampled: mask of trained tokens.
-        lengths: tokens of each rollout.
-        mismatch_weights: engine/trainer importance weights, or None.
-        skipped_tokens, skipped_rows: trained tokens and rollouts that were left out because their advantage is 0;
-            clip fractions count them as not clipped.
-    """
-
-    log_ratio: Tensor
-    logprobs: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    sampled: Tensor
-    lengths: Tensor
-    mismatch_weights: Tensor | None = None
+    log_ratio: Tensor  # log importance ratio at the chosen level; carries the gradient
+    logprobs: Tensor  # log π(o_t) under the policy being trained; carries the gradient
+    old_logprobs: Tensor  # log π_old(o_t), constant
+    advantages: Tensor  # credit
+    sampled: Tensor  # mask of trained tokens
+    lengths: Tensor  # tokens of each rollout
+    mismatch_weights: Tensor | None = None  # engine/trainer importance weights, or None
+    # trained tokens and rollouts that were left out because their advantage is 0; clip fractions count them as not
+    # clipped
     skipped_tokens: int = 0
     skipped_rows: int = 0
 
@@ -284,6 +274,8 @@ def vespo_stats(x: SurrogateInputs, **kernel: float) -> dict[str, Stat]:
     return {"vespo/phi_seq_mean": Mean(phi[trained].sum().item(), trained.sum().item())}
 
 
+# ---- KL(policy || reference): Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html --
+
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -306,27 +298,23 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
+# ---- averages as token weights: one value per rollout [B], fixed before a batch is cut into micro-batches ------------
+
+
 @dataclass(frozen=True, slots=True)
 class BatchCounts:
-    """Counts that a weighting may divide by.
+    """Counts that a weighting may divide by."""
 
-    Attributes:
-        tokens: [B] float, the trained tokens of each rollout.
-        micro_tokens: [B] float, the trained tokens of the nominal micro-batch the rollout belongs to
-            (`per_device_train_batch_size` rollouts of one rank, in sampling order).
-        rows_per_update: rollouts of one optimizer step, over all ranks.
-        tokens_per_update: trained tokens of one optimizer step, over all ranks: an equal share of the rollout
-            batch's tokens, so that every step on it divides by the same number.
-        micro_batches_per_update: nominal micro-batches of one optimizer step, over all ranks.
-        max_completion_length: tokens a completion may have.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # [B] float, the trained tokens of each rollout
+    # [B] float, the trained tokens of the nominal micro-batch the rollout belongs to (`per_device_train_batch_size`
+    # rollouts of one rank, in sampling order)
     micro_tokens: Tensor
-    rows_per_update: float
+    rows_per_update: float  # rollouts of one optimizer step, over all ranks
+    # trained tokens of one optimizer step, over all ranks: an equal share of the rollout batch's tokens, so that every
+    # step on it divides by the same number
     tokens_per_update: float
-    micro_batches_per_update: float
-    max_completion_length: int | None
+    micro_batches_per_update: float  # nominal micro-batches of one optimizer step, over all ranks
+    max_completion_length: int | None  # tokens a completion may have
 
 
 Weighting = Callable[[BatchCounts], Tensor]

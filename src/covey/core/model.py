@@ -20,9 +20,6 @@ def decoder_of(model: Any) -> nn.Module:
 
     transformers finds it by name, and for some models (Llama 4, ModernBERT's decoder) returns the whole model or the
     head; for these it is the child that holds the input embeddings.
-
-    Args:
-        model: a transformers or PEFT model with a language-modelling head.
     """
     base = _without_adapter(model)
     decoder: nn.Module = model.get_decoder()
@@ -69,19 +66,11 @@ def placeholder_ids(config: Any) -> list[int]:
 
 
 def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.device) -> dict[str, Tensor]:
-    """Image inputs of a forward pass over padded sequences that begin at column 0.
+    """Image inputs of a forward pass over padded sequences that begin at column 0; empty where none has images.
 
     Inputs of several samples are concatenated along their first dimension, in the order of the sequences. Where other
     dimensions differ (tiles of an image, images of a sample) the smaller are padded with zeros, as processors do:
-    models recognise padding by `image_sizes`, a mask or the zeros.
-
-    Args:
-        rows: the media of each sequence, which may be empty.
-        width: columns of the padded sequences.
-        device: device of the inputs.
-
-    Returns:
-        Inputs by name; empty where no sequence has images. Marks are [sequences, width], 0 outside the media.
+    models recognise padding by `image_sizes`, a mask or the zeros. Marks are [sequences, width], 0 outside the media.
     """
     items = [item for media in rows for item in media]
     names = dict.fromkeys(name for item in items for name in item.tensors)
@@ -99,13 +88,7 @@ def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.devi
 
 
 def stray_placeholders(ids: Tensor, rows: Sequence[Sequence[Media]], placeholders: Tensor) -> Tensor:
-    """Mask of placeholder tokens without an image, [sequences, width]: a policy may sample one.
-
-    Args:
-        ids: padded sequences that begin at column 0.
-        rows: the media of each sequence.
-        placeholders: placeholder tokens of images, [any number].
-    """
+    """Mask of placeholder tokens without an image, [sequences, width], in padded `ids`: a policy may sample one."""
     strays = torch.isin(ids, placeholders)
     for row, media in enumerate(rows):
         for item in media:
@@ -118,13 +101,7 @@ def reading(embedding: nn.Module, ids: Tensor, strays: Tensor, filler: int) -> I
     """Context for a forward pass on the tokens that it yields, with stray placeholders as ordinary tokens.
 
     A model looks for the image of each placeholder, and a sampled placeholder has none. Engines continue from it as
-    from any other token, so the model is given `filler` in its place, with the embedding of the real token.
-
-    Args:
-        embedding: the model's input embedding.
-        ids: tokens, [sequences, width].
-        strays: [sequences, width] bool, from `stray_placeholders`.
-        filler: any token that is no placeholder.
+    from any other token, so the model is given `filler` in its place, with the `embedding` of the real token.
     """
     if not strays.any():
         yield ids

@@ -4,7 +4,7 @@
 in one micro-batch or in ten, because every average is already in the weights.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,35 +27,25 @@ from covey.core.records import Mean, Stat
 
 @dataclass(frozen=True)
 class Objective:
-    """The minimised loss, as values.
+    """The minimised loss, as values."""
 
-    Attributes:
-        surrogate: token losses from ratios and advantages.
-        stats: metrics of the surrogate (clip fractions, ...), or None.
-        ratio_level: how the importance ratio is formed.
-        beta: weight of the KL term in the loss; 0 leaves it out.
-        kl: its estimator.
-        correct_kl_bias: multiply the KL term by the token ratio, which makes its gradient unbiased off-policy
-            (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
-        off_policy_threshold: drop punished sequences that drifted further than this; None keeps all.
-        correction: computes mismatch weights from the engine's log-probs and those of the training pass, where the
-            batch has no such weights; this saves a scoring pass. None leaves the engine's distribution uncorrected.
-        mismatch_in_surrogate: the surrogate itself uses the mismatch weights (VESPO), so they are not applied again.
-        zero_without_advantage: the surrogate of a token with advantage 0 is 0, whatever its ratio.
-        credits_tokens: each token is trained with its own advantage; False where a completion's tokens share one, so
-            that credit for its steps would be lost.
-    """
-
-    surrogate: Surrogate
-    stats: SurrogateStats | None = None
-    ratio_level: RatioLevel = token_level
-    beta: float = 0.0
-    kl: KLEstimator = k3
+    surrogate: Surrogate  # token losses from ratios and advantages
+    stats: SurrogateStats | None = None  # metrics of the surrogate (clip fractions, ...), or None
+    ratio_level: RatioLevel = token_level  # how the importance ratio is formed
+    beta: float = 0.0  # weight of the KL term in the loss; 0 leaves it out
+    kl: KLEstimator = k3  # its estimator
+    # multiply the KL term by the token ratio, which makes its gradient unbiased off-policy (DeepSeek-V3.2, arXiv
+    # 2512.02556, eq. 7).
     correct_kl_bias: bool = False
-    off_policy_threshold: float | None = None
+    off_policy_threshold: float | None = None  # drop punished sequences that drifted further than this; None keeps all
+    # computes mismatch weights from the engine's log-probs and those of the training pass, where the batch has no such
+    # weights; this saves a scoring pass. None leaves the engine's distribution uncorrected.
     correction: MismatchCorrection | None = None
+    # the surrogate itself uses the mismatch weights (VESPO), so they are not applied again
     mismatch_in_surrogate: bool = False
-    zero_without_advantage: bool = True
+    zero_without_advantage: bool = True  # the surrogate of a token with advantage 0 is 0, whatever its ratio
+    # each token is trained with its own advantage; False where a completion's tokens share one, so that credit for its
+    # steps would be lost
     credits_tokens: bool = True
 
     @property
@@ -91,50 +81,22 @@ class LossInputs:
 
     @classmethod
     def of(
-        cls,
-        batch: TrainBatch,
-        logprobs: Tensor,
-        entropies: Tensor | None,
-        entropy_coef: float = 0.0,
+        cls, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, entropy_coef: float = 0.0
     ) -> "LossInputs":
         """Join a batch with the policy's scores of it."""
         assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
-        return cls(
-            logprobs=logprobs,
-            entropies=entropies,
-            sampled=batch.sampled,
-            lengths=batch.lengths,
-            advantages=batch.advantages,
-            weights=batch.weights,
-            old_logprobs=batch.old_logprobs,
-            ref_logprobs=batch.ref_logprobs,
-            engine_logprobs=batch.engine_logprobs,
-            mismatch_weights=batch.mismatch_weights,
-            entropy_weights=batch.entropy_weights,
-            entropy_threshold=batch.entropy_threshold,
-            entropy_coef=entropy_coef,
-            skipped_tokens=batch.skipped_tokens,
-            skipped_rows=batch.skipped_rows,
-        )
+        shared = {field.name: getattr(batch, field.name) for field in fields(cls) if hasattr(batch, field.name)}
+        return cls(logprobs=logprobs, entropies=entropies, entropy_coef=entropy_coef, **shared)
 
     def silenced(self) -> "LossInputs":
         """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in anything."""
-        values = {name: getattr(self, name) for name in _PER_TOKEN}
-        silent: dict[str, Any] = {k: torch.where(self.sampled, v, 0.0) for k, v in values.items() if v is not None}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        silent: dict[str, Any] = {
+            name: torch.where(self.sampled, value, 0.0)
+            for name, value in values.items()
+            if isinstance(value, Tensor) and name not in ("sampled", "lengths")
+        }
         return replace(self, **silent)
-
-
-_PER_TOKEN = (
-    "logprobs",
-    "entropies",
-    "advantages",
-    "weights",
-    "entropy_weights",
-    "old_logprobs",
-    "ref_logprobs",
-    "engine_logprobs",
-    "mismatch_weights",
-)
 
 
 class LossResult(NamedTuple):
@@ -155,16 +117,9 @@ def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
     old = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     log_ratio = objective.ratio_level(inputs.logprobs, old, inputs.sampled, inputs.lengths)
     rho, corrected = _mismatch(inputs, objective, old)
+    skipped = inputs.skipped_tokens, inputs.skipped_rows
     x = SurrogateInputs(
-        log_ratio,
-        inputs.logprobs,
-        old,
-        inputs.advantages,
-        inputs.sampled,
-        inputs.lengths,
-        rho,
-        inputs.skipped_tokens,
-        inputs.skipped_rows,
+        log_ratio, inputs.logprobs, old, inputs.advantages, inputs.sampled, inputs.lengths, rho, *skipped
     )
     token_loss = objective.surrogate(x)
     stats = {**corrected, **(objective.stats(x) if objective.stats else {})}
@@ -205,14 +160,8 @@ def _filters(inputs: LossInputs, objective: Objective, old_logprobs: Tensor) -> 
     keep = None
     if objective.off_policy_threshold is not None:
         behaviour = old_logprobs if inputs.engine_logprobs is None else inputs.engine_logprobs
-        keep = off_policy_keep(
-            inputs.advantages,
-            inputs.logprobs,
-            behaviour,
-            inputs.sampled,
-            inputs.lengths,
-            objective.off_policy_threshold,
-        )
+        masks, threshold = (inputs.sampled, inputs.lengths), objective.off_policy_threshold
+        keep = off_policy_keep(inputs.advantages, inputs.logprobs, behaviour, *masks, threshold)
     if inputs.entropy_threshold is not None:
         assert inputs.entropies is not None, "an entropy threshold needs entropies"
         decisive = inputs.entropies.detach() >= inputs.entropy_threshold

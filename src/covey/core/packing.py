@@ -17,20 +17,14 @@ ENOUGH_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
 class RolloutSizes(Protocol):
-    """Lengths that a plan is made from: a `TrainBatch`, or the index of a batch that spans processes."""
+    """Fields that a plan is made from: a `TrainBatch`, or the index of a batch that spans processes."""
 
     @property
-    def lengths(self) -> Tensor:
-        """[B] int64, completion tokens."""
-
+    def lengths(self) -> Tensor: ...
     @property
-    def groups(self) -> Tensor:
-        """[B] int64, the prompt each rollout continues: an index into `prompt_lengths`."""
-
+    def groups(self) -> Tensor: ...
     @property
-    def prompt_lengths(self) -> Tensor:
-        """[P] int64."""
-
+    def prompt_lengths(self) -> Tensor: ...
     def __len__(self) -> int: ...
 
 
@@ -41,11 +35,8 @@ Unit = list[int]
 def pass_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> int:
     """Tokens that a forward pass over some rollouts computes.
 
-    Args:
-        batch: holds the lengths and groups.
-        rows: indexes of rollouts.
-        layout: "shared_prefix" counts each prompt once, "packed" once for every rollout, "padded" fills every sequence
-            up to the longest.
+    `layout`: "shared_prefix" counts each prompt once, "packed" once for every rollout, "padded" fills every sequence up
+    to the longest.
 
     Example:
         A prompt of 4 tokens with completions of 2 and 3: shared 4 + 2 + 3 = 9, packed 6 + 7 = 13, padded 2 · 7 = 14.
@@ -57,8 +48,7 @@ def derived_budget(rows: int, longest: int, largest: int, device_type: str) -> i
     """Default for the tokens of a micro-batch: enough to keep the device busy, within the user's batch size.
 
     Args:
-        rows: rollouts of a nominal micro-batch.
-        longest: tokens of the longest rollout; `rows` of these, padded, are the upper bound.
+        rows, longest: rollouts of a nominal micro-batch, and the most tokens of one: padded, they are the upper bound.
         largest: tokens of the largest group, which is not cut below that bound.
         device_type: "cpu", "cuda", ...
     """
@@ -66,20 +56,12 @@ def derived_budget(rows: int, longest: int, largest: int, device_type: str) -> i
 
 
 def pack_micro_batches(batch: RolloutSizes, budget: int, layout: str, at_least: int = 1) -> list[Tensor]:
-    """Cut a batch into micro-batches of at most `budget` tokens, the largest first.
+    """Cut a batch into micro-batches of at most `budget` tokens, the largest first: the rollouts of each.
 
     Rollouts of a group stay together where they fit. A rollout that is longer than the budget gets a micro-batch of its
-    own. Their number is what first-fit decreasing needs; then they are evened out by giving each unit, longest first,
-    to the shortest one (Graham 1969).
-
-    Args:
-        batch: rollouts to train on.
-        budget: maximum tokens of a micro-batch.
-        layout: how tokens are counted (`pass_tokens`).
-        at_least: minimum number of micro-batches, if there are enough rollouts, so that all ranks run equally many.
-
-    Returns:
-        The rollouts of each micro-batch, int64 on the batch's device; every rollout is in exactly one.
+    own. Their number is what first-fit decreasing needs, and `at_least` so many if there are enough rollouts, so that
+    all ranks run equally many; then they are evened out by giving each unit, longest first, to the shortest one (Graham
+    1969).
     """
     if not len(batch):
         return []
@@ -94,10 +76,9 @@ def pack_micro_batches(batch: RolloutSizes, budget: int, layout: str, at_least: 
 
 
 def balance_ranks(batch: RolloutSizes, ranks: int, layout: str) -> list[Tensor]:
-    """Divide rollouts over ranks evenly by tokens; a group stays together unless it is more than a fair share.
+    """Divide rollouts over ranks evenly by tokens: the rollouts of each, in the batch's order.
 
-    Returns:
-        The rollouts of each rank, in the batch's order; a rank may get none.
+    A group stays together unless it is more than a fair share; a rank may get none.
     """
     costs = _Costs(batch, "packed" if layout == "padded" else layout)
     fair = -(-costs.of(range(len(batch))) // ranks)

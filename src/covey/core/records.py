@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -38,46 +38,30 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PromptSample:
-    """One completion to be sampled.
+    """One completion to be sampled."""
 
-    Attributes:
-        row: the dataset row; `row["prompt"]` is the prompt.
-        prompt: the row's number, which seeds the sample.
-        sample: index among the prompt's completions, 0 ... G-1.
-    """
-
-    row: dict[str, Any]
-    prompt: int
-    sample: int
+    row: dict[str, Any]  # the dataset row; `row["prompt"]` is the prompt
+    prompt: int  # the row's number, which seeds the sample
+    sample: int  # index among the prompt's completions, 0 ... G-1.
 
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """Samples of one prompt.
+    """Samples of one prompt."""
 
-    Attributes:
-        number: index among the groups of the batch.
-        start: index of the first sample in the batch.
-        samples: one or more.
-        rows: the dataset row of each.
-    """
-
-    number: int
-    start: int
-    samples: list[PromptSample]
-    rows: list[dict[str, Any]]
+    number: int  # index among the groups of the batch
+    start: int  # index of the first sample in the batch
+    samples: list[PromptSample]  # one or more
+    rows: list[dict[str, Any]]  # the dataset row of each
 
 
 class MicroStep(NamedTuple):
-    """One micro-step of Hugging Face's training loop, as the dataloader yields it.
+    """One micro-step of Hugging Face's training loop, as the dataloader yields it."""
 
-    Attributes:
-        generation: number, since the run began, of the generation that begins with this step; None where training goes
-            on with the current one.
-        samples: this process's prompt samples of it; None where the trainer chooses prompts when it samples.
-    """
-
+    # number, since the run began, of the generation that begins with this step; None where training goes on with the
+    # current one
     generation: int | None = None
+    # this process's prompt samples of it; None where the trainer chooses prompts when it samples
     samples: list[PromptSample] | None = None
 
 
@@ -98,24 +82,18 @@ class FinishReason(StrEnum):
 class Media:
     """The images in a span of a rollout's tokens (a prompt, or a tool result), from one call of the processor.
 
-    Attributes:
-        images: PIL images in the order of their placeholder tokens; empty where only training needs the rest.
-        tensors: inputs of the model's forward, as the processor returns them for a single sample.
-        marks: per-token inputs of the model by name, [length], such as `token_type_ids`.
-        start: first token of the span, counted over the rollout's prompt and completion.
-        length: tokens of the span.
-        short_ids: the span with each image as the single token of the chat template, which inference servers expand.
-
     Example:
         "<image>Hi" with an image that takes two tokens: `Media((image,), {"pixel_values": ...},
         {"token_type_ids": [1, 1, 0, 0]}, start=0, length=4, short_ids=(7, 12, 13))`
     """
 
+    # PIL images in the order of their placeholder tokens; empty where only training needs the rest
     images: tuple[Any, ...]
-    tensors: dict[str, Tensor]
-    marks: dict[str, Tensor]
-    start: int
-    length: int
+    tensors: dict[str, Tensor]  # inputs of the model's forward, as the processor returns them for a single sample
+    marks: dict[str, Tensor]  # per-token inputs of the model by name, [length], such as `token_type_ids`
+    start: int  # first token of the span, counted over the rollout's prompt and completion
+    length: int  # tokens of the span
+    # the span with each image as the single token of the chat template, which inference servers expand
     short_ids: tuple[int, ...]
 
     def state(self) -> dict[str, Any]:
@@ -146,27 +124,21 @@ def images_of(media: Iterable[Media]) -> list[Any]:
 
 @dataclass(slots=True)
 class Completion:
-    """One sampled continuation of a prompt, as an engine returns it.
+    """One sampled continuation of a prompt, as an engine returns it."""
 
-    Attributes:
-        token_ids: the sampled tokens, the end-of-sequence token included where one was sampled.
-        logprobs: natural log-probability of each token under the sampling policy at its temperature, before
-            top-k, top-p and min-p cut the tail: the quantity the trainer's own scorer computes. None if the engine
-            does not report them.
-        finish: STOP or LENGTH.
-        entropies: entropy in nats of the distribution each token was drawn from, at the temperature and before any
-            cut; None if the engine does not report them.
-        reused: how many of the first tokens were taken from a draft (`SampleRequest.drafts`) instead of decoded one
-            by one; their log-probs and entropies are the current policy's all the same.
-        versions: policy version, in optimizer steps, that each token was sampled with; None if the engine does not
-            say. Tokens of one completion differ in it where new weights arrived while it was being sampled.
-    """
-
-    token_ids: list[int]
+    token_ids: list[int]  # the sampled tokens, the end-of-sequence token included where one was sampled
+    # natural log-probability of each token under the sampling policy at its temperature, before top-k, top-p and min-p
+    # cut the tail: the quantity the trainer's own scorer computes. None if the engine does not report them.
     logprobs: list[float] | None
-    finish: FinishReason
+    finish: FinishReason  # STOP or LENGTH
+    # entropy in nats of the distribution each token was drawn from, at the temperature and before any cut; None if the
+    # engine does not report them
     entropies: list[float] | None = None
+    # how many of the first tokens were taken from a draft (`SampleRequest.drafts`) instead of decoded one by one; their
+    # log-probs and entropies are the current policy's all the same
     reused: int = 0
+    # policy version, in optimizer steps, that each token was sampled with; None if the engine does not say. Tokens of
+    # one completion differ in it where new weights arrived while it was being sampled.
     versions: list[int] | None = None
 
 
@@ -265,18 +237,13 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of N completions.
+    """Rewards of N completions."""
 
-    Attributes:
-        rewards: [N, F] unweighted, NaN where a function abstained; the sum where it rewarded steps.
-        steps: [N] dictionaries: index of a reward function that rewarded the completion's steps -> pairs of a step's
-            last token and its reward.
-        lengths: [N] completion tokens, including those of tool results.
-    """
-
-    rewards: Tensor
+    rewards: Tensor  # [N, F] unweighted, NaN where a function abstained; the sum where it rewarded steps
+    # [N] dictionaries: index of a reward function that rewarded the completion's steps -> pairs of a step's last token
+    # and its reward
     steps: list[dict[int, StepRewards]]
-    lengths: list[int]
+    lengths: list[int]  # [N] completion tokens, including those of tool results
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
@@ -313,20 +280,13 @@ class Scores:
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """Completions of this process with their scores.
+    """Completions of this process with their scores."""
 
-    Attributes:
-        draws, rollouts: n of each, in sampling order.
-        rewards: [n, F], NaN where a function abstained.
-        columns: further columns of the completions table, each [n].
-        steps: [n], rewards of steps by the number of the function that gave them.
-    """
-
-    draws: list[PromptSample]
+    draws: list[PromptSample]  # n of each, in sampling order
     rollouts: list[Rollout]
-    rewards: Tensor
-    columns: dict[str, list[Any]]
-    steps: list[dict[int, StepRewards]]
+    rewards: Tensor  # [n, F], NaN where a function abstained
+    columns: dict[str, list[Any]]  # further columns of the completions table, each [n]
+    steps: list[dict[int, StepRewards]]  # [n], rewards of steps by the number of the function that gave them
 
     @property
     def scores(self) -> Scores:
@@ -350,51 +310,30 @@ class ScoredRollout:
 
 
 class RolloutSummary(NamedTuple):
-    """One rollout as all processes know it: its sizes, and its row of the completions table.
+    """One rollout as all processes know it: its sizes, and its row of the completions table."""
 
-    Attributes:
-        length: sampled tokens.
-        truncated: it was cut off.
-        prompt_length: tokens of the prompt.
-        prompt, completion: text or messages.
-        finish: a `FinishReason`.
-        counts: turns and calls.
-        error: of a rollout that failed.
-        images: small PNG files.
-        extras: cells of columns that reward functions have logged.
-    """
-
-    length: int
-    truncated: bool
-    prompt_length: int
-    prompt: Any
+    length: int  # sampled tokens
+    truncated: bool  # it was cut off
+    prompt_length: int  # tokens of the prompt
+    prompt: Any  # text or messages
     completion: Any
-    finish: str
-    counts: Counts
-    error: str | None
-    images: list[bytes]
-    extras: dict[str, Any]
+    finish: str  # a `FinishReason`
+    counts: Counts  # turns and calls
+    error: str | None  # of a rollout that failed
+    images: list[bytes]  # small PNG files
+    extras: dict[str, Any]  # cells of columns that reward functions have logged
 
 
 @dataclass(frozen=True)
 class RankShard:
-    """One process's share of a generation, as it is sent to the others.
+    """One process's share of a generation, as it is sent to the others."""
 
-    Attributes:
-        scores: rewards of its n completions.
-        kl: [n] KL penalty of each completion, or None.
-        trained_tokens: of all of them.
-        micro_batches: nominal micro-batches.
-        staleness: optimizer steps by which the weights that sampled a token are older than the current ones, at most.
-        summaries: n.
-    """
-
-    scores: Scores
-    kl: Tensor | None
-    trained_tokens: int
-    micro_batches: int
-    staleness: int
-    summaries: list[RolloutSummary]
+    scores: Scores  # rewards of its n completions
+    kl: Tensor | None  # [n] KL penalty of each completion, or None
+    trained_tokens: int  # of all of them
+    micro_batches: int  # nominal micro-batches
+    staleness: int  # optimizer steps by which the weights that sampled a token are older than the current ones, at most
+    summaries: list[RolloutSummary]  # n
 
 
 # ---- metric values that carry their reduction: a mean is a sum and a count, divided once at the end ------------------
@@ -402,11 +341,10 @@ class RankShard:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean. `Mean.of(values)` counts each value once; NaN is left out."""
+    """A weighted mean; NaN is left out."""
 
     total: float
     count: float
-
     reduction: ClassVar[str] = "mean"
 
     @classmethod
@@ -422,57 +360,44 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class Min:
-    """The smallest value seen; NaN is left out."""
-
-    smallest: float
-
-    reduction: ClassVar[str] = "min"
-
-    def merge(self, other: "Min") -> "Min":
-        return Min(_extreme(min, self.smallest, other.smallest))
-
-    def value(self) -> float:
-        return self.smallest
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    """The largest value seen; NaN is left out."""
-
-    largest: float
-
-    reduction: ClassVar[str] = "max"
-
-    def merge(self, other: "Max") -> "Max":
-        return Max(_extreme(max, self.largest, other.largest))
-
-    def value(self) -> float:
-        return self.largest
-
-
-@dataclass(frozen=True, slots=True)
 class Sum:
     """A total over the window and the ranks."""
 
-    total: float
-
+    number: float
     reduction: ClassVar[str] = "sum"
 
-    def merge(self, other: "Sum") -> "Sum":
-        return Sum(self.total + other.total)
+    def merge(self, other: Self) -> Self:
+        return type(self)(self.number + other.number)
 
     def value(self) -> float:
-        return self.total
+        return self.number
+
+
+class Min(Sum):
+    """The smallest value; NaN is left out."""
+
+    __slots__ = ()
+    reduction: ClassVar[str] = "min"
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(_extreme(min, self.number, other.number))
+
+
+class Max(Sum):
+    """The largest value; NaN is left out."""
+
+    __slots__ = ()
+    reduction: ClassVar[str] = "max"
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(_extreme(max, self.number, other.number))
 
 
 Stat = Mean | Min | Max | Sum
 
 
 def _extreme(choose, a: float, b: float) -> float:
-    if math.isnan(a):
-        return b
-    return a if math.isnan(b) else choose(a, b)
+    return choose((number for number in (a, b) if not math.isnan(number)), default=math.nan)
 
 
 def merge_all(into: dict[str, Stat], new: dict[str, Stat]) -> dict[str, Stat]:

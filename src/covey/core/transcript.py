@@ -31,17 +31,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A message, tool call or result, as one or more lines of text.
+    """A message, tool call or result, as one or more lines of text."""
 
-    Attributes:
-        kind: kind of the entry.
-        text: with the role, or the name of the tool.
-        role: role of the message.
-    """
-
-    kind: Kind
-    text: str
-    role: str = ""
+    kind: Kind  # kind of the entry
+    text: str  # with the role, or the name of the tool
+    role: str = ""  # role of the message
 
 
 def as_text(value: Any) -> str:
@@ -129,17 +123,11 @@ def is_failure(message: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of turns and tool calls in a completion.
+    """Numbers of turns and tool calls in a completion."""
 
-    Attributes:
-        turns: messages of the policy.
-        calls: its tool calls, including those that could not be parsed.
-        failed_calls: calls that were answered with an error.
-    """
-
-    turns: int
-    calls: int
-    failed_calls: int
+    turns: int  # messages of the policy
+    calls: int  # its tool calls, including those that could not be parsed
+    failed_calls: int  # calls that were answered with an error
 
 
 def count(completion: Any) -> Counts:
@@ -290,12 +278,7 @@ LARGEST = 256
 
 
 def thumbnails(images: Iterable[Any], cache: dict[int, bytes] | None = None) -> list[bytes]:
-    """PIL images as PNG files of at most `LARGEST` pixels on a side.
-
-    Args:
-        images: in order.
-        cache: files by `id` of the image, for images that several rollouts show. The images must stay alive.
-    """
+    """PNG files of PIL images, at most `LARGEST` pixels on a side; `cache` by `id` of images that stay alive."""
     cache = {} if cache is None else cache
     files = []
     for image in images:

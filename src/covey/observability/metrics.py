@@ -8,6 +8,7 @@ Letters: N rollouts of all processes, F reward functions, P prompts, G rollouts 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class MetricLog:
     def state_dict(self) -> dict[str, Any]:
         """This process's open windows, as plain lists and numbers."""
         windows = {
-            mode: {name: [stat.reduction, *_fields(stat)] for name, stat in stats.items()}
+            mode: {name: [stat.reduction, *astuple(stat)] for name, stat in stats.items()}
             for mode, stats in self._stats.items()
         }
         return {"windows": windows, "assigned": {mode: dict(values) for mode, values in self._assigned.items()}}
@@ -96,10 +97,6 @@ class MetricLog:
             for mode, stats in state["windows"].items()
         }
         self._assigned = {mode: dict(values) for mode, values in state["assigned"].items()}
-
-
-def _fields(stat: Stat) -> list[float]:
-    return [getattr(stat, name) for name in type(stat).__slots__]
 
 
 def generation_stats(
