@@ -240,8 +240,8 @@ def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> d
     from covey.rollout.collector import PromptSample
 
     found: dict[str, Any] = {}
-    greedy = replace(trainer.sampling, temperature=0.0)
-    for way, params, samples in (("sampled", trainer.sampling, SAMPLES), ("greedy", greedy, 1)):
+    greedy = replace(trainer.rollouts.params, temperature=0.0)
+    for way, params, samples in (("sampled", trainer.rollouts.params, SAMPLES), ("greedy", greedy, 1)):
         draws = [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(samples)]
         completions = [one.completion for one in trainer.collector.collect(draws, params, ("tools", name, way))]
         columns = {column: [draw.row[column] for draw in draws] for column in COLUMNS}

@@ -48,7 +48,6 @@ class LaunchSchedule:
     max_steps: int  # optimizer steps of the run
 
     def begins(self, generation: int) -> int:
-        """Optimizer steps that precede the training of a generation."""
         micro_batches, accumulation = self.algebra.micro_batches, self.algebra.gradient_accumulation_steps
         epoch, place = (0, generation) if self.per_epoch is None else divmod(generation, self.per_epoch)
         steps_per_epoch = -(-(self.per_epoch or 0) * micro_batches // accumulation)  # the last may be a short one
@@ -192,7 +191,6 @@ class AsyncRollouts:
         return newest.draws if newest is not None and newest.version == version else []
 
     def take(self, generation: int, version: int) -> InFlightBatch:
-        """The generation that the dataloader has come to, once it is sampled."""
         if not (self._flights and self._flights[0].generation == generation):
             self._restart(generation, version)
         inflight = self._flights.popleft()
@@ -201,7 +199,6 @@ class AsyncRollouts:
         return inflight
 
     def settle(self) -> None:
-        """Wait until nothing is under way. What has failed says so when it is taken."""
         with self._waiting():
             for inflight in self._flights:
                 with suppress(Exception):
@@ -276,7 +273,6 @@ class AsyncRollouts:
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:
-    """A rollout's fields as values that a checkpoint holds."""
     fields = {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
     return {**fields, "finish": str(rollout.finish), "media": [one.state() for one in rollout.media]}
 

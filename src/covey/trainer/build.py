@@ -149,7 +149,6 @@ def _name_present_blocks(policy: Any) -> None:
 
 
 def build_vision(processing_class: Any, model: Any) -> Vision | None:
-    """The encoder of images; None where prompts are text alone."""
     return Vision(processing_class, placeholder_ids(model.config)) if is_processor(processing_class) else None
 
 
@@ -176,7 +175,6 @@ def build_scorer(
 
 
 def blank_row(codec: PromptCodec) -> Rollout:
-    """A prompt that shows a small white image, and nothing after it."""
     from PIL import Image
 
     content = [{"type": "image", "image": Image.new("RGB", (64, 64), "white")}, {"type": "text", "text": "?"}]
@@ -215,7 +213,6 @@ def check_engine_choice(args: OnlineConfig, engine: Any) -> None:
 
 
 def refuse_shared_weights(args: OnlineConfig, engine: str, shares_policy: bool) -> None:
-    """Sampling ahead needs an engine with weights of its own."""
     if args.max_staleness and shares_policy:
         raise ValueError(
             f"max_staleness={args.max_staleness} with {engine} samples with the very weights that are trained: they"
@@ -419,6 +416,5 @@ class FollowPolicy(TrainerCallback):
         self._context = context
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by the training loop."""
         if state.global_step % args.ref_model_sync_steps == 0:
             self._reference.follow(self._context.loop.policy, args.ref_model_mixup_alpha)

@@ -138,7 +138,6 @@ class PlayedEnvironment(RolloutFunction):
         self._at_end = weakref.finalize(self, _close, environment)
 
     def close(self) -> None:
-        """Close the environment; what goes wrong is a warning."""
         _close(self._environment)
 
 
@@ -219,12 +218,10 @@ class RewardSources(NamedTuple):
 
 
 def given_by(player: Any) -> set[str]:
-    """Arguments of reward functions that come from environments."""
     return {OBJECTS} if isinstance(player, EnvironmentAgent) and player.pool.limit is None else set()
 
 
 def check_columns(player: Any, columns: set[str], role: str) -> None:
-    """Refuse a dataset without a column that `reset` asks for."""
     missing = [name for name in player.needs if name not in columns] if isinstance(player, EnvironmentAgent) else []
     if missing:
         raise ValueError(
@@ -234,7 +231,6 @@ def check_columns(player: Any, columns: set[str], role: str) -> None:
 
 
 def _setting(factory: Any, example: Any, name: str, otherwise: Any) -> Any:
-    """An attribute of the factory, or of the class of its environments."""
     values = (getattr(source, name, None) for source in (factory, example))
     return next((value for value in values if value is not None), otherwise)
 

@@ -66,15 +66,12 @@ class Checkpointer:
         return final
 
     def staging_dir(self, run_dir: str) -> str:
-        """Folder in which a run's checkpoints are written."""
         return os.path.join(run_dir, STAGING)
 
     def method_state(self) -> dict[str, dict[str, Any]]:
-        """The state of each part."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_method_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `method_state` returned, now or in version 0.1."""
         state = from_version_0_1(state) if "experience" in state else state
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
@@ -151,7 +148,6 @@ class Checkpointer:
         return whole and not has_adapter(model) and saves_other_names(model)
 
     def _binding_sizes(self) -> dict[str, int]:
-        """The batch sizes that the saved state depends on."""
         return {name: value for name, value in asdict(self._context.algebra).items() if name not in NOT_BINDING}
 
 
@@ -186,7 +182,6 @@ def superfluous_checkpoints(run_dir: str, limit: int | None, keep: list[str | No
 
 
 def numbered_checkpoints(run_dir: str) -> list[Path]:
-    """The folders checkpoint-N, by their number."""
     found = [path for path in Path(run_dir).glob("checkpoint-*") if path.name[11:].isdigit() and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name[11:]))
 
@@ -242,7 +237,6 @@ def _check_kind(checkpoint: str, adapter: bool) -> None:
 
 
 def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:
-    """Refuse to resume with other batch sizes: the buffered completions and the place in the data would not fit."""
     changed = [f"{name}={saved.get(name)} (now {value})" for name, value in current.items() if saved.get(name) != value]
     if changed:
         raise ValueError(

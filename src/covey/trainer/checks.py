@@ -40,7 +40,6 @@ def check_datasets(args: OnlineConfig, train_dataset: Any, eval_dataset: Any, pr
 
 
 def evaluation_sets(eval_dataset: Any) -> list[Any]:
-    """The datasets and suites of an argument `eval_dataset`."""
     given = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     return [dataset for dataset in given if dataset is not None]
 
@@ -144,7 +143,6 @@ class FiniteCheck:
         self._skipped_in_a_row = 0
 
     def check_loss(self, loss: float) -> None:
-        """Stop before the backward pass of a loss that is not finite."""
         if not math.isfinite(loss) and not self.scales_loss:
             raise self._stopped(f"the loss is {loss}", [])
 
@@ -215,7 +213,6 @@ def is_finite(values: Tensor) -> bool:
 
 
 def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """The names of tensors that are not finite."""
     return [name for name, values in named if values is not None and not is_finite(values)]
 
 
@@ -231,7 +228,6 @@ def listed(names: list[str]) -> str:
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model whose weights are not finite."""
     if names := not_finite(model.named_parameters()):
         raise ValueError(
             f"the model holds weights that are NaN or infinite: {listed(names)}. Nothing but NaN can be trained from"

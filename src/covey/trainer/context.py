@@ -27,9 +27,7 @@ class TrainingLoop(Protocol):
     is_in_train: bool
 
     @property
-    def policy(self) -> Any:
-        """The transformers (or PEFT) model without its wrappers."""
-        ...
+    def policy(self) -> Any: ...
 
 
 @dataclass
@@ -54,7 +52,6 @@ class RunContext:
 
     @property
     def mode(self) -> str:
-        """`train` or `eval`."""
         return "train" if self.training else "eval"
 
     @property
@@ -64,7 +61,6 @@ class RunContext:
 
     @property
     def device(self) -> torch.device:
-        """Device of this process."""
         return self.accelerator.device
 
     @property

@@ -103,7 +103,6 @@ class BehaviourScorer:
         return self.values(model, batch, logprobs)
 
     def rescore(self, batch: TrainBatch, temperature: float) -> Tensor:
-        """The policy's log-probs at another temperature, [N]."""
         with self._scorer.at_temperature(temperature):
             return self.logprobs(self._context.loop.policy, batch)
 

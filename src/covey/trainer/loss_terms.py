@@ -41,7 +41,6 @@ class EntropyController:
         return self.coef
 
     def observe(self, entropy: float) -> None:
-        """Update the coefficient with an optimizer step's mean entropy."""
         self.last_entropy = entropy
         if self.adaptive:
             step = self.delta if entropy <= self.target else -self.delta
@@ -107,7 +106,6 @@ class ExpertBalance:
 
     @property
     def enabled(self) -> bool:
-        """The run has such a loss."""
         return self.coef != 0.0
 
     def begin(self, share: float, batch: TrainBatch, survey: Survey, *, whole: bool) -> None:

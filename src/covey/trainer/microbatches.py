@@ -92,7 +92,6 @@ class MicroBatchRunner:
         return _with_skipped(batch, [batch.select(part) for part in self._planned(batch, rows, at_least)])
 
     def count(self, batch: RolloutSizes, rows: int) -> int:
-        """Number of micro-batches that `plan` would return."""
         return len(self._planned(batch, rows))
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
@@ -293,11 +292,9 @@ class RolloutBuffer:
 
     @property
     def is_planned(self) -> bool:
-        """There are passes for the next micro-step."""
         return bool(self._waiting)
 
     def next(self) -> list[TrainBatch]:
-        """The passes of one micro-step."""
         return self._waiting.popleft()
 
     def state_dict(self) -> dict[str, Any]:

@@ -135,7 +135,6 @@ class RolloutPhase:
         return ScoredRollouts(samples, rollouts, rewards, log.columns, result.steps)
 
     def next_key(self) -> tuple[str, int]:
-        """A name that no other generation has."""
         mode = self._context.mode
         number = self.generations[mode]
         self.generations[mode] += 1
@@ -210,7 +209,6 @@ class RolloutPhase:
         self.weight_sync.forget()
 
     def close(self) -> None:
-        """Close the environments that rollouts act in."""
         if self.collector.spec is not None:
             self.collector.spec.close()
 

@@ -41,15 +41,12 @@ class RewardLog:
     metrics: dict[str, Stat] = field(default_factory=dict)  # means over calls, processes and the logging window
 
     def log_extra(self, column: str, values: list[Any]) -> None:
-        """Add a column to the completions table."""
         self.columns[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add a value to a metric."""
         merge_all(self.metrics, {name: Mean(float(value), 1.0)})
 
     def context(self, trainer_state: Any) -> RewardContext:
-        """The context that reward functions get."""
         return RewardContext(trainer_state, self.log_extra, self.log_metric)
 
 
@@ -73,14 +70,12 @@ class RolloutListener:
             self.stream.__exit__(*raised)
 
     def on_rollouts(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Rollouts have ended."""
         now = perf_counter()
         self.spans += [(now - rollout.seconds if rollout.seconds else self._began, now) for rollout in rollouts]
         if self.stream is not None:
             self.stream.on_rollouts(place, rows, rollouts)
 
     def on_group(self, place: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """All rollouts of a group have ended."""
         if self.stream is not None:
             self.stream.on_group(place, rows, rollouts)
 
@@ -150,7 +145,6 @@ def without_failed(rewards: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def failure_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
-    """`rollouts/failed`."""
     return {"rollouts/failed": Mean.of([float(rollout.finish is FinishReason.ERROR) for rollout in rollouts])}
 
 
@@ -177,7 +171,6 @@ def staleness(rollout: Rollout, version: int) -> list[int]:
 
 
 def staleness_stats(rollouts: Sequence[Rollout], version: int) -> dict[str, Stat]:
-    """`sampling/staleness/mean` and `max`, over every sampled token."""
     ages = [age for rollout in rollouts for age in staleness(rollout, version)]
     if not ages:
         return {}
@@ -222,7 +215,6 @@ class SummaryColumns(NamedTuple):
 
     @classmethod
     def of(cls, summaries: Sequence[RolloutSummary]) -> "SummaryColumns":
-        """The columns of a table of summaries."""
         return cls(*map(list, zip(*summaries, strict=True))) if summaries else cls(*([] for _ in cls._fields))
 
     def as_logged(self) -> dict[str, Any]:
@@ -266,7 +258,6 @@ def summarize(scored: ScoredRollouts, images: bool) -> list[RolloutSummary]:
 
 
 def none_for_nan(values: Tensor) -> list[float | None]:
-    """Numbers as tables hold them."""
     return [None if value != value else value for value in values.tolist()]
 
 

@@ -70,21 +70,16 @@ class OnlineTrainer(Trainer):
     """
 
     config_class: ClassVar[type[OnlineConfig]]
-    make_algorithm: ClassVar[Any]
-    """config -> `covey.algorithms.Algorithm`."""
+    make_algorithm: ClassVar[Any]  # config -> `covey.algorithms.Algorithm`
 
     args: Any
     model: Any
     eval_dataset: Any
-    made_of: dict[str, Any]
-    """The constructor's arguments, by name."""
+    made_of: dict[str, Any]  # the constructor's arguments, by name
+    own_callbacks: frozenset[int]  # ids of those that the user has not given
     loss_is_scaled_for_ga = True  # an average over the accumulation window is in the weights already
-    evaluates_alone = False
-    """The policy was sharded for an evaluation without training."""
-    on_evaluated: Callable[[dict[str, float], int], bool] | None = None
-    """(metrics, step) -> stop training, after each evaluation of a hyperparameter search."""
-    own_callbacks: frozenset[int]
-    """Ids of the callbacks that the user has not given."""
+    evaluates_alone = False  # the policy was sharded for an evaluation without training
+    on_evaluated: Callable[[dict[str, float], int], bool] | None = None  # of a search: metrics, step -> stop training
 
     @accepts_old_names
     def __init__(
@@ -121,7 +116,7 @@ class OnlineTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=_as_is,
+            data_collator=lambda batch: batch,  # type: ignore[arg-type, return-value]
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -140,9 +135,8 @@ class OnlineTrainer(Trainer):
         )
         if vision is not None and self.sharding.weights:
             self.scorer.blank = build.blank_row(self.collector.codec)
-        engine = self.collector.engine
-        self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, lora_sync=args.vllm_lora_sync)
-        sampling = build.sampling_params(args)
+        engine, sampling = self.collector.engine, build.sampling_params(args)
+        self.sampling = sampling
         context.algorithm = corrected(context.algorithm, args, traits_of(engine), sampling)
         speculation = build.build_speculation(args, train_dataset)
         self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
@@ -154,9 +148,8 @@ class OnlineTrainer(Trainer):
         self.behaviour.engine_check = build_engine_check(context, self.collector, sampling, self.behaviour.rescore)
         check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
         chooser = build.build_chooser(context, train_dataset, self.rewards.weights)
-        self.rollouts = RolloutPhase(
-            context, self.collector, sampling, self.rewards, self.weight_sync, speculation, chooser
-        )
+        sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
+        self.rollouts = RolloutPhase(context, self.collector, sampling, self.rewards, sync, speculation, chooser)
         self.finite = FiniteCheck(context)
         self.updates = UpdatePhase(
             context,
@@ -177,11 +170,7 @@ class OnlineTrainer(Trainer):
             prompts_required=prompts_required,
         )
         parts: dict[str, Stateful] = {
-            "updates": self.updates,
-            "rollouts": self.rollouts,
-            "behaviour": self.behaviour,
-            "credit": self.credit,
-            "metrics": self.metrics,
+            name: getattr(self, name) for name in ("updates", "rollouts", "behaviour", "credit", "metrics")
         }
         self.checkpoints = Checkpointer(context, parts, before_saving=self.finite.check_weights)
         build.add_callbacks(self, callbacks or ())
@@ -251,7 +240,7 @@ class OnlineTrainer(Trainer):
             resume_from_checkpoint: a checkpoint's folder, or True for the last one in `output_dir`; None: what the
                 config says.
             trial: of a hyperparameter search.
-            ignore_keys_for_eval: has no meaning here, as evaluation returns no model outputs.
+            ignore_keys_for_eval: without effect, as evaluation returns no model outputs.
 
         Raises:
             ValueError: there is no such checkpoint, or it is of a run with another model or other batch sizes.
@@ -278,7 +267,6 @@ class OnlineTrainer(Trainer):
                 self.rollouts.close()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Called by `Trainer` when it is made."""
         super().create_accelerator_and_postprocess()
         shard_on_cpu(self)
 
@@ -356,11 +344,9 @@ class OnlineTrainer(Trainer):
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Batches over one evaluation dataset or suite."""
         return self.evaluation.loader(self.eval_dataset, eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Batches over a dataset given to `predict`."""
         return self.get_eval_dataloader(test_dataset)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -448,7 +434,3 @@ class OnlineTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

@@ -58,7 +58,6 @@ class UpdatePhase:
         self.reset()
 
     def reset(self) -> None:
-        """Begin without a generation, as at the start of training."""
         self.buffer = RolloutBuffer()
         self._begin_step()
 

@@ -163,7 +163,6 @@ class WeightSync:
             return
 
     def _from_first(self, word: Any, version: int) -> Any:
-        """A message of the first process, in every process."""
         return self._collectives.gather(word, f"send weights of version {version}")[0]
 
     def _announcing(self, update: WeightUpdate) -> WeightUpdate:

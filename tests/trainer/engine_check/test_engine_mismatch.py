@@ -247,7 +247,7 @@ def test_without_a_cut_such_an_engine_is_corrected_like_any_other(tmp_path):
 @pytest.mark.parametrize("extra", ["logit_bias", "presence_penalty", "structured_outputs"])
 def test_settings_of_the_engines_own_may_reshape_the_distribution_too(tmp_path, extra):
     trainer = runs.trainer(tmp_path)
-    trainer.rollouts.params = replace(trainer.sampling, extra={extra: 1, "skip_special_tokens": False})
+    trainer.rollouts.params = replace(trainer.rollouts.params, extra={extra: 1, "skip_special_tokens": False})
     with pytest.warns(UserWarning, match=f"after {extra} had"):
         sample_from(trainer, traits=EngineTraits(reports_after_cut=True))
 

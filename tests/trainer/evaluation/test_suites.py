@@ -113,7 +113,7 @@ def test_every_suite_is_sampled_in_its_own_way(tmp_path):
     assert metrics["eval_many_pass@1"] == pytest.approx(metrics["eval_many_reward"])
     assert metrics["eval_many_pass@6"] in (0.0, 0.5, 1.0)  # of two prompts
     assert "eval_plain_loss" in metrics and "eval_many_loss" not in metrics
-    assert metrics["eval_many_prompts"] == 2 and trainer.sampling.temperature == 1.0
+    assert metrics["eval_many_prompts"] == 2 and trainer.rollouts.params.temperature == 1.0
 
 
 def test_suites_are_evaluated_while_training_and_logged(tmp_path, capsys):

@@ -98,11 +98,9 @@ class Collectives:
         return [unpack(part) if len(part) else None for part in received.split(incoming)]
 
     def named(self, what: str) -> Callable[[Any], list[Any]]:
-        """`gather` for one purpose."""
         return partial(self.gather, what=what)
 
     def meet(self, what: str) -> None:
-        """Wait for all processes."""
         self.gather(None, what)
 
     @contextmanager
@@ -141,7 +139,6 @@ class Collectives:
             self._watched = False
 
     def note(self, doing: str) -> None:
-        """Write the current activity of this process to the store."""
         if self.size > 1:
             note = json.dumps({"step": self._step(), "doing": doing, "since": time.time()})
             _within(STORE_SECONDS, lambda: self._store.set(f"doing/{self.rank}", note), None)
@@ -178,7 +175,6 @@ class Collectives:
         )
 
     def _broken(self, what: str, error: BaseException) -> CollectiveError:
-        """Error of a broken connection: a process is gone, and most have published the reason."""
         reason = str(error).split("\n")[0][:300]
         return self._error(what, "another process failed" if self._failure() else f"the connection broke ({reason})")
 
@@ -201,7 +197,6 @@ class Collectives:
         return "\n".join([happened, "What each process was doing last:", *map(_as_line, itertools.count(), notes)])
 
     def _publish(self, error: BaseException, key: str) -> None:
-        """Publish an error to the other processes; the first failure is the one that is reported."""
         failure = {"rank": self.rank, "step": self._step(), "error": f"{type(error).__name__}: {error}"[:4000]}
         _within(STORE_SECONDS, lambda: self._store.compare_set(key, "", json.dumps(failure)), None)
 
@@ -209,7 +204,6 @@ class Collectives:
         return next((found for found in self._read(self._failures) if found is not None), None)
 
     def _read(self, keys: list[str]) -> list[dict[str, Any] | None]:
-        """Values of the store; None for an absent key, or if the store does not answer."""
 
         def read() -> list[dict[str, Any] | None]:
             return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]

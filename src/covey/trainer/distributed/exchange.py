@@ -224,7 +224,6 @@ def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, Roll
 
 
 def join_generations(parts: Sequence[tuple[OwnRollouts, RolloutIndex]]) -> tuple[OwnRollouts, RolloutIndex]:
-    """Generations that one optimizer step trains on, as one."""
     batches = [own.batch for own, _ in parts]
     offsets = [0, *accumulate(map(len, batches))][:-1]
     return OwnRollouts(join(batches), parts[0][0].rank), join_indexes([index for _, index in parts], offsets)

@@ -123,7 +123,6 @@ def ready_to_evaluate(trainer: Any) -> None:
 
 
 def ready_to_train(trainer: Any) -> None:
-    """Undo the preparation of an earlier evaluation."""
     if trainer.sharding.weights:
         reshard(trainer.policy)  # an optimizer must hold shards
     if trainer.evaluates_alone and trainer.sharding.deepspeed and trainer.sharding.weights:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.algorithms.algorithm import Algorithm
+from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
 from covey.core.losses import MismatchCorrection, mismatch_weights
@@ -22,25 +23,15 @@ from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, tolerance
 
 RESHAPING = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "frequency_penalty",
-        "guided_decoding",
-        "json_schema",
-        "logit_bias",
-        "logits_processors",
-        "min_tokens",
-        "presence_penalty",
-        "regex",
-        "structured_outputs",
-        "typical_p",
-    }
+    (
+        *("allowed_token_ids", "bad_words", "frequency_penalty", "guided_decoding", "json_schema", "logit_bias"),
+        *("logits_processors", "min_tokens", "presence_penalty", "regex", "structured_outputs", "typical_p"),
+    )
 )
 """Engine settings beyond `SamplingParams`' own that change which tokens may come and how often."""
 
 
-def build_correction(args: Any, traits: EngineTraits, params: SamplingParams) -> MismatchCorrection | None:
+def build_correction(args: OnlineConfig, traits: EngineTraits, params: SamplingParams) -> MismatchCorrection | None:
     """Weights of tokens by trainer over engine probability, or None where nothing is to be corrected."""
     if not args.vllm_importance_sampling_correction or (traits.shares_policy and not args.correct_built_in_engine):
         return None
@@ -61,25 +52,21 @@ def build_correction(args: Any, traits: EngineTraits, params: SamplingParams) ->
     )
 
 
-def corrected(algorithm: Algorithm, args: Any, traits: EngineTraits, params: SamplingParams) -> Algorithm:
-    """The algorithm with the correction that `build_correction` finds necessary."""
+def corrected(algorithm: Algorithm, args: OnlineConfig, traits: EngineTraits, params: SamplingParams) -> Algorithm:
     correction = build_correction(args, traits, params)
     return replace(algorithm, objective=replace(algorithm.objective, correction=correction))
 
 
-def reshapes(args: Any, params: SamplingParams) -> list[str]:
+def reshapes(args: OnlineConfig, params: SamplingParams) -> list[str]:
     """The settings, by name, that make the sampling distribution another than the softmax at the temperature."""
-    names = [
-        name
-        for name, acts in {
-            "top_k": params.top_k > 0,
-            "top_p": params.top_p < 1.0,
-            "min_p": bool(params.min_p),
-            "repetition_penalty": params.repetition_penalty != 1.0,
-            "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex is not None,
-        }.items()
-        if acts
-    ]
+    settings = {
+        "top_k": params.top_k > 0,
+        "top_p": params.top_p < 1.0,
+        "min_p": bool(params.min_p),
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex is not None,
+    }
+    names = [name for name, acts in settings.items() if acts]
     return names + sorted(RESHAPING & set(params.extra))
 
 

@@ -7,7 +7,7 @@ it into `CAUSES`.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -62,7 +62,6 @@ class Comparison:
 
     @property
     def engine(self) -> Tensor:
-        """The engine's log-probs, [N]."""
         assert self.batch.engine_logprobs is not None, "an engine that reports no log-probs cannot be checked"
         return self.batch.engine_logprobs
 
@@ -88,8 +87,7 @@ class Comparison:
 def no_numbers(c: Comparison) -> str | None:
     """NaN, infinite and positive log-probs."""
     reported = c.engine[c.batch.sampled]
-    broken = int((~reported.isfinite()).sum())
-    if broken:
+    if broken := int((~reported.isfinite()).sum()):
         return (
             f"{broken} of {len(reported)} are NaN or infinite. Its weights may have been damaged on their way, or it"
             " overflows in float16: try bfloat16, and look at the engine's own log."
@@ -101,12 +99,11 @@ def no_numbers(c: Comparison) -> str | None:
 
 def stale_weights(c: Comparison) -> str | None:
     """It agreed before the update."""
-    if not c.agreed:
-        return None
-    return (
+    stale = (
         "they agreed before the last update, so the engine has stale weights: it did not take the new ones, or not all"
         " of them (an adapter that was merged before, say)."
     )
+    return stale if c.agreed else None
 
 
 def other_temperature(c: Comparison) -> str | None:
@@ -144,9 +141,10 @@ def beginning_of_text(c: Comparison) -> str | None:
     bos = c.bos_token_id
     if bos is None or not c.alone:
         return None
+    given = [prompt.tolist() for prompt in c.batch.prompts()]
     for what, prompts in {
-        "one beginning-of-text token more": [[bos, *prompt.tolist()] for prompt in c.batch.prompts()],
-        "no beginning-of-text token": [_without(bos, prompt.tolist()) for prompt in c.batch.prompts()],
+        "one beginning-of-text token more": [[bos, *prompt] for prompt in given],
+        "no beginning-of-text token": [prompt[1:] if prompt[:1] == [bos] else [] for prompt in given],
     }.items():
         if all(prompts) and c.explains(c.rescore(_with_prompts(c.batch, prompts), c.temperature)):
             return (
@@ -195,7 +193,6 @@ def other_prompt(c: Comparison) -> str | None:
 
 
 def other_weights(c: Comparison) -> str:
-    """The cause that is left when no other explains the numbers."""
     return (
         "no setting of sampling explains it, so the engine runs other weights: another model or checkpoint, an adapter"
         " that is not loaded, or weights that never arrived."
@@ -203,56 +200,42 @@ def other_weights(c: Comparison) -> str:
 
 
 CAUSES: tuple[Callable[[Comparison], str | None], ...] = (
-    stale_weights,
-    other_temperature,
-    shifted,
-    beginning_of_text,
-    cut_distribution,
-    number_format,
-    other_prompt,
-    other_weights,
+    *(stale_weights, other_temperature, shifted, beginning_of_text),
+    *(cut_distribution, number_format, other_prompt, other_weights),
 )
 """Tried in this order; the last always applies."""
 
 
 def likely_cause(comparison: Comparison) -> str:
-    """The sentence of the first cause that the numbers speak for."""
     return next(sentence for cause in CAUSES if (sentence := cause(comparison)))
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class EngineCheck:
-    """Compares an engine's first samples with the trainer's view of them."""
+    """Compares an engine's first samples with the trainer's view of them.
 
-    def __init__(
-        self,
-        *,
-        action: str,
-        traits: EngineTraits,
-        rescore: Rescore,
-        gather: Callable[[Any], list[Any]],
-        model_name: str,
-        temperature: float,
-        tolerance: float,
-        bos_token_id: int | None = None,
-        corrected: bool = False,
-        together: bool = False,
-        comparable: bool = True,
-    ):
-        self._action = action
-        self._traits = traits
-        self._rescore = rescore
-        self._gather = gather
-        self._model_name = model_name
-        self._temperature = temperature
-        self._tolerance = tolerance
-        self._bos_token_id = bos_token_id
-        self._corrected = corrected
-        self._together = together
-        self.comparable = comparable
-        self._left = CHECKS if action != "off" and comparable else 0
+    Every process compares four rollouts of its own and learns what the others found, so that all of them go on or
+    none does.
+    """
+
+    _: KW_ONLY
+    action: str  # "raise", "warn" or "off"
+    traits: EngineTraits
+    rescore: Rescore
+    gather: Callable[[Any], list[Any]]  # collective: this process's finding to those of all
+    model_name: str
+    temperature: float  # of sampling
+    tolerance: float  # largest mean difference in nats
+    bos_token_id: int | None = None
+    corrected: bool = False  # the loss uses the log-probs, so an engine that reports none is worth a warning
+    together: bool = False  # scoring takes all processes, each in step with the others
+    comparable: bool = True  # False if the engine reports a distribution that sampling has cut: no score equals it
+
+    def __post_init__(self) -> None:
+        self._left = CHECKS if self.action != "off" and self.comparable else 0
         self._asked = 0
         self._agreed = False
         self._warned = False
@@ -263,14 +246,14 @@ class EngineCheck:
         return bool(self._left) and self._asked <= CHECKS
 
     def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
-        """Look at a generation. Collective while checks are left."""
+        """Look at a generation; `fresh` [R] are the rollouts of the current weights (None: all). Collective."""
         self._warn_of_gaps(batch)
         if not self._left:
             return
         comparable = batch if fresh is None else batch.select(fresh)
-        findings = [finding for finding in self._gather(self._compare(comparable)) if finding is not None]
+        findings = [finding for finding in self.gather(self._compare(comparable)) if finding is not None]
         problem = next((finding for finding in findings if finding), None)
-        if problem is not None and self._action == "raise":
+        if problem is not None and self.action == "raise":
             raise ValueError(problem)
         if problem is not None:
             warnings.warn(f"{problem} The run goes on, as engine_parity='warn' has it.", stacklevel=2)
@@ -287,28 +270,20 @@ class EngineCheck:
             batch = batch.select(reporting.nonzero()[:, 0]) if reporting.any() else batch
         few = batch.select(first_and_last(batch))
         usable = reported is not None and bool(few.sampled.any())
-        scored = self._rescore(few, self._temperature) if usable or self._together else None
+        scored = self.rescore(few, self.temperature) if usable or self.together else None
         if not usable or scored is None:
             return None
-        comparison = Comparison(
-            few,
-            scored,
-            self._rescore,
-            self._temperature,
-            self._tolerance,
-            self._bos_token_id,
-            self._agreed,
-            alone=not self._together,
-        )
-        if comparison.scored.isnan().any() or (comparison.gap <= self._tolerance and no_numbers(comparison) is None):
+        settings = self.rescore, self.temperature, self.tolerance, self.bos_token_id
+        comparison = Comparison(few, scored, *settings, self._agreed, alone=not self.together)
+        if comparison.scored.isnan().any() or (comparison.gap <= self.tolerance and no_numbers(comparison) is None):
             return ""  # NaN of the trainer's own are not the engine's fault
         return self._complaint(comparison)
 
     def _complaint(self, comparison: Comparison) -> str:
-        if self._traits.shares_policy:
+        if self.traits.shares_policy:
             return (
                 f"the engine's log-probs differ from the model's own by {comparison.gap:.2g} on average, so"
-                f" {self._model_name} is not sampled from as it is. Its attention is of a kind the built-in engine does"
+                f" {self.model_name} is not sampled from as it is. Its attention is of a kind the built-in engine does"
                 " not know; please report the model."
             )
         advice = "To train all the same, set engine_parity='warn'."
@@ -317,13 +292,13 @@ class EngineCheck:
         differences = comparison.differences.abs()
         return (
             f"the engine's log-probs differ from the trainer's by {comparison.gap:.2g} nats on average (at most"
-            f" {differences.max():.2g}, over {len(differences)} tokens), and rounding explains {self._tolerance:g}:"
+            f" {differences.max():.2g}, over {len(differences)} tokens), and rounding explains {self.tolerance:g}:"
             f" {likely_cause(comparison)} {advice}"
         )
 
     def _warn_of_gaps(self, batch: TrainBatch) -> None:
         """Say once that there is nothing to correct the loss with."""
-        if not self._corrected or self._warned or not batch.sampled.any():
+        if not self.corrected or self._warned or not batch.sampled.any():
             return
         reported = batch.engine_logprobs
         missing = batch.sampled if reported is None else batch.sampled & ~reported.isfinite()
@@ -337,12 +312,7 @@ class EngineCheck:
             )
 
 
-def _without(token: int, prompt: list[int]) -> list[int]:
-    return prompt[1:] if prompt and prompt[0] == token else []
-
-
 def _with_prompts(batch: TrainBatch, prompts: list[list[int]]) -> TrainBatch:
-    """The same completions after other prompts."""
     ids = torch.tensor([token for prompt in prompts for token in prompt], device=batch.prompt_ids.device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=batch.prompt_lengths.device)
     return replace(batch, prompt_ids=ids, prompt_lengths=lengths)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from covey.config.base import OnlineConfig
 from covey.core.engine import RolloutEngine
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.inference_contexts import Lockstep
@@ -17,7 +18,7 @@ from covey.trainer.engine_check.parity import AUTOCAST
 
 
 def build_engine(
-    args: Any,
+    args: OnlineConfig,
     model: Any,
     tokenizer: Any,
     accelerator: Any,
@@ -26,7 +27,7 @@ def build_engine(
     collectives: Collectives,
     vision: Vision | None = None,
 ) -> RolloutEngine:
-    """Engine that samples from the policy."""
+    """Engine that samples from the policy; backends are imported only when used."""
     if args.use_sglang:
         from covey.trainer.engines.servers import sglang_servers
 
@@ -39,45 +40,22 @@ def build_engine(
         from covey.trainer.engines.colocated import build_colocated
 
         return build_colocated(args, model, tokenizer, accelerator, policy, vision)
-    return _built_in(args, model, tokenizer, accelerator, policy, context, collectives, vision)
-
-
-def _built_in(
-    args: Any,
-    model: Any,
-    tokenizer: Any,
-    accelerator: Any,
-    policy: Callable[[], Any],
-    context: int | None,
-    collectives: Collectives,
-    vision: Vision | None,
-) -> RolloutEngine:
     common: dict[str, Any] = {
         "eos_token_ids": end_token_ids(model, tokenizer),
         "max_sequences": args.max_concurrent_completions,
         "max_context": context,
         "forward_context": accelerator.autocast,
     }
-    in_step = sharding_of(accelerator).weights and not args.ds3_gather_for_generation
+    sharded = sharding_of(accelerator).weights
+    in_step = sharded and not args.ds3_gather_for_generation
+    _check_reuse(args, model, vision, in_step)
     if in_step:
-        _check_sampled_in_step(args, vision)
         common |= _in_step(accelerator, policy, collectives)
-    elif sharding_of(accelerator).weights:
+    elif sharded:
         policy, common["forward_context"] = _gathered(accelerator, model, policy)
-    if not needs_recurrent_engine(model) and vision is None:
-        return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, whole_calls=in_step, **common)
-    if args.speculative_reuse is not None and vision is not None:
-        raise ValueError(
-            f"speculative_reuse={args.speculative_reuse!r} is not supported for vision-language models, which are"
-            " sampled prompt by prompt. Leave speculative_reuse unset."
-        )
-    if args.speculative_reuse is not None:
-        raise ValueError(
-            f"speculative_reuse={args.speculative_reuse!r} does not suit {type(model).__name__}: a token that is"
-            " rejected cannot be taken out of the state of linear attention, convolutions or state-space layers. Leave"
-            " speculative_reuse unset."
-        )
-    return RecurrentEngine(policy, filler_id=tokenizer.pad_token_id, **common)
+    if needs_recurrent_engine(model) or vision is not None:
+        return RecurrentEngine(policy, filler_id=tokenizer.pad_token_id, **common)
+    return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, whole_calls=in_step, **common)
 
 
 def _gathered(
@@ -106,14 +84,29 @@ def _in_step(accelerator: Any, policy: Callable[[], Any], collectives: Collectiv
     return {"forward_context": forward_context, "device": accelerator.device}
 
 
-def _check_sampled_in_step(args: Any, vision: Vision | None) -> None:
-    if vision is not None:
+def _check_reuse(args: OnlineConfig, model: Any, vision: Vision | None, in_step: bool) -> None:
+    """Refuse `speculative_reuse`, and sampling in step, where the built-in engine cannot do it."""
+    if in_step and vision is not None:
         raise ValueError(
             "ds3_gather_for_generation=False is not supported for vision-language models: a process that reads an image"
             " would wait for others that do not. Leave ds3_gather_for_generation at True, or sample from a server."
         )
-    if args.speculative_reuse is not None:
+    if args.speculative_reuse is None:
+        return
+    given = f"speculative_reuse={args.speculative_reuse!r}"
+    if in_step:
         raise ValueError(
-            f"speculative_reuse={args.speculative_reuse!r} needs the whole model in each process, and"
+            f"{given} needs the whole model in each process, and"
             " ds3_gather_for_generation=False leaves it spread out. Set one of the two back to its default."
+        )
+    if vision is not None:
+        raise ValueError(
+            f"{given} is not supported for vision-language models, which are"
+            " sampled prompt by prompt. Leave speculative_reuse unset."
+        )
+    if needs_recurrent_engine(model):
+        raise ValueError(
+            f"{given} does not suit {type(model).__name__}: a token that is"
+            " rejected cannot be taken out of the state of linear attention, convolutions or state-space layers. Leave"
+            " speculative_reuse unset."
         )

@@ -33,7 +33,12 @@ CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def build_colocated(
-    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], vision: Vision | None = None
+    args: Any,
+    model: Any,
+    tokenizer: Any,
+    accelerator: Any,
+    policy: Callable[[], Any],
+    vision: Vision | None = None,
 ) -> VllmColocateEngine:
     """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images."""
     _check_processes(args, accelerator.num_processes)
@@ -132,7 +137,6 @@ def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.Engi
 
 
 def _save_config(model: Any, folder: str) -> None:
-    """Save the config with the name of the model's class, which is missing in models that were never saved."""
     config = copy.copy(model.config)
     config.architectures = config.architectures or [original_class(model).__name__]
     config.save_pretrained(folder)
@@ -161,7 +165,6 @@ def sleeps(args: Any, device: torch.device) -> bool:
 
 
 def _model_group() -> ModelGroup:
-    """Processes that share one of vLLM's models with this one."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return ModelGroup(get_tp_group().cpu_group)

@@ -69,6 +69,5 @@ def parked(tensors: Iterable[Tensor], host: torch.device = HOST) -> Iterator[Non
 
 
 def _wait(device: torch.device) -> None:
-    """Wait for asynchronous copies from and to pinned memory."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

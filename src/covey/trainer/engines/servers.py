@@ -8,7 +8,7 @@ import os
 import secrets
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
@@ -27,7 +27,6 @@ from covey.policy.loading import end_token_ids
 def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
     """Engine that samples from vLLM servers, which are probed here so that a wrong one fails early."""
     api_key = args.vllm_server_api_key or os.environ.get("VLLM_API_KEY") or None
-    api = VllmApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model))
     sender = WeightSender(
         VllmWeightApi(port=args.vllm_group_port),
         method=args.vllm_weight_transfer,
@@ -36,12 +35,9 @@ def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, contex
     )
     return remote_engine(
         [ServerClient(url, api_key) for url in args.vllm_urls],
-        api,
+        VllmApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model)),
         sender,
-        model,
-        tokenizer,
-        accelerator,
-        context,
+        *(model, tokenizer, accelerator, context),
         timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_server_request_timeout,
         sync_timeout=args.vllm_server_sync_timeout,
@@ -60,20 +56,17 @@ def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, cont
         folder=args.checkpoint_path,
     )
     api_key = args.sglang_api_key or os.environ.get(launch.KEY) or None
-    urls, started = args.sglang_urls, None
+    urls, process = args.sglang_urls, None
     if not urls:
         api_key = api_key or secrets.token_hex(16)
-        started = start_sglang(args, model, accelerator, api_key)
-        urls = [started.url]
+        url, process = start_sglang(args, model, accelerator, api_key)
+        urls = [url]
     try:
         engine = remote_engine(
             [ServerClient(url, api_key) for url in urls],
             api,
             sender,
-            model,
-            tokenizer,
-            accelerator,
-            context,
+            *(model, tokenizer, accelerator, context),
             timeout=args.sglang_server_timeout,
             request_timeout=args.sglang_request_timeout,
             sync_timeout=args.sglang_sync_timeout,
@@ -81,22 +74,15 @@ def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, cont
             resend=accelerator.num_processes == 1 and args.max_staleness == 0,
         )
     except BaseException:
-        if started is not None:
-            started.process.stop()
+        if process is not None:
+            process.stop()
         raise
-    if started is not None:
-        weakref.finalize(engine, started.process.stop)  # which also keeps it until then
+    if process is not None:
+        weakref.finalize(engine, process.stop)  # which also keeps it until then
     return engine
 
 
-class Started(NamedTuple):
-    """A server that this run started."""
-
-    url: str
-    process: ServerProcess
-
-
-def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> Started:
+def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> tuple[str, ServerProcess]:
     """Start an SGLang server on `sglang_device` and wait until it is up; it ends with this process."""
     if accelerator.num_processes > 1:
         raise ValueError(
@@ -123,7 +109,7 @@ def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> Start
         env={**environment, launch.KEY: api_key},
         name="the SGLang server",
     )
-    return Started(f"http://127.0.0.1:{port}", process.start())
+    return f"http://127.0.0.1:{port}", process.start()
 
 
 def remote_engine(
@@ -156,24 +142,20 @@ def remote_engine(
 
 def generation_extras(args: Any) -> dict[str, Any]:
     """Settings of requests in addition to those that every engine knows."""
-    extra = dict(args.generation_kwargs or {})
-    if args.vllm_structured_outputs_regex is not None and args.use_sglang:
-        if "regex" in extra:
-            raise ValueError(
-                "generation_kwargs['regex'] and vllm_structured_outputs_regex are both set: one of the two shapes"
-                " completions. Leave the other out."
-            )
-        extra["regex"] = args.vllm_structured_outputs_regex
-    if args.vllm_structured_outputs_regex is not None and args.use_vllm and args.vllm_mode == "server":
-        if "structured_outputs" in extra:
-            raise ValueError(
-                "generation_kwargs['structured_outputs'] and vllm_structured_outputs_regex are both set: one of the two"
-                " shapes completions. Leave the other out."
-            )
-        extra["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
-    return extra
+    extra, regex = dict(args.generation_kwargs or {}), args.vllm_structured_outputs_regex
+    if regex is not None and args.use_sglang:
+        name, shape = "regex", regex
+    elif regex is not None and args.use_vllm and args.vllm_mode == "server":
+        name, shape = "structured_outputs", {"regex": regex}
+    else:
+        return extra
+    if name in extra:
+        raise ValueError(
+            f"generation_kwargs[{name!r}] and vllm_structured_outputs_regex are both set: one of the two shapes"
+            " completions. Leave the other out."
+        )
+    return {**extra, name: shape}
 
 
 def vocabulary_of(model: Any) -> int:
-    """Number of tokens that the model embeds."""
     return int(model.get_input_embeddings().weight.shape[0])

@@ -124,7 +124,6 @@ class EvalSuite:
         return replace(algebra, num_generations_eval=count, per_device_eval_batch_size=per_device)
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """Sampling of the run with the changes of this suite."""
         changes = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.max_completion_length is not None:
             changes["max_tokens"] = self.max_completion_length
@@ -183,7 +182,6 @@ class Grader:
     answer: Callable[[Any], Hashable | None] | str | None  # a function or a column; None: no votes
 
     def right(self, rewards: Sequence[float]) -> bool | None:
-        """Grade of a completion by its rewards, one per function."""
         if self.reward is None or math.isnan(value := rewards[self.reward]):
             return None
         return value >= self.threshold
@@ -225,7 +223,6 @@ class Scoreboard:
         self._prompts: dict[int, list[Graded]] = {}
 
     def add(self, graded: Sequence[Graded]) -> None:
-        """Add the completions of a batch."""
         for completion in graded:
             self._prompts.setdefault(completion.prompt, []).append(completion)
 
@@ -253,12 +250,10 @@ class Scoreboard:
 
 
 def rows_of(dataset: Any) -> Any:
-    """The rows of a suite or of a plain dataset."""
     return dataset.dataset if isinstance(dataset, EvalSuite) else dataset
 
 
 def suite_of(settings: Mapping[str, Any], dataset: Any) -> EvalSuite:
-    """A suite from the settings of a run file."""
     known = [field.name for field in dataclasses.fields(EvalSuite) if field.name != "dataset"]
     if unknown := [name for name in settings if name not in known]:
         raise ValueError(

@@ -147,7 +147,6 @@ def _versions() -> dict[str, str]:
 
 
 def _papers(facts: CardFacts) -> list[dict[str, str]]:
-    """Papers of the method, of its loss, and of its ratios."""
     by_sequence = str(facts.config.get("importance_sampling_level", "")).startswith("sequence")
     keys = [facts.method, facts.config.get("loss_type"), "gspo" if by_sequence and facts.method == "grpo" else None]
     return [

@@ -160,7 +160,6 @@ class _Trials:
                 self._run(optuna.trial.FixedTrial(params, number), changes, name)
 
     def end(self, best: Any) -> None:
-        """End the search on the other processes."""
         self._gather(("end", best), "begin a trial")
 
     def fail(self, error: BaseException) -> None:
@@ -212,7 +211,6 @@ class _Trials:
         return bool(trial.should_prune())
 
     def _close(self, trainer: Any) -> None:
-        """Release the resources of a trial: engine, weights, optimizer."""
         close = getattr(trainer.collector.engine, "close", None)
         if close is not None and self._original.made_of.get("engine") is None:
             close()
@@ -239,7 +237,6 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
 
 
 def made_model(model: Any, model_init: Callable[..., Any]) -> Any:
-    """The model of a `model_init`."""
     if model is not None:
         raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
     return make_model(model_init)
