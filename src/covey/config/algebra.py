@@ -16,22 +16,18 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-_PLANNED_WORLD_SIZE: ContextVar[int | None] = ContextVar("planned_world_size", default=None)
+PLANNED_WORLD_SIZE: ContextVar[int | None] = ContextVar("planned_world_size", default=None)
+"""Number of processes of the enclosing `planning_for`, if any."""
 
 
 @contextmanager
 def planning_for(world_size: int | None) -> Iterator[None]:
     """Resolve configs within this context for `world_size` processes rather than for those that are running."""
-    token = _PLANNED_WORLD_SIZE.set(world_size)
+    token = PLANNED_WORLD_SIZE.set(world_size)
     try:
         yield
     finally:
-        _PLANNED_WORLD_SIZE.reset(token)
-
-
-def planned_world_size() -> int | None:
-    """Number of processes of the enclosing `planning_for`, if any."""
-    return _PLANNED_WORLD_SIZE.get()
+        PLANNED_WORLD_SIZE.reset(token)
 
 
 @dataclass(frozen=True)
@@ -119,91 +115,68 @@ class BatchAlgebra:
         return self.eval_batch_size // self.eval_group
 
     def check(self, generation_batch_size_given: bool = False) -> None:
-        """Refuse a rollout batch that does not consist of whole groups.
+        """Refuse a rollout batch that does not consist of whole groups, with the nearest numbers that divide.
 
-        Args:
-            generation_batch_size_given: the user fixed `generation_batch_size` rather than `steps_per_generation`.
-
-        Raises:
-            ValueError: the message gives the nearest numbers that divide, for each number that could change.
+        Proposals change `steps_per_generation`, or `generation_batch_size` where the user has given that.
         """
-        if self.generation_batch_size % self.num_generations:
-            proposals = self._by_total() if generation_batch_size_given else self._by_steps()
-            raise ValueError(
-                f"A rollout batch of {self.generation_batch_size} completions (per_device_train_batch_size="
-                f"{self.per_device_train_batch_size} * {self.world_size} process(es) * steps_per_generation="
-                f"{self.steps_per_generation}) cannot be cut into groups of num_generations={self.num_generations}. "
-                f"Change one of these to the nearest number that divides: {'; '.join(proposals)}."
-            )
 
-    def _makes_whole_groups(self, **change: int) -> bool:
-        changed = replace(self, **change)
-        return changed.num_generations >= 2 and changed.generation_batch_size % changed.num_generations == 0
+        def fits(changed: BatchAlgebra) -> bool:
+            return changed.num_generations >= 2 and changed.generation_batch_size % changed.num_generations == 0
 
-    def _by_total(self) -> list[str]:
-        total, group = self.generation_batch_size, self.num_generations
-        return [
-            _proposal("generation_batch_size", total, lambda n: n % group == 0 and n % self.micro_batch == 0),
-            _proposal("num_generations", group, lambda n: self._makes_whole_groups(num_generations=n)),
-        ]
-
-    def _by_steps(self) -> list[str]:
-        steps = "steps_per_generation"
-        if self.steps_per_generation == self.gradient_accumulation_steps:
-            steps = "gradient_accumulation_steps or steps_per_generation"
-        fits = self._makes_whole_groups
-        return [
-            _proposal("num_generations", self.num_generations, lambda n: fits(num_generations=n)),
-            _proposal(
-                "per_device_train_batch_size",
-                self.per_device_train_batch_size,
-                lambda n: fits(per_device_train_batch_size=n),
-            ),
-            _proposal(steps, self.steps_per_generation, lambda n: fits(steps_per_generation=n)),
-            _proposal("the number of processes", self.world_size, lambda n: fits(world_size=n)),
-        ]
+        if self.generation_batch_size % self.num_generations == 0:
+            return
+        total, whole = self.generation_batch_size, math.lcm(self.num_generations, self.micro_batch)
+        accumulated = self.steps_per_generation == self.gradient_accumulation_steps
+        steps = "gradient_accumulation_steps or steps_per_generation" if accumulated else "steps_per_generation"
+        if generation_batch_size_given:
+            proposals = [
+                _proposal("generation_batch_size", total, lambda n: n % whole == 0),
+                self._proposal("num_generations", fits),
+            ]
+        else:
+            proposals = [
+                self._proposal("num_generations", fits),
+                self._proposal("per_device_train_batch_size", fits),
+                self._proposal("steps_per_generation", fits, steps),
+                self._proposal("world_size", fits, "the number of processes"),
+            ]
+        raise ValueError(
+            f"A rollout batch of {total} completions (per_device_train_batch_size={self.per_device_train_batch_size}"
+            f" * {self.world_size} process(es) * steps_per_generation={self.steps_per_generation}) cannot be cut into"
+            f" groups of num_generations={self.num_generations}. Change one of these to the nearest number that"
+            f" divides: {'; '.join(proposals)}."
+        )
 
     def check_eval(self) -> None:
-        """Refuse an evaluation batch that does not consist of whole groups.
+        """Refuse an evaluation batch that does not consist of whole groups, as `check` does."""
 
-        Raises:
-            ValueError: the message gives the nearest numbers that divide.
-        """
-
-        def fits(**change: int) -> bool:
-            changed = replace(self, **change)
+        def fits(changed: BatchAlgebra) -> bool:
             return changed.eval_batch_size % changed.eval_group == 0
 
-        if not fits():
-            batch = self.per_device_eval_batch_size
+        if not fits(self):
+            resolved = replace(self, num_generations_eval=self.eval_group)
             proposals = [
-                _proposal("num_generations_eval", self.eval_group, lambda n: fits(num_generations_eval=n)),
-                _proposal("per_device_eval_batch_size", batch, lambda n: fits(per_device_eval_batch_size=n)),
-                _proposal("the number of processes", self.world_size, lambda n: fits(world_size=n)),
+                resolved._proposal("num_generations_eval", fits),
+                resolved._proposal("per_device_eval_batch_size", fits),
+                resolved._proposal("world_size", fits, "the number of processes"),
             ]
             raise ValueError(
-                f"An evaluation batch of {self.eval_batch_size} completions (per_device_eval_batch_size={batch} * "
-                f"{self.world_size} process(es)) cannot be cut into groups of num_generations_eval={self.eval_group}. "
-                f"Change one of these to the nearest number that divides: {'; '.join(proposals)}."
+                f"An evaluation batch of {self.eval_batch_size} completions (per_device_eval_batch_size="
+                f"{self.per_device_eval_batch_size} * {self.world_size} process(es)) cannot be cut into groups of"
+                f" num_generations_eval={self.eval_group}. Change one of these to the nearest number that divides:"
+                f" {'; '.join(proposals)}."
             )
+
+    def _proposal(self, name: str, fits: "Callable[[BatchAlgebra], bool]", label: str = "") -> str:
+        """The nearest values of a field with which this algebra `fits`."""
+        return _proposal(label or name, getattr(self, name), lambda n: fits(replace(self, **{name: n})))
 
 
 def steps_of(generation_batch_size: int, per_device: int, world_size: int, num_generations: int) -> int:
-    """Micro-batches in a rollout batch of `generation_batch_size` completions.
-
-    Args:
-        generation_batch_size: completions sampled at a time over all processes.
-        per_device: completions of one micro-batch in one process.
-        world_size: processes.
-        num_generations: completions per prompt; only for the proposals in the error.
-
-    Raises:
-        ValueError: it is not a whole number of micro-batches; the message gives the nearest numbers that divide.
-    """
-    micro_batch = per_device * world_size
-    if generation_batch_size % micro_batch == 0:
-        return generation_batch_size // micro_batch
-    total = generation_batch_size
+    """Micro-batches in a rollout batch of `generation_batch_size` completions, which must be a whole number."""
+    total, micro_batch = generation_batch_size, per_device * world_size
+    if total % micro_batch == 0:
+        return total // micro_batch
     proposals = [
         _proposal("generation_batch_size", total, lambda n: n % math.lcm(micro_batch, num_generations) == 0),
         _proposal("per_device_train_batch_size", per_device, lambda n: total % (n * world_size) == 0),
@@ -217,12 +190,7 @@ def steps_of(generation_batch_size: int, per_device: int, world_size: int, num_g
 
 
 def nearest(value: int, fits: Callable[[int], bool], furthest: int = 1_000_000) -> list[int]:
-    """The nearest number below and the nearest above `value` that satisfy `fits`; fewer if there is none.
-
-    Example:
-        >>> nearest(3, lambda n: 8 % n == 0)
-        [2, 4]
-    """
+    """The nearest number below and the nearest above `value` that satisfy `fits`; fewer if there is none."""
     below = next((n for n in range(value - 1, 0, -1) if fits(n)), None)
     reach = min(furthest, max(4 * value, 4096))
     above = next((n for n in range(max(value + 1, 1), reach) if fits(n)), None)

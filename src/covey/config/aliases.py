@@ -1,26 +1,27 @@
-"""Names that other libraries, and older releases of them, use for Covey's fields.
+"""Names that other libraries, and older releases of them, use for fields of the configs and arguments of the trainers.
 
-An old name is accepted wherever a field is (constructor, run file, command line) and replaced by the new one with one
-warning. To add a name, add a row to `ALIASES`: a renamed field needs no code, a changed meaning a conversion.
+An old name of a field is accepted wherever the field is (constructor, run file, command line) and replaced by the new
+one with one warning. To add a name, add a row to `ALIASES`: a renamed field needs no code, a changed meaning a
+conversion. Arguments of trainers are in `RENAMED` (accepted, with a warning) and `REFUSED` (with advice).
 """
 
 import dataclasses
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from covey.config.messages import warn
+
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """Replacement of an old name.
+    """The field that replaces an old name (None if none does), and advice for the user.
 
-    Attributes:
-        new: the field that replaces it; None if none does.
-        advice: advice for the user, shown after the new name.
-        convert: (old value, all keywords of the call) -> new value.
+    `convert` makes the new value of the old one and of all keywords of the call.
     """
 
     new: str | None
@@ -32,19 +33,8 @@ def _removed(advice: str) -> Alias:
     return Alias(None, advice)
 
 
-def _updates_of_episodes(episodes: Any, keywords: Mapping[str, Any]) -> int:
-    return max(1, int(episodes) // int(keywords.get("gradient_accumulation_steps", 1)))
-
-
-def _one_if_on(flag: Any, keywords: Mapping[str, Any]) -> int:
-    return int(str(flag).lower() in ("true", "1", "yes"))
-
-
-def _is_on(level: Any, keywords: Mapping[str, Any]) -> bool:
-    return bool(int(level))
-
-
 _REWARD_FACTORIES = "it belongs to a reward function: put {} into reward_funcs"
+_STOP = _removed("completions stop at the end-of-sequence ids of the model's generation config")
 _OVERLONG = _REWARD_FACTORIES.format("covey.rewards.get_soft_overlong_punishment(soft_max_length, soft_cache_length)")
 _COSINE = _REWARD_FACTORIES.format("covey.rewards.get_cosine_scaled_reward(max_len=...)")
 _REPETITION = _REWARD_FACTORIES.format("covey.rewards.get_repetition_penalty_reward(ngram_size=..., max_penalty=...)")
@@ -72,7 +62,7 @@ ALIASES: dict[str, Alias] = {
         "max_steps",
         "set to total_episodes / gradient_accumulation_steps as the migration guide has it; one update trains on "
         "per_device_train_batch_size * gradient_accumulation_steps * processes completions",
-        _updates_of_episodes,
+        lambda episodes, keywords: max(1, int(episodes) // int(keywords.get("gradient_accumulation_steps", 1))),
     ),
     "token_level_kl": _removed("RLOO subtracts the KL of the whole completion from its reward"),
     "dataset_num_proc": _removed("the dataset is not rewritten before training"),
@@ -80,8 +70,7 @@ ALIASES: dict[str, Alias] = {
         "log-probabilities are computed in micro-batches by tokens, which max_tokens_per_micro_batch bounds"
     ),
     "num_sample_generations": _removed("set log_completions and logging_steps to see completions while training"),
-    "stop_token": _removed("completions stop at the end-of-sequence ids of the model's generation config"),
-    "stop_token_id": _removed("completions stop at the end-of-sequence ids of the model's generation config"),
+    **dict.fromkeys(("stop_token", "stop_token_id"), _STOP),
     # transformers 4
     "warmup_ratio": Alias("warmup_steps", "a number below 1 is a share of all updates"),
     "logging_dir": _removed("TensorBoard's folder is the environment variable TENSORBOARD_LOGGING_DIR"),
@@ -99,22 +88,25 @@ ALIASES: dict[str, Alias] = {
     "include_tokens_per_second": _removed("timings are always logged"),
     "use_mps_device": _removed("the device is detected"),
     # ms-swift
-    "async_generate": Alias("max_staleness", "True means 1, False means 0", _one_if_on),
+    "async_generate": Alias(
+        "max_staleness", "True means 1, False means 0", lambda on, _: int(str(on).lower() in ("true", "1", "yes"))
+    ),
     "overlong_filter": Alias("mask_truncated_completions"),
     "epsilon_low": Alias("epsilon"),
     "log_entropy": _removed("entropy is always logged"),
     "sleep_level": Alias(
-        "vllm_enable_sleep_mode", "0 means False, 1 and 2 mean True; for level 2 set vllm_sleep_level=2 too", _is_on
+        "vllm_enable_sleep_mode",
+        "0 means False, 1 and 2 mean True; for level 2 set vllm_sleep_level=2 too",
+        lambda level, _: bool(int(level)),
     ),
-    "soft_max_length": _removed(_OVERLONG),
-    "soft_cache_length": _removed(_OVERLONG),
-    "cosine_min_len_value_wrong": _removed(_COSINE),
-    "cosine_max_len_value_wrong": _removed(_COSINE),
-    "cosine_min_len_value_correct": _removed(_COSINE),
-    "cosine_max_len_value_correct": _removed(_COSINE),
+    **dict.fromkeys(("soft_max_length", "soft_cache_length"), _removed(_OVERLONG)),
+    **{
+        f"cosine_{bound}_len_value_{kind}": _removed(_COSINE)
+        for bound in ("min", "max")
+        for kind in ("wrong", "correct")
+    },
     "cosine_max_len": _removed(_COSINE),
-    "repetition_n_grams": _removed(_REPETITION),
-    "repetition_max_penalty": _removed(_REPETITION),
+    **dict.fromkeys(("repetition_n_grams", "repetition_max_penalty"), _removed(_REPETITION)),
     "split_dataset_ratio": _removed("the dataset is never split: evaluation runs only with an eval_dataset of its own"),
     "vllm_max_model_len": Alias("vllm_max_model_length"),
     "max_turns": Alias("max_tool_calling_iterations"),
@@ -127,13 +119,11 @@ ALIASES: dict[str, Alias] = {
 }
 
 
-_PEFT = "it belongs to the adapter: `peft: {{{}: ...}}` in a run file, `peft_config=LoraConfig({}=...)` in a script"
-
+_PEFT = "it belongs to the adapter: `peft: {{{0}: ...}}` in a run file, `peft_config=LoraConfig({0}=...)` in a script"
 _QUANTISED = (
-    "it says how the model is loaded: `quantization: {{{}: ...}}` in a run file,"
-    " `quantization_config=BitsAndBytesConfig({}=...)` in a script"
+    "it says how the model is loaded: `quantization: {{{0}: ...}}` in a run file,"
+    " `quantization_config=BitsAndBytesConfig({0}=...)` in a script"
 )
-
 _ADAPTER = (
     "an adapter is trained where `peft: {r: 16}` is in the run file or a `peft_config` is given to the trainer; "
     "otherwise all weights are"
@@ -143,22 +133,16 @@ HINTS: dict[str, str] = {
     "missing_eos_penalty": "write a reward function that returns the penalty where completion_ids do not end with the "
     "eos token",
     "max_length": "prompts are never truncated, and max_completion_length limits what is sampled",
-    "torch_dtype": "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`",
-    "dtype": "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`",
+    **dict.fromkeys(("torch_dtype", "dtype"), "it belongs to the model: `model_init_kwargs: {dtype: bfloat16}`"),
     "attn_implementation": "it belongs to the model: `model_init_kwargs: {attn_implementation: sdpa}`",
     "rlhf_type": "GRPOConfig and RLOOConfig choose the method; in a run file it is `method`",
-    "load_in_4bit": _QUANTISED.format("load_in_4bit", "load_in_4bit"),
-    "load_in_8bit": _QUANTISED.format("load_in_8bit", "load_in_8bit"),
-    "bnb_4bit_quant_type": _QUANTISED.format("bnb_4bit_quant_type", "bnb_4bit_quant_type"),
-    "use_bnb_nested_quant": _QUANTISED.format("bnb_4bit_use_double_quant", "bnb_4bit_use_double_quant"),
+    **{name: _QUANTISED.format(name) for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")},
+    "use_bnb_nested_quant": _QUANTISED.format("bnb_4bit_use_double_quant"),
     "train_type": _ADAPTER,
     "use_peft": _ADAPTER,
-    "lora_rank": _PEFT.format("r", "r"),
-    "lora_r": _PEFT.format("r", "r"),
-    "lora_alpha": _PEFT.format("lora_alpha", "lora_alpha"),
-    "lora_dropout": _PEFT.format("lora_dropout", "lora_dropout"),
-    "target_modules": _PEFT.format("target_modules", "target_modules"),
-    "lora_target_modules": _PEFT.format("target_modules", "target_modules"),
+    **dict.fromkeys(("lora_rank", "lora_r"), _PEFT.format("r")),
+    **{name: _PEFT.format(name) for name in ("lora_alpha", "lora_dropout")},
+    **dict.fromkeys(("target_modules", "lora_target_modules"), _PEFT.format("target_modules")),
 }
 """Names that are refused, because dropping them would change the training, with advice."""
 
@@ -180,9 +164,6 @@ class AcceptsAliases(type):
 
 def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Replace old names in the keywords of a config class, with one warning each.
-
-    Example:
-        `renamed(GRPOConfig, {"kl_coef": 0.1})` warns that `kl_coef` is `beta` now and returns `{"beta": 0.1}`.
 
     Raises:
         TypeError: a name that is neither a field nor an old name of one.
@@ -246,3 +227,71 @@ def _check_advantage_estimator(cls: Any, keywords: Mapping[str, Any]) -> None:
         f"advantage_estimator={estimator!r} contradicts {cls.__name__}: the class chooses the method. Use "
         f"{allowed[estimator]} (in a run file: `method: {estimator}`)."
     )
+
+
+# ---- arguments of trainers -------------------------------------------------------------------------------------------
+
+RENAMED = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
+"""Arguments of earlier RLOO trainers, and their names here."""
+
+_REFERENCE = "there is none: the reference is made from `model` where `beta` is not 0"
+REFUSED = {
+    "tokenizer": "it is called 'processing_class'",
+    "reward_func": "it is called 'reward_funcs'",
+    "reward_function": "it is called 'reward_funcs'",
+    "rewards": "it is called 'reward_funcs'",
+    "dataset": "it is called 'train_dataset'",
+    "ref_policy": _REFERENCE,
+    "ref_model": _REFERENCE,
+    "data_collator": "there is none: prompts are not collated; leave it out",
+    "compute_metrics": "there is none: log values from a reward function with its argument `log_metric`",
+    "value_model": "there is none: the other completions of a prompt are the baseline",
+    "formatting_func": "there is none: give the dataset a column 'prompt'",
+}
+"""Arguments of other trainers, and what to use instead."""
+
+
+def accepts_old_names(init: Init) -> Init:
+    """Wrap a trainer's `__init__`: unknown arguments are renamed or explained, and all are stored in `made_of`."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **keywords: Any) -> None:
+        keywords = resolve_arguments(type(self), list(signature.parameters)[1:], keywords)
+        if not args and "model" not in keywords and keywords.get("model_init") is None:
+            raise TypeError(f"{type(self).__name__} needs `model`: a hub id, a folder or a model.")
+        self.made_of = dict(list(signature.bind(self, *args, **keywords).arguments.items())[1:])
+        init(self, *args, **keywords)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def resolve_arguments(trainer: Any, known: list[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a call under the `known` names of a trainer's class.
+
+    Raises:
+        TypeError: an unknown argument, or an old and a new name together.
+    """
+    result = {name: value for name, value in keywords.items() if name in known}
+    for old, value in keywords.items():
+        if old in known:
+            continue
+        if old not in RENAMED:
+            raise TypeError(
+                f"{trainer.__name__} has no argument {old!r}{_argument_hint(old, known, trainer.config_class)}"
+            )
+        new = RENAMED[old]
+        if new in keywords:
+            raise TypeError(f"{old!r} is an old name of {new!r}, and {trainer.__name__} was given both; keep {new!r}.")
+        warn(f"{old!r} is called {new!r} in {trainer.__name__}.", FutureWarning)
+        result[new] = value
+    return result
+
+
+def _argument_hint(name: str, known: list[str], config_class: Any) -> str:
+    if name in REFUSED:
+        return f"; {REFUSED[name]}."
+    if name in {field.name for field in dataclasses.fields(config_class)}:
+        return f"; it is a field of the config: args={config_class.__name__}({name}=...)."
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f". It has: {', '.join(known)}."

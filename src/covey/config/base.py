@@ -1,17 +1,16 @@
 """`OnlineConfig`: the settings that GRPO and RLOO share, on top of `transformers.TrainingArguments`.
 
-The fields are declared in `covey.config.groups`, the rules that tie them together in `covey.config.rules`, old names in
-`covey.config.aliases`. This module normalises values, settles those that depend on the hardware and on the number of
+The fields are declared in `training`, `sampling`, `objective` and `engines`, with the rules that tie them together; old
+names are in `aliases`. This module normalises values, settles those that depend on the hardware and on the number of
 processes, and runs the rules.
 """
 
 import dataclasses
 from typing import Any, ClassVar
 
-from covey.config import rules
-from covey.config.algebra import BatchAlgebra, planned_world_size, steps_of
+from covey.config import engines, objective, rules, sampling, training
+from covey.config.algebra import PLANNED_WORLD_SIZE, BatchAlgebra, steps_of
 from covey.config.aliases import AcceptsAliases
-from covey.config.groups import engines, objective, sampling, training
 from covey.config.hardware import by_deepspeed, has_accelerator, launched, multiplies_bf16
 from covey.config.parsing import as_dict, as_memory_share, as_scale, as_urls
 from covey.config.secrets import DICT_FIELDS, HidesSecrets
@@ -64,6 +63,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         super().__post_init__()
         self._settle_direction()
         rules.check_fields(self)
+        rules.check_batch_settings(self)
         self._settle_batches()
         rules.check(self)
 
@@ -107,11 +107,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return mode.replace("sequence", "token") if self.loss_type == "vespo" else mode
 
     def frozen_parts(self) -> list[str]:
-        """Parts of the policy that keep their weights: of "vit", "aligner" and "llm".
-
-        Raises:
-            ValueError: all of them would.
-        """
+        """Parts of the policy that keep their weights, of "vit", "aligner" and "llm"; ValueError if all would."""
         chosen = {"vit": self.freeze_vit, "aligner": self.freeze_aligner, "llm": self.freeze_llm}
         if all(chosen.values()):
             raise ValueError(
@@ -121,21 +117,12 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return [part for part, frozen in chosen.items() if frozen]
 
     def algebra(self, world_size: int | None = None) -> BatchAlgebra:
-        """Division of this run's batches.
-
-        Args:
-            world_size: number of processes; those that are running (or planned for) by default.
-
-        Raises:
-            ValueError: for `world_size` processes the numbers do not divide.
-        """
+        """Division of this run's batches for `world_size` processes; by default those that run or are planned for."""
         processes = world_size or self._planned_world_size or self.world_size
         assert self.num_generations is not None, "checked by a rule"
-        steps = self.steps_per_generation
-        if self._generation_batch_size_given:
-            assert self.generation_batch_size is not None, "it was given"
-            per_device = self.per_device_train_batch_size
-            steps = steps_of(self.generation_batch_size, per_device, processes, self.num_generations)
+        steps, total = self.steps_per_generation, self.generation_batch_size
+        if self._generation_batch_size_given and total is not None:
+            steps = steps_of(total, self.per_device_train_batch_size, processes, self.num_generations)
         assert steps is not None, "filled in at construction"
         algebra = BatchAlgebra(
             per_device_train_batch_size=self.per_device_train_batch_size,
@@ -151,14 +138,9 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return algebra
 
     def with_changes(self, **changes: Any) -> "OnlineConfig":
-        """A copy of this config with other values, from which dependent fields are derived again.
-
-        Raises:
-            TypeError: a field that does not exist.
-            ValueError: values that cannot work.
-        """
+        """A copy of this config with other values, from which dependent fields are derived again."""
         filled_in = {
-            "generation_batch_size": None if not self._generation_batch_size_given else self.generation_batch_size,
+            "generation_batch_size": self.generation_batch_size if self._generation_batch_size_given else None,
             "steps_per_generation": self._steps_given,
             "lr_scheduler_kwargs": self._scheduler_kwargs_given,
         }
@@ -207,7 +189,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             self.lr_scheduler_kwargs = {"mode": mode, **(given or {})}
 
     def _settle_batches(self) -> None:
-        self._planned_world_size = planned_world_size()
+        self._planned_world_size = PLANNED_WORLD_SIZE.get()
         given, steps = self.generation_batch_size, self.steps_per_generation
         micro_batch = self.per_device_train_batch_size * (self._planned_world_size or self.world_size)
         if given is not None and steps is not None and given != micro_batch * steps:

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from transformers.utils import is_torch_bf16_gpu_available
 
-_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
+CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
 
 
 def has_accelerator() -> bool:
-    """Presence of a GPU or another accelerator."""
     return torch.accelerator.is_available()
 
 
@@ -21,23 +20,17 @@ def launched() -> bool:
 
 
 def by_deepspeed() -> bool:
-    """True if this process was launched for DeepSpeed."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def by_fsdp() -> bool:
-    """True if this process was launched for FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def multiplies_bf16(use_cpu: bool = False) -> bool:
-    """Support for products of bfloat16 matrices in hardware.
+    """True for CUDA GPUs since Ampere, accelerators that report it, and CPUs with AMX or AVX512-BF16.
 
-    True for CUDA GPUs since Ampere, other accelerators that report it, and CPUs with AMX or AVX512-BF16. Elsewhere
-    bfloat16 is emulated, on a plain CPU several hundred times slower than float32.
-
-    Args:
-        use_cpu: ask about the CPU although there is an accelerator.
+    Elsewhere bfloat16 is emulated, on a plain CPU several hundred times slower than float32.
     """
     if use_cpu or not has_accelerator():
         return cpu_multiplies_bf16()
@@ -52,10 +45,6 @@ def multiplies_bf16(use_cpu: bool = False) -> bool:
 def cpu_multiplies_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
     """True if /proc/cpuinfo lists AMX or AVX512-BF16; False without such a file."""
     path = Path(cpuinfo)
-    if not path.exists():
-        return False
-    for line in path.read_text().splitlines():
-        name, _, flags = line.partition(":")
-        if name.strip() == "flags":
-            return not _CPU_FLAGS.isdisjoint(flags.split())
-    return False
+    lines = path.read_text().splitlines() if path.exists() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return not CPU_FLAGS.isdisjoint(flags.split())

@@ -1,4 +1,4 @@
-"""Error texts and warnings about settings: the closest known name, and warnings at the user's own line."""
+"""Warnings about settings at the user's own line, and proposals of known names."""
 
 import difflib
 import sys
@@ -33,7 +33,6 @@ def _belongs_to_config(module: str, code: Any) -> bool:
 
 
 def is_set(args: Any, name: str) -> bool:
-    """True if field `name` differs from its default."""
     return getattr(args, name) != type(args).__dataclass_fields__[name].default
 
 

@@ -2,15 +2,12 @@
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 
 def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """The value of field `name`, which accepts a dict or JSON text.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The value of field `name`, which accepts a dict or JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -22,11 +19,7 @@ def as_dict(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | N
 
 
 def as_urls(name: str, value: str | list[str] | None) -> str | None:
-    """The URLs of field `name` (one, several with commas between them, or a list) with commas between them.
-
-    Raises:
-        ValueError: one is no URL, holds a password, or is listed twice.
-    """
+    """The URLs of field `name` (one, several with commas between them, or a list) with commas between them."""
     if not value:
         return None
     urls = value.split(",") if isinstance(value, str) else list(value)
@@ -53,25 +46,24 @@ def as_scale(value: str | bool) -> str:
 
 
 def as_memory_share(value: float | str | None) -> float | str:
-    """`vllm_gpu_memory_utilization` as a number or "auto"; other text is left for a rule to refuse."""
-    try:
-        return "auto" if value is None else float(value)
-    except ValueError:
-        return str(value)
+    """`vllm_gpu_memory_utilization` as a number or "auto"."""
+    if value in (None, "auto"):
+        return "auto"
+    with suppress(TypeError, ValueError):
+        if 0 < float(value) <= 1:
+            return float(value)
+    raise ValueError(
+        f"vllm_gpu_memory_utilization={value!r} is out of range: it must be above 0 and at most 1, or 'auto', which"
+        " works it out (`covey explain` shows how)."
+    )
 
 
 def as_range(value: object) -> tuple[float, float] | None:
-    """`reward_clip_range` as two numbers.
-
-    Accepts a pair, text like "-1,1" or "[-1, 1]", and the tuple of single characters that argparse makes of such text.
-
-    Raises:
-        ValueError: it is something else, or the first number is not the smaller one.
-    """
+    """`reward_clip_range` as two numbers, from a pair or from text like "-1,1" or "[-1, 1]"."""
     if value is None:
         return None
     if isinstance(value, tuple) and all(isinstance(part, str) and len(part) == 1 for part in value):
-        value = "".join(value)
+        value = "".join(value)  # argparse makes a tuple of characters of such text
     parts = value.strip("()[] ").split(",") if isinstance(value, str) else value
     try:
         low, high = (float(part) for part in parts)  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from covey.config.base import OnlineConfig
-from covey.config.groups.describe import described, redefault
+from covey.config.fields import describe_fields
 from covey.config.parsing import as_range
 
 
@@ -17,17 +17,18 @@ class RLOOConfig(OnlineConfig):
 
     method: ClassVar[str] = "rloo"
 
-    num_generations: int | None = redefault(OnlineConfig, "num_generations", 2)
-    beta: float = redefault(OnlineConfig, "beta", 0.05)
-    loss_type: str = redefault(OnlineConfig, "loss_type", "rloo")
-    kl_estimator: str = redefault(OnlineConfig, "kl_estimator", "k1")
-    normalize_advantages: bool = described(
-        False, "Subtract the mean of the whole batch's advantages and divide by their standard deviation."
-    )
-    reward_clip_range: tuple[float, float] | None = described(
-        None, "Smallest and largest reward; others are clipped, before the KL penalty. On the command line: low,high."
-    )
+    num_generations: int | None = 2
+    beta: float = 0.05
+    loss_type: str = "rloo"
+    kl_estimator: str = "k1"
+    normalize_advantages: bool = False
+    """Subtract the mean of the whole batch's advantages and divide by their standard deviation."""
+    reward_clip_range: tuple[float, float] | None = None
+    """Smallest and largest reward; others are clipped, before the KL penalty. On the command line: low,high."""
 
     def _normalise(self) -> None:
         super()._normalise()
         self.reward_clip_range = as_range(self.reward_clip_range)
+
+
+describe_fields(__name__)

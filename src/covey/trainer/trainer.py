@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
+from covey.config.aliases import accepts_old_names
 from covey.config.base import OnlineConfig
-from covey.config.legacy_arguments import accepts_old_names
 from covey.core.batch import TrainBatch
 from covey.core.engine import traits_of
 from covey.core.records import Max

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from covey.cli.explain.run import ExplainedRun
-from covey.config.rules.objective import BUILT_IN, CLIPPED
+from covey.config.objective import BUILT_IN, CLIPPED
 
 Alternative = str | tuple[Callable[[ExplainedRun], Any], str]
 Section = tuple[Alternative | list[Alternative], ...]

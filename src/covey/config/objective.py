@@ -1,14 +1,127 @@
-"""Rules about the objective: loss, KL penalty, entropy bonus and rewards."""
+"""Fields and rules about the objective: rewards, loss, KL penalty, entropy."""
 
 import math
+from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from covey.config.groups.describe import Limits
-from covey.config.messages import closest, ignored, warn
+from covey.config.fields import Limits, describe_fields, limited
+from covey.config.messages import ignored, warn
+from covey.core.credit import COMPARED_WITH
+from covey.core.losses import KL_ESTIMATORS, RATIO_LEVELS
 
 if TYPE_CHECKING:
     from covey.config.base import OnlineConfig
+
+
+@dataclass
+class RewardFields:
+    """From reward functions to advantages."""
+
+    reward_weights: list[float] | None = None
+    """Weight of each reward function, in their order. Unset: all 1."""
+    reward_timeout: float = limited(300.0, gt=0, advice="It is in seconds; 300 is the default.")
+    """Seconds after which a reward function that has not answered counts as failed."""
+    stream_rewards: bool = False
+    """Score each group of completions as soon as it is sampled, while others still are: functions are called group by
+    group, on threads of their own. Off: each is called once per rollout batch, with all completions. Functions that are
+    marked `per_completion` score every rollout when it ends in either case."""
+    multi_objective_aggregation: str = limited(
+        "sum_then_normalize", choices=("sum_then_normalize", "normalize_then_sum")
+    )
+    """`sum_then_normalize`: weighted sum of rewards, then advantages; `normalize_then_sum`: each reward becomes
+    advantages of its own first (GDPO)."""
+    scale_rewards: str = limited("group", choices=("group", "batch", "none"))
+    """Divisor of advantages: the standard deviation of the `group`, of the whole `batch`, or `none`. True means
+    `group`, False `none`."""
+    process_weight: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 leaves that part out.")
+    """Weight of the advantages of steps, where reward functions reward steps or turns."""
+    outcome_weight: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 leaves that part out.")
+    """Weight of the advantages of whole completions."""
+    step_discount: float = limited(1.0, ge=0, le=1, advice="1.0 counts every later step in full.")
+    """Discount of credit for steps: what a step earns counts this much for the tokens of the step before it, the square
+    of it for those of the one before that, and so on."""
+    step_baseline: str = limited("group", choices=COMPARED_WITH)
+    """Steps that a step's reward is compared with: `group`, all steps of the group; `turn`, those of the same number
+    (all first ones, all second ones)."""
+
+
+@dataclass
+class KLFields:
+    """The KL penalty and its reference model."""
+
+    beta: float = limited(0.0, ge=0, finite=True, advice="0 switches the KL penalty off; 0.001 to 0.1 are usual.")
+    """Weight of the KL penalty towards the reference model; 0 means that no reference model is loaded."""
+    kl_estimator: str = limited("k3", choices=tuple(KL_ESTIMATORS))
+    """Estimator of the KL divergence: `k1` (log ratio), `k2` (half its square), `k3` (unbiased, positive)."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL term by the importance ratio, so that its gradient is unbiased off-policy."""
+    sync_ref_model: bool = False
+    """Move the reference model towards the policy from time to time (TR-DPO)."""
+    ref_model_mixup_alpha: float = limited(0.6, gt=0, le=1, advice="0.6 is usual.")
+    """With `sync_ref_model`: reference = (1 - alpha) * reference + alpha * policy."""
+    ref_model_sync_steps: int = limited(512, ge=1)
+    """With `sync_ref_model`: updates between two moves."""
+
+
+@dataclass
+class LossFields:
+    """The surrogate, its ratio and its average."""
+
+    loss_type: str = "dapo"
+    """Loss: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gmpo, or one registered with
+    `covey.algorithms.register_loss`."""
+    epsilon: float = 0.2
+    """Clipping: how far below 1 the importance ratio may fall."""
+    epsilon_high: float | None = limited(None, ge=0, advice="0.2 to 0.28 are usual; with cispo 5.")
+    """Clipping: how far above 1 the importance ratio may rise. Unset: the same as `epsilon`. With cispo it is the
+    largest ratio itself; unset: 5."""
+    delta: float | None = None
+    """Largest ratio for negative advantages (two-sided clipping, INTELLECT-2); unset: no bound."""
+    importance_sampling_level: str = limited("token", choices=tuple(RATIO_LEVELS))
+    """Importance ratio of each `token`, of the whole `sequence` (GSPO), or `sequence_token` (GSPO-token)."""
+    sapo_temperature_neg: float = 1.05
+    """sapo: how quickly the gate closes for negative advantages."""
+    sapo_temperature_pos: float = 1.0
+    """sapo: how quickly the gate closes for positive advantages."""
+    vespo_k_pos: float = 2.0
+    """vespo: exponent of the sequence weight, positive advantages."""
+    vespo_lambda_pos: float = 3.0
+    """vespo: decay of the sequence weight, positive advantages."""
+    vespo_k_neg: float = 3.0
+    """vespo: exponent of the sequence weight, negative advantages."""
+    vespo_lambda_neg: float = 2.0
+    """vespo: decay of the sequence weight, negative advantages."""
+    mask_truncated_completions: bool = False
+    """Leave completions that reached the length limit out of the loss (DAPO)."""
+    off_policy_mask_threshold: float | None = limited(None, ge=0, advice="0.1 to 1 are usual.")
+    """Leave out completions with a negative advantage whose mean log-ratio between the sampling and the current policy
+    exceeds this (DeepSeek-V3.2); unset keeps all."""
+    top_entropy_quantile: float = limited(1.0, gt=0, le=1, advice="1.0 trains on all tokens, 0.2 on a fifth of them.")
+    """Train only on this share of the tokens, those of highest entropy; 1 trains on all."""
+
+
+@dataclass
+class EntropyFields:
+    """The entropy bonus."""
+
+    entropy_coef: float = limited(0.0, ge=0, advice="Below 0 it would punish exploration.")
+    """Weight of the entropy bonus; 0 switches it off."""
+    use_adaptive_entropy: bool = False
+    """Move the weight of the bonus so that entropy stays near its target."""
+    entropy_coef_min: float = limited(0.0, ge=0)
+    """Adaptive: smallest weight."""
+    entropy_coef_max: float = 1.0
+    """Adaptive: largest weight."""
+    entropy_coef_delta: float = 0.005
+    """Adaptive: how much the weight moves at each update."""
+    entropy_target: float = 0.2
+    """Adaptive: the entropy, in nats per token, to stay above."""
+
+
+describe_fields(__name__)
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
 
 CLIPPED = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
 
@@ -18,26 +131,17 @@ READ_BY = {
     "epsilon": CLIPPED | {"gmpo", "rloo"},
     "epsilon_high": CLIPPED | {"gmpo", "rloo", "cispo"},
     "delta": CLIPPED,
-    "sapo_temperature_pos": {"sapo"},
-    "sapo_temperature_neg": {"sapo"},
-    "vespo_k_pos": {"vespo"},
-    "vespo_lambda_pos": {"vespo"},
-    "vespo_k_neg": {"vespo"},
-    "vespo_lambda_neg": {"vespo"},
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), frozenset({"sapo"})),
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), frozenset({"vespo"})),
 }
 """Options by the built-in losses that read them; a loss registered by a user may read any."""
 
 
 def loss_type_is_known(args: "OnlineConfig") -> None:
-    """The loss is built in or registered, and goes with the method."""
     from covey.algorithms import LOSS_TYPES
 
-    if args.loss_type not in LOSS_TYPES:
-        raise ValueError(
-            f"loss_type={args.loss_type!r} is not known; choose one of: {', '.join(sorted(LOSS_TYPES))}."
-            f"{closest(args.loss_type, LOSS_TYPES)} To add your own, call covey.algorithms.register_loss before making "
-            "the config."
-        )
+    advice = "To add your own, call covey.algorithms.register_loss before making the config."
+    Limits(choices=tuple(sorted(LOSS_TYPES)), advice=advice).check("loss_type", args.loss_type)
     if args.method == "grpo" and args.loss_type == "rloo":
         raise ValueError("loss_type='rloo' belongs to RLOO: use RLOOConfig and RLOOTrainer (`covey rloo`).")
     if args.loss_type == "dr_grpo" and args.max_completion_length is None:
@@ -93,7 +197,6 @@ def loss_options_are_read(args: "OnlineConfig") -> None:
 
 
 def reference_sync_needs_a_reference(args: "OnlineConfig") -> None:
-    """Synchronising needs a reference model, which there is only with a KL penalty."""
     if args.sync_ref_model and args.beta == 0:
         raise ValueError(
             "sync_ref_model=True needs a reference model, and beta=0 loads none. Set beta above 0 (0.04, say) or "
@@ -117,7 +220,6 @@ def kl_options_are_read(args: "OnlineConfig") -> None:
 
 
 def entropy_controller_has_room(args: "OnlineConfig") -> None:
-    """The weight of the entropy bonus can move between its bounds, and starts there."""
     low, high = args.entropy_coef_min, args.entropy_coef_max
     if low > high:
         raise ValueError(f"entropy_coef_min={low} must not be above entropy_coef_max={high}.")
@@ -138,7 +240,6 @@ def entropy_controller_has_room(args: "OnlineConfig") -> None:
 
 
 def rewards_carry_weight(args: "OnlineConfig") -> None:
-    """Weights are finite, and not all zero."""
     weights = args.reward_weights
     if weights is None:
         return
@@ -151,7 +252,6 @@ def rewards_carry_weight(args: "OnlineConfig") -> None:
 
 
 def steps_or_outcomes_carry_weight(args: "OnlineConfig") -> None:
-    """Steps or whole completions have advantages."""
     if args.process_weight == args.outcome_weight == 0:
         raise ValueError(
             "process_weight=0 and outcome_weight=0 leave no advantage to learn from: set one of them above 0."
@@ -164,23 +264,8 @@ def steps_or_outcomes_carry_weight(args: "OnlineConfig") -> None:
 
 
 def scaling_is_read(args: "OnlineConfig") -> None:
-    """`scale_rewards` and the aggregation of rewards apply where advantages are normalised."""
     if args.method == "rloo":
         names = ["scale_rewards", "multi_objective_aggregation"]
         ignored(args, names, "RLOO's baseline is the mean of the other completions; see normalize_advantages")
     elif args.multi_objective_aggregation == "normalize_then_sum":
         ignored(args, ["scale_rewards"], "multi_objective_aggregation='normalize_then_sum' scales each reward itself")
-
-
-RULES = (
-    loss_type_is_known,
-    clipping_leaves_a_range,
-    cispo_has_its_cap,
-    loss_options_are_read,
-    reference_sync_needs_a_reference,
-    kl_options_are_read,
-    entropy_controller_has_room,
-    rewards_carry_weight,
-    steps_or_outcomes_carry_weight,
-    scaling_is_read,
-)

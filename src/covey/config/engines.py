@@ -1,0 +1,297 @@
+"""Fields and rules about vLLM, SGLang, and the numerical mismatch of engines with the trainer."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from covey.config.fields import describe_fields, limited
+from covey.config.hardware import by_deepspeed, by_fsdp
+from covey.config.messages import ignored, is_set, warn
+
+if TYPE_CHECKING:
+    from covey.config.base import OnlineConfig
+
+SECONDS: dict[str, Any] = {"gt": 0, "finite": True, "advice": "It is in seconds."}
+REQUESTS: dict[str, Any] = {"ge": 1, "advice": "A few hundred keep a GPU busy."}
+
+
+@dataclass
+class VllmFields:
+    """Sampling with vLLM."""
+
+    use_vllm: bool = False
+    """Sample with vLLM rather than with the built-in engine."""
+    vllm_mode: str = limited("colocate", choices=("colocate", "server"))
+    """`colocate`: vLLM shares the training devices; `server`: it runs as a server of its own."""
+    vllm_model_impl: str = limited("vllm", choices=("vllm", "transformers"))
+    """Model code that vLLM runs: `vllm` for its own, `transformers` for transformers'."""
+    vllm_enable_sleep_mode: bool = False
+    """Release vLLM's memory while the policy is trained; waking up takes time. In server mode only on one process."""
+    vllm_sleep_level: int = limited(
+        1,
+        ge=1,
+        le=2,
+        advice="1 keeps vLLM's weights in host memory, 2 discards them. Not to sleep at all is "
+        "vllm_enable_sleep_mode=False.",
+    )
+    """Place of vLLM's weights while it sleeps: 1 keeps them in host memory, 2 discards them, so that the policy's are
+    sent at every waking."""
+    vllm_structured_outputs_regex: str | None = None
+    """Regular expression that every completion must match."""
+    vllm_server_base_url: str | None = None
+    """URL of the vLLM server, as in http://localhost:8000, or of several: a list, or with commas between them. Replaces
+    host and port."""
+    vllm_server_host: str = "0.0.0.0"
+    """Host of the vLLM server; 0.0.0.0 means this machine."""
+    vllm_server_port: int = limited(8000, ge=1, le=65535, advice="vLLM listens at 8000 by default.")
+    """Port of the vLLM server."""
+    vllm_server_timeout: float = limited(240.0, **SECONDS)
+    """Seconds to wait for vLLM servers to be up: at the start, and again when all of them have failed."""
+    vllm_server_request_timeout: float = limited(800.0, **SECONDS)
+    """Seconds that one prompt's completions may take at a vLLM server before another one is asked."""
+    vllm_server_sync_timeout: float = limited(600.0, **SECONDS)
+    """Seconds that sending the new weights to vLLM servers may take."""
+    vllm_server_concurrency: int = limited(512, **REQUESTS)
+    """Most completions in flight at once at one vLLM server."""
+    vllm_server_api_key: str | None = None
+    """Key of the vLLM servers. Unset: the environment variable VLLM_API_KEY, where no log shows it."""
+    vllm_group_port: int = 51216
+    """Port over which weights are sent to the vLLM server."""
+    vllm_weight_transfer: str = limited("auto", choices=("auto", "group", "ipc", "disk"))
+    """Transfer of weights to vLLM servers: over a `group` of processes (gloo, NCCL), by `ipc` (memory of a GPU that
+    both use), as files on `disk`. `auto`: the group if the servers can, else files."""
+    vllm_weight_folder: str | None = None
+    """Folder for weights that travel as files; trainer and servers see it under this name. Unset: a temporary one, for
+    servers on this machine."""
+    vllm_weight_bucket: int = limited(128, ge=1)
+    """MiB of weights sent at once over a group or by ipc."""
+    vllm_lora_sync: str = limited("auto", choices=("auto", "adapter", "merged"))
+    """Transfer of a LoRA model to vLLM: the `adapter` alone (small), or `merged` weights. `auto`: the adapter where it
+    and vLLM allow that."""
+    vllm_gpu_memory_utilization: float | str | None = 0.3
+    """Share of a GPU's memory that vLLM may take, between 0 and 1 (colocate mode). `auto` and unset: worked out from
+    the model, the batch sizes and the GPU, as `covey explain` shows."""
+    vllm_max_model_length: int | None = limited(None, ge=1)
+    """Context length of vLLM, in tokens. Unset: the model's own, or what memory allows (colocate mode)."""
+    vllm_tensor_parallel_size: int = limited(1, ge=1)
+    """GPUs over which vLLM splits the model (colocate mode)."""
+    vllm_engine_kwargs: dict | str | None = None
+    """Further arguments of vLLM's engine, those of `vllm.EngineArgs` (a dict or JSON; colocate mode)."""
+    offload_model: bool = False
+    """Move the policy to host memory while vLLM samples (colocate mode, with vllm_enable_sleep_mode)."""
+    offload_optimizer: bool = False
+    """Move the optimizer's state to host memory while vLLM samples (colocate mode, with the same)."""
+    move_model_batches: int | None = limited(None, ge=1)
+    """Batches of layers in which the policy's weights are gathered for vLLM (colocate mode). Fewer are faster and hold
+    more in memory at once; unset: one tensor at a time."""
+
+
+@dataclass
+class MismatchFields:
+    """The difference between any engine's log-probabilities and the trainer's."""
+
+    vllm_importance_sampling_correction: bool = True
+    """Weigh the loss by trainer probability over engine probability, for their numerical mismatch. Holds for any engine
+    but the built-in one, which hardly needs it: see `correct_built_in_engine`."""
+    vllm_importance_sampling_mode: str = limited(
+        "sequence_mask", choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    )
+    """Ratio per `token` or per `sequence`, and its treatment beyond the bounds: `_truncate` sets it to the bound,
+    `_mask` drops the token or sequence."""
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    """Upper bound of that ratio; unset: none."""
+    vllm_importance_sampling_clip_min: float | None = None
+    """Lower bound of that ratio; unset: none."""
+    vllm_importance_sampling_cap: float | None = None
+    """Old name of `vllm_importance_sampling_clip_max`; use that one."""
+    correct_built_in_engine: bool = False
+    """Apply that correction to the built-in engine too. It samples with the weights that are trained, so only the
+    rounding of half precision is there to be corrected."""
+    engine_parity: str = limited("raise", choices=("raise", "warn", "off"))
+    """When the first samples of an engine have other log-probabilities than the trainer gives them, by more than
+    rounding explains: `raise` ends the run and names the likely cause, `warn` goes on, `off` does not compare."""
+
+
+@dataclass
+class ContinuousBatchingFields:
+    """Accepted for scripts that ask for it: the built-in engine batches continuously itself."""
+
+    use_transformers_continuous_batching: bool = False
+    """No effect: the built-in engine batches continuously itself, and samples in place of transformers'."""
+    transformers_continuous_batching_config: dict | str | None = None
+    """No effect; `max_concurrent_completions` bounds the batch of the built-in engine."""
+    use_transformers_paged: bool = False
+    """Old name of `use_transformers_continuous_batching`; use that one."""
+
+
+@dataclass
+class SglangFields:
+    """Sampling with an SGLang server."""
+
+    use_sglang: bool = False
+    """Sample with SGLang servers rather than with the built-in engine."""
+    sglang_base_url: str | None = None
+    """URL of the SGLang server, or of several: a list, or with commas between them. Unset, and without `sglang_device`:
+    http://127.0.0.1:30000."""
+    sglang_device: str | None = None
+    """Without a URL: start an SGLang server on this device, as in `cuda:1`, which the trainer itself must not use."""
+    sglang_server_args: dict | str | None = None
+    """Further flags of the server that is started (a dict or JSON), as in {"mem_fraction_static": 0.8}."""
+    sglang_api_key: str | None = None
+    """Key of the SGLang servers. Unset: the environment variable SGLANG_API_KEY, where no log shows it."""
+    sglang_server_timeout: float = limited(600.0, **SECONDS)
+    """Seconds to wait for SGLang servers to be up: at the start, and again when all of them have failed."""
+    sglang_request_timeout: float = limited(800.0, **SECONDS)
+    """Seconds that one prompt's completions may take at an SGLang server before another one is asked."""
+    sglang_sync_timeout: float = limited(600.0, **SECONDS)
+    """Seconds that sending the new weights to SGLang servers may take."""
+    sglang_concurrency: int = limited(512, **REQUESTS)
+    """Most completions in flight at once at one SGLang server."""
+    sglang_weight_transfer: str = limited("auto", choices=("auto", "group", "tensor", "disk"))
+    """Transfer of weights to SGLang servers: `group` broadcasts them, `tensor` sends them in shared memory or over
+    HTTP, `disk` writes them to `checkpoint_path`; `auto` takes the first of these that every server has."""
+    sglang_group_port: int = limited(0, ge=0, le=65535, advice="0 takes a free port.")
+    """Port over which weights are broadcast to SGLang servers, and the first of as many as servers. 0: free ones."""
+    checkpoint_path: str | None = None
+    """Folder through which weights reach SGLang servers, which must see it under the same name. Unset: a temporary one,
+    for servers on this machine."""
+
+
+describe_fields(__name__)
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+SERVER_ONLY = ("vllm_server_", "vllm_group_", "vllm_weight_")
+"""Beginnings of fields that vLLM in the trainer's process does not read."""
+
+OFFLOAD = ("offload_model", "offload_optimizer")
+
+COLOCATED = (
+    "vllm_sleep_level",
+    "vllm_gpu_memory_utilization",
+    "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
+    "vllm_engine_kwargs",
+    "vllm_model_impl",
+    *OFFLOAD,
+    "move_model_batches",
+)
+"""Fields that a server has settings of its own for."""
+
+SHARED_WITH_SGLANG = ("vllm_lora_sync", "vllm_structured_outputs_regex")
+"""Fields named after vLLM that SGLang's servers read as well."""
+
+CORRECTION_OPTIONS = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
+CORRECTION = ("vllm_importance_sampling_correction", *CORRECTION_OPTIONS, "vllm_importance_sampling_cap")
+"""Fields of the correction: named after vLLM, in force for every engine."""
+
+ENGINE_KEYS = {
+    "model": "it is the policy",
+    "tokenizer": "it is the policy's",
+    "load_format": "weights come from the policy",
+    "generation_config": "fields of the config say how to sample",
+    "logprobs_mode": "it follows from `temperature`",
+    "distributed_executor_backend": "vLLM runs in the trainer's processes",
+    "max_model_len": "set the field `vllm_max_model_length`",
+    **{
+        key: f"set the field `vllm_{key}`"
+        for key in ("gpu_memory_utilization", "tensor_parallel_size", "enable_sleep_mode", "model_impl")
+    },
+    **{key: f"set the field `{key}`" for key in ("trust_remote_code", "seed")},
+}
+"""Keys that `vllm_engine_kwargs` may not hold, and why."""
+
+
+def one_engine_samples(args: "OnlineConfig") -> None:
+    named = [name for name in ("use_vllm", "use_sglang", "use_transformers_continuous_batching") if getattr(args, name)]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(f'{name}=True' for name in named)}: one engine samples. Leave the other out.")
+
+
+def engine_options_need_their_engine(args: "OnlineConfig") -> None:
+    names = [field.name for field in dataclasses.fields(args)]
+    if not args.use_vllm:
+        read = {*CORRECTION, *(SHARED_WITH_SGLANG if args.use_sglang else ())}
+        unread = [name for name in names if name.startswith("vllm_") and name not in read]
+        ignored(args, [*unread, *OFFLOAD, "move_model_batches"], "use_vllm is False")
+    if not args.use_sglang:
+        unread = [name for name in names if name.startswith("sglang_")]
+        ignored(args, [*unread, "checkpoint_path"], "use_sglang is False")
+    own = "the built-in engine, which batches continuously itself, samples in place of transformers'"
+    ignored(args, ["use_transformers_continuous_batching"], own)
+    ignored(args, ["transformers_continuous_batching_config"], f"{own}; max_concurrent_completions bounds its batch")
+    if args.samples_elsewhere:
+        ignored(args, ["ds3_gather_for_generation"], "another engine samples, from weights of its own")
+    elif not (args.deepspeed or args.fsdp or by_deepspeed() or by_fsdp()):
+        ignored(args, ["ds3_gather_for_generation"], "neither FSDP nor DeepSpeed is in use")
+    ignored(args, ["cache_implementation"], "the built-in engine manages its own key-value cache")
+
+
+def vllm_settings_are_read(args: "OnlineConfig") -> None:
+    """Settings of a mode of vLLM need that mode, and those of its sleep need it to sleep."""
+    if not args.use_vllm:
+        return
+    if args.vllm_mode == "server":
+        ignored(args, COLOCATED, "vllm_mode is 'server', and the server has settings of its own")
+        if args.vllm_server_base_url:
+            ignored(args, ["vllm_server_host", "vllm_server_port"], "vllm_server_base_url replaces it")
+        ignored(args, ["max_concurrent_completions"], "it is for the built-in engine; set vllm_server_concurrency")
+        return
+    fields = [field.name for field in dataclasses.fields(args) if field.name.startswith(SERVER_ONLY)]
+    ignored(args, fields, f"vllm_mode is {args.vllm_mode!r}, not 'server'")
+    if not args.vllm_enable_sleep_mode:
+        ignored(args, ["vllm_sleep_level"], "vllm_enable_sleep_mode is False")
+        ignored(args, OFFLOAD, "vllm_enable_sleep_mode is False, so vLLM holds its memory already and nothing is moved")
+
+
+def engine_kwargs_repeat_no_field(args: "OnlineConfig") -> None:
+    assert not isinstance(args.vllm_engine_kwargs, str), "parsed at construction"
+    for key in args.vllm_engine_kwargs or {}:
+        if key in ENGINE_KEYS:
+            raise ValueError(f"vllm_engine_kwargs may not hold {key!r}: {ENGINE_KEYS[key]}.")
+
+
+def sglang_settings_are_read(args: "OnlineConfig") -> None:
+    if not args.use_sglang:
+        return
+    if args.sglang_base_url:
+        ignored(args, ["sglang_device", "sglang_server_args"], "sglang_base_url names servers that run already")
+    elif not args.sglang_device:
+        ignored(args, ["sglang_server_args"], "no server is started: sglang_device is not set")
+    ignored(args, ["max_concurrent_completions"], "it is for the built-in engine; set sglang_concurrency")
+
+
+def correction_is_read(args: "OnlineConfig") -> None:
+    """The built-in engine is corrected only when asked for, and options of the correction need the correction."""
+    if args.samples_elsewhere:
+        ignored(args, ["correct_built_in_engine"], "another engine samples, which is corrected anyway")
+    elif not args.correct_built_in_engine:
+        because = (
+            "the built-in engine samples with the trainer's own weights and precision; correct_built_in_engine=True"
+            " corrects its rounding all the same"
+        )
+        ignored(args, CORRECTION, because)
+        return
+    if not args.vllm_importance_sampling_correction:
+        because = "vllm_importance_sampling_correction is False"
+        ignored(args, [*CORRECTION_OPTIONS, "correct_built_in_engine"], because)
+
+
+def correction_bounds_enclose_one(args: "OnlineConfig") -> None:
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    if not 0 <= (low or 0.0) <= 1 or (high is not None and not high >= 1):
+        raise ValueError(
+            f"vllm_importance_sampling_clip_min={low} and vllm_importance_sampling_clip_max={high} must lie on either"
+            " side of 1, the ratio where engine and trainer agree: the first between 0 and 1, the second 1 or more,"
+            " or either of them unset. 0.5 and 3 are usual."
+        )
+
+
+def vespo_is_corrected_by_token(args: "OnlineConfig") -> None:
+    """vespo multiplies the ratios of a sequence's tokens itself."""
+    mode, used = args.vllm_importance_sampling_mode, args.resolved_mismatch_mode
+    if args.corrects_mismatch and mode != used and is_set(args, "vllm_importance_sampling_mode"):
+        warn(
+            f"vllm_importance_sampling_mode={mode!r} with loss_type={args.loss_type!r}: it multiplies the ratios of a"
+            f" sequence's tokens itself, so {used!r} is used."
+        )

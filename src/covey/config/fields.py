@@ -1,0 +1,90 @@
+"""Fields that GRPO and RLOO share, in groups by theme: each is declared, typed, limited and described once.
+
+The groups are in `training`, `sampling`, `objective` and `engines`, with the rules between their fields. To add one,
+declare it in its group, with its description as the text below it. It is then a constructor keyword, a YAML key, a
+command-line flag and a line of `-h`.
+"""
+
+import ast
+import dataclasses
+import inspect
+import math
+import sys
+from contextlib import suppress
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+from covey.config.messages import closest
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Allowed values of a field: bounds of a number or a list of words. None is allowed where the type has it.
+
+    `advice`, the end of the error message, gives usual values.
+    """
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    finite: bool = False
+    choices: tuple[str, ...] = ()
+    advice: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError for a value of field `name` outside of the limits."""
+        if self.choices:
+            if value not in self.choices:
+                known = f"{', '.join(self.choices)}.{closest(value, self.choices)} {self.advice}".rstrip()
+                raise ValueError(f"{name}={value!r} is not known; choose one of: {known}")
+            return
+        above = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
+        below = (self.le is None or value <= self.le) and not (self.finite and value == math.inf)
+        if not (above and below):  # NaN is never inside
+            raise ValueError(f"{name}={value!r} is out of range: it must be {self}. {self.advice}".rstrip())
+
+    def __str__(self) -> str:
+        if self.ge is not None and self.le is not None:
+            return f"between {self.ge} and {self.le}"
+        lower = f"{self.ge} or more" if self.ge is not None else f"above {self.gt}"
+        if self.le is not None:
+            return f"{lower} and at most {self.le}"
+        return f"{lower}, and finite" if self.finite else lower
+
+
+BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+
+LIMITS = dict.fromkeys(BATCH_SIZES, Limits(ge=1))
+"""Limits by the name of the field; these three are declared by transformers."""
+
+HELP: dict[str, str] = {}
+"""Descriptions by the name of the field."""
+
+
+def limited(default: Any, **limits: Any) -> Any:
+    """A dataclass field with the `Limits` of these keywords."""
+    return dataclasses.field(default=default, metadata={"limits": Limits(**limits)})
+
+
+def describe_fields(module: str) -> None:
+    """Read the limits of the fields declared in a module, and the text below each of them as its help.
+
+    The metadata of a field holds nothing else, because `HfArgumentParser` hands all of it to argparse, which treats
+    `%` specially: write `%%`. A program without source files, as some packagers make, has no help.
+    """
+    with suppress(OSError):
+        classes = [
+            node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
+        ]
+        for line, below in (pair for node in classes for pair in pairwise(node.body)):
+            match line, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    HELP[name] = " ".join(text.split())
+    for group in vars(sys.modules[module]).values():
+        if getattr(group, "__module__", None) == module and dataclasses.is_dataclass(group):
+            for field in dataclasses.fields(group):
+                if limits := field.metadata.get("limits"):
+                    LIMITS[field.name] = limits
+                if limits or field.name in HELP:
+                    field.metadata = MappingProxyType({"help": HELP.get(field.name, "")})

@@ -1,0 +1,89 @@
+"""Rules of a config: each is one function, named after what it guarantees.
+
+A rule takes the config and raises `ValueError` for settings that cannot work, or warns about a setting without effect.
+To add one, write the function below the fields of its theme (`training`, `sampling`, `objective`, `engines`): every
+public function of those modules is a rule. The
+allowed values of a single field stand at the field, divisibility in `covey.config.algebra`, and rules about the
+arguments of a trainer (model, dataset, reward functions) in the trainer.
+"""
+
+import dataclasses
+import inspect
+import numbers
+from collections.abc import Callable
+from types import NoneType
+from typing import TYPE_CHECKING, get_args, get_type_hints
+
+from transformers import TrainingArguments
+
+from covey.config import engines, objective, sampling, training
+from covey.config.fields import LIMITS
+
+if TYPE_CHECKING:
+    from covey.config.base import OnlineConfig
+
+RULES: "tuple[Callable[[OnlineConfig], None], ...]" = tuple(
+    rule
+    for theme in (training, sampling, objective, engines)
+    for name, rule in vars(theme).items()
+    if inspect.isfunction(rule) and rule.__module__ == theme.__name__ and not name.startswith("_")
+)
+"""All rules that need the batch sizes settled, in the order in which they are checked."""
+
+MAY_BE_NONE = frozenset(field.name for field in dataclasses.fields(TrainingArguments))
+"""Fields of transformers, some of which it lets be None whatever their type says."""
+
+
+def check(args: "OnlineConfig") -> None:
+    """Run every rule on a config whose batch sizes are settled."""
+    for rule in RULES:
+        rule(args)
+
+
+def check_fields(args: "OnlineConfig") -> None:
+    """Check the kind and the limits of each field, numbers and words."""
+    hints = get_type_hints(type(args))
+    for field in dataclasses.fields(args):
+        name, value = field.name, getattr(args, field.name, None)
+        limits = LIMITS.get(name)
+        _check_number(name, value, set(get_args(hints[name]) or [hints[name]]), limited=limits is not None)
+        if limits is not None and value is not None:
+            limits.check(name, value)
+
+
+def _check_number(name: str, value: object, kinds: set[object], limited: bool) -> None:
+    if not kinds - {NoneType} or not kinds <= {int, float, NoneType}:
+        return
+    if value is None and (NoneType in kinds or name in MAY_BE_NONE):
+        return
+    whole = float not in kinds
+    if not isinstance(value, numbers.Integral if whole else numbers.Real) or (limited and isinstance(value, bool)):
+        quotes = " Write it without quotes, such as 1 or 1e-6." if isinstance(value, str) else ""
+        kind = "whole number" if whole else "number"
+        raise ValueError(f"{name}={value!r} must be a {kind}, but is a {type(value).__name__}.{quotes}")
+    if value != value:
+        raise ValueError(f"{name}=nan is not a number: give a number, or leave the field out for its default.")
+
+
+def check_batch_settings(args: "OnlineConfig") -> None:
+    """Check what the batch sizes are computed from."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process. Start one process per GPU "
+            f"(accelerate launch --num_processes {args.n_gpu} script.py) or show one only (CUDA_VISIBLE_DEVICES=0)."
+        )
+    if args.num_generations is None or args.num_generations < 2:
+        raise ValueError(
+            f"num_generations={args.num_generations!r}: a completion is compared with the others of its prompt, so "
+            "there must be at least 2; with 1 every advantage is 0 and nothing is learned. 4 to 16 are usual."
+        )
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True would change per_device_train_batch_size, and with it how groups divide, in the "
+            "middle of a run. Set per_device_train_batch_size yourself; `covey explain` estimates the memory."
+        )
+    if getattr(args.accelerator_config, "split_batches", False):  # transformers has parsed it
+        raise ValueError(
+            "accelerator_config with split_batches=True would cut groups apart. Leave it False: "
+            "per_device_train_batch_size counts the completions of one process."
+        )

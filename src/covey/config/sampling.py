@@ -1,0 +1,221 @@
+"""Fields and rules about sampling: the distribution, reuse, async rollouts, tools and the choice of prompts."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from covey.config.fields import Limits, describe_fields, limited
+from covey.config.messages import ignored, warn
+
+if TYPE_CHECKING:
+    from covey.config.base import OnlineConfig
+
+LEAST_FLOOR = 0.01
+"""Below it, a dataset of solved prompts alone would be gone through a hundred times for one sample."""
+
+
+@dataclass
+class GenerationFields:
+    """The sampling distribution and the built-in engine."""
+
+    max_completion_length: int | None = limited(512, ge=1)
+    """Most tokens of a completion; a longer one is truncated. Unset: until the model's context is full."""
+    temperature: float = limited(
+        1.0,
+        gt=0,
+        finite=True,
+        advice="At 0 all completions of a prompt are equal and every advantage is 0; 1.0 is usual.",
+    )
+    """Divides the logits, when sampling and when computing log-probabilities alike. Higher is more random."""
+    top_p: float = limited(1.0, gt=0, le=1, advice="1.0 keeps all tokens.")
+    """Sample from the smallest set of tokens whose probabilities reach this; 1 keeps all."""
+    top_k: int = limited(0, ge=0, advice="0 keeps all tokens.")
+    """Sample from this many most probable tokens; 0 keeps all."""
+    min_p: float | None = limited(None, ge=0, le=1, advice="Unset or 0 keeps all tokens.")
+    """Sample from tokens at least this times as probable as the most probable one; unset keeps all."""
+    repetition_penalty: float = limited(1.0, gt=0, advice="1.0 changes nothing; 1.05 to 1.2 are usual.")
+    """Above 1, tokens already in the prompt or completion become less probable; 1 changes nothing."""
+    generation_kwargs: dict | str | None = None
+    """Further sampling settings for the engine (a dict or JSON); not for those that have a field of their own."""
+    chat_template_kwargs: dict | str | None = None
+    """Keyword arguments of the chat template (a dict or JSON); a dataset column of that name wins, row by row."""
+    cache_implementation: str | None = None
+    """Kind of key-value cache of transformers' `generate`. The built-in engine manages its own."""
+    max_concurrent_completions: int = limited(64, ge=1)
+    """Most completions that the built-in engine decodes at once; the rest wait. Bounds the key-value cache."""
+
+
+@dataclass
+class SpeculationFields:
+    """Completions of earlier epochs as drafts."""
+
+    speculative_reuse: str | None = limited(
+        None, choices=("exact", "lenient"), advice="Unset, every completion is decoded from its first token."
+    )
+    """When a prompt comes again, check its last completions in one pass and decode only from where they no longer hold.
+    `exact`: the result is what sampling afresh with the same seed gives, and a prompt keeps its seeds from epoch to
+    epoch; `lenient`: stale tokens may stay. Unset: every completion is decoded token by token."""
+    speculative_lenience: float = limited(1.65, gt=0, finite=True, advice="1 to 2 are usual.")
+    """With `speculative_reuse=lenient`, a draft token stays with probability min(1, this * p_now / p_then). A larger
+    number reuses more and is further off-policy."""
+    speculative_max_tokens: int = limited(50_000_000, ge=1)
+    """Most completion tokens that a process keeps as drafts, 4 bytes each (8 with `lenient`); the oldest go first."""
+
+
+@dataclass
+class AgentFields:
+    """Tools, and generation that overlaps training."""
+
+    max_tool_calling_iterations: int | None = limited(
+        None, ge=0, advice="Leave it unset for as many as the model asks for."
+    )
+    """Most rounds of tool calls in one rollout; unset: until the model stops calling."""
+    tool_timeout: float = limited(60.0, gt=0, finite=True, advice="It is in seconds.")
+    """Seconds that one call of a tool or of an environment may take. A late call fails; its rollout goes on."""
+    tool_parser: str | None = None
+    """Notation of the model's calls, such as `hermes`, `llama3` or `json`. Unset: by what its chat template
+    mentions."""
+    rollout_timeout: float = limited(3600.0, gt=0, finite=True, advice="It is in seconds.")
+    """Seconds that one rollout with tools, an environment or a function of your own may take; a late one fails. For a
+    `rollout_func(prompts, trainer)`, of all its rollouts together."""
+    unstable_chat_template: str = limited("raise", choices=("raise", "keep"))
+    """Treatment of a chat template that renders earlier turns differently once later ones follow: `raise` refuses it,
+    `keep` trains on the turns as they were sampled."""
+    max_staleness: int = limited(0, ge=0, advice="0 samples and trains by turns, 1 samples one step ahead.")
+    """Optimizer steps by which the weights that sample may be older than those that are trained, so that later rollout
+    batches are sampled while one is trained on (async rollouts): 1 is one step ahead. 0 samples and trains by turns.
+    Needs an engine with weights of its own, such as a server."""
+
+
+@dataclass
+class PromptFields:
+    """Choice of prompts by the rewards that they have earned."""
+
+    dynamic_sample: bool = False
+    """Replace groups without a signal (all advantages 0) by groups of further prompts before training (dynamic
+    sampling, DAPO)."""
+    max_resample_times: int = limited(3, ge=0, advice="0 never refills; 3 is usual.")
+    """With `dynamic_sample`, most rounds of refilling; groups that are missing after them are trained on as they were
+    first sampled."""
+    prompt_sampler: str = limited("uniform", choices=("uniform", "difficulty"))
+    """`uniform`: an epoch samples from every prompt once. `difficulty`: prompts of intermediate difficulty, by their
+    rewards so far, come more often than those that are always or never solved."""
+    difficulty_floor: float = limited(
+        0.1,
+        ge=LEAST_FLOOR,
+        le=1,
+        advice="At 0 a prompt that failed once would never come again; at 1 all prompts come alike. 0.1 is usual.",
+    )
+    """With prompt_sampler `difficulty`, how often a prompt that is always or never solved comes, relative to one that
+    is solved half of the time."""
+
+
+describe_fields(__name__)
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+SAMPLING_KEYS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")},
+    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "max_completion_length"),
+    **dict.fromkeys(("num_return_sequences", "n"), "num_generations"),
+    "do_sample": "temperature",
+}
+"""Keys that `generation_kwargs` may not hold, and the field to use instead."""
+
+
+def generation_kwargs_repeat_no_field(args: "OnlineConfig") -> None:
+    assert not isinstance(args.generation_kwargs, str), "parsed at construction"
+    for key in args.generation_kwargs or {}:
+        if key in SAMPLING_KEYS:
+            raise ValueError(f"generation_kwargs may not hold {key!r}: set the field `{SAMPLING_KEYS[key]}` instead.")
+
+
+def prompt_options_are_read(args: "OnlineConfig") -> None:
+    if not args.dynamic_sample:
+        ignored(args, ["max_resample_times"], "dynamic_sample is False")
+    if args.prompt_sampler != "difficulty":
+        ignored(args, ["difficulty_floor"], f"prompt_sampler is {args.prompt_sampler!r}")
+
+
+def dataloader_workers_can_read_ahead(args: "OnlineConfig") -> None:
+    """Dataloader workers need to know which prompts come next (for streams: `covey.data.sampler.train_loader`)."""
+    if args.prompt_sampler == "difficulty":
+        because = "with prompt_sampler='difficulty' the prompts of a rollout batch are chosen, and read, when it begins"
+        ignored(args, ["dataloader_num_workers"], because)
+    elif args.max_staleness:
+        because = f"with max_staleness={args.max_staleness} the prompts of a rollout batch are read when it is sampled"
+        ignored(args, ["dataloader_num_workers"], because)
+
+
+def reuse_is_possible(args: "OnlineConfig") -> None:
+    kind = args.speculative_reuse
+    if kind is None:
+        return
+    for engine in ("use_vllm", "use_sglang"):
+        if getattr(args, engine):
+            raise ValueError(
+                f"speculative_reuse={kind!r} with {engine}=True: only the built-in engine can check earlier"
+                " completions. Leave one of the two out."
+            )
+    if args.repetition_penalty != 1.0:
+        raise ValueError(
+            f"speculative_reuse={kind!r} with repetition_penalty={args.repetition_penalty}: the penalty makes tokens"
+            " depend on which came before, so earlier completions cannot be checked in one pass. Leave one of the"
+            " two out."
+        )
+
+
+def reuse_has_an_effect(args: "OnlineConfig") -> None:
+    if args.speculative_reuse is None:
+        ignored(args, ["speculative_max_tokens"], "speculative_reuse is not set")
+    if args.speculative_reuse != "lenient":
+        ignored(args, ["speculative_lenience"], "only speculative_reuse='lenient' reads it")
+    once = args.prompt_sampler == "uniform" and not args.dynamic_sample  # else a prompt may come twice in an epoch
+    if once and args.max_steps <= 0 and args.num_train_epochs <= 1:
+        because = f"with num_train_epochs={args.num_train_epochs:g} no prompt comes a second time"
+        ignored(args, ["speculative_reuse"], because)
+
+
+def async_rollouts_have_an_engine(args: "OnlineConfig") -> None:
+    """The trainer checks the engine itself."""
+    if not args.max_staleness:
+        return
+    if args.use_vllm and args.vllm_mode == "colocate":
+        raise ValueError(
+            f"max_staleness={args.max_staleness} with vllm_mode='colocate': vLLM in the trainer's process samples on"
+            " the devices that train, so the two take turns. Set vllm_mode='server', or max_staleness=0."
+        )
+    if args.use_transformers_continuous_batching:
+        raise ValueError(
+            f"max_staleness={args.max_staleness} with use_transformers_continuous_batching=True: it samples with the"
+            " very weights that are trained. Sample with a server, or set max_staleness=0."
+        )
+    if args.speculative_reuse is not None:
+        raise ValueError(
+            f"max_staleness={args.max_staleness} with speculative_reuse={args.speculative_reuse!r}: only the built-in"
+            " engine can check earlier completions, and it cannot sample while the policy trains. Leave one of the two"
+            " out."
+        )
+
+
+def stale_samples_are_corrected(args: "OnlineConfig") -> None:
+    if not args.max_staleness:
+        return
+    if not args.vllm_importance_sampling_correction:
+        warn(
+            f"max_staleness={args.max_staleness} with vllm_importance_sampling_correction=False: completions of older"
+            " weights are trained on as if they were fresh, which biases the gradient. Leave the correction on."
+        )
+    if args.use_vllm and args.vllm_mode == "server" and args.vllm_enable_sleep_mode:
+        warn(
+            f"vllm_enable_sleep_mode=True with max_staleness={args.max_staleness}: the servers sample while the policy"
+            " trains, so they hardly sleep. Leave it False, or set max_staleness=0."
+        )
+
+
+def tool_parser_is_known(args: "OnlineConfig") -> None:
+    if args.tool_parser is None:
+        return
+    from covey.rollout.tools.parsers import TOOL_PARSERS
+
+    advice = "To add your own, register it in covey.rollout.tools.parsers.TOOL_PARSERS."
+    Limits(choices=tuple(TOOL_PARSERS), advice=advice).check("tool_parser", args.tool_parser)

@@ -1,0 +1,191 @@
+"""Fields and rules about the policy, batches, the outer training loop and what is shown of completions."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from covey.config.fields import describe_fields, limited
+from covey.config.hardware import has_accelerator
+from covey.config.messages import ignored, warn
+
+if TYPE_CHECKING:
+    from covey.config.base import OnlineConfig
+
+
+@dataclass
+class TrainingDefaults:
+    """Fields of `transformers.TrainingArguments` whose defaults suit reinforcement learning."""
+
+    learning_rate: float = limited(
+        1e-6, ge=0, finite=True, advice="1e-6 to 1e-5 are usual, ten times that for an adapter."
+    )
+    """Initial learning rate of the optimizer."""
+    bf16: bool | None = None
+    """Train in bfloat16 mixed precision. Unset: wherever the hardware multiplies bfloat16 (a CUDA GPU since Ampere, a
+    CPU with AMX or AVX512-BF16) and float32 elsewhere."""
+    gradient_checkpointing: bool | None = True
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    logging_steps: float = 10
+    """Log every this many optimizer updates; a number below 1 is a share of all updates."""
+    logging_nan_inf_filter: bool = False
+    """Log the average of earlier losses in the place of one that is NaN."""
+    remove_unused_columns: bool = False
+    """No effect: reward functions receive every column of the dataset."""
+
+
+@dataclass
+class ModelFields:
+    """The policy."""
+
+    model_init_kwargs: dict[str, Any] | str | None = None
+    """Keyword arguments of `from_pretrained` (a dict or JSON), used when the model is given by id or path."""
+    trust_remote_code: bool = False
+    """Run model code that comes with a checkpoint. Only for checkpoints whose code you have read."""
+    router_aux_loss_coef: float | None = limited(
+        None, ge=0, finite=True, advice="0 switches the loss off; 0.001 to 0.02 are usual."
+    )
+    """Weight of the load-balancing loss of mixtures of experts, taken over all tokens of an optimizer step. Unset:
+    router_aux_loss_coef of the model's own config (0.001 for Qwen3-MoE); 0 switches the loss off."""
+    freeze_vit: bool = False
+    """Of a vision-language model, train everything but what encodes images (the vision tower)."""
+    freeze_aligner: bool = False
+    """Of a vision-language model, train everything but what brings encoded images to the language model."""
+    freeze_llm: bool = False
+    """Of a vision-language model, train everything but the language model and its head."""
+    disable_dropout: bool = False
+    """Set every dropout probability to 0, so that the same tokens always get the same log-probabilities."""
+    cast_lm_head_to_fp32: bool = False
+    """Compute the logits in float32 although the model runs in a lower precision."""
+    attn_layout: str = limited("auto", choices=("auto", "shared_prefix", "packed", "padded"))
+    """Layout of completions in forward passes: `shared_prefix` (each prompt once, its completions after it), `packed`
+    (end to end, no padding), `padded` (one row each), or `auto` (the first of these with which the model gives the same
+    results)."""
+    logprob_chunk_size: int = limited(1024, ge=1)
+    """Tokens whose logits are held in memory at once. Smaller: less memory, slightly slower; results do not change."""
+
+
+@dataclass
+class BatchFields:
+    """Numbers of completions and prompts in a rollout batch and in an update."""
+
+    num_generations: int | None = 8
+    """Completions sampled for each prompt: the group they are compared within. At least 2."""
+    num_generations_eval: int | None = limited(None, ge=1)
+    """Completions per prompt during evaluation. Unset: the same as `num_generations`."""
+    generation_batch_size: int | None = limited(None, ge=1)
+    """Completions sampled at a time over all processes. Unset: per_device_train_batch_size * processes *
+    steps_per_generation. Give this or `steps_per_generation`."""
+    steps_per_generation: int | None = limited(None, ge=1)
+    """Micro-batches that one rollout batch is cut into. Unset: gradient_accumulation_steps, so that one rollout batch
+    feeds one update. Give this or `generation_batch_size`."""
+    max_tokens_per_micro_batch: int | None = limited(None, ge=1)
+    """Most tokens of one forward and backward pass: the knob for memory. Unset: at most what
+    per_device_train_batch_size rollouts take when padded, and no more than keeps the hardware busy. Results do not
+    depend on it."""
+    num_iterations: int = limited(1, ge=1)
+    """Passes over each rollout batch (mu in the GRPO paper). More than 1 reuses completions of an older policy."""
+    shuffle_dataset: bool | None = True
+    """Shuffle the training prompts."""
+    pad_to_multiple_of: int | str | None = "auto"
+    """Round padded lengths up to a multiple of this number. `auto` and unset pad to the longest row only."""
+    ds3_gather_for_generation: bool = True
+    """Where FSDP2 or DeepSpeed ZeRO-3 shard the weights, gather all of them in each process while the built-in engine
+    samples: much faster, where they fit. False gathers layer by layer, again for every token."""
+
+
+@dataclass
+class LoggingFields:
+    """Completions on the console and in trackers; the parquet files are always written."""
+
+    log_completions: bool = False
+    """Show sampled prompts and completions at every log, on the console and in the trackers."""
+    log_multimodal: bool = True
+    """Include small images of what vision-language models are shown in the tables of completions."""
+    num_completions_to_print: int | None = limited(None, ge=1)
+    """With `log_completions`: how many to print; unset prints all."""
+    log_unique_prompts: bool = False
+    """With `log_completions`: one completion of each prompt only."""
+    log_completions_hub_repo: str | None = None
+    """Hub data set to which the parquet files of completions are pushed while training, such as me/completions."""
+
+
+describe_fields(__name__)
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def something_is_trained(args: "OnlineConfig") -> None:
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
+        raise ValueError(
+            f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps}: nothing would be trained. Set"
+            " one of them above 0; max_steps wins unless it is -1."
+        )
+
+
+def one_update_has_many_micro_batches(args: "OnlineConfig") -> None:
+    name = str(getattr(args.optim, "value", args.optim))
+    if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
+        raise ValueError(
+            f"optim={name!r} changes the weights within every backward pass, but one optimizer step takes several"
+            " passes here, whose gradients belong to the same weights. Choose another optimizer, such as adamw_torch,"
+            " adafactor or galore_adamw."
+        )
+
+
+def embeddings_are_without_noise(args: "OnlineConfig") -> None:
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha!r} adds noise to the embeddings, for supervised training."
+            " Here completions would be sampled and scored by models that differ by noise. Leave it unset."
+        )
+
+
+def liger_is_off(args: "OnlineConfig") -> None:
+    if args.use_liger_kernel:
+        raise ValueError(
+            "use_liger_kernel=True is not supported: its fused loss has no place here. The LM head is already computed "
+            "in chunks (logprob_chunk_size), so that logits never fill the memory."
+        )
+
+
+def updates_divide_rollout_batches(args: "OnlineConfig") -> None:
+    """An update lies between two passes over a rollout batch, and none mixes two rollout batches."""
+    algebra = args.algebra()
+    if args.num_iterations > 1 and algebra.on_policy:
+        warn(
+            f"num_iterations={args.num_iterations}, but all {algebra.micro_batches} micro-batches of a rollout batch "
+            f"fall into one update (gradient_accumulation_steps={args.gradient_accumulation_steps}): the same gradient "
+            f"is computed {args.num_iterations} times. Lower gradient_accumulation_steps to "
+            f"{algebra.steps_per_generation} or set num_iterations=1."
+        )
+    if not algebra.on_policy and algebra.updates_per_generation.denominator != 1:
+        warn(
+            f"A rollout batch lasts {algebra.micro_batches} micro-batches and an update takes "
+            f"{algebra.gradient_accumulation_steps}: some updates mix two rollout batches. Make steps_per_generation * "
+            "num_iterations a multiple of gradient_accumulation_steps, or a divisor of it."
+        )
+
+
+def padding_is_a_number(args: "OnlineConfig") -> None:
+    value = args.pad_to_multiple_of
+    if value not in (None, "auto") and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"pad_to_multiple_of={value!r} must be 'auto', None or a whole number, 1 or more.")
+    ignored(args, ["pad_to_multiple_of"], "sequences are padded to the longest of them and no further")
+
+
+def printing_needs_log_completions(args: "OnlineConfig") -> None:
+    if not args.log_completions:
+        ignored(args, ["num_completions_to_print", "log_unique_prompts"], "log_completions is False")
+
+
+def supervised_options_are_off(args: "OnlineConfig") -> None:
+    names = ("label_smoothing_factor", "train_sampling_strategy", "length_column_name")
+    ignored(args, names, "it belongs to supervised training")
+    ignored(args, ["remove_unused_columns"], "reward functions receive every column of the dataset")
+    ignored(args, ["bf16_full_eval", "fp16_full_eval"], "evaluation computes like training")
+    ignored(args, ["include_num_input_tokens_seen"], "the metric `num_tokens` counts them in every run")
+    predictions = ("eval_accumulation_steps", "prediction_loss_only", "batch_eval_metrics")
+    ignored(args, predictions, "an evaluation keeps no predictions, only metrics")
+    if args.fp16 and not has_accelerator():
+        ignored(args, ["fp16"], "a CPU computes in float32 then; bf16 is for CPUs that multiply bfloat16")
+    loader = ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last")
+    ignored(args, loader, "prompts are read one rollout batch at a time, and an incomplete one is left out")
