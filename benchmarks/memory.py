@@ -259,7 +259,7 @@ def _predicted(args: Any, model: str, what: Parts) -> dict[str, Any]:
 
     from transformers import AutoConfig
 
-    from covey.cli.explain.model import images_of_prompt
+    from covey.cli.explain.run import images_of_prompt
     from covey.cli.train import quantisation
     from covey.sizing.memory import Images, estimate
 

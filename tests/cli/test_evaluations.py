@@ -5,7 +5,7 @@ import json
 import pytest
 
 from covey import EvalSuite
-from covey.cli.evaluations import load_evaluations
+from covey.cli.data import load_evaluations
 from covey.cli.main import main
 from covey.cli.results import key_figures
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig, MambaConfig
 
-from covey.cli.explain.command import explain, main
-from covey.cli.explain.model import ModelPlan
+from covey.cli.explain.command import explain as explain_run
+from covey.cli.explain.command import main
+from covey.cli.explain.run import ExplainedRun, ModelPlan
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
 from covey.sizing.step_cost import MACHINES
@@ -17,6 +18,10 @@ from tests.support import tiny, tiny_vision
 def words(text):
     """The text without its line breaks, for comparing sentences."""
     return " ".join(text.split())
+
+
+def explain(args, **facts):
+    return explain_run(ExplainedRun(args, **facts))
 
 
 @pytest.fixture
@@ -118,7 +123,7 @@ def test_tokens_are_counted():
 def test_an_evaluation_that_would_fail_is_announced():
     args = GRPOConfig(num_generations=6, per_device_train_batch_size=6)
     assert "None: no eval_dataset" in words(explain(args))
-    assert "This will fail: An evaluation batch of 8" in words(explain(args, has_eval=True))
+    assert "This will fail: An evaluation batch of 8" in words(explain(args, samples_eval_dataset=True))
 
 
 def test_the_command_reads_the_file_and_its_model(run_file, capsys):

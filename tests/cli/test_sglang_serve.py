@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli import sglang_serve
+from covey.cli import serving, sglang_serve
 from covey.cli.main import main
-from covey.cli.sglang_serve import check_release, parse, plan
+from covey.cli.sglang_serve import SGLANG, plan
+
+
+def parse(argv, environ):
+    return serving.parse(argv, environ, SGLANG)
 
 
 def command(*argv: str, environ: dict[str, str] | None = None) -> list[str]:
@@ -85,12 +89,12 @@ def test_the_raw_logprobs_variable_is_dropped_with_a_note():
 def test_a_missing_or_old_sglang_is_said(release, found, says):
     release(found)
     with pytest.raises(ImportError, match=says):
-        check_release()
+        SGLANG.installed()
 
 
 def test_a_recent_sglang_will_do(release):
     release("0.6.1")
-    check_release()
+    SGLANG.installed()
 
 
 def test_help_without_arguments(capsys):

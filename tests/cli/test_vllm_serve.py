@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli import vllm_serve
+from covey.cli import serving, vllm_serve
 from covey.cli.main import main
 from covey.cli.serving import check_port, is_local
-from covey.cli.vllm_serve import installed_vllm, parse, plan, runs_on_cpu
+from covey.cli.vllm_serve import VLLM, plan, runs_on_cpu
+
+
+def parse(argv, environ):
+    return serving.parse(argv, environ, VLLM)
 
 
 def command(*argv: str, environ: dict[str, str] | None = None, on_cpu: bool = False) -> list[str]:
@@ -119,7 +123,7 @@ def test_an_open_door_needs_a_key(host: str):
 @pytest.mark.parametrize("abbreviated", ["--hos 0.0.0.0", "--ho=0.0.0.0", "--api-k secret", "--por 1"])
 def test_no_abbreviation_gets_past_what_is_checked(abbreviated: str):
     with pytest.raises(ValueError, match=r"write --(host|api-key|port) in full"):
-        vllm_serve.parse(["--model", "m", *abbreviated.split()], {})
+        parse(["--model", "m", *abbreviated.split()], {})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "localhost", "::1", "[::1]"])
@@ -210,10 +214,10 @@ def test_without_vllm_it_says_how_to_get_it(vllm_version, capsys):
 def test_a_vllm_without_the_routes_is_too_old(vllm_version, found: str, good: bool):
     vllm_version(found)
     if good:
-        assert installed_vllm() == found
+        assert VLLM.installed() == found
     else:
         with pytest.raises(ImportError, match=rf"vLLM {found} is too old.*vllm>=0\.28"):
-            installed_vllm()
+            VLLM.installed()
 
 
 def test_the_oldest_vllm_is_the_one_that_the_extra_asks_for():

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from covey.cli import vllm_serve
+from covey.cli import serving
 from covey.cli.config_file import load_run
 from covey.cli.launch import launch_command
 from covey.cli.train import take_config
+from covey.cli.vllm_serve import VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "multi_node.sh"
@@ -39,7 +40,7 @@ def test_four_nodes_train_and_the_fifth_samples(method):
     assert {"--nodelist=n5", "--ntasks=1", "--gpus-per-node=8"} <= set(serve[:8])
     server = serve[serve.index("covey") :]
     assert server[:2] == ["covey", "vllm-serve"]
-    request = vllm_serve.parse(server[2:], {"VLLM_API_KEY": "key"})
+    request = serving.parse(server[2:], {"VLLM_API_KEY": "key"}, VLLM)
     assert (request.model, request.host, request.port) == ("Qwen/Qwen2.5-72B-Instruct", "n5", 8000)
     assert after(server, "--tensor-parallel-size") == "8"
 

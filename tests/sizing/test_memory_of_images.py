@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from covey.cli.explain.model import processed
+from covey.cli.explain.run import processed
 from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
 from covey.core.model import placeholder_ids

@@ -42,7 +42,7 @@ RUN_KEYS = {
 }
 """Keys of a run file in addition to config fields."""
 
-_LISTS = ("reward_funcs", "tools")
+_LISTS, _MAPPINGS = ("reward_funcs", "tools"), ("peft", "quantization")
 """Keys that take several values."""
 
 _OTHER_NAMES = {
@@ -56,34 +56,20 @@ _OTHER_NAMES = {
 
 @dataclasses.dataclass
 class RunConfig:
-    """A run of a file and flags.
+    """A run of a file and flags: its `RUN_KEYS`, as written, and its config."""
 
-    Attributes:
-        method: `grpo` or `rloo`.
-        model: hub id or folder, or None.
-        dataset: hub id or file, or None.
-        dataset_split: split of `dataset`.
-        eval_dataset: hub id, file or mapping, as written (`covey.cli.evaluations`), or None.
-        reward_funcs: names and import paths, as written.
-        tools: import paths, as written.
-        rollout_func, environment_factory: an import path, or None.
-        peft: arguments of `peft.LoraConfig`, or None.
-        quantization: arguments of `transformers.BitsAndBytesConfig`, or None.
-        args: the `GRPOConfig` or `RLOOConfig`.
-    """
-
-    method: str
-    model: str | None
-    dataset: str | None
-    dataset_split: str
-    eval_dataset: Any
-    reward_funcs: list[Any]
-    tools: list[Any]
-    rollout_func: Any
-    environment_factory: Any
-    peft: dict[str, Any] | None
-    quantization: dict[str, Any] | None
     args: OnlineConfig
+    method: str
+    model: str | None = None
+    dataset: str | None = None
+    dataset_split: str = "train"
+    eval_dataset: Any = None
+    reward_funcs: list[Any] = dataclasses.field(default_factory=list)
+    tools: list[Any] = dataclasses.field(default_factory=list)
+    rollout_func: Any = None
+    environment_factory: Any = None
+    peft: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None
 
     @property
     def needed(self) -> list[str]:
@@ -91,11 +77,7 @@ class RunConfig:
         return ["model", "dataset"] if self.environment_factory else ["model", "dataset", "reward_funcs"]
 
     def require(self, *names: str) -> None:
-        """Require keys.
-
-        Raises:
-            ValueError: one is missing; the message describes it.
-        """
+        """Raise `ValueError` for the first of the keys that is missing, with its description."""
         for name in names:
             if not getattr(self, name):
                 raise ValueError(
@@ -133,28 +115,14 @@ def load_run(
     _refuse_unknown(values, config_class)
     with planning_for(world_size):
         args = config_class(**_typed(values, config_class))
-    return RunConfig(
-        method=method,
-        model=run.get("model"),
-        dataset=run.get("dataset"),
-        dataset_split=run.get("dataset_split") or "train",
-        eval_dataset=run.get("eval_dataset"),
-        reward_funcs=_as_list(run.get("reward_funcs")),
-        tools=_as_list(run.get("tools")),
-        rollout_func=run.get("rollout_func"),
-        environment_factory=run.get("environment_factory"),
-        peft=_as_mapping("peft", run.get("peft")),
-        quantization=_as_mapping("quantization", run.get("quantization")),
-        args=args,
-    )
+    run |= {name: _as_list(run.get(name)) for name in _LISTS}
+    run |= {name: _as_mapping(name, run.get(name)) for name in _MAPPINGS}
+    run["dataset_split"] = run.get("dataset_split") or "train"
+    return RunConfig(args, method, **run)
 
 
 def config_of(method: str) -> type[OnlineConfig]:
-    """The config class of a method.
-
-    Raises:
-        ValueError: there is no such method.
-    """
+    """The config class of a method."""
     from covey.config.grpo import GRPOConfig
     from covey.config.rloo import RLOOConfig
 
@@ -165,19 +133,13 @@ def config_of(method: str) -> type[OnlineConfig]:
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds something else.
-    """
+    """The mapping in a YAML or JSON file."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no run file {str(path)!r}.")
     try:
-        values = (
-            json.loads(path.read_text()) if path.suffix == ".json" else yaml.load(path.read_text(), _UniqueKeyLoader)
-        )
+        text = path.read_text()
+        values = json.loads(text) if path.suffix == ".json" else yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
@@ -231,10 +193,6 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
 
     Example:
         `parse_flags(["--beta", "0.04", "--log_completions"])` is `{"beta": 0.04, "log_completions": True}`.
-
-    Raises:
-        TypeError: a word that belongs to no flag.
-        ValueError: a value that its field cannot hold.
     """
     if not flags:
         return {}

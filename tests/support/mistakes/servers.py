@@ -6,8 +6,8 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
-from covey.cli.serving import check_port
-from covey.cli.vllm_serve import installed_vllm, parse
+from covey.cli.serving import check_port, parse
+from covey.cli.vllm_serve import VLLM
 from covey.engines.servers.server_process import LaunchFailed, ServerProcess
 from tests.support.mistakes.cases import CONFIG, Bench, Mistake
 
@@ -16,7 +16,7 @@ def _with_vllm(version: str | None) -> Any:
     missing = importlib.metadata.PackageNotFoundError("vllm")
     answer = {"side_effect": missing} if version is None else {"return_value": version}
     with patch.object(importlib.metadata, "version", **answer):
-        return installed_vllm()
+        return VLLM.installed()
 
 
 def _take_a_port(bench: Bench) -> None:
@@ -48,13 +48,13 @@ SERVERS = [
     ),
     Mistake(
         "Opened a server to other machines without a key",
-        lambda bench: parse(["--model", "m", "--host", "0.0.0.0"], {}),
+        lambda bench: parse(["--model", "m", "--host", "0.0.0.0"], {}, VLLM),
         (r"--host 0\.0\.0\.0", r"VLLM_API_KEY", r"leave --host at 127\.0\.0\.1"),
         CONFIG,
     ),
     Mistake(
         "Abbreviated a flag that is checked",
-        lambda bench: parse(["--model", "m", "--hos", "0.0.0.0"], {}),
+        lambda bench: parse(["--model", "m", "--hos", "0.0.0.0"], {}, VLLM),
         (r"--hos is not a flag of its own", r"write --host in full"),
         CONFIG,
     ),
@@ -66,7 +66,7 @@ SERVERS = [
     ),
     Mistake(
         "Started a server without naming its model",
-        lambda bench: parse(["--port", "8001"], {}),
+        lambda bench: parse(["--port", "8001"], {}, VLLM),
         (r"--model with a hub id or a folder",),
         CONFIG,
     ),

@@ -4,24 +4,25 @@ No model is loaded, only its config. A new paragraph goes into a section of `cov
 into `covey.cli.explain.figures`.
 """
 
+import argparse
 import sys
 import textwrap
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterable
 
-import torch
+import yaml
 
-from covey.cli.config_file import load_run
-from covey.cli.evaluations import has_plain, suite_settings
+from covey.cli.config_file import FlagParser, load_run
+from covey.cli.data import has_plain, suite_settings
 from covey.cli.explain import figures, sections
-from covey.cli.explain.flags import Cluster, take_flags
-from covey.cli.explain.model import ModelPlan, model_plan
-from covey.cli.explain.run import ExplainedRun
-from covey.cli.explain.start import Start, check_start
+from covey.cli.explain.run import Cluster, ExplainedRun, gpu_bytes, model_plan
+from covey.cli.explain.start import check_start
+from covey.cli.launch import find_config
 from covey.cli.train import take_config
-from covey.config.base import OnlineConfig
-from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, estimate
-from covey.sizing.vllm_memory import engine_memory
+from covey.config.messages import closest
+from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, SHARDED, ShardCounts
+from covey.sizing.step_cost import MACHINES
+from covey.sizing.vllm_memory import GIB
 from covey.trainer.evaluation.suites import suite_of
 
 USAGE = """usage: covey explain [--config] CONFIG [--world_size N] [--accelerate_config NAME]
@@ -46,76 +47,6 @@ and rewards are there. The exit status is 2 if the run would not start.
 """
 
 
-def explain(
-    args: OnlineConfig,
-    *,
-    model: ModelPlan | None = None,
-    world_size: int | None = None,
-    prompt_tokens: int | None = None,
-    has_eval: bool = False,
-    start: Start | None = None,
-    gpu: int | None = None,
-    suites: dict[str, dict[str, Any]] | None = None,
-    cluster: Cluster | None = None,
-) -> str:
-    """Explain a config.
-
-    Args:
-        args: a `GRPOConfig` or `RLOOConfig`.
-        model: the model, for the memory estimate.
-        world_size: number of processes; those that are running by default.
-        prompt_tokens: length of a prompt without its images.
-        has_eval: the run has an evaluation dataset that is sampled as in training.
-        start: findings about its data and rewards.
-        gpu: bytes of a GPU; this machine's if None.
-        suites: settings of its evaluation suites, by name.
-        cluster: processes and machines; None: each process has all of the model.
-
-    Raises:
-        ValueError: the batch sizes do not divide for `world_size` processes.
-    """
-    length, model = prompt_tokens or ASSUMED_PROMPT_TOKENS, model or ModelPlan()
-    memory = engine = None
-    if model.config is not None:
-        memory = estimate(
-            model.config,
-            args,
-            prompt_tokens=length,
-            images=model.images,
-            peft=model.peft,
-            quantization=model.quantization,
-            spread=cluster.spread if cluster else None,
-            device="cuda" if cluster and cluster.machine else None,
-        )
-        if args.use_vllm and args.vllm_mode == "colocate":
-            engine = engine_memory(memory, model.config, args, length)
-    run = ExplainedRun(
-        args=args,
-        algebra=args.algebra(world_size),
-        prompt_tokens=length,
-        model=model,
-        memory=memory,
-        engine=engine,
-        gpu=gpu or gpu_bytes(),
-        cluster=cluster,
-        start=start,
-        samples_eval_dataset=has_eval,
-        suites=suites,
-    )
-    contents = {
-        "Batches": sections.fill(sections.BATCHES, run),
-        "On- or off-policy": sections.fill(sections.POLICY, run),
-        "Loss": sections.fill(sections.LOSS, run),
-        "Tokens": sections.fill(sections.TOKENS, run),
-        "Sampling": sections.fill(sections.SAMPLING, run),
-        "Memory": figures.memory(run),
-        "Operations and communication": figures.communication(run),
-        "Evaluation": evaluation(run),
-        "Start": start.lines() if start else [],
-    }
-    return "\n\n".join(_section(title, lines) for title, lines in contents.items() if lines)
-
-
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit status."""
     if not argv or argv[0] in ("-h", "--help"):
@@ -124,22 +55,24 @@ def main(argv: list[str]) -> int:
     try:
         path, argv = take_config(argv)
         flags, settings = take_flags(argv)
-        if flags.cluster is not None and flags.cluster.machine and gpu_bytes() is None:
+        if flags.gpu is not None and gpu_bytes() is None:
             settings += ["--use_cpu", "true"]  # else a config with bf16 would be refused here
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run = load_run(path, settings, world_size=flags.world_size)
         start = check_start(run, run.args.algebra(flags.world_size))
         text = explain(
-            run.args,
-            model=model_plan(run, flags.images, flags.image_size),
-            world_size=flags.world_size,
-            prompt_tokens=flags.prompt_tokens,
-            has_eval=has_plain(run.eval_dataset),
-            suites=suite_settings(run.eval_dataset) if run.eval_dataset else None,
-            start=start,
-            gpu=flags.gpu,
-            cluster=flags.cluster,
+            ExplainedRun(
+                run.args,
+                model_plan(run, flags.images, flags.image_size),
+                flags.world_size,
+                prompt_tokens=flags.prompt_tokens,
+                gpu=flags.gpu_memory * GIB if flags.gpu_memory else gpu_bytes(),
+                cluster=flags.cluster,
+                start=start,
+                samples_eval_dataset=has_plain(run.eval_dataset),
+                suites=suite_settings(run.eval_dataset) if run.eval_dataset else None,
+            )
         )
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"covey explain: {error}", file=sys.stderr)
@@ -152,9 +85,35 @@ def main(argv: list[str]) -> int:
     return 2 if start.problems else 0
 
 
-def gpu_bytes() -> int | None:
-    """Memory of this machine's first GPU, if it has one."""
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+def explain(run: ExplainedRun) -> str:
+    """Explain a run.
+
+    Raises:
+        ValueError: the batch sizes do not divide for the number of processes.
+    """
+    contents = {
+        "Batches": sections.batches(run),
+        "On- or off-policy": sections.policy(run),
+        "Loss": sections.loss(run),
+        "Tokens": sections.tokens(run),
+        "Sampling": sections.sampling(run),
+        "Memory": figures.memory(run),
+        "Operations and communication": figures.communication(run),
+        "Evaluation": evaluation(run),
+        "Start": run.start.lines() if run.start else [],
+    }
+    texts = [_section(title, lines) for title, lines in contents.items()]
+    return "\n\n".join(text for text in texts if "\n" in text)
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    wrapped = [
+        "    " + line  # of a table
+        if "   " in line
+        else textwrap.fill(line, 100, initial_indent="  ", subsequent_indent="    ", drop_whitespace=True)
+        for line in lines
+    ]
+    return "\n".join([title, *wrapped])
 
 
 def evaluation(run: ExplainedRun) -> list[str]:
@@ -181,11 +140,81 @@ def evaluation(run: ExplainedRun) -> list[str]:
     return lines
 
 
-def _section(title: str, lines: list[str]) -> str:
-    wrapped = [
-        "    " + line  # of a table
-        if "   " in line
-        else textwrap.fill(line, 100, initial_indent="  ", subsequent_indent="    ", drop_whitespace=True)
-        for line in lines
-    ]
-    return "\n".join([title, *wrapped])
+def take_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the flags that are no settings of a run, and return the other arguments.
+
+    The result has a `cluster`, with the machine of `--gpu`; None: each process has all of the model.
+
+    Raises:
+        ValueError: a flag without a value, or with a wrong one.
+    """
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world_size", "--world-size", "--num_processes", "--num-processes", type=_whole(1))
+    parser.add_argument("--prompt_tokens", "--prompt-tokens", type=_whole(1), default=ASSUMED_PROMPT_TOKENS)
+    parser.add_argument("--gpu_memory", "--gpu-memory", type=_whole(1))
+    parser.add_argument("--images", type=_whole(0), default=1)
+    parser.add_argument("--image_size", "--image-size", type=_image_size, default=(512, 512))
+    parser.add_argument("--accelerate_config", "--accelerate-config")
+    parser.add_argument("--gpu", type=_machine)
+    parser.add_argument("--gpus_of_node", "--gpus-of-node", type=_whole(1), default=8)
+    found, rest = parser.parse_known_args(argv)
+    found.cluster = None
+    if found.accelerate_config is not None or found.gpu is not None:
+        sharding, processes = ("multi_gpu", 1)
+        if found.accelerate_config is not None:
+            sharding, processes = sharding_of(found.accelerate_config)
+        found.world_size = found.world_size or processes
+        found.cluster = Cluster(ShardCounts.of(sharding, found.world_size), found.gpu, found.gpus_of_node)
+    return found, rest
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} or more.")
+        return int(text)
+
+    return parse
+
+
+def _image_size(text: str) -> tuple[int, int]:
+    sides = text.lower().split("x")
+    if len(sides) != 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
+        raise argparse.ArgumentTypeError(f"{text!r} is not width x height in pixels, as in 640x480.")
+    return int(sides[0]), int(sides[1])
+
+
+def _machine(name: str) -> str:
+    if name not in MACHINES:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is not known; it is one of {', '.join(MACHINES)}.{closest(name, MACHINES)}"
+        )
+    return name
+
+
+def sharding_of(config: str) -> tuple[str, int]:
+    """Sharding (a key of `SHARDED`) and number of processes of an accelerate config, by its name or path.
+
+    Raises:
+        ValueError: there is no such config, or Covey does not train with its sharding.
+    """
+    path = find_config(config)
+    try:
+        values = yaml.safe_load(path.read_text())
+        kind, processes = str(values["distributed_type"]).upper(), int(values.get("num_processes") or 1)
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"--accelerate_config {config!r} cannot be read as a config of accelerate, which names a distributed_type"
+            f" and num_processes ({type(error).__name__}: {str(error).splitlines()[0]}). `accelerate config` makes"
+            " one."
+        ) from error
+    stage = (values.get("deepspeed_config") or {}).get("zero_stage")
+    version = (values.get("fsdp_config") or {}).get("fsdp_version")
+    names = {"FSDP": f"fsdp{version or 1}", "DEEPSPEED": f"zero{stage}", "NO": "multi_gpu", "MULTI_CPU": "multi_gpu"}
+    sharding = names.get(kind, kind.lower())
+    if sharding not in SHARDED:
+        raise ValueError(
+            f"--accelerate_config {config!r} shares the model as {sharding!r}, which Covey does not train with; it"
+            f" trains with {', '.join(SHARDED)}."
+        )
+    return sharding, processes

@@ -15,14 +15,8 @@ def memory(run: ExplainedRun) -> list[str]:
         return [f"No estimate: {run.model.missing}."]
     trained = f", {m.trainable:,} of them trained" if m.trainable != m.parameters else ""
     precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else "the type of the weights"
-    parts = {
-        "weights": m.weights,
-        "reference model": m.reference,
-        "gradients": m.gradients,
-        "optimizer": m.optimizer,
-        "activations": m.activations,
-        "logits": m.logits + m.head_gradient + m.late_gradient,
-    }
+    parts = {"weights": m.weights, "reference model": m.reference, "gradients": m.gradients, "optimizer": m.optimizer}
+    parts |= {"activations": m.activations, "logits": m.logits + m.head_gradient + m.late_gradient}
     others = {"encoder": m.encoder, "gaps between": m.gaps, "weights' casts": m.casts, "unpacked weight": m.unpacked}
     others |= {"gathered layers": m.gathered, "gathered copy": m.copy}
     parts |= {name: size for name, size in others.items() if size}
@@ -46,9 +40,9 @@ def memory(run: ExplainedRun) -> list[str]:
 def _sharding(run: ExplainedRun) -> str:
     spread = run.cluster.spread if run.cluster else ShardCounts()
     parts = [name for name in ("weights", "gradients", "optimizer") if getattr(spread, name) > 1]
-    if not parts:
-        return "nothing sharded"
-    return f"{', '.join(parts)} sharded over {spread.processes} processes ({spread.name})"
+    return (
+        f"{', '.join(parts)} sharded over {spread.processes} processes ({spread.name})" if parts else "nothing sharded"
+    )
 
 
 def _largest_part(m: MemoryEstimate, checkpointing: bool) -> str:

@@ -1,162 +1,163 @@
-"""Facts about a run that the sections of `covey explain` state."""
+"""A run before it starts: its model, which is not loaded, its processes, and the memory that it needs."""
 
-import math
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from covey.cli.explain.flags import Cluster
-from covey.cli.explain.model import ModelPlan
+import torch
+
+from covey.cli.config_file import RunConfig
 from covey.cli.explain.start import Start
+from covey.cli.train import quantisation
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
-from covey.sizing.memory import MemoryEstimate
-from covey.sizing.vllm_memory import EngineMemory
+from covey.policy.loading import sees_images
+from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, Images, MemoryEstimate, ShardCounts, estimate
+from covey.sizing.vllm_memory import EngineMemory, engine_memory
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model that is not loaded."""
+
+    config: Any = None  # of transformers; None: unknown
+    missing: str = "no model config was given"  # the reason for None
+    peft: dict[str, Any] | None = None  # arguments of `peft.LoraConfig`, if an adapter is trained
+    quantization: Any = None  # a `BitsAndBytesConfig`, if the weights under it are quantised
+    images: Images = field(default_factory=Images)  # of each prompt
+    notes: list[str] = field(default_factory=list)  # sentences for the section on memory
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Training processes and their machines."""
+
+    spread: ShardCounts
+    machine: str | None = None  # a key of `MACHINES`; None: no time is estimated
+    gpus_of_node: int = 8
+
+
+def gpu_bytes() -> int | None:
+    """Memory of this machine's first GPU, if it has one."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 @dataclass(frozen=True)
 class ExplainedRun:
-    """A run before it starts; None: unknown, or not part of the run."""
+    """Facts that `covey explain` states; None: unknown, or not part of the run."""
 
     args: OnlineConfig
-    algebra: BatchAlgebra
-    prompt_tokens: int
-    model: ModelPlan
-    memory: MemoryEstimate | None = None
-    engine: EngineMemory | None = None
-    gpu: int | None = None
-    cluster: Cluster | None = None
+    model: ModelPlan = field(default_factory=ModelPlan)
+    world_size: int | None = None  # None: the processes that are running
+    prompt_tokens: int = ASSUMED_PROMPT_TOKENS  # without images
+    gpu: int | None = field(default_factory=gpu_bytes)  # bytes of a GPU
+    cluster: Cluster | None = None  # None: each process has all of the model
     start: Start | None = None
-    samples_eval_dataset: bool = False
-    suites: dict[str, dict[str, Any]] | None = None
+    samples_eval_dataset: bool = False  # as in training, in addition to suites
+    suites: dict[str, dict[str, Any]] | None = None  # settings of evaluation suites
 
-    @property
-    def updates(self) -> Fraction:
-        return self.algebra.updates_per_generation
-
-    @property
-    def prompts(self) -> int | None:
-        rows = self.start.rows if self.start else None
-        return rows if rows is not None and rows >= self.algebra.prompts_per_generation else None
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return (self.prompts or 0) // self.algebra.prompts_per_generation
-
-    @property
-    def left_over(self) -> int:
-        return (self.prompts or 0) % self.algebra.prompts_per_generation
-
-    @property
-    def updates_per_epoch(self) -> int:
-        return math.ceil(self.batches_per_epoch * self.updates)
-
-    @property
-    def total_updates(self) -> int:
-        return math.ceil(self.args.num_train_epochs * self.updates_per_epoch)
-
-    @property
-    def epochs(self) -> str:
-        count = f"{self.args.max_steps / self.updates_per_epoch:.3g}"
-        return f"{count} epoch{'' if count == '1' else 's'}"
-
-    @property
-    def max_steps_batches(self) -> float:
-        return float(self.args.max_steps / self.updates)
-
-    @property
-    def max_steps_prompts(self) -> float:
-        return float(self.args.max_steps / self.updates * self.algebra.prompts_per_generation)
-
-    @property
-    def updates_per_thousand(self) -> float:
-        return float(Fraction(1000, self.algebra.prompts_per_generation) * self.updates)
-
-    @property
-    def most_resampled(self) -> int:
-        return (1 + self.args.max_resample_times) * self.algebra.generation_batch_size
+    @cached_property
+    def algebra(self) -> BatchAlgebra:
+        return self.args.algebra(self.world_size)
 
     @property
     def scores_old(self) -> bool:
         return not self.algebra.on_policy or (self.args.method == "rloo" and bool(self.args.beta))
 
-    @property
-    def correction_beyond(self) -> str:
-        low, high = self.args.vllm_importance_sampling_clip_min, self.args.vllm_importance_sampling_clip_max
-        bounds = [text for bound, text in ((low, f"below {low}"), (high, f"above {high}")) if bound is not None]
-        treatment = "is dropped" if self.args.resolved_mismatch_mode.endswith("mask") else "counts as the bound"
-        return f"; {' or '.join(bounds)} it {treatment}" if bounds else ""
+    @cached_property
+    def memory(self) -> MemoryEstimate | None:
+        if self.model.config is None:
+            return None
+        return estimate(
+            self.model.config,
+            self.args,
+            prompt_tokens=self.prompt_tokens,
+            images=self.model.images,
+            peft=self.model.peft,
+            quantization=self.model.quantization,
+            spread=self.cluster.spread if self.cluster else None,
+            device="cuda" if self.cluster and self.cluster.machine else None,
+        )
 
     @property
-    def correction_level(self) -> str:
-        return self.args.resolved_mismatch_mode.partition("_")[0]
+    def engine(self) -> EngineMemory | None:
+        """Memory of vLLM in the trainer's process."""
+        if self.memory is None or not self.args.use_vllm or self.args.vllm_mode != "colocate":
+            return None
+        return engine_memory(self.memory, self.model.config, self.args, self.prompt_tokens)
 
-    @property
-    def batches_in_flight(self) -> int:
-        return int(self.args.max_staleness / self.updates)
 
-    @property
-    def staleness_that_overlaps(self) -> int:
-        return math.ceil(self.updates)
+def model_plan(run: RunConfig, images: int, image_size: tuple[int, int]) -> ModelPlan:
+    """The model of a run, if it is on this machine, with so many images in each prompt if it sees them."""
+    if run.model is None:
+        return ModelPlan(missing="the run names no model")
+    from transformers import AutoConfig
 
-    @property
-    def sampler(self) -> str:
-        if self.args.use_sglang:
-            return "SGLang"
-        return "vLLM" if self.args.use_vllm and self.args.vllm_mode == "server" else ""
+    try:
+        config = AutoConfig.from_pretrained(run.model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        return ModelPlan(missing=f"the config of {run.model!r} is not on this machine ({str(error).splitlines()[0]})")
+    if not hasattr(config.get_text_config(), "num_attention_heads"):
+        return ModelPlan(
+            missing=f"{config.model_type} has no attention, and the formulas are for layers with attention"
+        )
+    quantization = _quantization(run, config) if run.peft is not None else None
+    if not sees_images(config):
+        return ModelPlan(config, "", run.peft, quantization)
+    counted, note = Images(), "No images are counted (--images 0)."
+    if images:
+        try:
+            counted = images_of_prompt(run.model, config, images, image_size)
+            note = (
+                f"A prompt has {images} image(s) of {image_size[0]} x {image_size[1]} pixels (--images, --image_size),"
+                f" which are {counted.tokens:,} tokens and {counted.patches:,} patches for its processor."
+            )
+        except ValueError as error:
+            note = f"Images are not counted: {error}."
+    return ModelPlan(config, "", run.peft, quantization, counted, [note])
 
-    @property
-    def servers(self) -> list[str]:
-        return self.args.sglang_urls if self.args.use_sglang else self.args.vllm_urls
 
-    @property
-    def server_count(self) -> int:
-        return len(self.servers)
+def _quantization(run: RunConfig, config: Any) -> Any:
+    """Quantization by the run, or as the weights were saved; None: none, or of an unknown kind."""
+    saved = getattr(config, "quantization_config", None) or {}
+    as_saved = {name: value for name, value in saved.items() if name != "quant_method" and not name.startswith("_")}
+    given = run.quantization or (as_saved if "bitsandbytes" in str(saved.get("quant_method")) else None)
+    try:
+        return quantisation(given)
+    except ValueError:
+        return None  # the section about the start reports it
 
-    @property
-    def server_list(self) -> str:
-        return ", ".join(self.servers)
 
-    @property
-    def completions_per_server(self) -> int:
-        share = math.ceil(self.algebra.generation_batch_size / len(self.servers))
-        return min(self.args.vllm_server_concurrency, share)
+def images_of_prompt(model: str, config: Any, number: int, size: tuple[int, int]) -> Images:
+    """Tokens, patches and pixels of a prompt's images, each of `size` (width, height).
 
-    @property
-    def weight_transfer(self) -> str:
-        args = self.args
-        port = f"port {args.vllm_group_port}" if args.vllm_group_port else "a free port"
-        group = f"over a group that servers join by connecting to this machine at {port} (vllm_group_port)"
-        folder = args.vllm_weight_folder or "a temporary folder, which servers on other machines do not see"
-        disk = f"as files in {folder} (vllm_weight_folder)"
-        return {
-            "auto": f"{group}, or, if a server was not started for that, {disk}",
-            "group": group,
-            "ipc": "nowhere: servers on the same GPU open the trainer's memory",
-            "disk": disk,
-        }[args.vllm_weight_transfer]
+    Raises:
+        ValueError: the processor of the model is missing, or cannot be used.
+    """
+    from transformers import AutoProcessor
 
-    @property
-    def clip_low(self) -> float:
-        return 1 - self.args.epsilon
+    try:
+        return processed(AutoProcessor.from_pretrained(model, local_files_only=True), config, number, size)
+    except Exception as error:  # processors of other people's raise anything
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"its processor cannot be used here ({type(error).__name__}: {reason[:200]})") from error
 
-    @property
-    def clip_high(self) -> float:
-        return 1 + self.args.resolved_epsilon_high
 
-    @property
-    def clipped_unit(self) -> str:
-        by_token = self.args.loss_type != "rloo" and self.args.importance_sampling_level == "token"
-        return "Tokens" if by_token else "Sequences"
+def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -> Images:
+    """Tokens, patches and pixels of white images of that size, by the model's own processor."""
+    from PIL import Image
 
-    @property
-    def most_sampled_tokens(self) -> int:
-        return self.algebra.generation_batch_size * (self.args.max_completion_length or 0)
+    from covey.core.model import placeholder_ids
+    from covey.rollout.vision import Vision
 
-    @property
-    def most_trained_tokens(self) -> int:
-        return self.algebra.completions_per_update * (self.args.max_completion_length or 0)
-
-    @property
-    def most_read_tokens(self) -> int:
-        return self.most_trained_tokens + self.algebra.completions_per_update * self.prompt_tokens
+    content = [{"type": "image"}] * number + [{"type": "text", "text": "?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    encoded = Vision(processor, placeholder_ids(config)).encode(text, [Image.new("RGB", size, "white")] * number)
+    (media,) = encoded.media
+    pixels = media.tensors["pixel_values"]
+    tokens = len(encoded.ids) - len(media.short_ids) + number
+    if pixels.dim() == 2:  # a row for each patch
+        return Images(tokens, len(pixels), pixels.numel())
+    side = config.vision_config.patch_size
+    tiles = pixels.shape[:-3].numel()
+    return Images(tokens, tiles * (pixels.shape[-2] // side) * (pixels.shape[-1] // side), pixels.numel())
