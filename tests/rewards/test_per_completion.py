@@ -18,7 +18,7 @@ from covey.rewards import (
     numeric_match_reward,
     per_completion,
 )
-from covey.rewards.decorators import is_per_completion
+from covey.rewards.contract import is_per_completion
 
 SIZE = 12
 TEXTS = [rf"It is \boxed{{{number}}}." for number in range(SIZE)]

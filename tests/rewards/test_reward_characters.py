@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from covey.rewards import char_offsets as characters
-from covey.rewards.char_offsets import CharacterEnds, _spelled_ends
+from covey.rewards import steps as characters
+from covey.rewards.steps import CharacterEnds, _spelled_ends
 from tests.support import tiny
 
 TEXTS = ["naïve café", "日本語 text", "👍🏽 ok", "e\u0301a", "a  b\n\nc", "x = 1, y = 2", "...", " lead"]

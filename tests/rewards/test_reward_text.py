@@ -3,7 +3,7 @@
 import pytest
 
 from covey.rewards import completion_text
-from covey.rewards.errors import describe_sample
+from covey.rewards.text import describe_sample
 
 
 @pytest.mark.parametrize(

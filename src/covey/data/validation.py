@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from covey.rewards.batch import refuse_reserved
+from covey.rewards.functions import refuse_reserved
 from covey.rollout.prompts import PromptCodec, is_conversational
 
 LOOKED_AT = 16

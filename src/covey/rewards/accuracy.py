@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from covey.rewards.decorators import answers, per_completion
+from covey.rewards.contract import answers, per_completion
 from covey.rewards.text import completion_text
 from covey.runtime.child_process import ScriptWorker, WorkerFailed
 
@@ -20,20 +20,15 @@ CHECK_SECONDS = 5.0
 """Deadline for parsing and comparing one pair."""
 
 RECENT_CHECKS = 64
-
 MAX_FAILED_CHECKS = 8
 """If so many of the recent checks failed, the deadline is one second, so that they cannot use up that of the call."""
 
 
 @dataclass(frozen=True)
 class AnswerComparison:
-    """AnswerComparison of an answer with its reference.
+    """Comparison of an answer with its reference, and both as they were parsed.
 
-    Attributes:
-        correct: True if they are equal; None if the reference could not be parsed, or the check `failed`.
-        failed: the check took too long or too much memory.
-        gold: parsed reference, as text.
-        answer: parsed answer, as text.
+    `correct` is None if the reference could not be parsed, or the check `failed`: it took too long or too much memory.
     """
 
     correct: bool | None
@@ -58,38 +53,21 @@ _failures: deque[bool] = deque(maxlen=RECENT_CHECKS)
 
 
 def verify_answers(answers: list[str], solutions: list[str], seconds: float = CHECK_SECONDS) -> list[AnswerComparison]:
-    """Compare each answer with its reference; results are cached.
-
-    Args:
-        answers: texts whose boxed (or announced) LaTeX answer is read.
-        solutions: references of any form: LaTeX, plain expressions, numbers.
-        seconds: deadline per pair.
-    """
-    failed: set[tuple[str, str]] = set()
-    comparisons = []
-    for pair in zip(answers, map(str, solutions), strict=True):
-        comparison = AnswerComparison(correct=None, failed=True) if pair in failed else _verify(*pair, seconds)
-        if comparison.failed:
-            failed.add(pair)
-        comparisons.append(comparison)
-    return comparisons
-
-
-def _verify(answer: str, solution: str, seconds: float) -> AnswerComparison:
-    try:
-        return _compared(answer, solution, seconds)
-    except WorkerFailed:
-        _failures.append(True)
-        return AnswerComparison(correct=None, failed=True)
+    """Compare each answer with its reference; results are cached."""
+    pairs = list(zip(answers, map(str, solutions), strict=True))
+    found: dict[tuple[str, str], AnswerComparison] = {}  # one that failed is not checked again
+    for pair in dict.fromkeys(pairs):
+        try:
+            found[pair] = _compared(*pair, seconds)
+        except WorkerFailed:
+            _failures.append(True)
+            found[pair] = AnswerComparison(correct=None, failed=True)
+    return [found[pair] for pair in pairs]
 
 
 @lru_cache(maxsize=4096)
 def _compared(answer: str, solution: str, seconds: float) -> AnswerComparison:
-    """Compare in the worker. Failures are not cached, since the machine may have been busy.
-
-    Raises:
-        WorkerFailed: the check took too long or too much memory.
-    """
+    """Compare in the worker. Failures are not cached, since the machine may have been busy."""
     may_be_slow = _failures.count(True) < MAX_FAILED_CHECKS
     reply = _worker().ask({"gold": solution, "answer": answer}, seconds if may_be_slow else min(seconds, 1.0))
     _failures.append(False)
@@ -146,22 +124,10 @@ def reasoning_accuracy_reward(
         [1.0, 0.0]
     """
     texts = [completion_text(completion) for completion in completions]
-    finals = [text_after_reasoning(text, reasoning_delimiters or ["</think>"]) for text in texts]
+    delimiters = reasoning_delimiters or ["</think>"]
+    finals = [next((text.rpartition(mark)[2] for mark in delimiters if mark in text), None) for text in texts]
     rewards = _accuracy([final or "" for final in finals], solution, log_extra)
     return [0.0 if final is None else reward for final, reward in zip(finals, rewards, strict=True)]
-
-
-def text_after_reasoning(text: str, delimiters: list[str]) -> str | None:
-    """Text after the last occurrence of the first delimiter that occurs; None if none does.
-
-    Example:
-        >>> text_after_reasoning("<think>2+2</think>4", ["</think>"])
-        '4'
-    """
-    for delimiter in delimiters:
-        if delimiter in text:
-            return text.rpartition(delimiter)[2]
-    return None
 
 
 def _accuracy(

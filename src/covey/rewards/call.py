@@ -3,6 +3,9 @@
 If the call on the whole batch raises, every sample is tried alone, so that one bad sample costs only itself; the
 deadline covers both. A result that cannot be divided among samples (`RewardError`) fails all of them, and a function
 that asks for an argument that does not exist (`MissingArgument`) stops the run.
+
+A `RewardStream` calls functions as rollouts end, while others are still sampled: an async function for all that have
+ended concurrently, an ordinary one call after call on a thread of its own. Reward models wait for the whole batch.
 """
 
 import asyncio
@@ -13,23 +16,21 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from covey.core.records import StepRewards
-from covey.rewards.batch import Log, RewardBatch
-from covey.rewards.errors import MissingArgument, RewardError
-from covey.rewards.functions import FunctionReward, Unusable, Values
+from covey.core.records import Rollout, StepRewards
+from covey.rewards.contract import MissingArgument, RewardError
+from covey.rewards.functions import FunctionReward, Log, RewardBatch, Unusable, Values
 from covey.rewards.models import ModelReward
 from covey.rewards.steps import total
-from covey.runtime.deadlines import CallTimeout, Interrupt, await_with_deadline, call_with_deadline
+from covey.runtime.deadlines import CallThread, CallTimeout, Interrupt, await_with_deadline, call_with_deadline
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import format_error
+from covey.runtime.worker_thread import WorkerThread
 
 LOOP_GRACE = 1.0
 """Seconds that an async function may be late with its result; then its event loop counts as blocked."""
-
-WithDeadline = Callable[[Callable[[], Any], float], Any]
-"""(function without arguments, seconds) -> its result; raises `CallTimeout`."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,7 @@ class CallResult:
         return replace(joined, seconds=seconds)
 
     def without(self, unusable: dict[int, str]) -> "CallResult":
-        """The same result with more failures.
-
-        Args:
-            unusable: reasons by sample.
-        """
+        """The same result with more failures."""
         first = min(unusable)
         return replace(
             self,
@@ -144,15 +141,9 @@ def score(
     batch: RewardBatch,
     trainer_state: Any,
     timeout: float,
-    call: WithDeadline = call_with_deadline,
+    call: Callable[[Callable[[], CallResult], float], CallResult] = call_with_deadline,
 ) -> CallResult:
-    """Score with a sync function or a model. A function scores one batch at a time, whichever threads ask.
-
-    Args:
-        trainer_state: passed to the function.
-        timeout: seconds.
-        call: runs it under a deadline.
-    """
+    """Score with a sync function or a model. A function scores one batch at a time, whichever threads ask."""
 
     def attempt(samples: RewardBatch) -> CallResult:
         log = Log(len(samples))
@@ -175,8 +166,7 @@ def score(
     with function.turn if isinstance(function, FunctionReward) else nullcontext():
         start = time.monotonic()
         whole = attempt(batch)
-        parts = list(map(attempt, _samples_to_retry(whole, batch)))
-        return whole.with_retries(parts, time.monotonic() - start)
+        return whole.with_retries(list(map(attempt, _samples_to_retry(whole, batch))), time.monotonic() - start)
 
 
 async def score_async(function: FunctionReward, batch: RewardBatch, trainer_state: Any, timeout: float) -> CallResult:
@@ -204,13 +194,7 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
 def collect_async(
     loop: LoopThread, call: "Future[CallResult]", size: int, seconds: float, timeout: float
 ) -> CallResult:
-    """Result of `score_async` on another thread; that of a late call if a coroutine blocks the loop.
-
-    Args:
-        size: of the batch.
-        seconds: left until the deadline.
-        timeout: seconds that the call had.
-    """
+    """Result of `score_async` on another thread; that of a late call if a coroutine blocks the loop."""
     try:
         return loop.wait(call, max(seconds, 0.0) + LOOP_GRACE)
     except CallTimeout:
@@ -218,18 +202,141 @@ def collect_async(
 
 
 def _samples_to_retry(whole: CallResult, batch: RewardBatch) -> list[RewardBatch]:
-    """The samples of a batch on which the call raised.
-
-    A function that returned another number of rewards might return one for a single sample whatever that is, so it is
-    not retried.
-
-    Raises:
-        MissingArgument: the function asks for an argument that does not exist.
-    """
-    if whole.error is None or isinstance(whole.error, CallTimeout):
-        return []
+    """The samples of a batch on which the call raised."""
     if isinstance(whole.error, MissingArgument):
         raise whole.error
-    if isinstance(whole.error, RewardError):
+    # A function that returned another number of rewards might return one for a single sample whatever that is.
+    if whole.error is None or isinstance(whole.error, CallTimeout | RewardError):
         return []
     return [batch.take([index]) for index in range(len(batch))]
+
+
+# --- rollouts as they end --------------------------------------------------------------------------------------------
+
+MAX_LATE_CALLS = 3
+"""After this many late calls an ordinary function is not called for the rest of the batch."""
+
+Span = tuple[float, float]
+"""Begin and end of a call (`time.perf_counter`)."""
+
+
+class RewardStream:
+    """Scores the rollouts of one batch. A context manager: leaving it cancels calls that have not begun.
+
+    Functions by their index among all: `each` score single rollouts, `groups` complete groups. Calls of `on_rollouts`
+    and `on_group` may come in any order; `start` is the index of the first rollout in the batch.
+    """
+
+    def __init__(
+        self,
+        each: dict[int, FunctionReward],
+        groups: dict[int, FunctionReward],
+        loop: LoopThread,
+        trainer_state: Any,
+        timeout: float,
+    ):
+        self._each, self._groups = tuple(each), tuple(groups)
+        self._lanes: dict[int, _AsyncLane | _ThreadLane] = {
+            index: _AsyncLane(function, loop, trainer_state, timeout)
+            if function.is_async
+            else _ThreadLane(function, trainer_state, timeout)
+            for index, function in (each | groups).items()
+        }
+        self._pending: dict[int, dict[int, Future[CallResult]]] = {index: {} for index in self._lanes}
+
+    def __enter__(self) -> "RewardStream":
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        for index, lane in self._lanes.items():
+            lane.close()
+            for future in self._pending[index].values():
+                future.cancel()
+
+    def __contains__(self, index: int) -> bool:
+        """True if the stream calls the function of that index."""
+        return index in self._lanes
+
+    def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Score rollouts that have ended with the functions for single rollouts."""
+        self._score(self._each, start, rows, rollouts)
+
+    def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Score a complete group with the other functions."""
+        self._score(self._groups, start, rows, rollouts)
+
+    def _score(
+        self, functions: tuple[int, ...], start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]
+    ) -> None:
+        batch = RewardBatch(rows, rollouts)
+        batch = batch.take(batch.scorable)
+        if len(batch):
+            for index in functions:
+                self._pending[index][start] = self._lanes[index].start(batch)
+
+    def result(self, index: int) -> CallResult:
+        """Wait for all calls of a function; their rewards in the order of the batch."""
+        lane, pending = self._lanes[index], self._pending[index]
+        return CallResult.joined([lane.result(pending[start]) for start in sorted(pending)])
+
+    def spans(self) -> dict[int, list[Span]]:
+        """Begin and end of each call by function, in the order of the ends."""
+        return {index: list(lane.spans) for index, lane in self._lanes.items()}
+
+
+class _AsyncLane:
+    """Concurrent calls of an async function."""
+
+    def __init__(self, function: FunctionReward, loop: LoopThread, trainer_state: Any, timeout: float):
+        self._function, self._loop, self._state, self._timeout = function, loop, trainer_state, timeout
+        self._begun: dict[Future[CallResult], tuple[float, int]] = {}
+        self.spans: list[Span] = []
+
+    def start(self, batch: RewardBatch) -> "Future[CallResult]":
+        future = self._loop.start(score_async(self._function, batch, self._state, self._timeout))
+        self._begun[future] = time.monotonic(), len(batch)
+        begun = time.perf_counter()
+        future.add_done_callback(lambda _: self.spans.append((begun, time.perf_counter())))
+        return future
+
+    def result(self, future: "Future[CallResult]") -> CallResult:
+        begun, size = self._begun[future]
+        left = begun + self._timeout - time.monotonic()
+        return collect_async(self._loop, future, size, left, self._timeout)
+
+    def close(self) -> None:
+        """Do nothing: the loop belongs to the suite."""
+
+
+class _ThreadLane:
+    """Calls of an ordinary function, one after another, on a thread of its own."""
+
+    def __init__(self, function: FunctionReward, trainer_state: Any, timeout: float):
+        self._function, self._state, self._timeout = function, trainer_state, timeout
+        self._late = 0
+        self.spans: list[Span] = []
+        self._call = CallThread()  # made here, since it takes over the torch settings of this thread
+        self._worker = WorkerThread("covey-rewards")
+        self._started = False
+
+    def start(self, batch: RewardBatch) -> "Future[CallResult]":
+        self._started = True
+        return self._worker.submit(partial(self._score, batch))
+
+    def result(self, future: "Future[CallResult]") -> CallResult:
+        return future.result()  # ends: each call before it and its own has a deadline
+
+    def close(self) -> None:
+        """End both threads after the current call."""
+        if self._started:
+            self._worker.submit(self._call.close)
+            self._worker.close()
+
+    def _score(self, batch: RewardBatch) -> CallResult:
+        if self._late >= MAX_LATE_CALLS:
+            return CallResult.timed_out(len(batch), 0.0)
+        begun = time.perf_counter()
+        outcome = score(self._function, batch, self._state, self._timeout, self._call)
+        self.spans.append((begun, time.perf_counter()))
+        self._late += bool(outcome.timeouts)
+        return outcome

@@ -1,34 +1,181 @@
-"""Python callables as reward functions: their arguments and their results."""
+"""Python callables as reward functions: their arguments, what they log, and what they return."""
 
 import functools
 import inspect
 import math
 import numbers
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covey.core.records import StepRewards
-from covey.rewards.batch import Log, RewardBatch
-from covey.rewards.decorators import is_per_completion
-from covey.rewards.errors import MissingArgument, RewardError
+from covey.core.records import FinishReason, Rollout, StepRewards
+from covey.rewards.contract import MissingArgument, RewardError, is_per_completion
 from covey.rewards.steps import STEPS, as_steps
-from covey.runtime.user_code import PlainCopies, format_value, is_async, unwrap_partial
+from covey.rewards.text import describe_sample
+from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, unwrap_partial
+
+RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
+"""Arguments of every reward function, whose names dataset columns must not have."""
+
+NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})
+"""Columns that the arguments above replace."""
+
+
+@dataclass(frozen=True)
+class RewardContext:
+    """Arguments of reward functions in addition to the samples.
+
+    Attributes:
+        trainer_state: the transformers `TrainerState`, or None outside training.
+        log_extra: `log_extra(column, values)`, one value per sample: adds a column to the completions table.
+        log_metric: `log_metric(name, value)`: logs a number.
+    """
+
+    trainer_state: Any
+    log_extra: Callable[[str, list], None]
+    log_metric: Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """Samples to score. `rows[i]` is the dataset row of `rollouts[i]`, repeated for every completion of its group."""
+
+    rows: list[dict[str, Any]]
+    rollouts: list[Rollout]
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    @property
+    def scorable(self) -> list[int]:
+        """Indices of the rollouts that did not fail; one that failed says nothing about the policy."""
+        return [index for index, rollout in enumerate(self.rollouts) if rollout.finish is not FinishReason.ERROR]
+
+    def take(self, indices: list[int]) -> "RewardBatch":
+        """The batch of some samples."""
+        if len(indices) == len(self.rollouts):
+            return self
+        return RewardBatch([self.rows[index] for index in indices], [self.rollouts[index] for index in indices])
+
+    def describe(self, index: int) -> str:
+        """Prompt and completion of a sample, shortened, for messages."""
+        return describe_sample(self.rollouts[index].asked(self.rows[index]), self.rollouts[index].completion)
+
+    @cached_property
+    def arguments(self) -> dict[str, list]:
+        """Keyword arguments: samples, dataset columns and rollout extras, each a list with one element per sample.
+
+        An extra takes precedence over a dataset column of the same name, because it belongs to this episode. A value
+        that a row or a rollout lacks is None.
+        """
+        columns: dict[str, list] = {}
+        for records in (self.rows, [rollout.extras for rollout in self.rollouts]):
+            found: dict[str, list] = {}
+            for index, record in enumerate(records):
+                for name, value in record.items():
+                    if name not in found and name not in NOT_FORWARDED:
+                        found[name] = [None] * len(records)
+                    if name in found:
+                        found[name][index] = value
+            columns |= found
+        refuse_reserved(columns)
+        completion_ids = [rollout.completion_ids for rollout in self.rollouts]
+        return {
+            **columns,
+            "prompts": [rollout.asked(row) for row, rollout in zip(self.rows, self.rollouts, strict=True)],
+            "completions": [rollout.completion for rollout in self.rollouts],
+            "completion_ids": completion_ids,
+            "completions_ids": completion_ids,
+        }
+
+
+def refuse_reserved(columns: Iterable[str]) -> None:
+    """Raise for a column that would hide an argument."""
+    taken = sorted(RESERVED.intersection(columns))
+    if taken:
+        raise RewardError(
+            f"column {taken[0]!r} has the name of an argument that every reward function receives "
+            f"({', '.join(sorted(RESERVED))}); rename it, with `dataset.rename_column` for instance."
+        )
+
+
+def _loggable(value: Any) -> Any:
+    """Value of a logged column: plain data copied, numbers of numpy and torch as numbers, the rest as text."""
+    if type(value) in (list, tuple):
+        return [_loggable(one) for one in value]
+    if type(value) is dict:
+        return {str(name): _loggable(one) for name, one in value.items()}
+    if type(value) in ATOMS:
+        return value
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    return str.__str__(str(value))
+
+
+@dataclass
+class Log:
+    """Log of one call of a reward function on `size` samples, passed on when the call has succeeded."""
+
+    size: int
+    extras: dict[str, list] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+
+    def log_extra(self, column: str, values: list) -> None:
+        """Log a column, one value per sample: the argument `log_extra` of reward functions."""
+        values = list(values)
+        if len(values) != self.size:
+            raise RewardError(f"log_extra({column!r}, ...) was given {len(values)} values for {self.size} samples.")
+        self.extras[str(column)] = [_loggable(value) for value in values]
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number: the argument `log_metric` of reward functions."""
+        self.metrics.append((str(name), float(value)))
+
+    def replay(self, context: RewardContext) -> None:
+        """Pass everything to the trainer."""
+        for column, values in self.extras.items():
+            context.log_extra(column, values)
+        for name, value in self.metrics:
+            context.log_metric(name, value)
+
+    def spread(self, indices: list[int], size: int) -> "Log":
+        """Log of a batch of `size` samples, of which this log's have these indices; the others get None."""
+        if len(indices) == size:
+            return self
+        extras: dict[str, list] = {}
+        for column, values in self.extras.items():
+            extras[column] = [None] * size
+            for index, value in zip(indices, values, strict=True):
+                extras[column][index] = value
+        return Log(size, extras, self.metrics)
+
+    @classmethod
+    def joined(cls, logs: "list[Log]") -> "Log":
+        """One log of several calls, with None for the samples of a call that did not log a column."""
+        columns = dict.fromkeys(column for log in logs for column in log.extras)
+        extras = {
+            column: [value for log in logs for value in log.extras.get(column, [None] * log.size)] for column in columns
+        }
+        return cls(sum(log.size for log in logs), extras, [metric for log in logs for metric in log.metrics])
+
+
+# --- calls and results ----------------------------------------------------------------------------------------------
 
 Value = float | None | StepRewards
 Values = Sequence[Value]
 """One value per sample: a number, None where the function abstains, NaN where it failed, or rewards of its steps."""
 
 
-class Unusable(float):
-    """NaN in place of a returned value that is no reward.
+_NOT_A_NUMBER = object()
 
-    Attributes:
-        why: message with the returned and the expected value.
-    """
+
+class Unusable(float):
+    """NaN in place of a returned value that is no reward."""
 
     why: str
 
@@ -54,18 +201,12 @@ class FunctionReward:
     """A callable, sync or async, with its signature read once.
 
     A function without `**kwargs` receives only the arguments it names. Keywords bound by `functools.partial` stay so.
-
-    Attributes:
-        per_completion: it may be called for every completion as soon as that has ended.
-        turn: lock around an ordinary function, which need not be thread-safe though several batches may be scored at a
-            time.
     """
 
     def __init__(self, function: Callable[..., Any], name: str):
-        self.function = function
-        self.name = name
+        self.function, self.name = function, name
         self.is_async = is_async(function)
-        self.turn = threading.Lock()
+        self.turn = threading.Lock()  # several batches may be scored at a time, and it need not be thread-safe
         self._takes_all, self._names, self._required = _read_signature(function, name)
         self.per_completion = is_per_completion(function) and "trainer_state" not in self._names
         self._bound = function.keywords if isinstance(function, functools.partial) else {}
@@ -79,11 +220,7 @@ class FunctionReward:
         return as_values(await self.function(**self.arguments(batch, trainer_state, log)), len(batch))
 
     def arguments(self, batch: RewardBatch, trainer_state: Any, log: Log) -> dict[str, Any]:
-        """Copies of the arguments that the function takes, so that it cannot change them for others.
-
-        Raises:
-            MissingArgument: it asks for something that neither the trainer nor the dataset has.
-        """
+        """Copies of the arguments that the function takes, so that it cannot change them for others."""
         available: dict[str, Any] = dict(batch.arguments)
         available |= {"trainer_state": trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
         self.require(available)
@@ -94,11 +231,7 @@ class FunctionReward:
         return arguments
 
     def require(self, available: Collection[str]) -> None:
-        """Raise for an argument without a default that is not available.
-
-        Raises:
-            MissingArgument: there is one.
-        """
+        """Raise for an argument without a default that is not available."""
         if missing := self._required.difference(available):
             raise MissingArgument(
                 f"reward function {self.name!r} asks for {', '.join(map(repr, sorted(missing)))}, which is neither"
@@ -132,9 +265,6 @@ def as_values(returned: Any, size: int) -> Values:
     tensors; instead of a number, a list of (end, reward) pairs. Any other element, or an infinite one, becomes
     `Unusable`.
 
-    Raises:
-        RewardError: another type or length, which cannot be assigned to samples.
-
     Example:
         >>> as_values((1, None, "two"), 3)
         [1.0, None, nan]
@@ -153,9 +283,8 @@ def as_values(returned: Any, size: int) -> Values:
     values: list[Value] = []
     for item in items:
         value = as_steps(item, _number) if isinstance(item, list | tuple) else _number(item)
-        if isinstance(value, _NotANumber) or (value is None and item is not None):
-            value = _unusable(item, expected)
-        values.append(value)
+        bad = value is _NOT_A_NUMBER or (value is None and item is not None)
+        values.append(_unusable(item, expected) if bad else value)
     return values
 
 
@@ -164,34 +293,24 @@ def _unusable(item: Any, expected: str) -> Unusable:
     if isinstance(item, list | tuple):
         rewards = [pair[1] for pair in item if isinstance(pair, list | tuple) and len(pair) == 2]
     hint = ""
-    if any(isinstance(one, numbers.Real) and isinstance(_number(one), _NotANumber) for one in rewards):
+    if any(isinstance(one, numbers.Real) and _number(one) is _NOT_A_NUMBER for one in rewards):
         hint = " Give finite numbers of ordinary size, None where there is no reward."
     elif isinstance(item, list | tuple):
         hint = " An end is the index of a token, CharEnd(n) or TurnEnd(k), a reward a number or None."
     return Unusable(f"it returned {format_value(item)} for a completion; {expected}, {STEPS}.{hint}")
 
 
-class _NotANumber:
-    """Marks an element that cannot be a reward."""
-
-
-def _number(item: Any) -> "float | _NotANumber | None":
+def _number(item: Any) -> Any:
+    """A float, None where the function abstains, and `_NOT_A_NUMBER` for anything that cannot be a reward."""
     if item is None:
         return None
-    if not isinstance(item, numbers.Real) and hasattr(item, "item"):
-        try:
-            item = item.item()  # a numpy or torch scalar
-        except (ValueError, RuntimeError):  # an array of several elements
-            return _NotANumber()
-    if not isinstance(item, numbers.Real):
-        return _NotANumber()
     try:
-        value = float(item)
-    except OverflowError:
-        return _NotANumber()
-    if abs(value) > torch.finfo(torch.float32).max:
-        return _NotANumber()
-    return value
+        if not isinstance(item, numbers.Real) and hasattr(item, "item"):
+            item = item.item()  # a numpy or torch scalar
+        value = float(item) if isinstance(item, numbers.Real) else math.inf
+    except (ValueError, RuntimeError, OverflowError):  # an array of several elements, an integer that is too large
+        return _NOT_A_NUMBER
+    return _NOT_A_NUMBER if abs(value) > torch.finfo(torch.float32).max else value
 
 
 def _hint(returned: Any) -> str:

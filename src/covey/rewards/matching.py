@@ -9,30 +9,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from covey.rewards.decorators import answers
+from covey.rewards.contract import answers
 from covey.rewards.text import completion_text
 
 
-def expected_answers(answer: list[Any] | None, solution: list[Any] | None) -> list[Any]:
-    """Reference column: `answer`, else `solution`.
-
-    Raises:
-        ValueError: the dataset has neither.
-    """
-    expected = answer if answer is not None else solution
-    if expected is None:
-        raise ValueError("this reward needs a dataset column 'answer' or 'solution', and there is neither.")
-    return expected
-
-
-@dataclass(frozen=True)
-class ExactMatchReward:
-    """See `get_exact_match_reward`; a class so that it can be pickled."""
-
-    ignore_case: bool = False
-    ignore_whitespace: bool = True
-
-    __name__ = "exact_match_reward"
+class MatchReward:
+    """Compares each completion with the column `answer`, else `solution`; None where that is None."""
 
     def __call__(
         self,
@@ -41,10 +23,28 @@ class ExactMatchReward:
         solution: list[Any] | None = None,
         **kwargs: Any,
     ) -> list[float | None]:
-        return [
-            None if expected is None else float(self.normalise(completion_text(given)) == self.normalise(str(expected)))
-            for given, expected in zip(completions, expected_answers(answer, solution), strict=True)
-        ]
+        expected = answer if answer is not None else solution
+        if expected is None:
+            raise ValueError("this reward needs a dataset column 'answer' or 'solution', and there is neither.")
+        pairs = zip(completions, expected, strict=True)
+        return [None if one is None else self.compare(completion_text(given), str(one)) for given, one in pairs]
+
+    def compare(self, given: str, expected: str) -> float | None:
+        """Reward of one completion; None where the expected text is no reference."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ExactMatchReward(MatchReward):
+    """See `get_exact_match_reward`; a class so that it can be pickled."""
+
+    ignore_case: bool = False
+    ignore_whitespace: bool = True
+
+    __name__ = "exact_match_reward"
+
+    def compare(self, given: str, expected: str) -> float:
+        return float(self.normalise(given) == self.normalise(expected))
 
     def extract(self, completion: Any) -> str:
         """Answer for majority votes: the whole completion."""
@@ -120,36 +120,22 @@ def last_number(text: str) -> Fraction | None:
 
 
 @dataclass(frozen=True)
-class NumericMatchReward:
+class NumericMatchReward(MatchReward):
     """See `get_numeric_match_reward`; a class so that it can be pickled."""
 
     relative_tolerance: float = 0.0
 
     __name__ = "numeric_match_reward"
 
-    def __call__(
-        self,
-        completions: list[Any],
-        answer: list[Any] | None = None,
-        solution: list[Any] | None = None,
-        **kwargs: Any,
-    ) -> list[float | None]:
-        return [
-            self.compare(last_number(completion_text(given)), None if expected is None else last_number(str(expected)))
-            for given, expected in zip(completions, expected_answers(answer, solution), strict=True)
-        ]
-
     def extract(self, completion: Any) -> Fraction | None:
         """Answer for majority votes: the last number."""
         return last_number(completion_text(completion))
 
-    def compare(self, given: Fraction | None, expected: Fraction | None) -> float | None:
-        """1 if equal within the tolerance; None without a number to compare with."""
-        if expected is None:
-            return None
-        if given is None:
-            return 0.0
-        return float(abs(given - expected) <= Fraction(self.relative_tolerance) * abs(expected))
+    def compare(self, given: str, expected: str) -> float | None:
+        number, target = last_number(given), last_number(expected)
+        if number is None or target is None:
+            return None if target is None else 0.0
+        return float(abs(number - target) <= Fraction(self.relative_tolerance) * abs(target))
 
 
 @answers(NumericMatchReward().extract)

@@ -3,13 +3,14 @@
 A reward model has its own tokenizer and chat template; it never sees the policy's tokens.
 """
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from covey.rewards.batch import Log, RewardBatch
-from covey.rewards.errors import RewardError
+from covey.rewards.contract import RewardError
+from covey.rewards.functions import Log, RewardBatch
 from covey.rewards.text import completion_text
 
 if TYPE_CHECKING:
@@ -32,11 +33,7 @@ def model_name(model_id: str) -> str:
 
 
 def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
-    """Load a classifier with one label from the hub or a folder.
-
-    Raises:
-        RewardError: there is no such model, it is no sequence classifier, or it has several labels.
-    """
+    """Load a classifier with one label from the hub or a folder."""
     from transformers import AutoModelForSequenceClassification
 
     try:
@@ -50,8 +47,6 @@ def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
             f"by import path on the command line). transformers says: {error}"
         ) from error
     if info["missing_keys"]:
-        import warnings
-
         warnings.warn(
             f"reward model {model_id!r} has no trained weights for {', '.join(sorted(info['missing_keys']))}: they are "
             "random, and so are its rewards. Is it a reward model?",
@@ -65,13 +60,6 @@ class ModelReward:
 
     Prompt and completion are joined as text, through the tokenizer's chat template if they are messages, tokenized
     without further special tokens and padded on the right. Samples are scored in micro-batches of similar length.
-
-    Args:
-        model: has one label; put in evaluation mode and frozen here.
-        processing_class: tokenizer, or a processor holding one; None loads the model's own.
-        name: for metrics and messages.
-        batch_size: samples per forward pass.
-        device: where to move the model; None leaves it where it is.
     """
 
     def __init__(
@@ -82,8 +70,7 @@ class ModelReward:
         batch_size: int = 8,
         device: torch.device | str | None = None,
     ):
-        self.name = name
-        self.batch_size = batch_size
+        self.name, self.batch_size = name, batch_size
         self.config: Any = model.config
         num_labels = getattr(self.config, "num_labels", None)
         if num_labels != 1:
@@ -140,11 +127,7 @@ class ModelReward:
         return rewards
 
     def text(self, prompt: Any, completion: Any) -> str:
-        """Input text of the model.
-
-        Raises:
-            RewardError: the prompt is messages, and there is no chat template.
-        """
+        """Input text of the model."""
         if isinstance(prompt, str):
             return prompt + completion_text(completion)
         if not self.tokenizer.chat_template:
@@ -160,11 +143,7 @@ class ModelReward:
 
     @torch.inference_mode()
     def score(self, texts: list[str]) -> list[float]:
-        """One forward pass.
-
-        Raises:
-            RewardError: the model does not return one logit per text.
-        """
+        """One forward pass."""
         inputs = self.tokenizer(
             texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt"
         ).to(next(self.model.parameters()).device)

@@ -7,26 +7,16 @@ import inspect
 import os
 from collections.abc import Callable
 
+from covey import rewards
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.registry import Registry
 
 BUILT_IN: Registry[str] = Registry("built-in reward function")
 """Modules of the functions that need no import path."""
 
-for _module, _names in {
-    "accuracy": ["accuracy_reward", "reasoning_accuracy_reward"],
-    "format": ["think_format_reward", "json_reward", "get_json_reward", "get_regex_reward"],
-    "length": ["get_soft_overlong_punishment", "get_cosine_scaled_reward"],
-    "matching": [
-        "exact_match_reward",
-        "get_exact_match_reward",
-        "numeric_match_reward",
-        "get_numeric_match_reward",
-    ],
-    "repetition": ["get_repetition_penalty_reward"],
-}.items():
-    for _name in _names:
-        BUILT_IN.register(_name, f"covey.rewards.{_module}")
+for _name in rewards.__all__:
+    if _name.startswith("get_") or (_name.endswith("_reward") and _name != "resolve_reward"):
+        BUILT_IN.register(_name, "covey.rewards")
 
 FORMS = "a built-in name, 'module:function', 'module.function', 'path/to/file.py:function', or a model's id or path"
 
@@ -79,13 +69,8 @@ def _look_up(reference: str) -> Callable | str:
 
 
 def _refuse_factory(found: Callable, reference: str) -> None:
-    """Raise for a `get_...` function that makes a reward function.
-
-    Raises:
-        ValueError: `found` cannot be called with completions.
-    """
-    name = getattr(found, "__name__", "")
-    if not (name.startswith("get_") and inspect.isfunction(found)):
+    """Raise for a `get_...` function that makes a reward function."""
+    if not (getattr(found, "__name__", "").startswith("get_") and inspect.isfunction(found)):
         return
     parameters = inspect.signature(found).parameters
     if "completions" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

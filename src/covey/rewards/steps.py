@@ -6,13 +6,15 @@ known. See also `covey.core.credit` for the advantages of steps.
 
 import math
 import operator
-from collections.abc import Callable
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any, SupportsIndex
 
 import torch
 
 from covey.core.records import Rollout, StepRewards
-from covey.rewards.char_offsets import CharacterEnds
 from covey.rewards.text import content_text
 
 
@@ -51,11 +53,7 @@ class StepEndError(ValueError):
 
 
 def as_steps(pairs: "list | tuple", number: Callable[[Any], Any]) -> StepRewards | None:
-    """Validate `(end, reward)` pairs and round their rewards to float32; None if they are no such pairs.
-
-    Args:
-        number: converts a reward to a float or None, and anything else to another type.
-    """
+    """Validate `(end, reward)` pairs and round their rewards to float32; None if they are no such pairs."""
     steps: StepRewards = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -63,7 +61,8 @@ def as_steps(pairs: "list | tuple", number: Callable[[Any], Any]) -> StepRewards
         end, reward = _as_end(pair[0]), number(pair[1])
         if end is None or not (reward is None or isinstance(reward, float)):
             return None
-        steps.append((end, math.nan if reward is None else _as_float32(reward)))
+        # Rounded as the matrix of rewards is, so that rewards compare equal in numbers and in pairs.
+        steps.append((end, math.nan if reward is None else torch.tensor(reward, dtype=torch.float32).item()))
     return steps
 
 
@@ -72,7 +71,7 @@ def total(steps: StepRewards) -> float | None:
 
     Example:
         >>> total([(3, 1.0), (7, 0.5), (9, math.nan)]), total([(3, math.nan)]), total([])
-        (1.5, None, 0.0)
+        (1.5, None, 0)
     """
     known = [reward for _, reward in steps if not math.isnan(reward)]
     return sum(known) if known or not steps else None
@@ -83,14 +82,6 @@ def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards
 
     A completion without tokens has no steps. Where an end is a `TurnEnd`, turns without a reward abstain, so that the
     k-th step is the k-th turn in every completion.
-
-    Args:
-        steps: as a reward function returned them.
-        rollout: the completion that they belong to.
-        tokenizer: of the policy; needed for `CharEnd` only.
-
-    Raises:
-        StepEndError: an end outside the completion.
 
     Example:
         >>> from covey.core.records import FinishReason
@@ -105,15 +96,17 @@ def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards
     resolved: StepRewards = []
     for end, reward in steps:
         if isinstance(end, TurnEnd):
-            token = _of_turn(end, turns)
+            if not 0 <= end < len(turns):
+                count = _counted(len(turns), "turn")
+                raise StepEndError(f"{end!r}, but the completion has {count} of the policy: turns count from 0.")
+            token = turns[end]
         elif isinstance(end, CharEnd):
             characters = characters or _characters(end, rollout, tokenizer)
             token = _of_character(end, rollout, characters)
         else:
             token = _of_token(end, len(rollout.completion_ids))
         resolved.append((token, reward))
-    if any(isinstance(end, TurnEnd) for end, _ in steps):
-        rewarded = {int(end) for end, _ in steps if isinstance(end, TurnEnd)}
+    if rewarded := {int(end) for end, _ in steps if isinstance(end, TurnEnd)}:
         resolved += [(token, math.nan) for turn, token in enumerate(turns) if turn not in rewarded]
     return sorted(resolved, key=lambda step: step[0])
 
@@ -129,19 +122,6 @@ def _as_end(end: Any) -> int | None:
         return None
 
 
-def _as_float32(reward: float) -> float:
-    """Round as the matrix of rewards does, so that rewards compare equal in numbers and in pairs."""
-    return torch.tensor(reward, dtype=torch.float32).item()
-
-
-def _of_turn(end: TurnEnd, turns: list[int]) -> int:
-    if not 0 <= end < len(turns):
-        raise StepEndError(
-            f"{end!r}, but the completion has {_counted(len(turns), 'turn')} of the policy: turns count from 0."
-        )
-    return turns[end]
-
-
 def _of_token(end: int, length: int) -> int:
     if not 0 <= end < length:
         raise StepEndError(
@@ -152,7 +132,7 @@ def _of_token(end: int, length: int) -> int:
     return end
 
 
-def _characters(end: CharEnd, rollout: Rollout, tokenizer: Any) -> CharacterEnds:
+def _characters(end: CharEnd, rollout: Rollout, tokenizer: Any) -> "CharacterEnds":
     messages = rollout.completion
     if not isinstance(messages, str) and len(messages) != 1:
         raise StepEndError(
@@ -164,7 +144,7 @@ def _characters(end: CharEnd, rollout: Rollout, tokenizer: Any) -> CharacterEnds
     return CharacterEnds(tokenizer, rollout.completion_ids)
 
 
-def _of_character(end: CharEnd, rollout: Rollout, characters: CharacterEnds) -> int:
+def _of_character(end: CharEnd, rollout: Rollout, characters: "CharacterEnds") -> int:
     text = rollout.completion
     seen = text if isinstance(text, str) else content_text(text[0].get("content"))
     offset, whole = _align(seen, characters.text)
@@ -189,12 +169,7 @@ def _of_character(end: CharEnd, rollout: Rollout, characters: CharacterEnds) -> 
 
 
 def _align(seen: str, sampled: str) -> tuple[int | None, bool]:
-    """Align a message with the sampled text. A turn that was parsed for calls has no white space around it.
-
-    Returns:
-        The number of characters of the message before the sampled ones, negative where it lacks the first of these,
-        None if it is another text; and True if it extends to the end, not only to the first call.
-    """
+    """Align a message with the sampled text. A turn that was parsed for calls has no white space around it."""
     bare, blank = sampled.strip(), len(sampled) - len(sampled.lstrip())
     if seen.endswith(sampled):
         return len(seen) - len(sampled), True
@@ -207,3 +182,93 @@ def _align(seen: str, sampled: str) -> tuple[int | None, bool]:
 
 def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}" + ("" if count == 1 else "s")
+
+
+# --- tokens that the characters of a decoded completion end with -----------------------------------------------------
+# Characters and tokens need not align. The bytes of tokens are read from their names, as byte-level and byte-fallback
+# tokenizers write them, and used only if they give the text that the tokenizer decodes; else prefixes are decoded.
+
+MALFORMED = "\N{REPLACEMENT CHARACTER}"
+"""Stands for bytes that are no text."""
+
+
+class CharacterEnds:
+    """Text of a completion, and the token that each character ends with; special tokens are left out of the text."""
+
+    def __init__(self, tokenizer: Any, token_ids: list[int]):
+        self._tokenizer, self._ids = tokenizer, token_ids
+        self.text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+        self._ends = _spelled_ends(tokenizer, token_ids, self.text)
+
+    def token(self, characters: int) -> int:
+        """Index of the token that completes the first `characters` characters, 1 or more."""
+        assert 0 < characters <= len(self.text), "checked by the caller"
+        if self._ends is not None:
+            return self._ends[characters - 1]
+        return bisect_left(range(len(self._ids) - 1), True, key=lambda token: self._is_complete(characters, token))
+
+    def _is_complete(self, characters: int, token: int) -> bool:
+        decoded = self._tokenizer.decode(self._ids[: token + 1], skip_special_tokens=True)
+        return bool(decoded[:characters] == self.text[:characters])
+
+
+def _spelled_ends(tokenizer: Any, token_ids: list[int], text: str) -> list[int] | None:
+    """Token that each character of `text` ends with; None if token names do not spell the text."""
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
+    named = list(enumerate(tokenizer.convert_ids_to_tokens(token_ids)))
+    written = [(index, name) for index, name in named if token_ids[index] not in special]
+    if not all(isinstance(name, str) for _, name in written):
+        return None
+    for spell in (_byte_level, _byte_fallback):
+        characters = list(spell(written))
+        spelled = "".join(character for character, _ in characters)
+        blank = int(spelled[:1] == " " and spelled[1:] == text)  # some tokenizers add a space and remove it again
+        if spelled[blank:] == text:
+            return [index for _, index in characters[blank:]]
+    return None
+
+
+def _byte_level(written: list[tuple[int, str]]) -> Iterator[tuple[str, int]]:
+    """Characters in GPT-2's notation: each character of a name is a byte; a name with other characters is text."""
+    indices: list[int] = []
+    data = bytearray()
+    for index, name in written:
+        values = [_BYTES.get(character) for character in name]
+        data += name.encode() if None in values else bytes(values)  # type: ignore[arg-type]
+        indices += [index] * (len(data) - len(indices))
+    start = 0
+    while start < len(data):
+        try:
+            good, bad = data[start:].decode(), 0
+        except UnicodeDecodeError as error:
+            good, bad = data[start : start + error.start].decode(), error.end - error.start
+        for character in good:
+            start += len(character.encode())
+            yield character, indices[start - 1]
+        if bad:
+            start += bad
+            yield MALFORMED, indices[start - 1]
+
+
+def _byte_fallback(written: list[tuple[int, str]]) -> Iterator[tuple[str, int]]:
+    """Characters in SentencePiece's notation: ▁ is a space, <0xE2> a byte; malformed bytes are one character each."""
+    for is_byte, run in groupby(written, key=lambda one: bool(re.fullmatch("<0x[0-9A-Fa-f]{2}>", one[1]))):
+        tokens = list(run)
+        if not is_byte:
+            yield from ((character, index) for index, name in tokens for character in name.replace("▁", " "))
+            continue
+        try:
+            text, start = bytes(int(name[3:5], 16) for _, name in tokens).decode(), 0
+        except UnicodeDecodeError:
+            yield from ((MALFORMED, index) for index, _ in tokens)
+            continue
+        for character in text:
+            start += len(character.encode())
+            yield character, tokens[start - 1][0]
+
+
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
+"""Characters that encode bytes: printable ones encode themselves, the others follow from U+0100 on."""

@@ -17,13 +17,19 @@ import torch
 from torch import Tensor
 
 from covey.core.records import Mean, Rollout, Stat, StepRewards, Sum
-from covey.rewards.batch import NOT_FORWARDED, RESERVED, Log, RewardBatch, RewardContext
-from covey.rewards.call import CallResult, collect_async, score, score_async
-from covey.rewards.errors import RewardError, RewardWarning
-from covey.rewards.functions import FunctionReward, function_name
+from covey.rewards.call import CallResult, RewardStream, collect_async, score, score_async
+from covey.rewards.contract import RewardError, RewardWarning
+from covey.rewards.functions import (
+    NOT_FORWARDED,
+    RESERVED,
+    FunctionReward,
+    Log,
+    RewardBatch,
+    RewardContext,
+    function_name,
+)
 from covey.rewards.models import ModelReward, is_reward_model, load_reward_model, model_name
 from covey.rewards.steps import StepEndError, resolve
-from covey.rewards.streaming import RewardStream
 from covey.runtime.loop_thread import LoopThread
 
 FAILED_BATCHES = 3
@@ -115,20 +121,10 @@ class RewardSuite:
         self._warned: set[tuple[str, str]] = set()
 
     def stream(self, trainer_state: Any, groups: bool = False) -> RewardStream | None:
-        """Scorer of rollouts as they end; None if no function can use it.
-
-        Args:
-            trainer_state: passed to the functions.
-            groups: functions that are not `per_completion` score each complete group. Reward models always wait for the
-                whole batch.
-        """
-        each: dict[int, FunctionReward] = {}
-        whole: dict[int, FunctionReward] = {}
-        for index, function in enumerate(self.functions):
-            if isinstance(function, FunctionReward) and function.per_completion:
-                each[index] = function
-            elif isinstance(function, FunctionReward) and groups:
-                whole[index] = function
+        """Scorer of rollouts as they end; None if no function can use it."""
+        functions = {i: one for i, one in enumerate(self.functions) if isinstance(one, FunctionReward)}
+        each = {i: one for i, one in functions.items() if one.per_completion}
+        whole = {i: one for i, one in functions.items() if groups and not one.per_completion}
         return RewardStream(each, whole, self._loop, trainer_state, self.timeout) if each or whole else None
 
     def __call__(
@@ -164,18 +160,17 @@ class RewardSuite:
             self._check_failures(index, result, batch)
             result.log.spread(scorable, len(rollouts)).replay(context)
             rewards[scorable, index] = torch.tensor(result.values, dtype=torch.float32)
-        self._warn_of_unscored(rewards[scorable], batch)
+        if unscored := rewards[scorable].isnan().all(dim=1).nonzero().flatten().tolist():
+            self._warn_once(
+                "",
+                "unscored",
+                f"no reward function scored {len(unscored)} of {len(batch)} samples; their advantage is 0. The first "
+                f"of them has the columns {', '.join(sorted(batch.rows[unscored[0]]))}:\n{batch.describe(unscored[0])}",
+            )
         return RewardResult(rewards, steps, self._stats(results))
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise, before anything is sampled, for arguments that neither the trainer nor the dataset has.
-
-        Args:
-            columns: of the dataset.
-
-        Raises:
-            RewardError: a function asks for one.
-        """
+        """Raise, before anything is sampled, for arguments that neither the trainer nor the dataset has."""
         available = {*columns} - NOT_FORWARDED | RESERVED | {"completion_ids"}
         for function in self.functions:
             if isinstance(function, FunctionReward):
@@ -213,28 +208,19 @@ class RewardSuite:
         scorable: list[int],
         steps: list[dict[int, StepRewards]],
     ) -> CallResult:
-        """Find the tokens that a function's steps end with and add them to `steps`.
-
-        Returns:
-            The result, in which samples whose steps do not end within their completion have failed.
-        """
+        """Find the tokens that a function's steps end with and add them to `steps`."""
         unusable: dict[int, str] = {}
         for sample, rewarded in enumerate(result.steps):
             if rewarded is not None:
                 try:
-                    found = resolve(rewarded, batch.rollouts[sample], self._tokenizer)
-                    steps[scorable[sample]][index] = found
+                    steps[scorable[sample]][index] = resolve(rewarded, batch.rollouts[sample], self._tokenizer)
                 except StepEndError as error:
                     unusable[sample] = f"it ended a step at {error}"
         return result.without(unusable) if unusable else result
 
     def _check_failures(self, index: int, result: CallResult, batch: RewardBatch) -> None:
-        """Stop the run if a function fails on all samples; warn once if it fails on some.
-
-        Raises:
-            RewardError: it failed on its first batch, or on several in a row.
-        """
-        name, size = self.names[index], len(batch)
+        """Stop the run if a function fails on all samples; warn once if it fails on some."""
+        name, size, reason = self.names[index], len(batch), result.describe_error(self.timeout).rstrip(".")
         if result.failures + result.timeouts < size:
             self._has_scored[index] = True
             self._failed_batches[index] = 0
@@ -245,14 +231,14 @@ class RewardSuite:
                 raise RewardError(
                     f"reward function {name!r} failed on all {size} samples"
                     + (f", {FAILED_BATCHES} batches in a row" if not broken else "")
-                    + f": {result.describe_error(self.timeout).rstrip('.')}. First sample:\n{batch.describe(0)}"
+                    + f": {reason}. First sample:\n{batch.describe(0)}"
                 ) from result.error
         if result.failures:
             self._warn_once(
                 name,
                 "failures",
                 f"reward function {name!r} failed on {result.failures} of {size} samples "
-                f"({result.describe_error(self.timeout).rstrip('.')}); they get no reward from it and are counted in "
+                f"({reason}); they get no reward from it and are counted in "
                 f"rewards/{name}/failures. The first of them:\n{batch.describe(result.culprit)}",
             )
         if result.timeouts:
@@ -263,17 +249,6 @@ class RewardSuite:
                 f"{self.timeout:g} s; they get no reward from it and are counted in rewards/{name}/timeouts. First "
                 "sample of the batch:\n"
                 f"{batch.describe(0)}",
-            )
-
-    def _warn_of_unscored(self, rewards: Tensor, batch: RewardBatch) -> None:
-        unscored = rewards.isnan().all(dim=1).nonzero().flatten().tolist()
-        if unscored:
-            row = batch.rows[unscored[0]]
-            self._warn_once(
-                "",
-                "unscored",
-                f"no reward function scored {len(unscored)} of {len(batch)} samples; their advantage is 0. The first "
-                f"of them has the columns {', '.join(sorted(row))}:\n{batch.describe(unscored[0])}",
             )
 
     def _warn_once(self, name: str, kind: str, message: str) -> None:

@@ -43,15 +43,19 @@ def content_text(content: Any) -> str:
     return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
 
 
-def message_text(text_or_messages: Any) -> str:
-    """Prompt or completion on one line: plain text as it is, several messages with their roles.
+def describe_sample(prompt: Any, completion: Any) -> str:
+    """Prompt and completion on two indented lines, shortened in the middle.
 
     Example:
-        >>> message_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
-        'system: Be brief. | user: Hi'
-        >>> message_text([{"role": "assistant", "content": "Hello"}])
-        'Hello'
+        >>> print(describe_sample("2+2=", [{"role": "assistant", "content": "4"}]))
+          prompt:     '2+2='
+          completion: '4'
     """
+    return f"  prompt:     {_shorten(_on_one_line(prompt))!r}\n  completion: {_shorten(_on_one_line(completion))!r}"
+
+
+def _on_one_line(text_or_messages: Any) -> str:
+    """Plain text as it is, several messages with their roles."""
     if not is_messages(text_or_messages):
         return as_text(text_or_messages)
     shown = entries(text_or_messages)
@@ -60,11 +64,5 @@ def message_text(text_or_messages: Any) -> str:
     return " | ".join(entry.text.strip() for entry in shown)
 
 
-def shorten(text: str, limit: int = 240) -> str:
-    """Cut the middle out of a text of more than `limit` characters.
-
-    Example:
-        >>> shorten("a" * 5 + "b" * 90 + "c" * 5, limit=10)
-        'aaaaa [...] ccccc'
-    """
+def _shorten(text: str, limit: int = 240) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} [...] {text[-(limit // 2) :]}"

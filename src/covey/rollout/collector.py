@@ -56,15 +56,7 @@ class Collector:
         reuse: Speculation | None = None,
         callbacks: RolloutCallbacks | None = None,
     ) -> list[Rollout]:
-        """One rollout for each prompt sample, in their order.
-
-        Args:
-            samples: those of one prompt next to each other.
-            params: sampling parameters.
-            key: names this batch (mode and step): another key gives other samples, unless `reuse` is exact.
-            reuse: earlier completions to start from; the new ones replace them.
-            callbacks: called as rollouts end.
-        """
+        """One rollout for each prompt sample, in their order."""
         rollouts = self.run(self.sample(samples, params, key, reuse, callbacks=callbacks))
         if reuse is not None:
             reuse.remember([sample.prompt for sample in samples], [sample.sample for sample in samples], rollouts)
@@ -79,13 +71,7 @@ class Collector:
         submitted: Callable[[], None] | None = None,
         callbacks: RolloutCallbacks | None = None,
     ) -> list[Rollout]:
-        """The same as a coroutine, which only reads `reuse`.
-
-        Args:
-            samples, params, key, reuse, callbacks: as for `collect`.
-            submitted: called when the engine has every request: the first ones of rollouts that make several, if they
-                do so soon.
-        """
+        """The same as a coroutine, which only reads `reuse`."""
         with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
             if self.spec is not None and isinstance(self.spec.play, BatchFunction):
                 if submitted is not None:
@@ -213,11 +199,7 @@ class Collector:
         return [rollouts[group.number] for group in groups]
 
     def _prompt_with_images(self, row: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """A row's prompt, and the images in it that a vision-language model is shown.
-
-        Raises:
-            ValueError: an image cannot be read, or the prompt cannot be encoded with them.
-        """
+        """A row's prompt, and the images in it that a vision-language model is shown."""
         if self.codec.vision is None:
             return row["prompt"], []
         self.codec.read_row(row)

@@ -155,11 +155,7 @@ class EpisodeEngine:
         return [Reply.of(completion, self.tokenizer) for completion in completions]
 
     async def submit(self, request: SampleRequest) -> list[Completion]:
-        """Completions of a request; an exception of the engine is noted in `failure`.
-
-        Raises:
-            ValueError: the rollout has ended.
-        """
+        """Completions of a request; an exception of the engine is noted in `failure`."""
         if self._closed:
             raise ValueError("the rollout has ended: nothing is sampled for it any more.")
         try:

@@ -29,11 +29,7 @@ class ImageError(ValueError):
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """The images in a row's columns, as they are given; [] without any.
-
-    Raises:
-        ImageError: both columns hold some.
-    """
+    """The images in a row's columns, as they are given; [] without any."""
     found: list[Any] = []
     for name in COLUMNS:
         value = row.get(name)
@@ -46,15 +42,7 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def read_image(source: Any, name: str = "an image") -> Any:
-    """A PIL image in RGB, upright; white where it is transparent, 16 bits scaled to 8.
-
-    Args:
-        source: a PIL image, a path, a data URL, bytes of a file, or a dictionary with `bytes` or `path`.
-        name: of the image in errors.
-
-    Raises:
-        ImageError: it is none of these, there is no such file, it cannot be decoded, or it has no pixels.
-    """
+    """A PIL image in RGB, upright; white where it is transparent, 16 bits scaled to 8."""
     if isinstance(source, Mapping):
         known = [source[key] for key in ("bytes", "path") if source.get(key) is not None]
         if not known:
@@ -158,19 +146,7 @@ def with_images(messages: Sequence[Message], column: Sequence[Any]) -> tuple[lis
 
 
 def embed_images(prompt: Any, column: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """A prompt whose image parts hold their images, for code that knows no columns; and the images.
-
-    Args:
-        prompt: a string or messages.
-        column: images of the row's column.
-
-    Returns:
-        The prompt unchanged where it shows none, else messages with parts `{"type": "image", "image": a PIL image}`;
-        and these images in their order.
-
-    Raises:
-        ImageError: an image cannot be read or no part shows it, or the prompt is a string.
-    """
+    """A prompt whose image parts hold their images, for code that knows no columns; and the images."""
     if not column and not has_images(prompt):
         return prompt, []
     if isinstance(prompt, str):

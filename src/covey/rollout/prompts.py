@@ -40,15 +40,7 @@ def characters(prompt: Any) -> int:
 
 
 class PromptCodec:
-    """Encodes prompts and decodes completions with one tokenizer.
-
-    Args:
-        tokenizer: of the policy.
-        chat_template_kwargs: further arguments of the chat template, for every prompt.
-        max_context: most tokens the model can attend to, or None when unlimited.
-        tools: schemas that the chat template is given with every conversation.
-        vision: a vision-language model's processor; without one, prompts are text alone.
-    """
+    """Encodes prompts and decodes completions with one tokenizer."""
 
     def __init__(
         self,
@@ -82,16 +74,6 @@ class PromptCodec:
         """Tokens of a prompt, and its images.
 
         A conversation that ends with the assistant is continued, any other is answered.
-
-        Args:
-            prompt: a string or messages.
-            row_kwargs: this row's own chat template arguments (a `chat_template_kwargs` column).
-            tools: schemas for the chat template instead of the codec's; a prompt that is a string shows none.
-            images: that the prompt shows in addition to those among the parts of its messages.
-
-        Raises:
-            ValueError: no chat template for messages or one that cannot render them, an empty prompt, or one that
-                fills the context; images that cannot be read, or that the model does not see.
         """
         chat = is_conversational(prompt)
         if self.max_context is not None and characters(prompt) > LONGEST_TOKEN * self.max_context:
@@ -134,11 +116,7 @@ class PromptCodec:
         return Encoded(ids)
 
     def template_kwargs(self, row_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        """Arguments of the chat template for a row: the config's and the row's own.
-
-        Raises:
-            ValueError: the row's are not a dictionary.
-        """
+        """Arguments of the chat template for a row: the config's and the row's own."""
         if not isinstance(row_kwargs or {}, dict):
             raise ValueError(
                 f"`chat_template_kwargs` of a row must be a dictionary, got {type(row_kwargs).__name__}:"

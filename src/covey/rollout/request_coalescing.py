@@ -40,12 +40,7 @@ class RequestCoalescer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: SampleRequest, sent: Callable[[], None] | None = None) -> list[Completion]:
-        """Completions of a request. An exception of the engine reaches all requests that were merged.
-
-        Args:
-            request: as the engine's `generate` takes it.
-            sent: called once the engine has it.
-        """
+        """Completions of a request. An exception of the engine reaches all requests that were merged."""
         loop = asyncio.get_running_loop()
         key = tuple(request.prompt_ids)
         batches = self._waiting.setdefault(key, [])

@@ -121,11 +121,7 @@ class GroupRunner:
     barrier: SubmissionBarrier = field(default_factory=SubmissionBarrier)
 
     async def play_group(self, group: SampleGroup) -> list[Rollout]:
-        """The rollouts of one prompt, in the order of their samples, failed ones among them.
-
-        Raises:
-            Exception: the engine failed, which is no fault of a rollout's.
-        """
+        """The rollouts of one prompt, in the order of their samples, failed ones among them."""
         coalescer = RequestCoalescer(self.engine)
 
         async def play(begin: int, samples: list[PromptSample]) -> list[Rollout]:

@@ -44,12 +44,7 @@ def fingerprint(token_ids: Sequence[int]) -> int:
 
 
 class DraftStore:
-    """The last completion of every (prompt, sample) this process has seen, within a bound.
-
-    Args:
-        max_tokens: tokens stored; beyond that the oldest completions are dropped.
-        with_logprobs: store log-probs too, and no completion without them.
-    """
+    """The last completion of every (prompt, sample) this process has seen, within a bound."""
 
     def __init__(self, max_tokens: int, *, with_logprobs: bool):
         self.max_tokens = max_tokens
@@ -108,10 +103,6 @@ class Speculation:
     so the seed of a sample is the same whenever its prompt comes, and does not depend on the batch.
 
     Lenient: a draft token is accepted with probability min(1, lenience * p_now / p_then), by fresh random numbers.
-
-    Args:
-        max_tokens: bound of the store.
-        lenience: None for exact.
     """
 
     def __init__(self, max_tokens: int, lenience: float | None = None):

@@ -22,14 +22,7 @@ Agent = Callable[[dict[str, Any], EpisodeEngine], Awaitable[Rollout]]
 
 
 class ToolAgent:
-    """Lets the policy call tools until it answers without a call.
-
-    Args:
-        toolbox: the tools.
-        parser: of the model's notation of calls.
-        max_iterations: rounds of calls that are executed; None: until the policy stops calling. A policy that calls
-            once more ends with `FinishReason.TOOL_BUDGET`.
-    """
+    """Lets the policy call tools until it answers without a call."""
 
     def __init__(self, toolbox: Toolbox, parser: ToolParser, max_iterations: int | None = None):
         self.toolbox = toolbox
@@ -43,12 +36,7 @@ class ToolAgent:
         return episode.done()
 
     async def play(self, episode: Episode, toolbox: Toolbox) -> None:
-        """Continue an episode until the policy answers without a call, or may not go on.
-
-        Args:
-            episode: begun with the toolbox's schemas.
-            toolbox: executes the calls.
-        """
+        """Continue an episode until the policy answers without a call, or may not go on."""
         rounds, executed = 0, 0
         while True:
             reply = await episode.sample()
@@ -82,12 +70,7 @@ class ToolAgent:
 
 
 def as_message(turn: AssistantTurn, text: str) -> Message:
-    """A parsed turn as the message for chat templates and reward functions.
-
-    Args:
-        turn: as it was parsed.
-        text: of the turn; the message holds all of it where a call in it could not be read.
-    """
+    """A parsed turn as the message for chat templates and reward functions."""
     message: Message = {"role": "assistant", "content": text if turn.malformed else turn.content}
     if turn.calls:
         message["tool_calls"] = [

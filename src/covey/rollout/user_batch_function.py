@@ -79,14 +79,6 @@ class BatchFunction:
     `env_mask` may say with 1 and 0 which completion tokens the policy chose. For a vision-language model `images` may
     hold a list for every prompt: the images that its tokens show, in their order; by default those of the row. Every
     other field goes to the reward functions, an element per prompt.
-
-    Args:
-        function: the user's.
-        trainer: handed to it.
-        timeout: seconds that it may take.
-        codec: decodes what it returns.
-        limits: of its tokens.
-        end_ids: tokens that end a completion; any other last token means that it was cut off.
     """
 
     def __init__(
@@ -145,16 +137,7 @@ class BatchFunction:
         return current.complete(prompts, changes)
 
     async def __call__(self, prompts: Sequence[Any], images: Sequence[Sequence[Any]] = ()) -> list[Rollout]:
-        """One rollout for each prompt, in their order.
-
-        Args:
-            prompts: text or messages.
-            images: a list of those that each prompt shows; empty where the policy sees none.
-
-        Raises:
-            RolloutError: the function took too long, or its result is not as described.
-            Exception: raised by the function.
-        """
+        """One rollout for each prompt, in their order."""
 
         def run() -> list[Rollout]:
             shared = {id(image): image for shown in images for image in shown}

@@ -41,12 +41,7 @@ class _IsolatedFunction:
         self._relay = CallbackRelay()
 
     async def _call(self, engine: EpisodeEngine, check: Callable[[Any], T], *arguments: Any) -> T:
-        """`check` of the function's result; on that loop too, since the result's own code may hang.
-
-        Raises:
-            CallTimeout, UserCodeError: it took too long, or raised.
-            RolloutError: raised by `check`.
-        """
+        """`check` of the function's result; on that loop too, since the result's own code may hang."""
         engine.wrap_generate(partial(self._generate_on, asyncio.get_running_loop()))
 
         async def play() -> T:
@@ -74,12 +69,7 @@ class RolloutFunction(_IsolatedFunction):
     """A user's `async (row, engine) -> Rollout` as an agent."""
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """Play one rollout.
-
-        Raises:
-            CallTimeout, UserCodeError: it took too long, or raised.
-            RolloutError: the result is no rollout that can be trained on.
-        """
+        """Play one rollout."""
         return await self._call(engine, self._checked, row, engine)
 
     def _checked(self, result: Any) -> Rollout:
@@ -95,12 +85,7 @@ class GroupFunction(_IsolatedFunction):
     """A user's `async (row, engine, n) -> n rollouts`."""
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:
-        """Play n completions of a prompt.
-
-        Raises:
-            CallTimeout, UserCodeError: it took too long, or raised.
-            RolloutError: the result is not n rollouts that can be trained on.
-        """
+        """Play n completions of a prompt."""
         return await self._call(engine, partial(self._checked, n), row, engine, n)
 
     def _checked(self, n: int, result: Any) -> list[Rollout]:
@@ -139,11 +124,7 @@ def _run_into(work: Coroutine[Any, Any, T], future: "Future[T]") -> None:
 
 
 def form_of(function: Callable[..., Any]) -> str:
-    """Form of a `rollout_func`: "rollout", "group" or, if it is no coroutine function, "batch".
-
-    Raises:
-        ValueError: its arguments match none of the forms.
-    """
+    """Form of a `rollout_func`: "rollout", "group" or, if it is no coroutine function, "batch"."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # compiled code without a signature

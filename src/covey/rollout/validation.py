@@ -23,22 +23,13 @@ class RolloutError(ValueError):
 
 @dataclass(frozen=True)
 class RolloutValidator:
-    """Limits of the tokens of a rollout.
-
-    Attributes:
-        vocabulary: number of tokens that the model knows.
-        context: most tokens of prompt and completion together; None when unlimited.
-    """
+    """Limits of the tokens of a rollout."""
 
     vocabulary: int
     context: int | None
 
     def checked(self, rollout: Rollout) -> Rollout:
-        """A copy of the rollout with plain values; those of `extras` are shared.
-
-        Raises:
-            RolloutError: it cannot be trained on.
-        """
+        """A copy of the rollout with plain values; those of `extras` are shared."""
         try:
             own = _plain_rollout(rollout)
         except (TypeError, ValueError, OverflowError) as error:

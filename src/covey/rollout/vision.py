@@ -20,12 +20,7 @@ CACHED_TEXTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens of a text, and the images among them.
-
-    Attributes:
-        ids: with images expanded.
-        media: positions and inputs of these; empty for text alone.
-    """
+    """Tokens of a text, and the images among them."""
 
     ids: list[int]
     media: tuple[Media, ...] = ()
@@ -47,12 +42,7 @@ def is_processor(processing_class: Any) -> bool:
 
 
 class Vision:
-    """Calls a processor.
-
-    Args:
-        processor: of a vision-language model, with a tokenizer and an image processor.
-        placeholders: tokens that stand for images in the model.
-    """
+    """Calls a processor."""
 
     def __init__(self, processor: Any, placeholders: Sequence[int]):
         self.processor = processor
@@ -60,17 +50,7 @@ class Vision:
         self._cache: dict[tuple[Any, ...], Encoded] = {}
 
     def encode(self, text: str, images: Sequence[Any], start: int = 0, **tokenizing: Any) -> Encoded:
-        """Tokens of a text with images.
-
-        Args:
-            text: with the chat template's mark for each image.
-            images: as `read_image` takes them, in the order of the text.
-            start: index of the text's first token in the rollout.
-            tokenizing: further arguments of the tokenizer.
-
-        Raises:
-            ImageError: an image cannot be read, the text shows more or fewer than there are, or the processor fails.
-        """
+        """Tokens of a text with images."""
         if not images:
             ids = list(self.processor.tokenizer(text, **tokenizing)["input_ids"])
             if not self.placeholders.isdisjoint(ids):
@@ -90,14 +70,6 @@ class Vision:
 
         Each is processed by itself, and its tokens are searched for behind those of the one before. The result can be
         trained on, but not be sent to servers, which would have to make the tokens themselves.
-
-        Args:
-            ids: tokens of a rollout, with images expanded.
-            images: as `read_image` takes them, in their order.
-            written: one value a token, False for those of the policy, which stand for no image.
-
-        Raises:
-            ImageError: an image cannot be read, its tokens are missing, or there are tokens of other images.
         """
         found: list[Media] = []
         at = 0

@@ -14,8 +14,8 @@ from covey.core.batch import TrainBatch
 from covey.core.records import FinishReason, Max, Mean, Rollout, RolloutSummary, ScoredRollouts, Stat, merge_all
 from covey.core.transcript import Counts, count, thumbnails
 from covey.observability.timeline import ROLLOUTS, Span, Timeline, covered
-from covey.rewards.batch import RewardContext
-from covey.rewards.streaming import RewardStream
+from covey.rewards.call import RewardStream
+from covey.rewards.functions import RewardContext
 from covey.rollout.collector import RolloutSpec
 from covey.rollout.environments.agent import TextEnvironmentAgent
 from covey.rollout.tools.toolbox import call_stats

@@ -39,13 +39,7 @@ OBJECTS, REWARD = "environments", "environment_reward"
 
 
 class EnvironmentAgent(ABC):
-    """Plays rollouts in environments of a pool.
-
-    Args:
-        pool: of the environments.
-        gives_reward: True if the environments have a reward of their own.
-        needs: columns that `reset` has no defaults for.
-    """
+    """Plays rollouts in environments of a pool."""
 
     def __init__(self, pool: EnvironmentPool, gives_reward: bool, needs: Sequence[str] = ()):
         self.pool = pool
@@ -53,11 +47,7 @@ class EnvironmentAgent(ABC):
         self.needs = list(needs)
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """Play one rollout.
-
-        Raises:
-            EnvironmentFailed: the environment raised, hung or returned an unusable value; it is discarded.
-        """
+        """Play one rollout."""
         with engine.paused_timeout():  # other rollouts may use all environments
             lease = await self.pool.acquire()
         try:
@@ -100,14 +90,7 @@ class EnvironmentAgent(ABC):
 
 
 class ToolEnvironmentAgent(EnvironmentAgent):
-    """Plays environments whose public methods are tools.
-
-    Args:
-        pool, gives_reward: as for `EnvironmentAgent`.
-        example: an environment of the pool, whose methods describe those of all.
-        parser, max_iterations: as for `ToolAgent`.
-        tools: further tools, which belong to no environment.
-    """
+    """Plays environments whose public methods are tools."""
 
     def __init__(
         self,
@@ -165,14 +148,7 @@ class EnvironmentToolbox(Toolbox):
 
 
 class TextEnvironmentAgent(EnvironmentAgent):
-    """Plays environments with `step(text)`: the policy's turn is the action, the observation answers it.
-
-    Args:
-        pool: of the environments.
-        max_turns: turns of the policy; None: until the environment is done or the completion is full.
-        turn_end: makes the end of turn k, as reward functions name it; None: the turns' rewards are added up.
-        needs: columns that `reset` has no defaults for.
-    """
+    """Plays environments with `step(text)`: the policy's turn is the action, the observation answers it."""
 
     def __init__(
         self,

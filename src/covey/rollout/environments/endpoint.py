@@ -33,17 +33,7 @@ class RequestError(Exception):
 
 
 class ChatSession:
-    """The conversation of one rollout.
-
-    Args:
-        engine: of the rollout.
-        parser: of the model's notation of calls.
-
-    Attributes:
-        episode: the conversation so far; None before the first request.
-        full: the episode had no room for another turn.
-        refused: why a request could not be answered, or None.
-    """
+    """The conversation of one rollout."""
 
     def __init__(self, engine: EpisodeEngine, parser: ToolParser):
         self.episode: Episode | None = None
@@ -56,11 +46,7 @@ class ChatSession:
         self._reply: Message = {}
 
     async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The response to a request, both in OpenAI's format. The same request again gets the same response.
-
-        Raises:
-            RequestError: it is not supported, or does not continue the last one.
-        """
+        """The response to a request, both in OpenAI's format. The same request again gets the same response."""
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
             raise RequestError("`messages` must be a list of messages.")
@@ -126,11 +112,7 @@ class ChatSession:
 
 
 class ChatEndpoint:
-    """The server. Use it as an async context; sessions are opened by the code that runs the programs.
-
-    Attributes:
-        base_url: for OpenAI's clients, within the context.
-    """
+    """The server. Use it as an async context; sessions are opened by the code that runs the programs."""
 
     def __init__(self) -> None:
         self.base_url = ""

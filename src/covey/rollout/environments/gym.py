@@ -77,11 +77,7 @@ class GymEnvironment:
         self.settings = settings
 
     def __call__(self) -> "GymText":
-        """A new environment.
-
-        Raises:
-            ValueError: neither `actions` nor `parse` is given, and actions are not text.
-        """
+        """A new environment."""
         if isinstance(self.make, str):
             environment = library("gymnasium", "gym").make(self.make, **self.settings)
         else:
@@ -107,12 +103,7 @@ class GymEnvironment:
 
 @dataclass(eq=False)
 class GymText:
-    """One gymnasium environment with `step(text)`.
-
-    Attributes:
-        environment: gymnasium's.
-        parse, show, invalid_reward: as for `GymEnvironment`.
-    """
+    """One gymnasium environment with `step(text)`."""
 
     environment: Any
     parse: Callable[[str], Any]

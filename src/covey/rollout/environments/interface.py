@@ -175,11 +175,6 @@ def initial_prompt(prompt: Any, opening: Observation | None, where: str) -> list
 
     Text and images of the environment are added to the last message of the user, messages follow those of the row, or
     stand alone where the row has no prompt.
-
-    Args:
-        prompt: of the row, or None.
-        opening: the observation that `reset` returned.
-        where: name of the method in errors.
     """
     if prompt is None or prompt == []:
         if not opening:

@@ -91,12 +91,7 @@ class OpenEnvironment:
 
 @dataclass(eq=False)
 class OpenEnvText:
-    """One session of an OpenEnv server with `step(text)`.
-
-    Attributes:
-        client: OpenEnv's, in its synchronous form.
-        parse, show, invalid_reward: as for `OpenEnvironment`.
-    """
+    """One session of an OpenEnv server with `step(text)`."""
 
     client: Any
     parse: Callable[[str], Any]

@@ -36,15 +36,7 @@ class EnvironmentWarning(UserWarning):
 
 
 class Caller:
-    """Calls functions of one environment one after another, each under a deadline.
-
-    Args:
-        loop: runs async functions; shared by all environments of a run, so that clients survive between calls.
-        seconds: the deadline of each call, the wait for earlier calls included (`tool_timeout`).
-
-    Attributes:
-        lost: why the environment can no longer be used, or None. A call that was abandoned may still be at work on it.
-    """
+    """Calls functions of one environment one after another, each under a deadline."""
 
     def __init__(self, loop: LoopThread, seconds: float):
         self.seconds = seconds
@@ -56,17 +48,7 @@ class Caller:
     async def call(
         self, name: str, function: Callable[..., Any], read: Callable[[Any], T], /, *args: Any, **kwargs: Any
     ) -> T:
-        """`read(function(*args, **kwargs))`.
-
-        Args:
-            name: of the function, for messages.
-            function: ordinary or async.
-            read: called under the same deadline, since looking at a value may run the value's own code.
-            args, kwargs: the function's arguments.
-
-        Raises:
-            EnvironmentFailed: it raised or was late, or an earlier call was; or raised by `read`.
-        """
+        """`read(function(*args, **kwargs))`."""
         try:
             return await self.raw_call(name, function, read, *args, **kwargs)
         except CallTimeout:
@@ -79,12 +61,7 @@ class Caller:
     async def raw_call(
         self, name: str, function: Callable[..., Any], read: Callable[[Any], T], /, *args: Any, **kwargs: Any
     ) -> T:
-        """The same, for callers that distinguish failures.
-
-        Raises:
-            CallTimeout, UserCodeError: as `covey.runtime.deadlines.run_in_thread`.
-            EnvironmentFailed: an earlier call was abandoned.
-        """
+        """The same, for callers that distinguish failures."""
         if self.lost is not None:
             raise EnvironmentFailed(self.lost)
         if is_async(function):
@@ -162,16 +139,7 @@ class Lease:
 
 
 class EnvironmentPool:
-    """Makes, lends and closes environments.
-
-    Args:
-        factory: makes one; called without arguments.
-        seconds: deadline of each call of a method, and of the factory.
-        limit: most of them at a time; rollouts wait for one to come back. None: as many as there are rollouts.
-
-    Attributes:
-        loop: runs the async methods of all of them.
-    """
+    """Makes, lends and closes environments."""
 
     def __init__(self, factory: Callable[[], Any], seconds: float, limit: int | None = None):
         self.factory = factory
@@ -190,11 +158,7 @@ class EnvironmentPool:
         return len(self._environments.idle) + len(self._environments.leased)
 
     async def acquire(self) -> Lease:
-        """An environment that no other rollout uses: an idle one, or a new one.
-
-        Raises:
-            EnvironmentFailed: the factory raised or was late, or returned an environment of the pool.
-        """
+        """An environment that no other rollout uses: an idle one, or a new one."""
         known = self._environments
         while True:
             with known.lock:

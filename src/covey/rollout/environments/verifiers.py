@@ -81,11 +81,7 @@ class VerifiersEnvironment:
         return [_row(task, number) for number, task in enumerate(self._first(size))]
 
     async def play(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """One episode of a row's task. Always to be called on the same event loop.
-
-        Raises:
-            EnvironmentFailed: the environment failed, or its rollout cannot be trained on.
-        """
+        """One episode of a row's task. Always to be called on the same event loop."""
         task = self._task(row)
         service = await self._serving()
         session = ChatSession(engine, TOOL_PARSERS[parser_for(engine.tokenizer.chat_template)])
@@ -195,11 +191,7 @@ def _row(task: Any, number: int) -> dict[str, Any]:
 
 
 def _rollout(session: ChatSession, played: Any) -> Rollout:
-    """An episode of verifiers as a rollout.
-
-    Raises:
-        EnvironmentFailed: it failed.
-    """
+    """An episode of verifiers as a rollout."""
     if session.refused is not None:
         raise EnvironmentFailed(session.refused)
     errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]

@@ -69,13 +69,7 @@ class Finder:
 
 
 def calls_between(text: str, opening: str, closing: str, read: Callable[[str], list[Part]]) -> AssistantTurn:
-    """A turn with calls between two marks. A mark inside a JSON string closes nothing, and the last may be missing.
-
-    Args:
-        text: of the turn.
-        opening, closing: the marks.
-        read: the text between them, without white space around it -> the calls in it.
-    """
+    """A turn with calls between two marks. A mark inside a JSON string closes nothing, and the last may be missing."""
     scanner, openings, closings = Scanner(text), Finder(text, opening), Finder(text, closing)
     spans: list[Span] = []
     start = openings(answer_start(text))

@@ -34,29 +34,13 @@ def content_of(result: Any, limit: int) -> Content:
 
     Strings stay as they are; what JSON can hold is written as JSON, data classes too; anything else by `str`. Images,
     and lists of images and other things, become parts.
-
-    Args:
-        result: of any type.
-        limit: characters of text that are kept of each part; a note says what was left out.
-
-    Raises:
-        TypeError: it is a generator, which is the promise of a result.
-        Exception: printing it failed.
     """
     parts = parts_of(result, limit)
     return text_of(result, limit) if parts is None else parts
 
 
 def parts_of(result: Any, limit: int) -> list[dict[str, Any]] | None:
-    """An image, or a list that holds images or parts, as parts; None for anything else.
-
-    Args:
-        result: of any type.
-        limit: characters of text that are kept of each part.
-
-    Raises:
-        Exception: printing a member of the list failed.
-    """
+    """An image, or a list that holds images or parts, as parts; None for anything else."""
     if isinstance(result, list | tuple):
         first = list(islice(result, MAX_PARTS))
         return [_part(item, limit) for item in first] if any(_is_image(one) or _is_part(one) for one in first) else None

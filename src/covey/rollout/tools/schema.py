@@ -28,16 +28,7 @@ class WrongArgument(Exception):
 
 
 def checked(value: Any, schema: dict[str, Any], where: str) -> Any:
-    """`value` if the schema allows it. A whole number written as 3.0 becomes 3 where an integer is asked for.
-
-    Args:
-        value: a JSON value.
-        schema: JSON schema.
-        where: name of the value in messages.
-
-    Raises:
-        WrongArgument: it is not allowed.
-    """
+    """`value` if the schema allows it. A whole number written as 3.0 becomes 3 where an integer is asked for."""
     if value is None and schema.get("nullable"):
         return None
     if "anyOf" in schema:
@@ -102,10 +93,6 @@ def from_text(text: str, schema: dict[str, Any]) -> Any:
     It is a string where only a string is asked for. Otherwise it is the JSON value that it reads as, if the schema
     allows that or allows no string either; Python's True, False and None count as JSON's, since chat templates write
     them. Everything else stays text, which `checked` refuses where a string is not allowed.
-
-    Args:
-        text: as written.
-        schema: of the value; `{}` if unknown.
 
     Example:
         >>> from_text("5", {"type": "integer"}), from_text("5", {"type": "string"}), from_text("5", {})

@@ -74,11 +74,7 @@ class Tool:
         return cls(name, schema, function, enums)
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A call's arguments, checked, as the function gets them.
-
-        Raises:
-            WrongArgument: one is missing, unknown or not what the schema allows.
-        """
+        """A call's arguments, checked, as the function gets them."""
         parameters = self.schema["function"].get("parameters") or {}
         closed = {"properties": {}, "additionalProperties": False, **parameters}
         missing = [name for name in parameters.get("required", ()) if name not in given]

@@ -45,15 +45,7 @@ class Failure(StrEnum):
 
 @dataclass(slots=True)
 class ToolResult:
-    """The answer to one call.
-
-    Attributes:
-        name: of the tool; "tool" where the call could not be read.
-        call_id: nine characters that tie the answer to its call, for templates that need it.
-        content: for the policy.
-        failure: None if the tool returned.
-        seconds: how long the tool ran.
-    """
+    """The answer to one call."""
 
     name: str
     call_id: str

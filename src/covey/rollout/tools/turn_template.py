@@ -138,11 +138,7 @@ class TurnTemplate:
         return token in self._ends.values() or not self._ends
 
     def ending(self) -> list[int]:
-        """Tokens that end a turn which the policy has not ended itself; `continuation` follows them.
-
-        Raises:
-            ValueError: the template cannot render a turn.
-        """
+        """Tokens that end a turn which the policy has not ended itself; `continuation` follows them."""
         text = self._render([_USER, {"role": "assistant", "content": _TEXT}], answer=False)
         _, marked, cut = self._end_of_turn(text)
         return list(self.tokenizer(text[marked:cut], add_special_tokens=False)["input_ids"])
@@ -311,13 +307,7 @@ class TurnTemplate:
 
 
 class TurnTemplates:
-    """Turn templates of one chat template, one for each set of tools and template arguments.
-
-    Args:
-        codec: of the prompts.
-        end_ids: tokens that end a turn.
-        unstable: "raise" or "keep", as for `TurnTemplate`.
-    """
+    """Turn templates of one chat template, one for each set of tools and template arguments."""
 
     def __init__(self, codec: PromptCodec, end_ids: Sequence[int], unstable: str = "raise"):
         self.codec = codec
@@ -326,11 +316,7 @@ class TurnTemplates:
         self._cache: dict[str, TurnTemplate] = {}  # least recently used first
 
     def of(self, tools: Sequence[dict[str, Any]], row_kwargs: dict[str, Any] | None) -> TurnTemplate:
-        """The template with these tools and arguments.
-
-        Raises:
-            ValueError: it cannot render conversations that go on, or is not prefix-stable.
-        """
+        """The template with these tools and arguments."""
         kwargs = self.codec.template_kwargs(row_kwargs)
         key = json.dumps([list(tools), kwargs], sort_keys=True, default=repr)
         template = self._cache.pop(key, None)

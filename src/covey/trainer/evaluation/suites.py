@@ -21,7 +21,7 @@ from covey.config.algebra import BatchAlgebra
 from covey.config.messages import closest
 from covey.core.engine import SamplingParams
 from covey.core.estimates import interval_of_mean, interval_of_share, maj_at_k, pass_at_k
-from covey.rewards.decorators import extract_of
+from covey.rewards.contract import extract_of
 from covey.rewards.functions import FunctionReward
 from covey.rewards.suite import RewardSuite
 from covey.runtime.user_code import format_error, format_value

@@ -1,10 +1,8 @@
-"""Decorators for reward functions."""
+"""Errors of reward functions, and the decorators that declare what a function promises."""
 
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-from covey.rewards.errors import RewardError
 
 Extract = Callable[[Any], Any] | str
 """The answer of a completion: a function of the completion, or the name of a column given to `log_extra`."""
@@ -12,6 +10,18 @@ Extract = Callable[[Any], Any] | str
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "covey_per_completion"
+
+
+class RewardError(ValueError):
+    """A reward function failed on all samples or breaks its contract; stops the run."""
+
+
+class MissingArgument(RewardError):
+    """A reward function asks for an argument that no batch has."""
+
+
+class RewardWarning(UserWarning):
+    """Some samples could not be scored; they get no reward and are counted in the metrics."""
 
 
 def per_completion(function: F) -> F:
