@@ -63,7 +63,7 @@ def run(running, weights, *updates, deadline=60.0):
                 await weights.send([server], update, deadline)
                 await server.call("POST", "/reset_prefix_cache", doing="test", deadline=60.0)
                 body = {
-                    "model": weights.model_name(ServerFacts(model=running.model, release=""), update.version),
+                    "model": weights.model_name(ServerFacts(model=running.model), update.version),
                     "prompt": PROMPT, "max_tokens": 16, "temperature": 0.0, "return_token_ids": True,
                     "ignore_eos": True,
                 }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from covey.core.engine import TensorSpec, WeightUpdate
+from covey.core.records import FinishReason
 from covey.engines.servers import server_pool as fleet_module
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
@@ -19,7 +20,7 @@ from covey.engines.servers.sglang.api import SglangApi
 from covey.policy.weights import weight_update
 from tests.support import tiny
 from tests.support.servers.senders import sglang_sender
-from tests.support.servers.sglang_servers import InThread, OwnProcess, call, greedy, request, update
+from tests.support.servers.sglang_servers import InThread, OwnProcess, call, greedy, logprobs_of, request, update
 
 ENDS = frozenset({1})
 VOCABULARY = tiny.config().vocab_size
@@ -83,6 +84,16 @@ def send(transport, server, what, deadline=30.0):
             await transport.close()
 
     call(server.url, once)
+
+
+def test_the_servers_own_end_tokens_do_not_end_completions(other, engines):
+    """The server's model ends at token 1; asked for other ends, completions go on beyond it."""
+    engine = engines(sglang_sender(), other(), ends=frozenset({9999}))
+    completions = asyncio.run(engine.generate(request(n=8, max_tokens=30, seed=5)))
+    assert any(1 in one.token_ids[:-1] for one in completions)
+    for one in completions:
+        assert one.finish is FinishReason.LENGTH and len(one.token_ids) == 30
+        assert one.logprobs == pytest.approx(logprobs_of(tiny.model(), [5, 6, 7], one.token_ids), abs=1e-4)
 
 
 # ---- every way -------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class StubApi:
 
     async def probe(self, server, deadline):
         info = await server.call("GET", "/info", doing="read its properties", deadline=deadline)
-        return ServerFacts(model=info["model"], release="1")
+        return ServerFacts(model=info["model"])
 
     async def check_alive(self, server, deadline):
         await server.call("GET", "/info", doing="check its health", deadline=deadline)

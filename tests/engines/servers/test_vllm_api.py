@@ -44,8 +44,8 @@ def look(server, api_key=None, **options):
 
 def test_a_server_says_what_it_is(servers):
     facts = look(servers(name="served", dtype="torch.bfloat16", max_model_len=128))
-    assert (facts.model, facts.path, facts.release, facts.max_context) == ("served", "/models/served", "0.32.0", 128)
-    assert (facts.world_size, facts.dtype, facts.sleeps) == (1, torch.bfloat16, True)
+    assert (facts.model, facts.path, facts.max_context) == ("served", "/models/served", 128)
+    assert facts.dtype == torch.bfloat16
 
 
 def test_a_server_that_a_killed_run_left_paused_goes_on(servers):
@@ -56,19 +56,16 @@ def test_a_server_that_a_killed_run_left_paused_goes_on(servers):
     assert server.asked("/v1/completions")  # a paused server would not have answered
 
 
-@pytest.mark.parametrize(
-    ("mode", "top_p_shows", "knows_temperature"),
-    [("raw_logprobs", False, False), ("processed_logprobs", True, True)],
-)
-def test_one_sampled_token_tells_which_logprobs_are_reported(servers, mode, top_p_shows, knows_temperature):
+@pytest.mark.parametrize(("mode", "top_p_shows"), [("raw_logprobs", False), ("processed_logprobs", True)])
+def test_one_sampled_token_tells_which_logprobs_are_reported(servers, mode, top_p_shows):
     facts = look(servers(logprobs_mode=mode))
-    assert (facts.reports_after_cut, facts.reports_temperature) == (top_p_shows, knows_temperature)
+    assert facts.reports_after_cut == top_p_shows
 
 
 def test_raw_logprobs_are_refused_at_other_temperatures_than_1(servers):
     with pytest.raises(ServerRefused, match=r"temperature 0\.7.*--logprobs-mode processed_logprobs"):
         look(servers(), temperature=0.7)
-    assert look(servers(logprobs_mode="processed_logprobs"), temperature=0.7).reports_temperature
+    assert look(servers(logprobs_mode="processed_logprobs"), temperature=0.7).reports_after_cut
 
 
 def test_logits_are_no_logprobs(servers):

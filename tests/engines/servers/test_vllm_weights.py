@@ -240,7 +240,7 @@ def test_the_reported_version_must_be_the_one_sent(servers, weights):
 def test_adapters_get_a_name_each_and_old_ones_go(servers, weights, elsewhere):
     server, one = servers(max_lora_rank=8, elsewhere=elsewhere), weights()
     send(one, [server], *(adapter(version) for version in range(1, 7)))
-    facts = ServerFacts(model="tiny", release="")
+    facts = ServerFacts(model="tiny")
     names = [one.model_name(facts, version) for version in (4, 5, 6)]
     assert list(server.adapters) == names and len(set(names)) == 3
     for version, name in zip((4, 5, 6), names, strict=True):
@@ -253,7 +253,7 @@ def test_other_processes_learn_the_names(servers, weights):
     one, other = weights(), weights()
     send(one, [servers(max_lora_rank=8)], adapter(3))
     other.import_state(one.export_state())
-    facts = ServerFacts(model="tiny", release="")
+    facts = ServerFacts(model="tiny")
     assert other.model_name(facts, 3) == one.model_name(facts, 3) != "tiny"
 
 
@@ -289,7 +289,7 @@ def test_another_adapter_of_one_version_gets_another_name(servers, weights):
     server, one = servers(max_lora_rank=8), weights()
     changed = dataclasses.replace(adapter(2), version=1)  # of the same version as what the server has already
     send(one, [server], adapter(1), changed)
-    name = one.model_name(ServerFacts(model="tiny", release=""), 1)
+    name = one.model_name(ServerFacts(model="tiny"), 1)
     wanted = dict(changed.tensors())
     assert all(torch.equal(tensor, wanted[key]) for key, tensor in server.adapters[name].items())
 
@@ -306,7 +306,7 @@ def test_an_unsuitable_adapter_is_refused_with_advice(servers, weights, options,
 def test_a_restarted_plain_server_is_sent_the_adapter_again(servers, weights):
     server, one, lora = servers(max_lora_rank=8, worker=False), weights(), adapter(1)
     send(one, [server], lora)
-    name = one.model_name(ServerFacts(model="tiny", release=""), 1)
+    name = one.model_name(ServerFacts(model="tiny"), 1)
     server.kill()
     server.start()  # nothing tells this start from the one before, and the engine left it out meanwhile
     one.invalidate(ServerClient(server.url))

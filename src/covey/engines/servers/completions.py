@@ -11,6 +11,9 @@ from covey.core.records import Completion, FinishReason, images_of, unexpanded
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.protocols import SampledChunk
 
+BEFORE_TEMPERATURE = (
+    "it reports log-probs from before the temperature divides the logits, which cannot be compared with the trainer's"
+)
 ABOVE_ZERO = 1e-2  # rounding error by which a log-prob may exceed 0
 
 STOPS = ("stop", "stop_token_ids", "ignore_eos", "structured_outputs", "regex", "json_schema")
@@ -33,7 +36,7 @@ def check_answer(
             hint = "Start the server with the model that is trained."
             raise ServerRefused(url, "generate", f"{message} {vocab_size}", hint)
         _check_logprobs(url, chunk.completion)
-        if not chunk.aborted:
+        if not (chunk.aborted or chunk.unfinished):
             _check_end(url, request, chunk.completion, ends)
 
 
@@ -111,6 +114,15 @@ class PartialCompletion:
         known = [version for version in self.versions if version is not None]
         versions = known if len(known) == len(self.versions) else None
         return Completion(self.token_ids, self.logprobs, finish, versions=versions)
+
+
+def refuse_reserved(extra: dict[str, Any], reserved: frozenset[str]) -> None:
+    """Refuse settings that requests decide themselves, with a ValueError."""
+    if taken := sorted(reserved & extra.keys()):
+        raise ValueError(
+            f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
+            f" {', '.join(taken)}."
+        )
 
 
 def single_request(request: SampleRequest, index: int) -> SampleRequest:

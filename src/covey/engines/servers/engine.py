@@ -10,7 +10,7 @@ import contextlib
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.records import Completion
 from covey.engines.servers.completions import PartialCompletion, check_answer, single_request
-from covey.engines.servers.errors import RETRIED, BadAnswer, DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
+from covey.engines.servers.errors import RETRIED, BadAnswer, DeadlineExceeded, NoServerLeft, ServerError
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk, ServerApi, ServerFacts
 from covey.engines.servers.server_pool import FIRST_PAUSE, PROBE_SECONDS, QUICK_SECONDS, PoolMember, ServerPool
@@ -85,7 +85,7 @@ class RemoteEngine:
         try:
             self._pool = self._thread.run(self._start(servers, timeout, concurrency, model_name, resend))
         except BaseException:
-            self._thread.run(_close_all(servers), QUICK_SECONDS)
+            self._thread.run(_release(servers), QUICK_SECONDS)
             self._thread.close(seconds=10.0)
             raise
         facts = [member.facts for member in self._pool.members]
@@ -109,7 +109,7 @@ class RemoteEngine:
     async def _start(
         self, servers: Sequence[ServerClient], timeout: float, concurrency: int, model_name: str | None, resend: bool
     ) -> ServerPool:
-        members = await connect(self.api, servers, timeout, vocab_size=self._vocab_size, model_name=model_name)
+        members = await connect(self.api, servers, timeout, model_name)
 
         async def readmit(member: PoolMember) -> bool:
             weights = weights_ref()
@@ -174,17 +174,18 @@ class RemoteEngine:
         return await self._pool.run(call, load=request.n)
 
     async def _finish(self, request: SampleRequest, chunk: SampledChunk, version: int | None) -> Completion:
-        """Continue a completion that new weights aborted, with its tokens so far as part of the prompt."""
+        """Continue a completion that new weights aborted, or that a token of the server's own choice ended."""
         partial = PartialCompletion(request)
         partial.add(chunk, version)
         empty = 0
-        while chunk.aborted and not partial.complete(self._ends):
+        while (chunk.aborted or chunk.unfinished) and not partial.complete(self._ends):
             empty = 0 if chunk.completion.token_ids else empty + 1
             if empty > EMPTY_ABORTS:
                 raise BadAnswer("the server", "generate", f"it aborted a completion {empty} times in a row")
             [chunk], version = await self._request(partial.rest())
             partial.add(chunk, version)
-        return partial.completion(partial.finish(self._ends) if chunk.aborted else chunk.completion.finish)
+        whole = not (chunk.aborted or chunk.unfinished)
+        return partial.completion(chunk.completion.finish if whole else partial.finish(self._ends))
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -210,19 +211,11 @@ class RemoteEngine:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Context in which requests wait instead of starting: another process changes the weights."""
-        hold = self._pool.held()
-
-        async def begin() -> None:
-            hold.__enter__()
-
-        async def end() -> None:
-            hold.__exit__(None, None, None)
-
-        self._thread.run(begin(), QUICK_SECONDS)
+        self._thread.run(self._pool.hold(), QUICK_SECONDS)
         try:
             yield
         finally:
-            self._thread.run(end(), QUICK_SECONDS)
+            self._thread.run(self._pool.unhold(), QUICK_SECONDS)
 
     def export_state(self) -> Any:
         """State after `load_weights` for the `import_state` of other processes; JSON."""
@@ -256,41 +249,30 @@ class RemoteEngine:
         Raises:
             ServerRefused: another run sent weights to a server, so completions may have been sampled from those.
         """
-        self._thread.run(self._wake())
+        self._thread.run(self._change(self._weights.wake, self._weights.recheck))
         self._awake += 1
         try:
             yield
             if self._weights.sends:
-                self._thread.run(self._recheck())
+                self._thread.run(self._change(self._weights.recheck))
         finally:
             self._awake -= 1
             if self._sleeps and not self._awake:
-                self._thread.run(self._sleep())
+                self._thread.run(self._change(self._weights.sleep))
 
-    async def _wake(self) -> None:
+    async def _change(self, *steps: Callable[[], Awaitable[None]]) -> None:
         async with self._weights.changing:
-            await self._weights.wake()
-            await self._weights.recheck()
-
-    async def _recheck(self) -> None:
-        async with self._weights.changing:
-            await self._weights.recheck()
-
-    async def _sleep(self) -> None:
-        async with self._weights.changing:
-            await self._weights.sleep()
+            for step in steps:
+                await step()
 
     def close(self) -> None:
         """Release connections, groups and the thread; completions in flight are lost."""
         if self._thread.running:
             try:
-                self._thread.run(self._close(), 2 * QUICK_SECONDS)
+                servers = [member.server for member in self._pool.members]
+                self._thread.run(_release(servers, self.sender, self._pool), 2 * QUICK_SECONDS)
             finally:
                 self._thread.close(seconds=10.0)
-
-    async def _close(self) -> None:
-        self._pool.close()
-        await _release([member.server for member in self._pool.members], self.sender)
 
 
 def _finalize(thread: LoopThread, servers: Sequence[ServerClient], sender: WeightSender) -> None:
@@ -301,18 +283,19 @@ def _finalize(thread: LoopThread, servers: Sequence[ServerClient], sender: Weigh
     thread.close(seconds=10.0)
 
 
-async def _release(servers: Sequence[ServerClient], sender: WeightSender) -> None:
-    await sender.close()
-    await _close_all(servers)
-
-
-async def _close_all(servers: Sequence[ServerClient]) -> None:
+async def _release(
+    servers: Sequence[ServerClient], sender: WeightSender | None = None, pool: ServerPool | None = None
+) -> None:
+    if pool is not None:
+        pool.close()
+    if sender is not None:
+        await sender.close()
     for server in servers:
         await server.close()
 
 
 async def connect(
-    api: ServerApi, servers: Sequence[ServerClient], timeout: float, *, vocab_size: int | None, model_name: str | None
+    api: ServerApi, servers: Sequence[ServerClient], timeout: float, model_name: str | None
 ) -> list[PoolMember]:
     """Wait for all servers to be up, and check that they suit the run: a wrong one ends the run before it begins."""
     found = await asyncio.gather(*(_first_probe(api, server, timeout) for server in servers))
@@ -324,14 +307,19 @@ async def connect(
             f" {api.settings.timeout}. The last error of each:",
             lost,
         )
-    members = [
-        PoolMember(server, facts)
-        for server, facts in zip(servers, found, strict=True)
-        if not isinstance(facts, ServerError)  # none is, by now
-    ]
-    for member in members:
-        _compare(member.server, member.facts, vocab_size, model_name)
-        await api.resume(member.server, QUICK_SECONDS)  # a run that was killed may have left it paused
+    members = []
+    for server, facts in zip(servers, found, strict=True):
+        assert not isinstance(facts, ServerError), "raised above"
+        path = facts.path or facts.model
+        if model_name and _basename(path) != _basename(model_name):
+            warnings.warn(
+                f"{server.url} was started with {path!r} and {model_name!r} is trained. Fine if they are one"
+                " architecture, since the server is sent the weights; otherwise start it with the model that is"
+                " trained.",
+                stacklevel=2,
+            )
+        await api.resume(server, QUICK_SECONDS)  # a run that was killed may have left it paused
+        members.append(PoolMember(server, facts))
     return members
 
 
@@ -345,25 +333,6 @@ async def _first_probe(api: ServerApi, server: ServerClient, timeout: float) -> 
             if time.monotonic() + FIRST_PAUSE >= until:
                 return error
         await asyncio.sleep(FIRST_PAUSE)
-
-
-def _compare(server: ServerClient, facts: ServerFacts, vocab_size: int | None, model_name: str | None) -> None:
-    """Compare the server's model with the one that is trained."""
-    if None not in (facts.vocab_size, vocab_size) and facts.vocab_size != vocab_size:
-        raise ServerRefused(
-            server.url,
-            "sample for this run",
-            f"its model ({facts.model}) has {facts.vocab_size} tokens, and the one that is trained has {vocab_size}",
-            "Start the server with the model that is trained.",
-        )
-    path = facts.path or facts.model
-    if model_name and _basename(path) != _basename(model_name):
-        warnings.warn(
-            f"{server.url} was started with {path!r} and {model_name!r} is trained. Fine if they are one"
-            " architecture, since the server is sent the weights; otherwise start it with the model that is"
-            " trained.",
-            stacklevel=2,
-        )
 
 
 def _basename(name: str) -> str:

@@ -1,7 +1,7 @@
 """Errors between a trainer and an inference server. Every message names the server, the request and a remedy."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class ServerError(RuntimeError):
@@ -68,13 +68,18 @@ class NoServerLeft(RuntimeError):
 
 
 @contextmanager
-def same_vocabulary(token: int) -> Iterator[None]:
-    """Context in which a server samples after the vocabulary's last token; the error explains that it has none."""
+def advised(hint: str, *parts: str, message: str = "{}", doing: str = "") -> Iterator[None]:
+    """Context that adds advice to refusals whose message contains one of `parts`; {} stands for that message."""
     try:
         yield
     except ServerRefused as error:
-        if "vocabulary" not in error.message:
+        if parts and not any(part in error.message for part in parts):
             raise
-        message = f"its vocabulary lacks token {token} of the model that is trained ({error.message})"
-        hint = "Start the server with the model that is trained."
-        raise ServerRefused(error.url, "sample for this run", message, hint) from error
+        raise ServerRefused(error.url, doing or error.doing, message.replace("{}", error.message), hint) from error
+
+
+def same_vocabulary(token: int) -> AbstractContextManager[None]:
+    """Context in which a server samples after the vocabulary's last token; the error explains that it has none."""
+    message = f"its vocabulary lacks token {token} of the model that is trained ({{}})"
+    hint = "Start the server with the model that is trained."
+    return advised(hint, "vocabulary", message=message, doing="sample for this run")

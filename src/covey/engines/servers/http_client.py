@@ -42,14 +42,7 @@ class ServerClient:
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     async def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        doing: str,
-        deadline: float,
-        body: Any = None,
-        query: dict[str, Any] | None = None,
+        self, method: str, path: str, doing: str, deadline: float, body: Any = None, query: dict[str, Any] | None = None
     ) -> Any:
         """Send one request; the answer's JSON, or its text if that is no JSON.
 
@@ -81,9 +74,9 @@ class ServerClient:
             raise self._failure(status, text, doing, elsewhere)
         return _as_json(text)
 
-    async def ask(self, path: str, *, doing: str, deadline: float, body: Any = None) -> dict[str, Any]:
+    async def ask(self, path: str, doing: str, deadline: float, body: Any = None) -> dict[str, Any]:
         """Send `body` with POST; the answer must be a JSON object, or `BadAnswer` is raised."""
-        answer = await self.call("POST", path, doing=doing, deadline=deadline, body=body)
+        answer = await self.call("POST", path, doing, deadline, body)
         if not isinstance(answer, dict):
             raise BadAnswer(self.url, doing, f"{path} answered {answer!r:.200} where a JSON object belongs")
         return answer

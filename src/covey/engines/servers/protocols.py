@@ -22,27 +22,20 @@ class ServerFacts:
     """Properties that a server reports; None where it is unknown."""
 
     model: str  # the name it answers to
-    release: str  # version of its software, as in "0.32.0"
     max_context: int | None = None  # tokens it can attend to
-    world_size: int = 1  # processes that hold weights (tensor x pipeline x data parallel)
     dtype: torch.dtype | None = None  # it computes in
-    vocab_size: int | None = None  # tokens that its model embeds
     reports_after_cut: bool = False  # its log-probs are those after top-k, top-p, min-p and penalties
-    reports_temperature: bool = True  # its log-probs are those at the sampling temperature, not at temperature 1
-    sleeps: bool = False  # it was started so that it can release its memory
     takes_adapters: bool = False  # it was started so that adapters can be loaded while it runs
     path: str | None = None  # where its model was loaded from, if that is not its name
 
 
 @dataclass(frozen=True, slots=True)
 class SampledChunk:
-    """A completion; the first part of it if `aborted`, because the server was paused or stopped.
-
-    The rest can be requested later, with the prompt and these tokens as the new prompt.
-    """
+    """A completion, or its first part: the rest can be requested with the prompt and these tokens as the new prompt."""
 
     completion: Completion
-    aborted: bool = False
+    aborted: bool = False  # the server was paused or stopped
+    unfinished: bool = False  # the server ended it at a token that does not end one
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ event loop.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -246,15 +246,14 @@ class ServerPool:
 
     # ---- changing weights ------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Context in which requests wait instead of starting."""
+    async def hold(self) -> None:
+        """Let requests wait instead of starting, until `unhold`."""
         self._held += 1
-        try:
-            yield
-        finally:
-            self._held -= 1
-            self._notify()
+
+    async def unhold(self) -> None:
+        """End a `hold`."""
+        self._held -= 1
+        self._notify()
 
     def recall(self, members: Iterable[PoolMember]) -> None:
         """Cancel requests in flight; `run` starts them again."""

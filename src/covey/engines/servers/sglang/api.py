@@ -23,14 +23,14 @@ import torch
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import Completion, FinishReason
 from covey.engines.servers.completions import (
+    BEFORE_TEMPERATURE,
     STOPS,
-    PartialCompletion,
     check_expanded,
+    refuse_reserved,
     sent_ids,
     sent_images,
-    single_request,
 )
-from covey.engines.servers.errors import BadAnswer, ServerRefused, same_vocabulary
+from covey.engines.servers.errors import BadAnswer, ServerRefused, advised, same_vocabulary
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, SampledChunk, ServerFacts, SettingNames
 
@@ -57,7 +57,7 @@ PROBE_TEMPERATURE = 2.0
 async def write_version(server: ServerClient, version: str, deadline: float) -> None:
     """Set the version that /model_info reports."""
     body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
-    await server.call("POST", "/update_weight_version", doing=doing, deadline=deadline, body=body)
+    await server.call("POST", "/update_weight_version", doing, deadline, body)
 
 
 async def read_version(server: ServerClient, deadline: float) -> str | None:
@@ -87,26 +87,23 @@ class SglangApi:
         self._extra = dict(extra or {})
         self._vocab_size = vocab_size
         self._released: dict[str, list[str]] = {}
-        if taken := sorted(RESERVED & self._extra.keys()):
-            raise ValueError(
-                f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
-                f" {', '.join(taken)}."
-            )
+        refuse_reserved(self._extra, RESERVED)
 
     async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
         """Read the server's properties, and resume it if it was left paused; see `ServerApi.probe`."""
         model = await model_info(server, deadline)
         info = await server_info(server, deadline)
         await self.resume(server, deadline)  # paused, it would fail its health check
-        await server.call("GET", "/health", doing="check its health", deadline=deadline)
-        return replace(facts_of(model, info), reports_temperature=await self._reports_temperature(server, deadline))
+        await server.call("GET", "/health", "check its health", deadline)
+        await self._check_logprobs(server, deadline)
+        return facts_of(model, info)
 
     async def check_alive(self, server: ServerClient, deadline: float) -> None:
         """Check that it answers, which it does while it is paused too; its health check does not."""
         await model_info(server, deadline)
 
-    async def _reports_temperature(self, server: ServerClient, deadline: float) -> bool:
-        """Sample single tokens to compare the vocabularies, and to find out whether log-probs include the temperature.
+    async def _check_logprobs(self, server: ServerClient, deadline: float) -> None:
+        """Sample single tokens to compare the vocabularies, and to check that log-probs include the temperature.
 
         A token outside of the vocabulary may only be scored: in a prompt it would end the server. The likeliest token
         is sampled greedily, which gives its log-prob at temperature 1, then scored at temperature 2 and compared.
@@ -115,20 +112,14 @@ class SglangApi:
         with same_vocabulary(last):
             await self._token(server, 0, 0.0, last, deadline)
         if self._temperature == 1.0 or not last:
-            return True
+            return
         # Not after token 0: it is often padding, after which all tokens can be equally likely.
         greedy, _ = await self._token(server, last // 2, 0.0, last, deadline)
         (likeliest,), (cold,) = greedy.completion.token_ids, greedy.completion.logprobs or [0.0]
         _, warm = await self._token(server, last // 2, PROBE_TEMPERATURE, likeliest, deadline)
-        if abs(warm - cold) > 1e-4 or cold > -1e-3:  # a token that is certain is so at any temperature
-            return True
-        raise ServerRefused(
-            server.url,
-            f"sample at temperature {self._temperature:g}",
-            "it reports log-probs from before the temperature divides the logits, which cannot be compared with the"
-            " trainer's",
-            "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1.",
-        )
+        if abs(warm - cold) <= 1e-4 and cold <= -1e-3:  # a token that is certain is so at any temperature
+            hint = "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1."
+            raise ServerRefused(server.url, f"sample at temperature {self._temperature:g}", BEFORE_TEMPERATURE, hint)
 
     async def _token(
         self, server: ServerClient, after: int, temperature: float, scored: int, deadline: float
@@ -141,7 +132,7 @@ class SglangApi:
             "return_logprob": True,
             "token_ids_logprob": [[scored]],
         }
-        answer = await self._post(server, body, deadline, doing)
+        answer = await server.call("POST", "/generate", doing, deadline, body)
         [sampled] = completions_of(server, answer, 1, doing)
         try:
             return sampled, float(answer[0]["meta_info"]["output_token_ids_logprobs"][0][0][0])
@@ -153,47 +144,11 @@ class SglangApi:
     async def generate(
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
     ) -> list[SampledChunk]:
-        """Sample `request.n` completions in one request, each with its seed; the server computes their prompt once."""
-        until = time.monotonic() + deadline
-        answer = await self._sample(server, request, model, ends, deadline)
-        if any(name in request.params.extra for name in STOPS):
-            return answer
-        return list(
-            await asyncio.gather(
-                *(
-                    self._continue(server, single_request(request, i), chunk, model, ends, until)
-                    for i, chunk in enumerate(answer)
-                )
-            )
-        )
-
-    async def _continue(
-        self,
-        server: ServerClient,
-        request: SampleRequest,
-        chunk: SampledChunk,
-        model: str,
-        ends: frozenset[int],
-        until: float,
-    ) -> SampledChunk:
-        """Continue a completion that the server ended at a token which is not in `ends`.
+        """Sample `request.n` completions in one request, each with its seed; the server computes their prompt once.
 
         It adds the end tokens of the model's own files to `ends`; an option to ignore those would ignore `ends` too.
+        Completions that such a token ends are returned as unfinished.
         """
-        partial = PartialCompletion(request)
-        partial.add(chunk, None)
-        while not chunk.aborted and chunk.completion.finish is FinishReason.STOP and not partial.complete(ends):
-            left = max(until - time.monotonic(), 0.01)
-            [chunk] = await self._sample(server, partial.rest(), model, ends, left)
-            partial.add(chunk, None)
-        if len(partial.token_ids) == len(chunk.completion.token_ids):
-            return chunk
-        finish = chunk.completion.finish if chunk.aborted else partial.finish(ends)
-        return SampledChunk(Completion(partial.token_ids, partial.logprobs, finish), chunk.aborted)
-
-    async def _sample(
-        self, server: ServerClient, request: SampleRequest, model: str, ends: frozenset[int], deadline: float
-    ) -> list[SampledChunk]:
         body: dict[str, Any] = {
             "input_ids": [sent_ids(request)] * request.n,
             "sampling_params": [sampling_params(request.params, seed, ends) for seed in request.seeds],
@@ -203,23 +158,23 @@ class SglangApi:
             body["lora_path"] = [model] * request.n
         if request.media:
             body["image_data"] = [sent_images(request)] * request.n
-        answer = await self._post(server, body, deadline, "generate")
+        answer = await server.call("POST", "/generate", "generate", deadline, body)
         if request.media and isinstance(answer, list) and answer:
             check_expanded(server.url, request, prompt_tokens_of(answer[0]))
-        return completions_of(server, answer, request.n, "generate")
-
-    async def _post(self, server: ServerClient, body: dict[str, Any], deadline: float, doing: str) -> Any:
-        return await server.call("POST", "/generate", doing=doing, deadline=deadline, body=body)
+        chunks = completions_of(server, answer, request.n, "generate")
+        if any(name in request.params.extra for name in STOPS):
+            return chunks
+        return [replace(chunk, unfinished=_ends_elsewhere(chunk, ends)) for chunk in chunks]
 
     # ---- training --------------------------------------------------------------------------------------------------
 
     async def pause(self, server: ServerClient, deadline: float) -> None:
         """Abort requests in flight and hold new ones."""
-        await server.call("POST", "/pause_generation", doing="pause", deadline=deadline, body={"mode": "abort"})
+        await server.call("POST", "/pause_generation", "pause", deadline, {"mode": "abort"})
 
     async def resume(self, server: ServerClient, deadline: float) -> None:
         """Continue sampling, also of requests that have waited."""
-        await server.call("POST", "/continue_generation", doing="resume", deadline=deadline, body={})
+        await server.call("POST", "/continue_generation", "resume", deadline, {})
 
     async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
         """Empty the prefix cache; repeated until no request uses it."""
@@ -250,9 +205,7 @@ class SglangApi:
         tags = [KV, GRAPHS, *([WEIGHTS] if weights else [])]
         await self.pause(server, deadline)
         await self.clear_prefix_cache(server, deadline)
-        await server.call(
-            "POST", "/release_memory_occupation", doing="put it to sleep", deadline=deadline, body={"tags": tags}
-        )
+        await server.call("POST", "/release_memory_occupation", "put it to sleep", deadline, {"tags": tags})
         self._released[server.url] = tags
 
     async def wake(self, server: ServerClient, deadline: float) -> None:
@@ -260,7 +213,7 @@ class SglangApi:
         tags = self._released.get(server.url)
         if tags is not None:
             body = {"tags": tags}
-            await server.call("POST", "/resume_memory_occupation", doing="wake it", deadline=deadline, body=body)
+            await server.call("POST", "/resume_memory_occupation", "wake it", deadline, body)
             del self._released[server.url]
         await self.resume(server, deadline)
 
@@ -284,6 +237,11 @@ def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> 
         "skip_special_tokens": False,
         **params.extra,
     }
+
+
+def _ends_elsewhere(chunk: SampledChunk, ends: frozenset[int]) -> bool:
+    tokens, stopped = chunk.completion.token_ids, chunk.completion.finish is FinishReason.STOP
+    return stopped and not chunk.aborted and (not tokens or tokens[-1] not in ends)
 
 
 def completions_of(server: ServerClient, answer: Any, n: int, doing: str) -> list[SampledChunk]:
@@ -324,15 +282,11 @@ def chunk_of(answer: Any) -> SampledChunk:
 
 def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
     """Properties from the answers of `/model_info` and `/server_info`."""
-    tensor, pipeline, data = (int(info.get(f"{kind}_size") or 1) for kind in ("tp", "pp", "dp"))
     limits = [info.get("context_length") or info.get("max_req_input_len"), info.get("max_total_num_tokens")]
     return ServerFacts(
         model=str(model.get("served_model_name") or model["model_path"]),
-        release=str(info.get("version") or "unknown"),
         max_context=min((int(limit) for limit in limits if limit), default=None),
-        world_size=tensor * pipeline * data,
         dtype=DTYPES.get(str(info.get("dtype"))),
-        sleeps=bool(info.get("enable_memory_saver")),
         takes_adapters=bool(info.get("enable_lora")),
         path=str(model["model_path"]),
     )
@@ -355,14 +309,12 @@ async def _either(server: ServerClient, path: str, older: str, deadline: float) 
     """Answer of a path, or of its name in older releases."""
     doing, hint = "read its properties", "Is it SGLang's own server (`covey sglang-serve`) that listens there?"
     try:
-        answer = await server.call("GET", path, doing=doing, deadline=deadline)
+        answer = await server.call("GET", path, doing, deadline)
     except ServerRefused as refused:
         if "HTTP 404" not in refused.message:
             raise
-        try:
-            answer = await server.call("GET", older, doing=doing, deadline=deadline)
-        except ServerRefused as error:
-            raise ServerRefused(server.url, doing, error.message, hint) from error
+        with advised(hint):
+            answer = await server.call("GET", older, doing, deadline)
     if not isinstance(answer, dict):
         raise BadAnswer(server.url, doing, f"{path} answered {answer!r:.100}", hint)
     return answer

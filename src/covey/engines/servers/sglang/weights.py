@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from covey.core.engine import WeightUpdate
-from covey.engines.servers.errors import ServerError, ServerRefused
+from covey.engines.servers.errors import ServerError, ServerRefused, advised
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang import payload
 from covey.engines.servers.sglang.api import model_info, read_version, server_info, write_version
@@ -87,11 +87,8 @@ class SglangWeightApi(WeightApi):
             "weight_version": str(version),
             "flush_cache": False,
         }
-        try:
-            await server.ask("/update_weights_from_disk", doing=doing, deadline=until.left(server), body=body)
-        except ServerRefused as error:
-            hint = "It must see this folder under the same name: set checkpoint_path to one that it shares."
-            raise ServerRefused(server.url, doing, error.message, hint) from error
+        with advised("It must see this folder under the same name: set checkpoint_path to one that it shares."):
+            await server.ask("/update_weights_from_disk", doing, until.left(server), body)
 
     read_version = staticmethod(read_version)
     write_version = staticmethod(write_version)
@@ -137,7 +134,7 @@ class SglangWeightApi(WeightApi):
         }
 
         async def ask(seconds: float) -> None:
-            await server.ask("/init_weights_update_group", doing=doing, deadline=seconds, body=body)
+            await server.ask("/init_weights_update_group", doing, seconds, body)
 
         try:
             await meet(server, doing, until, f"{group.address}, port {group.port}", ask, group.join)
@@ -169,7 +166,7 @@ class SglangWeightApi(WeightApi):
             body["serialized_named_tensors"] = await in_thread(
                 lambda: payload.encode(tensors, endpoint.processes, shared=bucket.data.is_shared())
             )
-            await server.ask("/update_weights_from_tensor", doing=doing, deadline=until.left(server), body=body)
+            await server.ask("/update_weights_from_tensor", doing, until.left(server), body)
             return
         seconds, specs = until.left(server), [entry.spec for entry in bucket.entries]
         body |= {
@@ -180,7 +177,7 @@ class SglangWeightApi(WeightApi):
             "load_format": "flattened_bucket",
         }
         data = bucket.data[: sum(spec.nbytes for spec in specs)]
-        request = server.ask("/update_weights_from_distributed", doing=doing, deadline=seconds, body=body)
+        request = server.ask("/update_weights_from_distributed", doing, seconds, body)
         await together(server, doing, request, partial(channel.send, data, seconds))
 
     async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
@@ -196,11 +193,11 @@ class SglangWeightApi(WeightApi):
 
     async def _post(self, path: str, endpoint: WeightEndpoint, until: Deadline) -> None:
         server = endpoint.server
-        await server.ask(path, doing=until.doing, deadline=until.left(server), body={})
+        await server.ask(path, until.doing, until.left(server), {})
 
     async def _try(self, path: str, endpoint: WeightEndpoint, body: dict[str, Any]) -> None:
         with suppress(ServerError):
-            await endpoint.server.ask(path, doing="clean up", deadline=CLEANUP_SECONDS, body=body)
+            await endpoint.server.ask(path, "clean up", CLEANUP_SECONDS, body)
 
     # ---- adapters --------------------------------------------------------------------------------------------------
 
@@ -236,15 +233,13 @@ class SglangWeightApi(WeightApi):
             "expected_checksums": checksums,
             "serialized_named_tensors": [text] * endpoint.processes,
         }
-        try:
-            await server.ask("/load_lora_adapter_from_tensors", doing=doing, deadline=until.left(server), body=body)
-        except ServerRefused as error:
-            raise ServerRefused(server.url, doing, error.message, self.adapter_hint) from error
+        with advised(self.adapter_hint):
+            await server.ask("/load_lora_adapter_from_tensors", doing, until.left(server), body)
 
     async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
         """Drop an adapter."""
         server, body = endpoint.server, {"lora_name": name}
-        await server.ask("/unload_lora_adapter", doing=f"unload {name}", deadline=until.left(server), body=body)
+        await server.ask("/unload_lora_adapter", f"unload {name}", until.left(server), body)
 
 
 def obstacles_of(info: Mapping[str, Any]) -> dict[str, str]:

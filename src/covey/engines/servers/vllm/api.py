@@ -13,38 +13,36 @@ from typing import Any
 import torch
 
 from covey.core.engine import SampleRequest
-from covey.engines.servers.completions import check_expanded
-from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, ServerRefused, same_vocabulary
+from covey.engines.servers.completions import BEFORE_TEMPERATURE, check_expanded, refuse_reserved
+from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, ServerRefused, advised, same_vocabulary
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk, ServerFacts, SettingNames
 from covey.engines.servers.vllm.launch import OLDEST
-from covey.engines.servers.vllm.sampling import (
-    IMAGE_ROUTE,
-    completions_of,
-    image_answer,
-    image_request,
-    refuse_reserved,
-    sampling_settings,
+from covey.engines.servers.vllm.sampling import IMAGE_ROUTE, RESERVED, completions_of, image_request, sampling_settings
+
+DEV_MODE = (
+    "Start it with the environment variable VLLM_SERVER_DEV_MODE=1, which adds the routes that training needs, or with"
+    " `covey vllm-serve`."
 )
 
 
 async def write_version(server: ServerClient, version: str, deadline: float) -> None:
     """Set the version that /weight_info reports; ignored by releases without that route."""
-    with _without_route():
+    with suppress_missing_route():
         body, doing = {"new_version": version}, "record the version of its weights"
-        await server.call("POST", "/update_weight_version", doing=doing, deadline=deadline, body=body)
+        await server.call("POST", "/update_weight_version", doing, deadline, body)
 
 
 async def read_version(server: ServerClient, deadline: float) -> str | None:
     """Version that /weight_info reports; None for releases without that route."""
     answer = None
-    with _without_route():
-        answer = await server.call("GET", "/weight_info", doing="read the version of its weights", deadline=deadline)
+    with suppress_missing_route():
+        answer = await server.call("GET", "/weight_info", "read the version of its weights", deadline)
     return str(answer["weight_version"]) if isinstance(answer, dict) and "weight_version" in answer else None
 
 
 @contextlib.contextmanager
-def _without_route() -> Iterator[None]:
+def suppress_missing_route() -> Iterator[None]:
     try:
         yield
     except ServerRefused as error:
@@ -72,13 +70,13 @@ class VllmApi:
         self._temperature = temperature
         self._extra = dict(extra or {})
         self._vocab_size = vocab_size
-        refuse_reserved(self._extra)
+        refuse_reserved(self._extra, RESERVED)
 
     async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
         """Read the server's properties; check its release and the way it was started. See `ServerApi.probe`."""
         await self.check_alive(server, deadline)
-        release = await read_release(server, deadline)
-        world_size = await read_world_size(server, deadline)
+        await check_release(server, deadline)
+        await read_world_size(server, deadline)
         model = await read_model(server, deadline)
         config = await read_config(server, deadline)
         refuse_chunked_prefill(server, config)
@@ -93,20 +91,16 @@ class VllmApi:
         after_cut = await reports_after_cut(server, name, self._vocab_size, self._temperature, deadline)
         return ServerFacts(
             model=name,
-            release=release,
             max_context=model.get("max_model_len"),
-            world_size=world_size,
             dtype=as_dtype(get_path(config, "model_config", "dtype")),
             reports_after_cut=after_cut,
-            reports_temperature=after_cut,
-            sleeps=bool(get_path(config, "model_config", "enable_sleep_mode")),
             takes_adapters=get_path(config, "lora_config") is not None,
             path=str(model.get("root") or name),
         )
 
     async def check_alive(self, server: ServerClient, deadline: float) -> None:
         """Check that its engine lives; it answers while it loads, pauses and sleeps, too."""
-        await server.call("GET", "/health", doing="check its health", deadline=deadline)
+        await server.call("GET", "/health", "check its health", deadline)
 
     # ---- sampling --------------------------------------------------------------------------------------------------
 
@@ -114,9 +108,16 @@ class VllmApi:
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
     ) -> list[SampledChunk]:
         """Sample `request.n` completions; completion i has the seed of the first plus i, as vLLM counts."""
-        refuse_reserved(request.params.extra)
+        refuse_reserved(request.params.extra, RESERVED)
         if request.media:
-            return await self._generate_with_images(server, request, model, ends, deadline)
+            hint = f"Images are sent to {IMAGE_ROUTE}: start vLLM with --enable-scale-out, 0.32 or later."
+            with advised(hint, "HTTP 404", "--enable-scale-out"):
+                body = image_request(request, model, ends)
+                answer = await server.ask(IMAGE_ROUTE, "sample with images", deadline, body)
+            chunks = completions_of(server, answer)
+            prompt = answer.get("prompt_token_ids")
+            check_expanded(server.url, request, None if prompt is None else len(prompt))
+            return chunks
         body = {
             "model": model,
             "prompt": request.prompt_ids,
@@ -124,23 +125,7 @@ class VllmApi:
             "add_special_tokens": False,
             **sampling_settings(request, ends),
         }
-        answer = await server.ask("/v1/completions", doing="generate", deadline=deadline, body=body)
-        return completions_of(server, answer)
-
-    async def _generate_with_images(
-        self, server: ServerClient, request: SampleRequest, model: str, ends: frozenset[int], deadline: float
-    ) -> list[SampledChunk]:
-        try:
-            body = image_request(request, model, ends)
-            answer = await server.ask(IMAGE_ROUTE, doing="sample with images", deadline=deadline, body=body)
-        except ServerRefused as refused:
-            if "HTTP 404" not in refused.message and "--enable-scale-out" not in refused.message:
-                raise
-            hint = f"Images are sent to {IMAGE_ROUTE}: start vLLM with --enable-scale-out, 0.32 or later."
-            raise ServerRefused(server.url, "sample with images", refused.message, hint) from refused
-        answer, tokens = image_answer(server.url, answer)
-        check_expanded(server.url, request, tokens)
-        return completions_of(server, answer)
+        return completions_of(server, await server.ask("/v1/completions", "generate", deadline, body))
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -178,65 +163,45 @@ class VllmApi:
         method: str = "POST",
         body: Any = None,
     ) -> Any:
-        try:
-            return await server.call(method, path, doing=doing, deadline=deadline, query=query, body=body)
-        except ServerRefused as error:
-            if "HTTP 404" not in error.message:
-                raise
-            raise ServerRefused(server.url, doing, f"it has no route {path}", DEV_MODE) from error
+        with advised(DEV_MODE, "HTTP 404", message=f"it has no route {path}"):
+            return await server.call(method, path, doing, deadline, body, query)
 
 
-DEV_MODE = (
-    "Start it with the environment variable VLLM_SERVER_DEV_MODE=1, which adds the routes that training needs, or with"
-    " `covey vllm-serve`."
-)
+# ---- first contact ---------------------------------------------------------------------------------------------------
 
 
-async def read_release(server: ServerClient, deadline: float) -> str:
-    """Version of vLLM; a server that is too old is refused."""
+async def check_release(server: ServerClient, deadline: float) -> None:
+    """Refuse a server that is too old, or none of vLLM's."""
     doing = "find out which vLLM this is"
+    hint = "Is it vLLM's own server (`covey vllm-serve` or `vllm serve`) that listens there?"
     try:
-        answer = await server.call("GET", "/version", doing=doing, deadline=deadline)
+        answer = await server.call("GET", "/version", doing, deadline)
     except ServerRefused as error:
-        hint = "Is it vLLM's own server (`covey vllm-serve` or `vllm serve`) that listens there?"
         raise error if "API key" in str(error) else ServerRefused(server.url, doing, error.message, hint) from error
     release = answer.get("version") if isinstance(answer, dict) else None
     if not isinstance(release, str):
-        raise ServerRefused(
-            server.url, doing, f"/version answered {answer!r:.100}", "Is it vLLM's own server that listens there?"
-        )
+        raise ServerRefused(server.url, doing, f"/version answered {answer!r:.100}", hint)
     numbers = re.match(r"(\d+)\.(\d+)", release)
     if numbers and tuple(map(int, numbers.groups())) < OLDEST:
-        raise ServerRefused(
-            server.url,
-            "train with this server",
-            f"it runs vLLM {release}, and {'.'.join(map(str, OLDEST))} is the oldest that is supported",
-            "Update it: pip install -U vllm.",
-        )
-    return release
+        message = f"it runs vLLM {release}, and {'.'.join(map(str, OLDEST))} is the oldest that is supported"
+        raise ServerRefused(server.url, "train with this server", message, "Update it: pip install -U vllm.")
 
 
 async def read_world_size(server: ServerClient, deadline: float) -> int:
     """Number of processes that hold weights; a server without the routes for training is refused."""
     doing = "ask for its number of processes"
-    try:
-        answer = await server.call("GET", "/get_world_size", doing=doing, deadline=deadline)
-    except ServerRefused as error:
-        if "HTTP 404" not in error.message:
-            raise
-        raise ServerRefused(
-            server.url, "use the routes for training", "it was started without them", DEV_MODE
-        ) from error
+    with advised(DEV_MODE, "HTTP 404", message="it was started without them", doing="use the routes for training"):
+        answer = await server.call("GET", "/get_world_size", doing, deadline)
     size = answer.get("world_size") if isinstance(answer, dict) else None
-    if not isinstance(size, int):
-        raise BadAnswer(server.url, doing, f"it answered {answer!r:.100}")
+    if not isinstance(size, int) or size < 1:
+        raise BadAnswer(server.url, doing, f"/get_world_size answered {answer!r:.100}")
     return size
 
 
 async def read_model(server: ServerClient, deadline: float) -> dict[str, Any]:
     """Description of the base model."""
     doing = "ask for its model"
-    answer = await server.call("GET", "/v1/models", doing=doing, deadline=deadline)
+    answer = await server.call("GET", "/v1/models", doing, deadline)
     models = answer.get("data") if isinstance(answer, dict) else None
     base = [model for model in models or [] if isinstance(model, dict) and model.get("id")]
     base = [model for model in base if not model.get("parent")] or base  # adapters have a parent
@@ -247,9 +212,8 @@ async def read_model(server: ServerClient, deadline: float) -> dict[str, Any]:
 
 async def read_config(server: ServerClient, deadline: float) -> dict[str, Any]:
     """Configuration that it was started with; empty where it does not report one."""
-    answer = await server.call(
-        "GET", "/server_info", doing="ask for its configuration", deadline=deadline, query={"config_format": "json"}
-    )
+    query = {"config_format": "json"}
+    answer = await server.call("GET", "/server_info", "ask for its configuration", deadline, query=query)
     config = answer.get("vllm_config") if isinstance(answer, dict) else None
     return config if isinstance(config, dict) else {}
 
@@ -259,19 +223,16 @@ async def check_extra(server: ServerClient, extra: dict[str, Any], deadline: flo
     if not extra:
         return
     try:
-        schema = await server.call("GET", "/openapi.json", doing="read its schema", deadline=deadline)
+        schema = await server.call("GET", "/openapi.json", "read its schema", deadline)
     except ServerRefused:
         return  # it was started with --disable-fastapi-docs
     known = get_path(schema, "components", "schemas", "CompletionRequest", "properties")
     for name in extra if isinstance(known, dict) else ():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            raise ServerRefused(
-                server.url,
-                f"sample with generation_kwargs {name!r}",
-                f"this vLLM does not know it{f', but {close[0]!r}' if close else ''}",
-                "Take it out of generation_kwargs, or write it as vLLM's completions API does.",
-            )
+            message = f"this vLLM does not know it{f', but {close[0]!r}' if close else ''}"
+            hint = "Take it out of generation_kwargs, or write it as vLLM's completions API does."
+            raise ServerRefused(server.url, f"sample with generation_kwargs {name!r}", message, hint)
 
 
 async def reports_after_cut(
@@ -288,24 +249,18 @@ async def reports_after_cut(
     }  # fmt: skip
     doing = "sample a token"
     with same_vocabulary(token):
-        answer = await server.ask("/v1/completions", doing=doing, deadline=deadline, body=body)
+        answer = await server.ask("/v1/completions", doing, deadline, body)
     [sampled] = completions_of(server, answer)
     reported = sampled.completion.logprobs
     if not reported:
         raise BadAnswer(server.url, doing, "it reports no log-probs for what it samples")
+    mode = "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
+    hint = f"Start it with --logprobs-mode {mode} (`covey vllm-serve` does so), or sample at temperature 1."
     if reported[0] > 1e-3:
-        raise ServerRefused(
-            server.url, doing, f"it reports logits ({reported[0]:.3g}), no log-probs", _logprobs_mode_hint(temperature)
-        )
+        raise ServerRefused(server.url, doing, f"it reports logits ({reported[0]:.3g}), no log-probs", hint)
     after_cut = reported[0] > -1e-6
     if not after_cut and temperature != 1.0:
-        raise ServerRefused(
-            server.url,
-            f"sample at temperature {temperature:g}",
-            "it reports log-probs from before the temperature divides the logits, which cannot be compared with"
-            " the trainer's",
-            _logprobs_mode_hint(temperature),
-        )
+        raise ServerRefused(server.url, f"sample at temperature {temperature:g}", BEFORE_TEMPERATURE, hint)
     return after_cut
 
 
@@ -313,12 +268,9 @@ def refuse_chunked_prefill(server: ServerClient, config: dict[str, Any]) -> None
     """Refuse chunked prefill on a CPU: with a seed it ends vLLM's engine there (0.32), which rewinds its generator."""
     on_cpu = str(get_path(config, "device_config", "device")) == "cpu"
     if on_cpu and get_path(config, "scheduler_config", "enable_chunked_prefill"):
-        raise ServerRefused(
-            server.url,
-            "sample with seeds",
-            "it runs on a CPU and computes prompts in pieces, which would end it",
-            "Start it with --no-enable-chunked-prefill, or with `covey vllm-serve`.",
-        )
+        message = "it runs on a CPU and computes prompts in pieces, which would end it"
+        hint = "Start it with --no-enable-chunked-prefill, or with `covey vllm-serve`."
+        raise ServerRefused(server.url, "sample with seeds", message, hint)
 
 
 def as_dtype(name: Any) -> torch.dtype | None:
@@ -332,8 +284,3 @@ def get_path(record: Any, *path: str) -> Any:
     for name in path:
         record = record.get(name) if isinstance(record, dict) else None
     return record
-
-
-def _logprobs_mode_hint(temperature: float) -> str:
-    mode = "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
-    return f"Start it with --logprobs-mode {mode} (`covey vllm-serve` does so), or sample at temperature 1."

@@ -9,31 +9,15 @@ from covey.engines.servers.errors import BadAnswer, ServerError
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk
 
-RESERVED = frozenset(
-    {
-        "add_special_tokens",
-        "best_of",
-        "echo",
-        "ignore_eos",
-        "logprobs",
-        "max_tokens",
-        "model",
-        "n",
-        "prompt",
-        "prompt_embeds",
-        "return_token_ids",
-        "seed",
-        "stream",
-        "truncate_prompt_tokens",
-        "use_beam_search",
-    }
-)
+RESERVED = frozenset({
+    "add_special_tokens", "best_of", "echo", "ignore_eos", "logprobs", "max_tokens", "model", "n", "prompt",
+    "prompt_embeds", "return_token_ids", "seed", "stream", "truncate_prompt_tokens", "use_beam_search",
+})  # fmt: skip
 """Parts of a request that users cannot set."""
 
 FINISHES = {"stop": FinishReason.STOP, "repetition": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 ABORTED = "abort"
-
 IMAGE_ROUTE = "/inference/v1/generate"  # route for prompts with images, which the completions route does not take
 TEXT = ("stop", "bad_words")  # settings for which vLLM has to detokenize while it samples
 
@@ -62,15 +46,6 @@ def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str,
     }
 
 
-def refuse_reserved(extra: dict[str, Any]) -> None:
-    """Refuse settings that requests decide themselves."""
-    if taken := sorted(RESERVED & extra.keys()):
-        raise ValueError(
-            f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
-            f" {', '.join(taken)}."
-        )
-
-
 def completions_of(server: ServerClient, answer: dict[str, Any]) -> list[SampledChunk]:
     choices = answer.get("choices")
     if not isinstance(choices, list):
@@ -90,9 +65,13 @@ def _sampled(server: ServerClient, choice: dict[str, Any]) -> SampledChunk:
     if finish not in FINISHES and finish != ABORTED:
         raise ServerError(server.url, "generate", f"a completion ended with finish_reason={finish!r}")
     tokens = list(tokens or [])
-    reported = None if logprobs is None else list(logprobs["token_logprobs"])
+    reported = None
     if not tokens:
         reported = []
+    elif logprobs is not None and "content" in logprobs:  # the form of `IMAGE_ROUTE`
+        reported = [entry["logprob"] for entry in logprobs["content"] or []]
+    elif logprobs is not None:
+        reported = list(logprobs["token_logprobs"])
     completion = Completion(tokens, reported, FINISHES.get(finish, FinishReason.LENGTH))
     return SampledChunk(completion, aborted=finish == ABORTED)
 
@@ -107,19 +86,3 @@ def image_request(request: SampleRequest, model: str, ends: frozenset[int]) -> d
         "return_token_ids": True,
         "sampling_params": {"detokenize": any(name in settings for name in TEXT), **settings},
     }
-
-
-def image_answer(url: str, answer: Any) -> tuple[dict[str, Any], int | None]:
-    """Answer to a request with images in the form of `/v1/completions`, and the length of the expanded prompt."""
-    try:
-        choices = []
-        for choice in answer["choices"]:
-            given = choice.get("logprobs")
-            if given is not None:
-                given = {"token_logprobs": [entry["logprob"] for entry in given.get("content") or []]}
-            choices.append({**choice, "logprobs": given})
-        prompt = answer.get("prompt_token_ids")
-    except (KeyError, TypeError, AttributeError) as error:
-        message = f"its answer is incomplete ({type(error).__name__}: {error}): {answer!r:.300}"
-        raise BadAnswer(url, "generate", message) from error
-    return {"choices": choices}, None if prompt is None else len(prompt)

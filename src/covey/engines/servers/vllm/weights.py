@@ -21,16 +21,9 @@ from typing import Any
 
 import torch
 
-from covey.engines.servers.errors import (
-    RETRIED,
-    BadAnswer,
-    DeadlineExceeded,
-    ServerError,
-    ServerRefused,
-    ServerUnreachable,
-)
+from covey.engines.servers.errors import RETRIED, BadAnswer, DeadlineExceeded, ServerError, ServerUnreachable, advised
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.vllm.api import read_version, write_version
+from covey.engines.servers.vllm.api import read_version, read_world_size, write_version
 from covey.engines.servers.vllm.launch import ADAPTERS, AS_STARTED, BACKEND
 from covey.engines.servers.weights.api import (
     BucketTransfer,
@@ -68,15 +61,9 @@ class VllmWeightApi(WeightApi):
 
     async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
         """Ask for the number of processes, and the workers for their transfer backend and devices."""
+        with advised(self.method_hint, message="its routes for weights are closed ({})", doing="take weights"):
+            processes = await read_world_size(server, until.left(server))
         doing = "find out how it takes weights"
-        try:
-            answer = await server.call("GET", "/get_world_size", doing=doing, deadline=until.left(server))
-        except ServerRefused as error:
-            message = f"its routes for weights are closed ({error.message})"
-            raise ServerRefused(server.url, "take weights", message, self.method_hint) from error
-        processes = answer.get("world_size") if isinstance(answer, dict) else None
-        if not isinstance(processes, int) or processes < 1:
-            raise BadAnswer(server.url, doing, f"/get_world_size answered {answer!r:.200}")
         try:
             facts = (await call_workers(server, "covey_facts", doing, until.left(server)))[0]
         except (DeadlineExceeded, ServerUnreachable):
@@ -93,7 +80,7 @@ class VllmWeightApi(WeightApi):
             await call_workers(server, "covey_load_folder", doing, until.left(server), folder=str(folder))
         else:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await server.call("POST", "/collective_rpc", doing=doing, deadline=until.left(server), body=body)
+            await server.call("POST", "/collective_rpc", doing, until.left(server), body)
         await write_version(server, str(version), until.left(server))
 
     read_version = staticmethod(read_version)
@@ -118,7 +105,7 @@ class VllmWeightApi(WeightApi):
 
         async def ask(seconds: float) -> None:
             body = {"init_info": {**meeting, "seconds": seconds}}
-            await server.call("POST", "/init_weight_transfer_engine", doing=doing, deadline=seconds, body=body)
+            await server.call("POST", "/init_weight_transfer_engine", doing, seconds, body)
 
         def join(seconds: float) -> Channel:
             return Ipc() if store is None else Group(kind, store, name, 0, world_size, address, seconds)
@@ -135,7 +122,7 @@ class VllmWeightApi(WeightApi):
         server = endpoint.server
         for attempt in range(3):
             try:
-                await server.call("POST", "/start_weight_update", doing=until.doing, deadline=until.left(server))
+                await server.call("POST", "/start_weight_update", until.doing, until.left(server))
                 return
             except ServerError as error:
                 if attempt == 2 or "already active" not in error.message:
@@ -160,7 +147,7 @@ class VllmWeightApi(WeightApi):
             "seconds": seconds,
         }
         body = {"update_info": piece}
-        request = server.call("POST", "/update_weights", doing=transfer.doing, deadline=seconds, body=body)
+        request = server.call("POST", "/update_weights", transfer.doing, seconds, body)
         await together(server, transfer.doing, request, partial(channel.send, data, seconds))
 
     async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
@@ -169,7 +156,7 @@ class VllmWeightApi(WeightApi):
 
     async def _finish(self, server: ServerClient, body: dict[str, str], until: Deadline) -> None:
         path, seconds = "/finish_weight_update", until.left(server)
-        await server.call("POST", path, doing=until.doing, deadline=seconds, body=body)
+        await server.call("POST", path, until.doing, seconds, body)
 
     # ---- adapters --------------------------------------------------------------------------------------------------
 
@@ -178,7 +165,7 @@ class VllmWeightApi(WeightApi):
         server = endpoint.server
         if await read_version(server, until.left(server)) != AS_STARTED:
             return False  # an earlier run used this server, and may have left any weights
-        answer = await server.call("GET", "/v1/models", doing=until.doing, deadline=until.left(server))
+        answer = await server.call("GET", "/v1/models", until.doing, until.left(server))
         models = answer.get("data", []) if isinstance(answer, dict) else []
         return model in {name for listed in models for name in (listed.get("root"), listed.get("id"))}
 
@@ -208,7 +195,7 @@ class VllmWeightApi(WeightApi):
             source = answers[0]["folder"]
         doing, body = f"load the adapter {name}", {"lora_name": name, "lora_path": str(source)}
         try:
-            await server.call("POST", "/v1/load_lora_adapter", doing=doing, deadline=until.left(server), body=body)
+            await server.call("POST", "/v1/load_lora_adapter", doing, until.left(server), body)
         except RETRIED:
             raise
         except ServerError as error:
@@ -218,7 +205,7 @@ class VllmWeightApi(WeightApi):
     async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
         """Drop an adapter, and the folder that the server wrote for it."""
         server, doing, body = endpoint.server, f"unload {name}", {"lora_name": name}
-        await server.call("POST", "/v1/unload_lora_adapter", doing=doing, deadline=until.left(server), body=body)
+        await server.call("POST", "/v1/unload_lora_adapter", doing, until.left(server), body)
         if endpoint.details:
             await call_workers(server, "covey_forget_adapter", doing, until.left(server), name=name)
 
@@ -230,7 +217,7 @@ class VllmWeightApi(WeightApi):
 async def call_workers(server: ServerClient, method: str, doing: str, deadline: float, **kwargs: Any) -> list[Any]:
     """Results of a method of all workers."""
     body = {"method": method, "kwargs": kwargs}
-    answer = await server.ask("/collective_rpc", doing=doing, deadline=deadline, body=body)
+    answer = await server.ask("/collective_rpc", doing, deadline, body)
     results = answer.get("results")
     if not isinstance(results, list) or not results:
         raise BadAnswer(server.url, doing, f"/collective_rpc answered {answer!r:.200}")

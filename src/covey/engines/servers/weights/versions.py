@@ -67,14 +67,16 @@ class ServerWeights:
         until = time.monotonic() + self._timeout
         doing = f"send weights of version {update.version}"
         async with self.changing:
-            with self._pool.held():
-                self._latest, self.version = update, update.version
-                try:
-                    await self._send_until_held(update, until, doing)
-                except BaseException as error:
-                    for member in self._pool.up:  # their weights are unknown now
-                        self._pool.leave_out(member, error)
-                    raise
+            await self._pool.hold()
+            self._latest, self.version = update, update.version
+            try:
+                await self._send_until_held(update, until, doing)
+            except BaseException as error:
+                for member in self._pool.up:  # their weights are unknown now
+                    self._pool.leave_out(member, error)
+                raise
+            finally:
+                await self._pool.unhold()
         self._notify()
 
     async def _send_until_held(self, update: WeightUpdate, until: float, doing: str) -> None:
