@@ -15,9 +15,10 @@ import torch
 
 from tests.support import known_attributes, tiny
 
-# The same examples on every machine, however slow.
-hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("steady")
+# The same examples on every machine, however slow; ten times as many with COVEY_TEST_EXAMPLES=nightly.
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True, max_examples=20)
+hypothesis.settings.register_profile("nightly", hypothesis.settings.get_profile("steady"), max_examples=200)
+hypothesis.settings.load_profile(os.environ.get("COVEY_TEST_EXAMPLES", "steady"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,14 +5,13 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.advantages import EPSILON, group_relative, leave_one_out
 from covey.core.credit import CreditMix, gather_steps, steps_leave_one_out, steps_relative, token_advantages
 
 NAN = math.nan
-few = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def longs(values):
@@ -267,7 +266,6 @@ def batches(draw):
 @pytest.mark.parametrize("baseline", ["group", "batch", "none", "loo"])
 @each_comparison
 @given(batch=batches(), discount=st.sampled_from([1.0, 0.9, 0.0]))
-@few
 def test_credit_equals_a_loop_over_steps_and_tokens(baseline, how, batch, discount):
     pairs, lengths, groups, outcome = batch
     steps = gather_steps(pairs, lengths)

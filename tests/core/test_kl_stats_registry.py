@@ -4,14 +4,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.losses import KL_ESTIMATORS, k1, k2, k3
 from covey.core.records import Max, Mean, Min, Sum, merge_all
 from covey.runtime.registry import Registry
-
-few = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 def test_the_estimators_of_one_ratio():
@@ -47,7 +45,6 @@ def test_k2_has_the_true_gradient_on_policy_and_corrected_k3_too():
 
 
 @given(p=st.floats(-20, 0), q=st.floats(-20, 0))
-@few
 def test_k2_and_k3_are_never_negative_and_zero_for_equals(p, q):
     p, q = torch.tensor([p], dtype=torch.float64), torch.tensor([q], dtype=torch.float64)
     for estimator in (k2, k3):
@@ -69,7 +66,6 @@ def test_extremes_ignore_nan():
 
 
 @given(parts=st.lists(st.lists(st.integers(-9, 9), min_size=1, max_size=4), min_size=1, max_size=5))
-@few
 def test_merging_in_any_grouping_gives_the_value_of_everything(parts):
     merged = {}
     for part in parts:

@@ -1,7 +1,7 @@
 """Plans: every rollout in exactly one pass, budgets kept, siblings together, shares even."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.batch import TrainBatch, join
@@ -84,7 +84,6 @@ def test_a_rank_may_be_left_without():
 groups = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=6)), max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
 @given(groups, st.integers(1, 40), st.sampled_from(LAYOUTS), st.integers(1, 4))
 def test_every_rollout_is_in_exactly_one_pass_within_the_budget(groups, budget, layout, at_least):
     batch = batch_of(*groups)
@@ -96,7 +95,6 @@ def test_every_rollout_is_in_exactly_one_pass_within_the_budget(groups, budget, 
     assert len(plan) >= min(at_least, len(batch))
 
 
-@settings(max_examples=40, deadline=None)
 @given(groups, st.integers(1, 5), st.sampled_from(LAYOUTS))
 def test_every_rollout_is_on_exactly_one_rank(groups, ranks, layout):
     batch = batch_of(*groups)

@@ -1,12 +1,11 @@
 """Flat vectors with lengths beside them agree with Python lists of lists."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.batch import expand, masked_segment_mean, segment_ids, segment_starts, segment_sum, token_index
 
-few = settings(max_examples=50, deadline=None, derandomize=True)
 ragged_lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
 
 
@@ -26,13 +25,11 @@ def test_ids_and_starts_skip_an_empty_sequence():
 
 
 @given(lists=ragged_lists)
-@few
 def test_segment_sums_are_sums_of_the_lists(lists):
     assert segment_sum(flat(lists), sizes(lists)).tolist() == [sum(one) for one in lists]
 
 
 @given(lists=ragged_lists, data=st.data())
-@few
 def test_masked_means_are_means_of_the_kept_items(lists, data):
     masks = [data.draw(st.lists(st.booleans(), min_size=len(one), max_size=len(one))) for one in lists]
     kept = [[x for x, m in zip(one, mask, strict=True) if m] for one, mask in zip(lists, masks, strict=True)]
@@ -51,7 +48,6 @@ def test_a_masked_mean_ignores_what_it_masks_even_if_it_is_infinite():
 
 
 @given(lists=ragged_lists, data=st.data())
-@few
 def test_token_index_gathers_rows_in_any_order_and_with_repeats(lists, data):
     rows = data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=6)) if lists else []
     index = token_index(torch.tensor(rows, dtype=torch.long), sizes(lists))

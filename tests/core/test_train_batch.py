@@ -4,13 +4,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, join
 from covey.core.records import FinishReason, Media, Rollout
-
-few = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def rollout(prompt, ids, *, sampled=None, group=0, finish=FinishReason.STOP, logprobs=True):
@@ -107,7 +105,6 @@ def test_siblings_may_begin_differently_and_strangers_alike():
 
 
 @given(sampled=rollouts(), data=st.data())
-@few
 def test_shares_of_processes_join_to_what_one_would_have_collated(sampled, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sampled)), max_size=2)))
     edges = [0, *cuts, len(sampled)]
@@ -133,7 +130,6 @@ def test_an_empty_batch_collates_selects_and_splits():
 
 
 @given(sampled=rollouts())
-@few
 def test_collate_keeps_every_rollout(sampled):
     batch = collate(sampled)
     prompts = batch.prompts()
@@ -144,7 +140,6 @@ def test_collate_keeps_every_rollout(sampled):
 
 
 @given(sampled=rollouts(), data=st.data())
-@few
 def test_select_returns_the_chosen_rollouts_whole_and_in_order(sampled, data):
     batch = marked(collate(sampled))
     rows = data.draw(st.lists(st.integers(0, len(sampled) - 1), max_size=8))
@@ -155,7 +150,6 @@ def test_select_returns_the_chosen_rollouts_whole_and_in_order(sampled, data):
 
 
 @given(sampled=rollouts(), size=st.integers(1, 8))
-@few
 def test_split_cuts_into_consecutive_parts_that_add_up(sampled, size):
     batch = marked(collate(sampled))
     parts = batch.split(size)

@@ -22,6 +22,12 @@ NEEDS = {
 """What an example needs beside Covey; `make test-environments` has all of it."""
 LONG_PROMPTS = {"environment_verifiers.py", "tools.py"}
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")
+ESSENTIAL = {
+    *("quickstart_grpo.py", "custom_loss.py", "environment.py", "lora.py", "rollout_func.py", "tools.py"),
+    *("environment_openenv.py", "environment_verifiers.py"),
+}
+"""What every run of the tests tries, one for each kind of argument, and what is installed in few places."""
+EACH = [pytest.param(name, marks=() if name in ESSENTIAL else pytest.mark.slow) for name in SCRIPTS]
 
 
 def run(name, monkeypatch, *flags):
@@ -32,7 +38,7 @@ def run(name, monkeypatch, *flags):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", EACH)
 def test_every_example_trains(name, tiny_folder, tmp_path, monkeypatch):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
@@ -45,6 +51,7 @@ def test_every_example_trains(name, tiny_folder, tmp_path, monkeypatch):
     assert list(tmp_path.rglob("completions_*.parquet")), "completions are written down"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_best_branches_of_trees_are_trained_on(tiny_folder, tmp_path, monkeypatch):
     flags = ["--model", tiny_folder, "--max_steps", 2, "--output_dir", tmp_path, "--train", "best"]
@@ -52,6 +59,7 @@ def test_the_best_branches_of_trees_are_trained_on(tiny_folder, tmp_path, monkey
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_adapter_is_trained_over_four_bits(tiny_folder, tmp_path, monkeypatch):
     pytest.importorskip("bitsandbytes")

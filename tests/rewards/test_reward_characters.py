@@ -1,7 +1,7 @@
 """Ends in characters become tokens exactly, whatever the tokenizer and however characters lie across tokens."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
@@ -70,7 +70,6 @@ def first_complete(tokenizer, ids, text, characters):
 
 @each_tokenizer
 @given(data=st.data())
-@settings(max_examples=200)
 def test_each_character_ends_with_the_first_token_that_completes_it(kind, data):
     """Random tokens: bytes of a character may lie in several of them, some are none, special tokens are skipped."""
     tokenizer = TOKENIZERS[kind]

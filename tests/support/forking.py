@@ -2,7 +2,8 @@
 
 Importing them takes 7 seconds of a core in every process. A server imports them once for all tests of a session and
 forks a process for each program, which then runs as if Python had been started with it. What a launcher of torch's
-starts in such a process is forked, too. The server ends with the last of the processes that asked it for one.
+starts in such a process, and what it calls `os.execv` with, is forked, too. The server ends with the last of the
+processes that asked it for one, and a program with the process that asked for it.
 
 Usage as a program: forking.py SOCKET
 """
@@ -167,8 +168,13 @@ def serve(path: str) -> dict[str, Any]:
     children: dict[int, socket.socket] = {}
     begun = False
     while connected or children or not begun:
-        ready, _, _ = select.select([listener, *connected], [], [], 0.02)
+        ready, _, _ = select.select([listener, *connected, *children.values()], [], [], 0.02)
+        for child in [child for child, asked in children.items() if asked in ready]:  # who asked for it is gone
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         for one in ready:
+            if one in children.values():
+                continue
             if one is listener:
                 begun = True
                 connected.append(listener.accept()[0])
@@ -192,7 +198,7 @@ def serve(path: str) -> dict[str, Any]:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
                 break
-            with contextlib.suppress(OSError):  # who asked for it is gone
+            with contextlib.suppress(OSError):
                 children[child].sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
             children.pop(child).close()
     os.unlink(path)
@@ -213,6 +219,7 @@ def preload() -> None:
         return Forked(list(args), env=env, stdout=handler._stdout, stderr=handler._stderr, start_new_session=True)
 
     subprocess_handler.SubprocessHandler._popen = fork
+    os.execv = lambda _, words: sys.exit(Forked(words).wait())
     tiny.quick()
 
 

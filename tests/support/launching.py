@@ -4,6 +4,7 @@ import importlib
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,11 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(command: list[str], seconds: float = 300, **more: str) -> str:
     """Run a Python program to its end; what it printed."""
-    done = forking.run(command, env=environment(**more), timeout=seconds)
+    return succeeded(forking.run(command, env=environment(**more), timeout=seconds))
+
+
+def succeeded(done: "subprocess.CompletedProcess[str]") -> str:
+    """Check that a program ended well; what it printed."""
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 
@@ -44,9 +49,10 @@ def accelerate(config: str, *words: str, seconds: float = 300, **more: str) -> s
 
 
 def torchrun(*words: str, seconds: float = 300) -> str:
-    """torch's own launcher, on two processes."""
+    """torch's own launcher, on two processes that Python is started for, as a user would."""
     address = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    return run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *address, *words], seconds)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *address, *words]
+    return succeeded(subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=seconds))
 
 
 def in_a_child() -> None:

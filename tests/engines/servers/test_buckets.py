@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.engine import TensorSpec, WeightUpdate
@@ -25,7 +25,6 @@ def through_json(update, bucket_bytes):
         yield json.loads(json.dumps(bucket.manifest())), bucket.data.clone()
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=8),
     dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]), min_size=8, max_size=8),

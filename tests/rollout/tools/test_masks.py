@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.engine import SamplingParams
@@ -22,8 +22,6 @@ from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
 from covey.rollout.tools.toolbox import Toolbox
 from tests.support.families import FAMILIES, TOKENIZERS
-
-few = settings(max_examples=30, deadline=None, derandomize=True)
 
 OUTPUTS: dict[str, str] = {}
 """What the tool returns for each word of the conversation that is being played."""
@@ -230,7 +228,6 @@ scenes = {"question": texts, "script": conversations, "control": st.integers(0, 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(**scenes)
-@few
 def test_prompt_turns_and_answers_are_the_rendered_conversation(name, question, script, control):
     scene = Scene(name, question, script, control)
     rollout = scene.play()
@@ -240,7 +237,6 @@ def test_prompt_turns_and_answers_are_the_rendered_conversation(name, question, 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(**scenes)
-@few
 def test_sampled_marks_precisely_what_the_policy_said(name, question, script, control):
     scene = Scene(name, question, script, control)
     rollout = scene.play()
@@ -257,7 +253,6 @@ def test_sampled_marks_precisely_what_the_policy_said(name, question, script, co
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(**scenes, data=st.data())
-@few
 def test_less_room_gives_the_beginning_of_the_same_conversation(name, question, script, control, data):
     scene = Scene(name, question, script, control)
     whole = scene.play()

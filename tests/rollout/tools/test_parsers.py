@@ -6,7 +6,7 @@ import string
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -15,8 +15,6 @@ from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for, read_turn
 from covey.rollout.tools.schema import from_text
 from covey.rollout.tools.tool import Tool
 from tests.support import tiny
-
-few = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 def parse(family, text):
@@ -197,7 +195,6 @@ PLAIN = str.maketrans("", "", "`")  # fences in fenced notations cannot be told 
 
 @pytest.mark.parametrize(("family", "write"), WRITERS)
 @given(calls=calls_of)
-@few
 def test_calls_are_read_as_they_were_written(family, write, calls):
     if "```" in write([]) or family == "deepseek":
         calls = [ToolCall(c.name, json.loads(json.dumps(c.arguments).translate(PLAIN))) for c in calls]
@@ -458,7 +455,6 @@ PIECES = [
 
 @pytest.mark.parametrize("family", TOOL_PARSERS)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=30))
-@settings(max_examples=150, deadline=None, derandomize=True)
 def test_no_text_raises_and_every_call_has_a_name_and_arguments(family, pieces):
     turn = parse(family, "".join(pieces))
     assert all(isinstance(call.name, str) and isinstance(call.arguments, dict) for call in turn.calls)

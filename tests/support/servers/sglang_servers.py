@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from aiohttp import web
 
 from covey.core.engine import SampleRequest, SamplingParams, TensorSpec, WeightUpdate
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.server_process import ServerProcess, free_port
+from covey.engines.servers.server_process import free_port
+from tests.support import forking, launching
 from tests.support.servers import fake_sglang
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
@@ -44,18 +46,29 @@ class Fake:
 
 
 class OwnProcess(Fake):
-    """A fake server in a process of its own, which joins process groups and may be killed. Takes seconds to start."""
+    """A fake server in a process of its own, which joins process groups and may be killed."""
 
     def __init__(self, model: str, folder: Path, *options: str):
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, str(FAKE), "--model-path", model, "--port", str(port), *options]
-        log = folder / f"fake-{port}.log"
-        self.process = ServerProcess(command, f"{self.url}/health", log_path=log, deadline=90)
-        self.process.start()
+        with (folder / f"fake-{port}.log").open("w") as log:
+            self.process = forking.Forked(command, env=launching.environment(), stdout=log, stderr=log)
+        until = time.monotonic() + 90
+        while not self._answers():
+            assert self.process.poll() is None and time.monotonic() < until, Path(log.name).read_text()
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return True
+        except OSError:
+            return False
 
     def stop(self) -> None:
-        self.process.stop()
+        self.process.kill()
+        self.process.wait(30)
 
 
 class InThread(Fake):
