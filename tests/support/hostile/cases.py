@@ -44,6 +44,12 @@ SETTINGS: dict[str, Any] = {
 }
 """Two steps of two prompts with four rollouts each."""
 
+
+def deadline(name: str, steps: int = 1) -> dict[str, Any]:
+    """A short deadline. Every step waits for it, so two are for what may still hold something in the second."""
+    return {name: 0.5, "max_steps": steps}
+
+
 LETTERS = 90
 """Tokens of the tiny tokenizer's printable characters, from 4 on."""
 
@@ -178,6 +184,11 @@ class Case:
     harmless: bool = False
     benign: "Case | None" = None
     check: Callable[[Rollout, Rollout], bool] = lambda mine, theirs: True
+
+    @property
+    def steps(self) -> int:
+        """Of the run."""
+        return self.settings.get("max_steps", 2)
 
 
 def failed(rollout: Rollout) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from covey.engines.scripted import ScriptedEngine
-from tests.support.hostile.cases import FAILS, NOTHING, SHOWN, TOLD, Case, Scene, acting
+from tests.support.hostile.cases import FAILS, NOTHING, SHOWN, TOLD, Case, Scene, acting, deadline
 from tests.support.hostile.tools import Endless, Unprintable, UnprintableError, is_full
 
 Answer = Callable[[Scene], Any]
@@ -131,7 +131,7 @@ BENIGN = Case("nothing", NOTHING, text())
 BENIGN_TOOLS = Case("nothing", NOTHING, tools())
 
 FAILED = ("rollouts/failed",)
-HANGS = {"tool_timeout": 0.5}
+HANGS, HANGS_TWICE = deadline("tool_timeout"), deadline("tool_timeout", steps=2)
 
 
 def fails(what: str, parts: Callable[[Scene], dict[str, Any]], *says: str, **more: Any) -> Case:
@@ -166,7 +166,11 @@ ENVIRONMENTS = [
     ),
     fails("An environment raises in step", text(step=raises(KeyError)), "Talk.step raised KeyError"),
     fails(
-        "An environment waits for a lock in step", text(step=waits), "step took longer", settings=HANGS, lingers=True
+        "An environment waits for a lock in step",
+        text(step=waits),
+        "step took longer",
+        settings=HANGS_TWICE,
+        lingers=True,
     ),
     fails("An environment returns something else from step", text(step=returns("on")), "Talk.step returned 'on'"),
     fails(
@@ -193,6 +197,6 @@ ENVIRONMENTS = [
         benign=BENIGN_TOOLS,
     ),
     Case("An environment raises in close", NOTHING, text(close=raises(lambda: ValueError("no"))), harmless=True),
-    Case("An environment loops forever in close", NOTHING, text(close=loops), settings=HANGS, harmless=True),
+    Case("An environment loops forever in close", NOTHING, text(close=loops), settings=HANGS_TWICE, harmless=True),
     Case("An environment leaves threads behind", NOTHING, text(reset=leaves_threads), harmless=True),
 ]

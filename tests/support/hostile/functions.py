@@ -8,7 +8,7 @@ from typing import Any
 from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.user_functions import RolloutError
-from tests.support.hostile.cases import ENDS, FAILS, NOTHING, OWN, Case, Scene
+from tests.support.hostile.cases import ENDS, FAILS, NOTHING, OWN, Case, Scene, deadline
 from tests.support.hostile.tools import Unprintable, UnprintableError
 
 HOSTILE = 1
@@ -182,7 +182,7 @@ BENIGN = Case("nothing", NOTHING, function(lambda scene, row, engine: once(row, 
 BENIGN_BATCH = Case("nothing", NOTHING, batch())
 
 FAILED = ("rollouts/failed",)
-HANGS = {"rollout_timeout": 0.5}
+HANGS, HANGS_TWICE = deadline("rollout_timeout"), deadline("rollout_timeout", steps=2)
 LATE = ("took longer than rollout_timeout=0.5 s",)
 
 
@@ -197,7 +197,12 @@ def ends(what: str, parts: Callable[[Scene], dict[str, Any]], *says: str, **more
 FUNCTIONS = [
     fails("A rollout function never returns", function(never_returns), *LATE, settings=HANGS),
     fails(
-        "A rollout function blocks its event loop", function(blocks), *LATE, settings=HANGS, lingers=True, delays=True
+        "A rollout function blocks its event loop",
+        function(blocks),
+        *LATE,
+        settings=HANGS_TWICE,
+        lingers=True,
+        delays=True,
     ),
     fails(
         "A rollout function catches its cancellation",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from covey.rewards import RewardError
-from tests.support.hostile.cases import ENDS, NOTHING, UNSCORED, Case, Scene
+from tests.support.hostile.cases import ENDS, NOTHING, UNSCORED, Case, Scene, deadline
 from tests.support.hostile.tools import Unprintable, UnprintableError, changes_settings
 
 
@@ -161,12 +161,12 @@ def changes(scene: Scene, completions: Any, **kwargs: Any) -> list[float]:
 BENIGN = Case("nothing", NOTHING, returns(ones))
 
 FAILURES, TIMEOUTS = ("rewards/judge/failures",), ("rewards/judge/timeouts",)
-HANGS = {"reward_timeout": 0.5}
+HANGS, HANGS_TWICE = deadline("reward_timeout"), deadline("reward_timeout", steps=2)
 EXPECTED = r"expected a list of 8 numbers \(or None\), one per completion"
 
 
 def late(what: str, parts: Callable[[Scene], dict[str, Any]], **more: Any) -> Case:
-    return Case(what, UNSCORED, parts, counted=TIMEOUTS, settings=HANGS, **more)
+    return Case(what, UNSCORED, parts, counted=TIMEOUTS, **{"settings": HANGS, **more})
 
 
 def partly(what: str, bad: Callable[[], Any]) -> Case:
@@ -183,7 +183,7 @@ REWARDS = [
     late("A reward's regular expression backtracks without end", reward(backtracks)),
     late("A reward catches every interrupt", reward(catches_everything)),
     late("An async reward never answers", async_reward(never_answers)),
-    late("An async reward blocks the event loop", async_reward(blocks), lingers=True),
+    late("An async reward blocks the event loop", async_reward(blocks), lingers=True, settings=HANGS_TWICE),
     partly("A reward is NaN", lambda: float("nan")),
     partly("A reward is infinite", lambda: float("inf")),
     partly("A reward is a huge integer", lambda: 10**400),

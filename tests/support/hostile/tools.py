@@ -12,7 +12,7 @@ import torch
 
 from covey.core.records import FinishReason, Rollout
 from covey.sandbox import run_python
-from tests.support.hostile.cases import NOTHING, SHOWN, TOKENIZER, TOLD, Case, Scene
+from tests.support.hostile.cases import NOTHING, SHOWN, TOKENIZER, TOLD, Case, Scene, deadline
 
 
 def tool(bad: Callable[[Scene], Any]) -> Callable[[Scene], dict[str, Any]]:
@@ -108,7 +108,7 @@ def catches_everything(scene: Scene) -> None:
 
 
 def sleeps(scene: Scene) -> None:
-    time.sleep(2.5)
+    time.sleep(1.5)
 
 
 def waits_for_a_lock(scene: Scene) -> None:
@@ -298,20 +298,20 @@ BENIGN = Case("nothing", NOTHING, tool(returns(lambda: "fine")), harmless=True)
 
 TIMEOUT, EXCEPTION = ("tools/failures/timeout",), ("tools/failures/exception",)
 LATE = ("act took longer than 0.5 s",)
-HANGS = {"tool_timeout": 0.5}
+HANGS, HANGS_TWICE = deadline("tool_timeout"), deadline("tool_timeout", steps=2)
 
 
 def late(what: str, parts: Callable[[Scene], dict[str, Any]], **more: Any) -> Case:
-    return Case(what, TOLD, parts, LATE, TIMEOUT, settings=HANGS, **more)
+    return Case(what, TOLD, parts, LATE, TIMEOUT, **{"settings": HANGS, **more})
 
 
 TOOLS = [
     late("A tool loops forever", tool(loops)),
-    late("A tool catches every exception", tool(catches_everything), lingers=True),
+    late("A tool catches every exception", tool(catches_everything), lingers=True, settings=HANGS_TWICE),
     late("A tool sleeps too long", tool(sleeps), lingers=True),
     late("A tool waits for a lock forever", tool(waits_for_a_lock), lingers=True),
     late("An async tool never answers", async_tool(never_answers)),
-    late("An async tool blocks the event loop", async_tool(blocks), lingers=True, delays=True),
+    late("An async tool blocks the event loop", async_tool(blocks), lingers=True, delays=True, settings=HANGS_TWICE),
     late("An async tool loops without awaiting", async_tool(loops_without_awaiting), delays=True),
     late("An async tool catches its cancellation", async_tool(will_not_be_cancelled), lingers=True),
     late("A tool's result takes forever to print", tool(returns(Endless))),
@@ -368,21 +368,21 @@ TOOLS = [
         SHOWN,
         tool(runs_code(FORKS, timeout=20.0)),
         ("stopped processes",),
-        settings={"tool_timeout": 60.0, "rollout_timeout": 120.0},
+        settings={"tool_timeout": 60.0, "rollout_timeout": 120.0, "max_steps": 1},
     ),
     Case(
         "Code in run_python takes all memory",
         SHOWN,
-        tool(runs_code("x = []\nwhile True: x.append(bytearray(10**7))", timeout=30.0)),
+        tool(runs_code("x = []\nwhile True: x.append(bytearray(10**7))", timeout=30.0, memory=2**28)),
         ("exit 1|stopped memory",),
-        settings={"tool_timeout": 60.0, "rollout_timeout": 120.0},
+        settings={"tool_timeout": 60.0, "rollout_timeout": 120.0, "max_steps": 1},
     ),
     Case(
         "Code in run_python prints gigabytes",
         SHOWN,
         tool(runs_code("while True:\n    print('x' * 10**6)", timeout=0.3)),
         ("100000 characters",),
-        settings={"tool_timeout": 60.0, "rollout_timeout": 120.0},
+        settings={"tool_timeout": 60.0, "rollout_timeout": 120.0, "max_steps": 1},
     ),
     Case("A tool prints without end to the run's own output", NOTHING, tool(prints), harmless=True),
     Case("A tool changes its arguments", NOTHING, changes_arguments(), harmless=True),

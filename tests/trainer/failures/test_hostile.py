@@ -70,16 +70,16 @@ def named(case):
 
 
 def train(case, scene):
-    """The trainer, after its two steps."""
+    """The trainer, after its steps."""
     began = time.monotonic()
     trained = scene.trainer(case.parts(scene), **case.settings)
     trained.train()
     print(f"{time.monotonic() - began:.1f} s")
     assert time.monotonic() - began < MOST_SECONDS
-    assert trained.state.global_step == 2
+    assert trained.state.global_step == case.steps
     assert all(torch.isfinite(weight).all() for weight in runs.weights(trained))
     logged = [entry for entry in trained.state.log_history if "loss" in entry]
-    assert len(logged) == 2
+    assert len(logged) == case.steps
     assert all(math.isfinite(value) for entry in logged for value in entry.values() if isinstance(value, float))
     for name in case.counted:
         assert all(entry[name] > 0 for entry in logged), name
@@ -96,8 +96,8 @@ def same(trained, weights):
 
 def compare(case, scene, benign, hostile):
     """Whoever is not hostile has the tokens that it has without the others; yields who is, beside what it would be."""
-    assert len(scene.generations) == len(benign.generations) == 2
-    for here, there in zip(scene.generations, benign.generations, strict=True):
+    assert len(scene.generations) == case.steps
+    for here, there in zip(scene.generations, benign.generations[: case.steps], strict=True):
         bad = [hostile(place, rollout) for place, rollout in enumerate(there)]
         assert any(bad) and not all(bad)
         for mine, theirs, is_bad in zip(here, there, bad, strict=True):
@@ -156,9 +156,9 @@ def test_a_hostile_reward_costs_its_own_rewards(case, scene, without, nothing_is
         return refused(case, scene)
     benign, weights = without(hostile_rewards.BENIGN)
     trained = train(case, scene)
-    for here, there in zip(scene.generations, benign.generations, strict=True):
+    for here, there in zip(scene.generations, benign.generations[: case.steps], strict=True):
         assert list(map(tokens, here)) == list(map(tokens, there))
-    assert scene.given == benign.given, "what the next function is given"
+    assert scene.given == benign.given[: case.steps], "what the next function is given"
     assert not case.harmless or same(trained, weights)
 
 
