@@ -41,8 +41,8 @@ class Checkpointer:
         self._context = context
         self._parts = parts
         self._before_saving = before_saving
-        self.staging = False
-        self.delayed_pushes: list[str] = []
+        self.staging = False  # a checkpoint is being written, into a folder that is moved when it is complete
+        self.delayed_pushes: list[str] = []  # folders that were to be uploaded meanwhile
 
     def save(self, run_dir: str, write: Callable[[], None]) -> str:
         """Write a checkpoint and move it into place. Collective."""
@@ -88,7 +88,7 @@ class Checkpointer:
             )
             return
         state = torch.load(own if os.path.isfile(own) else any_rank, map_location="cpu", weights_only=True)
-        check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
+        _check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
         self.load_method_state(state["method"])
 
     def load_model(self, model: Any, folder: str, load: Callable[[], None]) -> None:
@@ -104,8 +104,10 @@ class Checkpointer:
             ) from error
 
     def load_best(self, model: Any, folder: str | None, load: Callable[[], None]) -> None:
-        """The same without looking for mistakes."""
-        if folder is not None and self._is_renamed(model, folder):
+        """The same without looking for mistakes; whole models under other names than their modules' are read here."""
+        whole = folder is not None and not self._context.sharding.weights and not has_adapter(model)
+        files = glob.glob(os.path.join(folder, "model*.safetensors")) if folder is not None and whole else []
+        if folder is not None and files and saves_other_names(model):
             load_renamed(model, folder)
         else:
             load()
@@ -141,12 +143,6 @@ class Checkpointer:
         for old in superfluous_checkpoints(os.path.dirname(final), self._context.args.save_total_limit, keep):
             shutil.rmtree(old, ignore_errors=True)
 
-    def _is_renamed(self, model: Any, folder: str) -> bool:
-        """A checkpoint holds a whole model under other names than its modules have, which `Trainer` ignores."""
-        files = glob.glob(os.path.join(folder, "model*.safetensors"))
-        whole = bool(files) and not self._context.sharding.weights
-        return whole and not has_adapter(model) and saves_other_names(model)
-
     def _binding_sizes(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self._context.algebra).items() if name not in NOT_BINDING}
 
@@ -154,16 +150,11 @@ class Checkpointer:
 def from_version_0_1(state: dict[str, Any]) -> dict[str, Any]:
     """The method state of a checkpoint of version 0.1, in today's layout."""
     return {
-        "updates": {
-            "buffer": state["experience"],
-            "entropy": state["entropy"],
-            "token_limit": state["pass_limit"],
-        },
+        "updates": {"buffer": state["experience"], "entropy": state["entropy"], "token_limit": state["pass_limit"]},
         "rollouts": {
             "generations": state["generations"],
             "async_rollouts": state.get("ahead"),
-            "prompts": state.get("prompts"),
-            "speculation": state.get("speculation"),
+            **{name: state.get(name) for name in ("prompts", "speculation")},
         },
         "behaviour": {"reference": state["reference"]},
         "credit": {"num_tokens": state["num_tokens"]},
@@ -177,8 +168,7 @@ def superfluous_checkpoints(run_dir: str, limit: int | None, keep: list[str | No
         return []
     kept = {Path(path).name for path in keep if path is not None}
     there = numbered_checkpoints(run_dir)
-    old = [path for path in there if path.name not in kept]
-    return old[: max(len(there) - limit, 0)]
+    return [path for path in there if path.name not in kept][: max(len(there) - limit, 0)]
 
 
 def numbered_checkpoints(run_dir: str) -> list[Path]:
@@ -236,7 +226,7 @@ def _check_kind(checkpoint: str, adapter: bool) -> None:
         )
 
 
-def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:
+def _check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:
     changed = [f"{name}={saved.get(name)} (now {value})" for name, value in current.items() if saved.get(name) != value]
     if changed:
         raise ValueError(

@@ -102,7 +102,9 @@ class OnlineTrainer(Trainer):
         optimizer_cls_and_kwargs: tuple[type[Any], dict[str, Any]] | None = None,
         model_init: Any = None,
     ):
-        model = model if model_init is None else search.made_model(model, model_init)
+        if model is not None and model_init is not None:
+            raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
+        model = model if model_init is None else search.make_model(model_init)
         args = build.resolve_args(args, model, self.config_class)
         build.check_engine_choice(args, engine)
         prompts_required = environment_factory is None

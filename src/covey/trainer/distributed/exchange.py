@@ -67,17 +67,11 @@ class RolloutIndex:
     def select(self, rollouts: Tensor) -> "RolloutIndex":
         """Some rollouts in the given order, with the prompts that they continue."""
         prompts, groups = self.groups[rollouts].unique(return_inverse=True)
+        chosen: dict[str, Any] = {
+            name: None if (values := getattr(self, name)) is None else values[rollouts] for name in PER_ROLLOUT
+        }
         return RolloutIndex(
-            owners=self.owners[rollouts],
-            rows=self.rows[rollouts],
-            lengths=self.lengths[rollouts],
-            sampled_lengths=self.sampled_lengths[rollouts],
-            has_signal=self.has_signal[rollouts],
-            groups=groups,
-            prompt_lengths=self.prompt_lengths[prompts],
-            prompt_keys=self.prompt_keys[prompts],
-            weights=None if self.weights is None else self.weights[rollouts],
-            entropy_weights=None if self.entropy_weights is None else self.entropy_weights[rollouts],
+            **chosen, groups=groups, prompt_lengths=self.prompt_lengths[prompts], prompt_keys=self.prompt_keys[prompts]
         )
 
     def without_signal_dropped(self) -> "RolloutIndex":
@@ -95,6 +89,9 @@ class RolloutIndex:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+PER_ROLLOUT = ("owners", "rows", "lengths", "sampled_lengths", "has_signal", "weights", "entropy_weights")
+
+
 def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None = None) -> RolloutIndex:
     """Concatenate indexes, rollouts in order; equal prompts are counted once."""
     lengths: dict[tuple[int, ...], int] = {}
@@ -107,12 +104,11 @@ def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None 
         for index in indexes
     ]
     rows = [index.rows + offset for index, offset in zip(indexes, offsets or [0] * len(indexes), strict=True)]
+    names = ("owners", "lengths", "sampled_lengths", "has_signal")
+    joined: dict[str, Any] = {name: torch.cat([getattr(index, name) for index in indexes]) for name in names}
     return RolloutIndex(
-        owners=torch.cat([index.owners for index in indexes]),
+        **joined,
         rows=torch.cat(rows),
-        lengths=torch.cat([index.lengths for index in indexes]),
-        sampled_lengths=torch.cat([index.sampled_lengths for index in indexes]),
-        has_signal=torch.cat([index.has_signal for index in indexes]),
         groups=torch.cat(groups),
         prompt_lengths=torch.tensor(list(lengths.values()), dtype=torch.long),
         prompt_keys=torch.tensor(list(lengths), dtype=torch.long).view(-1, 2),

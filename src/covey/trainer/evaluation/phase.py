@@ -77,7 +77,15 @@ class EvaluationPhase:
         was_training = model.training
         model.eval()
         self._rollouts.generations["eval"] = 0  # the same seeds in every evaluation, so that only the model differs
-        self.completions = log = self._completion_log(prefix)
+        args = context.args
+        self.completions = log = CompletionLog(
+            args.output_dir or ".",
+            unique_prompts=args.log_unique_prompts,
+            sent_as=next(iter(rewrite_logs({f"{prefix}_completions": 0.0}))),
+            folder="evaluations",
+            name=prefix,
+            enabled=context.collectives.rank == 0,
+        )
         try:
             with self._recommended_weights():
                 if dataloader.suite is None:
@@ -93,17 +101,6 @@ class EvaluationPhase:
         metrics = context.metrics.drain("eval", prefix=start)
         metrics |= {start + name: value for name, value in found.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=rows)  # type: ignore[arg-type]
-
-    def _completion_log(self, name: str) -> CompletionLog:
-        args = self._context.args
-        return CompletionLog(
-            args.output_dir or ".",
-            unique_prompts=args.log_unique_prompts,
-            sent_as=next(iter(rewrite_logs({f"{name}_completions": 0.0}))),
-            folder="evaluations",
-            name=name,
-            enabled=self._context.collectives.rank == 0,
-        )
 
     def _evaluate_with_loss(self, dataloader: Any, on_batch: Callable[[], None]) -> tuple[int, dict[str, float]]:
         """The number of completions of a plain dataset, and their loss."""
@@ -194,12 +191,8 @@ class EvaluationPhase:
         totals = weighted_total(scored.rewards.double(), weights.double()).tolist()
         any_scored = any(total == total for total in totals)
         answers = judge.answers([rollout.completion for rollout in scored.rollouts], scored.columns, any_scored)
-        return [
-            Graded(sample.prompt, total, judge.right(rewards), answer)
-            for sample, total, rewards, answer in zip(
-                scored.draws, totals, scored.rewards.tolist(), answers, strict=True
-            )
-        ]
+        graded = zip(scored.draws, totals, scored.rewards.tolist(), answers, strict=True)
+        return [Graded(sample.prompt, total, judge.right(rewards), answer) for sample, total, rewards, answer in graded]
 
 
 def recommending_optimizer(optimizer: Any) -> Any:

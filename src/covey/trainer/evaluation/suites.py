@@ -98,7 +98,9 @@ class EvalSuite:
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
         for name, (allowed, allows) in LIMITS.items():
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and allows(value)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, numbers.Real) or not allows(value)
+            ):
                 raise ValueError(f"EvalSuite({name}={value!r}) must be a number, {allowed}.")
         if self.temperature == 0 and (self.num_generations or 1) > 1:
             raise ValueError(
@@ -189,7 +191,10 @@ class Grader:
     def answers(
         self, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]], scored: bool
     ) -> list[str | None]:
-        """The vote of each completion, as text, so that processes agree on equality; None if the function raises."""
+        """The vote of each completion, as text, so that processes agree on equality; None if the function raises.
+
+        Where some completion was `scored`, a column must have been logged; a function that failed on all logs nothing.
+        """
         if self.answer is None:
             return [None] * len(completions)
         if not isinstance(self.answer, str):
@@ -229,20 +234,24 @@ class Scoreboard:
     def metrics(self) -> dict[str, float]:
         """Estimates by name, each with the ends of its interval, and the number of prompts."""
         found: dict[str, float] = {"prompts": len(self._prompts)}
-        rewards = [[one.reward for one in group if not math.isnan(one.reward)] for group in self._prompts.values()]
+        groups = self._prompts.values()
+        rewards = [[one.reward for one in group if not math.isnan(one.reward)] for group in groups]
         means = [statistics.fmean(values) for values in rewards if values]
         if len(means) > 1:
             found["reward_low"], found["reward_high"] = interval_of_mean(means)
+        graded = [[one for one in group if one.right is not None] for group in groups]
         for k in self._suite.pass_at:
-            found |= self._share(f"pass@{k}", k, _pass_at)
+            values = [
+                pass_at_k(len(group), sum(bool(one.right) for one in group), k) for group in graded if len(group) >= k
+            ]
+            found |= self._share(f"pass@{k}", k, values)
         for k in self._suite.maj_at:
-            found |= self._share(f"maj@{k}", k, _maj_at)
+            votes = [([one.answer for one in group], [bool(one.right) for one in group]) for group in graded]
+            found |= self._share(f"maj@{k}", k, [maj_at_k(*vote, k) for vote in votes if len(vote[0]) >= k])
         return found
 
-    def _share(self, name: str, k: int, estimate: Callable[[list[Graded], int], float]) -> dict[str, float]:
-        """An estimate over the prompts with at least k graded completions."""
-        graded = [[one for one in group if one.right is not None] for group in self._prompts.values()]
-        values = [estimate(group, k) for group in graded if len(group) >= k]
+    def _share(self, name: str, k: int, values: list[float]) -> dict[str, float]:
+        """An estimate from its values for the prompts with at least k graded completions."""
         if not values:
             return {}
         low, high = interval_of_share(values, self._completions // k)
@@ -261,18 +270,6 @@ def suite_of(settings: Mapping[str, Any], dataset: Any) -> EvalSuite:
             f"{closest(unknown[0], known)}"
         )
     return EvalSuite(dataset, **settings)
-
-
-def _pass_at(graded: list[Graded], k: int) -> float:
-    return pass_at_k(len(graded), sum(bool(one.right) for one in graded), k)
-
-
-def _maj_at(graded: list[Graded], k: int) -> float:
-    return maj_at_k([one.answer for one in graded], [bool(one.right) for one in graded], k)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _as_vote(answer: Hashable | None) -> str | None:

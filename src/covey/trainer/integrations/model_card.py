@@ -6,7 +6,7 @@ The text is the template `model_card.md`. To cite the paper of a further method 
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,20 +55,20 @@ PACKAGES = ("transformers", "torch", "accelerate", "datasets", "peft", "deepspee
 class CardFacts:
     """Contents of a card."""
 
-    name: str  # of the model
-    base: str | None  # hub id of the model that was trained; None if it has none
+    name: str
+    base: str | None  # hub id of the model that was trained
     method: str  # `grpo` or `rloo`
     adapter: bool  # the model is a PEFT adapter
     datasets: Sequence[str]  # hub ids
     rewards: Sequence[str]  # names of the reward functions
     config: Mapping[str, Any]  # every setting and its value
-    defaults: Mapping[str, Any]  # every setting and its default
+    defaults: Mapping[str, Any]
     history: list[dict[str, Any]]  # as in `trainer.state.log_history`
-    processes: int = 1  # number of training processes
-    sees_images: bool = False  # it is a vision-language model
-    language: str | list[str] | None = None  # as the hub names them
+    processes: int = 1
+    sees_images: bool = False
+    language: str | list[str] | None = None  # as the hub names it, like the license
     license: str | None = None
-    tags: Sequence[str] = field(default_factory=tuple)  # further tags
+    tags: Sequence[str] = ()
 
 
 def model_card(facts: CardFacts) -> str:
@@ -86,24 +86,18 @@ def model_card(facts: CardFacts) -> str:
         datasets=list(facts.datasets) or None,
         tags=[*facts.tags, "generated_from_trainer", "covey", facts.method, "reinforcement-learning"],
     )
+    names = ("name", "base", "method", "adapter", "sees_images", "rewards", "processes")
+    settings = shown_settings(facts).items()
     card = ModelCard.from_template(
         metadata,
         template_path=str(TEMPLATE),
         task=task,
-        name=facts.name,
-        base=facts.base,
-        method=facts.method,
-        adapter=facts.adapter,
-        sees_images=facts.sees_images,
         data_sets=facts.datasets,
-        rewards=facts.rewards,
-        processes=facts.processes,
         papers=_papers(facts),
-        settings={
-            name: str(value).replace("|", "\\|").replace("\n", " ") for name, value in shown_settings(facts).items()
-        },
+        settings={name: str(value).replace("|", "\\|").replace("\n", " ") for name, value in settings},
         results=_results(facts.history),
         versions=_versions(),
+        **{name: getattr(facts, name) for name in names},
     )
     return f"{card}\n"
 

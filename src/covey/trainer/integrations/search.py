@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import BestRun
 
-from covey.config.base import OnlineConfig
 from covey.runtime.user_code import format_error
 from covey.trainer.distributed.collectives import CollectiveError
 
@@ -76,9 +75,8 @@ def hyperparameter_search(
     except ImportError as error:
         raise ImportError("hyperparameter_search needs optuna: pip install 'covey[search]'.") from error
     caught = kwargs.get("catch", ())
-    trials = _Trials(
-        self, hp_name, compute_objective or mean_reward, caught if isinstance(caught, Iterable) else (caught,)
-    )
+    caught = tuple(caught) if isinstance(caught, Iterable) else (caught,)
+    trials = _Trials(self, hp_name, compute_objective or mean_reward, caught)
     if self.args.process_index:
         return trials.follow()
     optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
@@ -92,14 +90,13 @@ def hyperparameter_search(
         else:
             best = BestRun(str(study.best_trial.number), study.best_value, study.best_params)
     except BaseException as error:
-        trials.fail(error)
+        with suppress(CollectiveError):  # the other processes may have ended already
+            trials.tell("failed", format_error(error))
         raise
-    trials.end(best)
-    return (
-        [one._replace(run_summary=study) for one in best]
-        if isinstance(best, list)
-        else best._replace(run_summary=study)
-    )
+    trials.tell("end", best)
+    if isinstance(best, list):
+        return [one._replace(run_summary=study) for one in best]
+    return best._replace(run_summary=study)
 
 
 def _check_searchable(trainer: "OnlineTrainer") -> None:
@@ -123,23 +120,22 @@ class _Trials:
     """Runs trials on all processes; the first one decides and sends its decisions to the others."""
 
     def __init__(
-        self,
-        original: "OnlineTrainer",
-        hp_name: Callable[[Any], str] | None,
-        objective: Objective,
-        caught: Iterable[type[Exception]] = (),
+        self, original: "OnlineTrainer", hp_name: Callable[[Any], str] | None, objective: Objective, caught: Any = ()
     ):
         self._original = original
         self._name = hp_name or (lambda trial: f"run-{trial.number}")
         self._objective = objective
-        self._caught = tuple(caught)
-        self._gather = original.collectives.gather
+        self._caught = caught  # types of errors that end a trial and not the search
+
+    def tell(self, *message: Any) -> None:
+        """Send a decision of the first process to the others."""
+        self._original.collectives.gather(message, "begin a trial")
 
     def lead(self, trial: Any, changes: dict[str, Any]) -> Any:
         """Run one trial on the first process; returns its objective."""
         import optuna
 
-        self._gather(("trial", trial.number, trial.params, changes, self._name(trial)), "begin a trial")
+        self.tell("trial", trial.number, trial.params, changes, self._name(trial))
         value, pruned = self._run(trial, changes, self._name(trial))
         if pruned:
             raise optuna.TrialPruned
@@ -150,7 +146,7 @@ class _Trials:
         import optuna
 
         while True:
-            outcome, *details = self._gather(None, "begin a trial")[0]
+            outcome, *details = self._original.collectives.gather(None, "begin a trial")[0]
             if outcome == "failed":
                 raise RuntimeError(f"the search ended in the first process: {details[0]}")
             if outcome == "end":
@@ -159,22 +155,25 @@ class _Trials:
             with suppress(*self._caught):  # as optuna does in the first process
                 self._run(optuna.trial.FixedTrial(params, number), changes, name)
 
-    def end(self, best: Any) -> None:
-        self._gather(("end", best), "begin a trial")
-
-    def fail(self, error: BaseException) -> None:
-        """End a failed search on the other processes, which may have ended already."""
-        with suppress(CollectiveError):
-            self._gather(("failed", format_error(error)), "begin a trial")
-
     def _run(self, trial: Any, changes: dict[str, Any], name: str) -> tuple[Any, bool]:
         """The objective of a trial, and True if it was pruned."""
+        original = self._original
+        parts = {**original.made_of, "callbacks": original.users_callbacks()}
+        if (make := parts.get("model_init")) is not None:
+            parts["model_init"] = lambda: make_model(make, trial)
         try:
-            trainer = self._trainer(trial, changes, name)
+            folder = os.path.join(original.args.output_dir, name)
+            trainer: Any = type(original)(
+                **{**parts, "args": original.args.with_changes(**{"output_dir": folder, **changes})}
+            )
             try:
                 return self._trained(trainer, trial)
-            finally:
-                self._close(trainer)
+            finally:  # release engine, weights and optimizer
+                close = getattr(trainer.collector.engine, "close", None)
+                if close is not None and original.made_of.get("engine") is None:
+                    close()
+                trainer.model_wrapped = trainer.model = trainer.optimizer = trainer.lr_scheduler = None
+                trainer.accelerator.free_memory()  # collects garbage and empties the device's cache
         except BaseException as error:
             error.add_note(f"This was in trial {trial.number} of the search, with {changes}.")
             raise
@@ -182,50 +181,26 @@ class _Trials:
     def _trained(self, trainer: Any, trial: Any) -> tuple[Any, bool]:
         value, pruned = None, False
 
-        def heard(metrics: dict[str, float], step: int) -> bool:
+        def on_evaluated(metrics: dict[str, float], step: int) -> bool:
             nonlocal value, pruned
-            value = self._objective(metrics)
-            ended = self._prunes(trial, value, step) if trainer.is_world_process_zero() else None
-            pruned = bool(trainer.collectives.gather(ended, "decide on the trial")[0])
+            value, ended = self._objective(metrics), False
+            if trainer.is_world_process_zero() and not isinstance(value, list | tuple):  # one number alone is pruned
+                trial.report(value, step)
+                ended = bool(trial.should_prune())
+            pruned = trainer.collectives.gather(ended, "decide on the trial")[0]
             return pruned
 
-        trainer.on_evaluated = heard
+        trainer.on_evaluated = on_evaluated
         trainer.hp_name = lambda _: os.path.basename(trainer.args.output_dir)
         trainer.train(trial=trial)
         return self._objective(trainer.evaluate()) if value is None else value, pruned
-
-    def _trainer(self, trial: Any, changes: dict[str, Any], name: str) -> Any:
-        original = self._original
-        args: OnlineConfig = original.args.with_changes(
-            **{"output_dir": os.path.join(original.args.output_dir, name), **changes}
-        )
-        parts = {**original.made_of, "args": args, "callbacks": original.users_callbacks()}
-        if (make := parts.get("model_init")) is not None:
-            parts["model_init"] = lambda: make_model(make, trial)
-        return type(original)(**parts)
-
-    def _prunes(self, trial: Any, value: Any, step: int) -> bool:
-        if isinstance(value, list | tuple):
-            return False  # optuna prunes by one number alone
-        trial.report(value, step)
-        return bool(trial.should_prune())
-
-    def _close(self, trainer: Any) -> None:
-        close = getattr(trainer.collector.engine, "close", None)
-        if close is not None and self._original.made_of.get("engine") is None:
-            close()
-        trainer.model_wrapped = trainer.model = trainer.optimizer = trainer.lr_scheduler = None
-        trainer.accelerator.free_memory()  # collects garbage and empties the device's cache
 
 
 def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
     """The model of a `model_init`, which may take the trial."""
     parameters = list(inspect.signature(model_init).parameters.values())
-    required = [
-        one.name
-        for one in parameters
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [one.name for one in parameters if one.default is one.empty and one.kind not in several]
     if len(required) > 1:
         raise ValueError(
             f"`model_init` needs {', '.join(required)}; it is called with the trial of a search, or with nothing."
@@ -234,12 +209,6 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
     if model is None:
         raise ValueError("`model_init` returned None; it must return a model, its hub id or its folder.")
     return model
-
-
-def made_model(model: Any, model_init: Callable[..., Any]) -> Any:
-    if model is not None:
-        raise ValueError("`model` and `model_init` were both given: give the model, or the function that makes it.")
-    return make_model(model_init)
 
 
 def mean_reward(metrics: dict[str, float]) -> float:

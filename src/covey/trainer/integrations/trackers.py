@@ -10,19 +10,9 @@ from transformers import TrainerCallback
 from covey.config.messages import closest
 
 MODULES = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "wandb": ("wandb",),
-    "trackio": ("trackio",),
-    "swanlab": ("swanlab",),
-    "mlflow": ("mlflow",),
-    "comet_ml": ("comet_ml",),
-    "clearml": ("clearml",),
-    "codecarbon": ("codecarbon",),
-    "dagshub": ("dagshub",),
-    "dvclive": ("dvclive",),
-    "neptune": ("neptune",),
-    "flyte": ("flytekit",),
-    "azure_ml": ("azureml",),
+    **{name: (name,) for name in ("wandb", "trackio", "swanlab", "mlflow", "comet_ml", "clearml")},
+    **{name: (name,) for name in ("codecarbon", "dagshub", "dvclive", "neptune")},
+    **{"tensorboard": ("tensorboard", "tensorboardX"), "flyte": ("flytekit",), "azure_ml": ("azureml",)},
 }
 """By name in `report_to`: modules of which one must be installed."""
 
