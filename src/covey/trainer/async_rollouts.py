@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -100,47 +100,25 @@ class InFlightBatch:
         }
 
 
+@dataclass(eq=False)
 class AsyncRollouts:
-    """The generations between the one that is trained on and the newest that has been launched.
+    """The generations between the one that is trained on and the newest that has been launched."""
 
-    Args:
-        collector: samples. Until `close`, all that it samples runs in the background thread.
-        params: sampling settings.
-        prompts: of any generation.
-        schedule: of the run.
-        max_staleness: optimizer steps that weights may be older than those a generation's training begins with, 1 or
-            more.
-        next_key: names the samples of one more generation.
-        send_weights: (version) brings the engine's weights up to date. Collective where several processes train.
-        watch: makes the listener of a generation's rollouts.
-        waiting: a context that counts the time in which nothing but sampling goes on.
-    """
+    collector: Collector  # until `close`, all that it samples runs in the background thread
+    params: SamplingParams
+    prompts: PromptSource
+    schedule: LaunchSchedule
+    max_staleness: int  # optimizer steps between weights and training, 1 or more
+    _: KW_ONLY
+    next_key: Callable[[], tuple[str, int]]  # names the samples of one more generation
+    send_weights: Callable[[int], None]  # (version); collective where several processes train
+    watch: Callable[[], RolloutListener]  # makes the listener of a generation's rollouts
+    waiting: Callable[[], AbstractContextManager[None]]  # counts the time in which nothing but sampling goes on
 
-    def __init__(
-        self,
-        collector: Collector,
-        params: SamplingParams,
-        prompts: PromptSource,
-        schedule: LaunchSchedule,
-        max_staleness: int,
-        *,
-        next_key: Callable[[], tuple[str, int]],
-        send_weights: Callable[[int], None],
-        watch: Callable[[], RolloutListener],
-        waiting: Callable[[], AbstractContextManager[None]],
-    ):
-        self.max_staleness = max_staleness
-        self._collector = collector
-        self._params = params
-        self._prompts = prompts
-        self._schedule = schedule
-        self._next_key = next_key
-        self._send_weights = send_weights
-        self._watch = watch
-        self._waiting = waiting
+    def __post_init__(self) -> None:
         self._thread = LoopThread("covey-sampling", no_grad=True)
-        self._in_front = collector.run
-        collector.run = self._thread.run
+        self._in_front = self.collector.run
+        self.collector.run = self._thread.run
         self._flights: deque[InFlightBatch] = deque()
         self._next: int | None = None
         self._late = 0  # optimizer steps behind the schedule, as when data were not skipped on resuming
@@ -180,9 +158,9 @@ class AsyncRollouts:
         """Send the weights of `version` unless the engine has them. Collective."""
         if self._sent == version:
             return
-        if not traits_of(self._collector.engine).updates_in_flight:
+        if not traits_of(self.collector.engine).updates_in_flight:
             self.settle()
-        self._send_weights(version)
+        self.send_weights(version)
         self._sent = version
 
     def newest_draws(self, version: int) -> list[PromptSample]:
@@ -194,12 +172,12 @@ class AsyncRollouts:
         if not (self._flights and self._flights[0].generation == generation):
             self._restart(generation, version)
         inflight = self._flights.popleft()
-        with self._waiting():
+        with self.waiting():
             self._thread.wait(inflight.work)
         return inflight
 
     def settle(self) -> None:
-        with self._waiting():
+        with self.waiting():
             for inflight in self._flights:
                 with suppress(Exception):
                     self._thread.wait(inflight.work)
@@ -223,7 +201,7 @@ class AsyncRollouts:
         if kept:
             self.bring_weights(version)  # on every process, whether or not sampling failed there
         for one in kept:
-            draws = self._prompts.again(one["generation"], [(prompt, sample) for prompt, sample in one["slots"]])
+            draws = self.prompts.again(one["generation"], [(prompt, sample) for prompt, sample in one["slots"]])
             key = one["key"][0], one["key"][1]
             if one["rollouts"] is None:
                 self._fly(one["generation"], key, version, draws)
@@ -235,24 +213,24 @@ class AsyncRollouts:
 
     def close(self, seconds: float = 5.0) -> None:
         """Give up what is under way, and the thread. Comes back within `seconds`, whatever the engine does."""
-        self._collector.run = self._in_front
+        self.collector.run = self._in_front
         self._give_up()
         self._thread.close(seconds)
 
     def _may_begin(self, generation: int, version: int) -> bool:
-        begins = self._schedule.begins(generation) + self._late
-        return begins < self._schedule.max_steps and begins - version <= self.max_staleness
+        begins = self.schedule.begins(generation) + self._late
+        return begins < self.schedule.max_steps and begins - version <= self.max_staleness
 
     def _fly_next(self, version: int) -> None:
         assert self._next is not None, "the dataloader has said where it is"
         self.bring_weights(version)
-        self._fly(self._next, self._next_key(), version, self._prompts.draws(self._next))
+        self._fly(self._next, self.next_key(), version, self.prompts.draws(self._next))
         self._next += 1
 
     def _fly(self, generation: int, key: tuple[str, int], version: int, draws: list[PromptSample]) -> None:
         """Launch a generation, and wait until the engine has its requests: what comes next comes after them."""
-        submitted, listener = threading.Event(), self._watch()
-        work = self._thread.start(self._collector.sample(draws, self._params, key, None, submitted.set, listener))
+        submitted, listener = threading.Event(), self.watch()
+        work = self._thread.start(self.collector.sample(draws, self.params, key, None, submitted.set, listener))
         work.add_done_callback(lambda _: submitted.set())
         self._flights.append(InFlightBatch(generation, key, version, draws, work, listener))
         submitted.wait(SUBMITTED)
@@ -268,7 +246,7 @@ class AsyncRollouts:
         """Go on from a place in the data that was not expected, such as the first, with nothing sampled ahead."""
         self._give_up()
         self._next = generation
-        self._late = version - self._schedule.begins(generation)
+        self._late = version - self.schedule.begins(generation)
         self._fly_next(version)
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,21 +34,23 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Writes and reads the checkpoints of a run."""
 
-    def __init__(self, context: RunContext, parts: Mapping[str, Stateful], before_saving: Callable[[], None]):
-        self._context = context
-        self._parts = parts
-        self._before_saving = before_saving
+    context: RunContext
+    parts: Mapping[str, Stateful]
+    before_saving: Callable[[], None]  # collective
+
+    def __post_init__(self) -> None:
         self.staging = False  # a checkpoint is being written, into a folder that is moved when it is complete
         self.delayed_pushes: list[str] = []  # folders that were to be uploaded meanwhile
 
     def save(self, run_dir: str, write: Callable[[], None]) -> str:
         """Write a checkpoint and move it into place. Collective."""
-        self._before_saving()
-        args, collectives = self._context.args, self._context.collectives
-        name = f"checkpoint-{self._context.step}"
+        self.before_saving()
+        args, collectives = self.context.args, self.context.collectives
+        name = f"checkpoint-{self.context.step}"
         staged, final = os.path.join(self.staging_dir(run_dir), name), os.path.join(run_dir, name)
         self.staging, self.delayed_pushes = True, []
         try:
@@ -69,16 +71,16 @@ class Checkpointer:
         return os.path.join(run_dir, STAGING)
 
     def method_state(self) -> dict[str, dict[str, Any]]:
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_method_state(self, state: dict[str, Any]) -> None:
         state = from_version_0_1(state) if "experience" in state else state
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             part.load_state_dict(state[name])
 
     def load(self, checkpoint: str) -> None:
         """Continue from a checkpoint's method state; warns if it holds weights alone."""
-        own = os.path.join(checkpoint, STATE_FILE.format(rank=self._context.args.process_index))
+        own = os.path.join(checkpoint, STATE_FILE.format(rank=self.context.args.process_index))
         any_rank = os.path.join(checkpoint, STATE_FILE.format(rank=0))
         if not os.path.isfile(any_rank):
             warnings.warn(
@@ -105,7 +107,7 @@ class Checkpointer:
 
     def load_best(self, model: Any, folder: str | None, load: Callable[[], None]) -> None:
         """The same without looking for mistakes; whole models under other names than their modules' are read here."""
-        whole = folder is not None and not self._context.sharding.weights and not has_adapter(model)
+        whole = folder is not None and not self.context.sharding.weights and not has_adapter(model)
         files = glob.glob(os.path.join(folder, "model*.safetensors")) if folder is not None and whole else []
         if folder is not None and files and saves_other_names(model):
             load_renamed(model, folder)
@@ -114,9 +116,9 @@ class Checkpointer:
 
     def save_sharded_model(self, folder: str, processing_class: Any) -> None:
         """Write a sharded model so that `from_pretrained` reads it. Collective."""
-        args, loop = self._context.args, self._context.loop
-        with self._context.collectives.together("write the model"):
-            save_sharded(self._context.accelerator.unwrap_model(loop.model_wrapped), folder, writes=args.should_save)
+        args, loop = self.context.args, self.context.loop
+        with self.context.collectives.together("write the model"):
+            save_sharded(self.context.accelerator.unwrap_model(loop.model_wrapped), folder, writes=args.should_save)
         if args.should_save:
             processing_class.save_pretrained(folder)
             with args.without_keys():
@@ -124,15 +126,15 @@ class Checkpointer:
 
     def _place_best(self, final: str) -> None:
         """Every process knows the best checkpoint by its final place, wherever the others were staged."""
-        state = self._context.loop.state
+        state = self.context.loop.state
         if best := state.best_global_step:
             folder = os.path.join(os.path.dirname(final), f"checkpoint-{best}")
-            there = folder == final or os.path.isdir(folder) or not self._context.args.should_save
+            there = folder == final or os.path.isdir(folder) or not self.context.args.should_save
             state.best_model_checkpoint = folder if there else None
 
     def _publish(self, staged: str, final: str) -> None:
         """Put a finished checkpoint in its place and delete those beyond `save_total_limit`."""
-        state = self._context.loop.state
+        state = self.context.loop.state
         if state.best_global_step:
             self._place_best(final)
             state.save_to_json(os.path.join(staged, "trainer_state.json"))
@@ -140,11 +142,11 @@ class Checkpointer:
         os.rename(staged, final)
         shutil.rmtree(os.path.dirname(staged), ignore_errors=True)
         keep = [final, state.best_model_checkpoint]
-        for old in superfluous_checkpoints(os.path.dirname(final), self._context.args.save_total_limit, keep):
+        for old in superfluous_checkpoints(os.path.dirname(final), self.context.args.save_total_limit, keep):
             shutil.rmtree(old, ignore_errors=True)
 
     def _binding_sizes(self) -> dict[str, int]:
-        return {name: value for name, value in asdict(self._context.algebra).items() if name not in NOT_BINDING}
+        return {name: value for name, value in asdict(self.context.algebra).items() if name not in NOT_BINDING}
 
 
 def from_version_0_1(state: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,22 +26,24 @@ from covey.trainer.rollout_phase import RolloutBatch
 from covey.trainer.rollout_reports import SummaryColumns, rewards_by_name, sampling_entropy, summarize, token_ages
 
 
+@dataclass(eq=False)
 class BehaviourScorer:
     """Scores rollouts under the policies that the loss compares with, where it needs them."""
 
-    engine_check: EngineCheck  # compares the engine's first log-probs with the scorer's
+    engine_check: EngineCheck = field(init=False)  # compares the engine's first log-probs with the scorer's
 
-    def __init__(self, context: RunContext, scorer: TokenScorer, runner: MicroBatchRunner, reference: Reference | None):
-        self._context = context
-        self._scorer = scorer
-        self._runner = runner
-        self._reference = reference
+    context: RunContext
+    scorer: TokenScorer
+    runner: MicroBatchRunner
+    reference: Reference | None  # of the KL penalty, or None
+
+    def __post_init__(self) -> None:
         self._layouts_agree = False
         self.entropy_known = False  # a generation began in this optimizer step, and all its entropies were measured
 
     def score(self, rollouts: Sequence[Rollout]) -> tuple[TrainBatch, Tensor | None]:
         """The rollouts with the log-probs that the loss needs, and the reward's KL penalty [B] or None. Collective."""
-        context = self._context
+        context = self.context
         batch = collate(rollouts, mask_truncated=context.args.mask_truncated_completions).to(context.device)
         entropy = sampling_entropy(rollouts, batch)
         self.entropy_known = bool(entropy)
@@ -56,7 +59,7 @@ class BehaviourScorer:
 
     def add_logprobs(self, batch: TrainBatch) -> Tensor | None:
         """Score under the old and the reference policy where needed; returns the KL penalty [B], if any."""
-        context, algorithm = self._context, self._context.algorithm
+        context, algorithm = self.context, self.context.algorithm
         penalised = algorithm.kl_in_reward and algorithm.beta != 0
         off_policy = context.training and not context.algebra.on_policy
         policy, old = context.loop.policy, None
@@ -70,8 +73,8 @@ class BehaviourScorer:
             if correction is not None and batch.engine_logprobs is not None:
                 batch.mismatch_weights, stats = correction(old, batch.engine_logprobs, batch.sampled, batch.lengths)
                 context.metrics.add(stats, context.mode)
-        if self._reference is not None:
-            with self._reference.model(policy) as reference:
+        if self.reference is not None:
+            with self.reference.model(policy) as reference:
                 batch.ref_logprobs = self.logprobs(reference, batch)
         batch.old_logprobs = old if off_policy else None
         if not penalised:
@@ -85,8 +88,8 @@ class BehaviourScorer:
         """Check the engine with rollouts that are not trained on, if there are any. Collective."""
         if not rollouts:
             return
-        batch = collate(rollouts).to(self._context.device)
-        with self._context.phases("score"):
+        batch = collate(rollouts).to(self.context.device)
+        with self.context.phases("score"):
             self.settle_layout(batch)
             self.engine_check(batch)
 
@@ -94,7 +97,7 @@ class BehaviourScorer:
         """Log-probs [N] without gradient; `entropies` gets the mean of each micro-batch's trained tokens."""
 
         def logprobs(part: TrainBatch) -> Tensor:
-            scores = self._scorer(model, part, entropy=entropies is not None)
+            scores = self.scorer(model, part, entropy=entropies is not None)
             if entropies is not None:
                 assert scores.entropies is not None, "asked for"
                 entropies.append(Mean(scores.entropies[part.sampled].sum().item(), part.sampled.sum().item()))
@@ -103,13 +106,13 @@ class BehaviourScorer:
         return self.values(model, batch, logprobs)
 
     def rescore(self, batch: TrainBatch, temperature: float) -> Tensor:
-        with self._scorer.at_temperature(temperature):
-            return self.logprobs(self._context.loop.policy, batch)
+        with self.scorer.at_temperature(temperature):
+            return self.logprobs(self.context.loop.policy, batch)
 
     def values(self, model: Any, batch: TrainBatch, values_of: Callable[[TrainBatch], Tensor]) -> Tensor:
         """A value for every token [N], computed without gradient in micro-batches."""
-        with self._context.accelerator.autocast(), inference_mode_of(self._scorer.unwrap(model)):
-            return self._runner.score(batch, self._context.micro_batch_rows, values_of)
+        with self.context.accelerator.autocast(), inference_mode_of(self.scorer.unwrap(model)):
+            return self.runner.score(batch, self.context.micro_batch_rows, values_of)
 
     def settle_layout(self, batch: TrainBatch) -> None:
         """Let the scorer choose its layout before anything is planned, as tokens are counted by it.
@@ -117,14 +120,14 @@ class BehaviourScorer:
         The first call is collective: all must make the same plan, so they take the slowest layout that any process
         found by trying.
         """
-        policy = self._context.loop.policy
-        with self._context.accelerator.autocast():
-            mine = self._scorer.layout_of(policy, batch)
+        policy = self.context.loop.policy
+        with self.context.accelerator.autocast():
+            mine = self.scorer.layout_of(policy, batch)
         if self._layouts_agree:
             return
-        agreed = slowest(self._context.collectives.gather(mine, "agree on a layout"))
+        agreed = slowest(self.context.collectives.gather(mine, "agree on a layout"))
         if mine != agreed:
-            self._scorer.adopt(policy, agreed)
+            self.scorer.adopt(policy, agreed)
             warnings.warn(
                 f"this process could score in the layout '{mine}', but another cannot, so all take '{agreed}'. Set"
                 f" attn_layout='{agreed}' to silence this.",
@@ -134,17 +137,17 @@ class BehaviourScorer:
 
     def _dropout_hides(self, batch: TrainBatch) -> bool:
         """Dropout gives the loss other log-probs than the engine's are to be compared with."""
-        compared = self._context.algorithm.objective.correction is not None and batch.engine_logprobs is not None
-        return compared and self._context.training and has_dropout(self._context.loop.policy)
+        compared = self.context.algorithm.objective.correction is not None and batch.engine_logprobs is not None
+        return compared and self.context.training and has_dropout(self.context.loop.policy)
 
     def state_dict(self) -> dict[str, Any]:
-        reference = self._reference  # saved where it changes or is an adapter
-        changes = reference is not None and (self._context.args.sync_ref_model or reference.stores_adapter)
+        reference = self.reference  # saved where it changes or is an adapter
+        changes = reference is not None and (self.context.args.sync_ref_model or reference.stores_adapter)
         return {"reference": reference.state_dict() if reference is not None and changes else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["reference"] is not None and self._reference is not None:
-            self._reference.load_state_dict(state["reference"])
+        if state["reference"] is not None and self.reference is not None:
+            self.reference.load_state_dict(state["reference"])
 
 
 class GlobalBatch:
@@ -179,14 +182,16 @@ class GlobalBatch:
         return {**logged, "rewards": rewards_by_name(self.scores.rewards, names), "advantages": advantages.tolist()}
 
 
+@dataclass(eq=False)
 class CreditAssigner:
     """Compares the rollouts of all processes with one another."""
 
-    def __init__(self, context: RunContext, rewards: RewardSuite, entropy_bonus: bool, unread: UnreadSettings):
-        self._context = context
-        self._rewards = rewards
-        self._entropy_bonus = entropy_bonus
-        self._unread = unread
+    context: RunContext
+    rewards: RewardSuite
+    entropy_bonus: bool  # token weights of the entropy bonus are needed
+    unread: UnreadSettings
+
+    def __post_init__(self) -> None:
         self.num_tokens = 0  # prompt and completion tokens that were processed in training
 
     def assign(
@@ -197,7 +202,7 @@ class CreditAssigner:
         Groups are G rollouts in the order of sampling, whatever prompts they continue: `TrainBatch.groups` is about
         forward passes alone. `kl` is the penalty [B] of the reward, or None.
         """
-        context, args, algebra = self._context, self._context.args, self._context.algebra
+        context, args, algebra = self.context, self.context.args, self.context.algebra
         everyone = self.gather(rollouts, batch, kl)
         if everyone.staleness > args.max_staleness:
             raise RuntimeError(
@@ -207,9 +212,9 @@ class CreditAssigner:
                 " with the weights it was started with. A rollout function must not return rollouts that it has kept"
                 " from an earlier step."
             )
-        self._unread.look(everyone.scores)
+        self.unread.look(everyone.scores)
         credit = assign_credit(
-            context.algorithm, self._rewards.weights, everyone.scores, context.group_size, everyone.kl
+            context.algorithm, self.rewards.weights, everyone.scores, context.group_size, everyone.kl
         )
         batch.advantages = credit.of_tokens(everyone.mine).to(batch.lengths.device)
         weigh(
@@ -221,14 +226,14 @@ class CreditAssigner:
             total_parts=everyone.micro_batches,
             updates=algebra.steps_per_generation / algebra.gradient_accumulation_steps if context.training else 1.0,
             max_completion_length=args.max_completion_length,
-            entropy_bonus=self._entropy_bonus,
+            entropy_bonus=self.entropy_bonus,
         )
         self._log(everyone, credit, rollouts, log)
         return batch
 
     def gather(self, rollouts: RolloutBatch, batch: TrainBatch, kl: Tensor | None) -> GlobalBatch:
         """Rewards and lengths of all processes' rollouts. Collective."""
-        context, scored = self._context, rollouts.scored
+        context, scored = self.context, rollouts.scored
         mine = RankShard(
             scores=scored.scores,
             kl=kl,
@@ -241,7 +246,7 @@ class CreditAssigner:
         return GlobalBatch(context.collectives.gather(mine, purpose), context.collectives.rank)
 
     def _log(self, everyone: GlobalBatch, credit: Credit, rollouts: RolloutBatch, log: CompletionLog | None) -> None:
-        context, names, weights = self._context, self._rewards.names, self._rewards.weights
+        context, names, weights = self.context, self.rewards.names, self.rewards.weights
         selection = rollouts.selection
         if context.training:
             self.num_tokens += (selection or everyone).processed_tokens

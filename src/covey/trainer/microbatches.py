@@ -31,35 +31,19 @@ class HasLayout(Protocol):
     layout: str
 
 
+@dataclass(eq=False)
 class MicroBatchRunner:
-    """Runs batches in passes that fit into memory.
+    """Runs batches in passes that fit into memory."""
 
-    Args:
-        scorer: its `layout` decides how tokens are counted.
-        parameters: looks up the parameters that are trained.
-        device_type: "cpu", "cuda", ...
-        max_tokens: most tokens of a pass (`max_tokens_per_micro_batch`); None derives it from the padded size of a
-            nominal micro-batch.
-        most: collective: how many passes this process has to how many any has, where a forward pass takes all
-            processes; those that have fewer run idle ones. None: processes need not run equally many.
-        repeats: a pass that ran out of memory may be run again, in parts; not where others take part in it.
-    """
+    scorer: HasLayout  # its `layout` decides how tokens are counted
+    parameters: Callable[[], Iterable[nn.Parameter]]  # looks up the parameters that are trained
+    device_type: str
+    max_tokens: int | None = None  # of a pass; None derives it from the padded size of a nominal micro-batch
+    # collective: passes of this process -> most of any, where a forward pass takes all; others run idle ones
+    most: Callable[[int], int] | None = None
+    repeats: bool = True  # a pass that ran out of memory may be run again in parts: no other process takes part
 
-    def __init__(
-        self,
-        scorer: HasLayout,
-        parameters: Callable[[], Iterable[nn.Parameter]],
-        device_type: str,
-        max_tokens: int | None = None,
-        most: Callable[[int], int] | None = None,
-        repeats: bool = True,
-    ):
-        self._scorer = scorer
-        self._parameters = parameters
-        self._device_type = device_type
-        self._max_tokens = max_tokens
-        self._most = most
-        self._repeats = repeats
+    def __post_init__(self) -> None:
         self.limit: int | None = None  # most tokens of a pass, learned from running out of memory; in checkpoints
 
     @classmethod
@@ -77,14 +61,14 @@ class MicroBatchRunner:
 
     def budget(self, batch: RolloutSizes, rows: int) -> int:
         """Most tokens of a pass over the rollouts of an optimizer step, in micro-batches of nominally `rows`."""
-        wanted = self._max_tokens
+        wanted = self.max_tokens
         if wanted is None:  # as many as `rows` rollouts padded to the longest: what the user's batch size stands for
             sequences = batch.prompt_lengths[batch.groups] + batch.lengths
             whole = sequences
             if self._padded_until_proven() == "shared_prefix":
                 whole = batch.prompt_lengths.index_add(0, batch.groups, batch.lengths)
             longest, largest = (int(sizes.max()) if len(sizes) else 1 for sizes in (sequences, whole))
-            wanted = derived_budget(rows, longest, largest, self._device_type)
+            wanted = derived_budget(rows, longest, largest, self.device_type)
         return wanted if self.limit is None else min(wanted, self.limit)
 
     def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
@@ -134,14 +118,14 @@ class MicroBatchRunner:
 
     def idle(self, batch: TrainBatch, passes: int) -> list[TrainBatch]:
         """Idle micro-batches, with which a process takes part in the forward passes of others. Collective."""
-        missing = 0 if self._most is None else self._most(passes) - passes
+        missing = 0 if self.most is None else self.most(passes) - passes
         return [batch.idle() for _ in range(missing)]
 
     # ---- running out of memory -------------------------------------------------------------------------------------
 
     def _attempt(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         random_state = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        before = [(parameter, _grad_state(parameter)) for parameter in self._parameters() if parameter.requires_grad]
+        before = [(parameter, _grad_state(parameter)) for parameter in self.parameters() if parameter.requires_grad]
         try:
             return backward(part)
         except (RuntimeError, MemoryError) as error:
@@ -167,7 +151,7 @@ class MicroBatchRunner:
         if not is_out_of_memory(error):
             raise error
         tokens = int(part.prompt_lengths.sum() + part.lengths.sum())
-        if not self._repeats:
+        if not self.repeats:
             raise torch.OutOfMemoryError(
                 f"memory does not suffice for a pass over {len(part)} rollouts of {tokens} tokens, and under FSDP or"
                 " DeepSpeed a pass cannot be repeated in parts, as all processes take part in it. Set"
@@ -199,7 +183,7 @@ class MicroBatchRunner:
         return pack_micro_batches(batch, self.budget(batch, rows), self._padded_until_proven(), at_least)
 
     def _padded_until_proven(self) -> str:
-        layout = self._scorer.layout
+        layout = self.scorer.layout
         return "padded" if layout == "auto" else layout
 
 

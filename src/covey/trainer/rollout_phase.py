@@ -46,27 +46,20 @@ class RolloutBatch:
     selection: Selection | None = None  # the groups selected by their rewards, where any are
 
 
+@dataclass(eq=False)
 class RolloutPhase:
     """Samples and rewards the rollouts of each generation."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        collector: Collector,
-        params: SamplingParams,
-        rewards: RewardSuite,
-        weight_sync: WeightSync,
-        speculation: Speculation | None,
-        chooser: PromptChooser | None,
-    ):
-        self._context = context
-        self.collector = collector
-        self.params = params
-        self.rewards = rewards
-        self.weight_sync = weight_sync
-        self.speculation = speculation
-        self.chooser = chooser
-        self._failures = FailureMonitor(context.collectives.named("count failed rollouts"))
+    context: RunContext
+    collector: Collector
+    params: SamplingParams  # sampling settings of training
+    rewards: RewardSuite
+    weight_sync: WeightSync
+    speculation: Speculation | None  # reuse of earlier completions
+    chooser: PromptChooser | None  # selects prompts by their rewards
+
+    def __post_init__(self) -> None:
+        self._failures = FailureMonitor(self.context.collectives.named("count failed rollouts"))
         self.async_rollouts: AsyncRollouts | None = None  # samples ahead of training (`max_staleness` above 0)
         self._saved_async: dict[str, Any] | None = None
         self.generations = {"train": 0, "eval": 0}  # begun so far
@@ -74,19 +67,19 @@ class RolloutPhase:
     @property
     def chooses_prompts(self) -> bool:
         """The dataloader only marks where generations begin; prompts are drawn here."""
-        return self._context.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None)
+        return self.context.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None)
 
     # ---- one generation --------------------------------------------------------------------------------------------
 
     def next(self, step: MicroStep) -> RolloutBatch:
         """The rollouts of the generation that begins with `step`, or of an evaluation batch. Collective."""
-        training, in_flight = self._context.training, None
+        training, in_flight = self.context.training, None
         if training and self.async_rollouts is not None and step.generation is not None:
-            in_flight = self.async_rollouts.take(step.generation, self._context.step)
+            in_flight = self.async_rollouts.take(step.generation, self.context.step)
         key = self.next_key() if in_flight is None else in_flight.key
         samples = step.samples if in_flight is None else in_flight.draws
         if training:
-            self._context.timeline.begin(perf_counter())
+            self.context.timeline.begin(perf_counter())
         if self.chooser is None or not training:
             assert samples is not None, "the dataloader draws prompts unless a chooser does"
             return RolloutBatch(key, self.sample(key, samples, in_flight))
@@ -106,7 +99,7 @@ class RolloutPhase:
         params: SamplingParams | None = None,
     ) -> ScoredRollouts:
         """Sample and reward one round of a generation; `in_flight` if its sampling began earlier. Collective."""
-        context, spec, log = self._context, self.collector.spec, RewardLog()
+        context, spec, log = self.context, self.collector.spec, RewardLog()
         reuse = self.speculation if context.training else None  # an evaluation samples from scratch
         with self._located(key), self._listener(in_flight) as listener:
             if in_flight is not None:
@@ -135,7 +128,7 @@ class RolloutPhase:
         return ScoredRollouts(samples, rollouts, rewards, log.columns, result.steps)
 
     def next_key(self) -> tuple[str, int]:
-        mode = self._context.mode
+        mode = self.context.mode
         number = self.generations[mode]
         self.generations[mode] += 1
         return mode, number
@@ -146,13 +139,13 @@ class RolloutPhase:
         try:
             yield
         except Exception as error:
-            error.add_note(f"This was at step {self._context.step}, in {key[0]} generation {key[1]}.")
+            error.add_note(f"This was at step {self.context.step}, in {key[0]} generation {key[1]}.")
             raise
 
     def _listener(self, in_flight: InFlightBatch | None) -> RolloutListener:
         if in_flight is not None:
             return in_flight.listener or RolloutListener()
-        context = self._context
+        context = self.context
         return RolloutListener(self.rewards.stream(context.loop.state, context.args.stream_rewards))
 
     def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
@@ -178,7 +171,7 @@ class RolloutPhase:
         """At the beginning of an optimizer step, launch the generations that may be sampled with its weights."""
         if self.async_rollouts is None:
             self.async_rollouts = AsyncRollouts.of(
-                self._context,
+                self.context,
                 self.collector,
                 self.params,
                 self.chooser,
@@ -187,18 +180,18 @@ class RolloutPhase:
                 watch=lambda: self._listener(None),
             )
             if self._saved_async is not None:
-                given_up = self.async_rollouts.load_state_dict(self._saved_async, self._context.step)
+                given_up = self.async_rollouts.load_state_dict(self._saved_async, self.context.step)
                 self.generations["train"] -= given_up  # they are launched again, with the same seeds
-        self.async_rollouts.launch(self._context.step, generation)
+        self.async_rollouts.launch(self.context.step, generation)
 
     def probe(self, wanted: Callable[[], bool]) -> list[Rollout]:
         """Short rollouts of the current weights, for the engine check alone; none before the first update."""
-        asynchronous, version = self.async_rollouts, self._context.step
+        asynchronous, version = self.async_rollouts, self.context.step
         samples = asynchronous.newest_draws(version)[:PROBE_ROWS] if asynchronous is not None and version else []
         if not samples or not wanted():
             return []
         params = replace(self.params, max_tokens=min(self.params.max_tokens, PROBE_TOKENS))
-        with self._context.phases("generate"):
+        with self.context.phases("generate"):
             return self.collector.collect(samples, params, ("probe", version))
 
     def cancel(self) -> None:
@@ -215,14 +208,14 @@ class RolloutPhase:
     def _send_current_weights(self) -> None:
         """Send the current weights before sampling; what is in flight goes on with those that it began with."""
         if self.async_rollouts is None:
-            self._send_weights(self._context.step)
+            self._send_weights(self.context.step)
             return
-        if not self._context.training:
+        if not self.context.training:
             self.async_rollouts.settle()
-        self.async_rollouts.bring_weights(self._context.step)
+        self.async_rollouts.bring_weights(self.context.step)
 
     def _send_weights(self, version: int) -> None:
-        context = self._context
+        context = self.context
         with context.phases("sync"):
             if not traits_of(self.collector.engine).shares_policy:
                 context.metrics.add(self.weight_sync.ensure_current(version), context.mode)
@@ -240,7 +233,7 @@ class RolloutPhase:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generations = dict(state["generations"])
         self._saved_async = state["async_rollouts"]
-        if self._saved_async is not None and self._context.args.max_staleness == 0:  # these are sampled again
+        if self._saved_async is not None and self.context.args.max_staleness == 0:  # these are sampled again
             self.generations["train"] -= len(self._saved_async["flights"])
         if self.chooser is not None and state["prompts"] is not None:
             self.chooser.load_state_dict(state["prompts"])

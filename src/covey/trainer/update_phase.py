@@ -7,7 +7,7 @@ of its generations is sampled. Micro-batches that run out of memory are cut by `
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,31 +30,22 @@ from covey.trainer.loss_terms import EntropyController, ExpertBalance, exact_qua
 from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, batch_counts, nominal_parts
 
 
+@dataclass(eq=False)
 class UpdatePhase:
     """Trains on generations, one micro-step of Hugging Face's loop at a time."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        scorer: TokenScorer,
-        behaviour: BehaviourScorer,
-        runner: MicroBatchRunner,
-        entropy: EntropyController | None,
-        balance: ExpertBalance | None,
-        finite: FiniteCheck,
-        backward: Callable[[Any, Any], Tensor],
-        compute_loss: Callable[[Any, TrainBatch], Tensor],
-    ):
-        self._context = context
-        self._scorer = scorer
-        self._behaviour = behaviour
-        self.runner = runner
-        self.entropy = entropy  # None without an entropy bonus
-        self.balance = balance  # None without a load-balancing loss
-        self._finite = finite
-        self._backward = backward
-        self._compute_loss = compute_loss
-        self._window = context.args.gradient_accumulation_steps
+    context: RunContext
+    scorer: TokenScorer
+    behaviour: BehaviourScorer
+    runner: MicroBatchRunner
+    entropy: EntropyController | None  # of the entropy bonus, or None
+    balance: ExpertBalance | None  # None without a load-balancing loss
+    finite: FiniteCheck
+    backward: Callable[[Any, Any], Tensor]  # (model, micro-batch) -> loss, with the gradients added to the parameters'
+    compute_loss: Callable[[Any, TrainBatch], Tensor]
+
+    def __post_init__(self) -> None:
+        self._window = self.context.args.gradient_accumulation_steps
         self.reset()
 
     def reset(self) -> None:
@@ -71,7 +62,7 @@ class UpdatePhase:
 
     def load(self, batch: TrainBatch) -> None:
         """Put this process's share of a generation into the buffer, with the sizes of all others. Collective."""
-        collectives, args = self._context.collectives, self._context.args
+        collectives, args = self.context.collectives, self.context.args
         own, index = pool(batch, collectives)
         parts = nominal_parts(len(index), args.per_device_train_batch_size, collectives.size)
         self.buffer.refill(own, index, parts, args.num_iterations)
@@ -87,7 +78,7 @@ class UpdatePhase:
         """Count a micro-step that took so long; the last of an optimizer step adds the step's metrics."""
         self._seconds += seconds
         self.micro_steps += 1
-        if not self._context.accelerator.sync_gradients:
+        if not self.context.accelerator.sync_gradients:
             return
         stats: dict[str, Stat] = {
             "step_time": Mean(self._seconds, 1.0),
@@ -95,34 +86,34 @@ class UpdatePhase:
             **(self.balance.count(1.0) if self.balance is not None else {}),
         }
         if self.entropy is not None:
-            totals = self._context.collectives.gather(self._step_entropy, "average the step's entropy")
+            totals = self.context.collectives.gather(self._step_entropy, "average the step's entropy")
             entropy = Mean(sum(m.total for m in totals), sum(m.count for m in totals))
             stats["entropy_coef"] = Mean(self.entropy.effective, 1.0)
             stats["policy_loss"] = Mean(0.0, 1.0)
             if entropy.count:
                 self.entropy.observe(entropy.value())
-        self._context.metrics.add(stats, "train")
+        self.context.metrics.add(stats, "train")
         self._begin_step()
 
     def loss(self, model: Any, batch: TrainBatch) -> Tensor:
         """The loss of a micro-batch, scaled so that the sum over a step, averaged over ranks, is the step's loss."""
-        context, training = self._context, self._context.training
+        context, training = self.context, self.context.training
         filters = batch.entropy_threshold is not None
-        wants_entropy = self.entropy is not None or filters or not self._behaviour.entropy_known
+        wants_entropy = self.entropy is not None or filters or not self.behaviour.entropy_known
         aux: Tensor | float = 0.0
         with context.accelerator.autocast():
             if self.balance is not None:
-                scores, loads = self._scorer.with_loads(model, batch, self.balance.top_k, entropy=wants_entropy)
+                scores, loads = self.scorer.with_loads(model, batch, self.balance.top_k, entropy=wants_entropy)
                 aux = self.balance.loss(loads, len(batch))
             else:
-                scores = self._scorer(model, batch, entropy=wants_entropy)
+                scores = self.scorer(model, batch, entropy=wants_entropy)
         coef = 0.0 if self.entropy is None else self.entropy.effective
         result = policy_loss(LossInputs.of(batch, *scores, coef), context.algorithm.objective)
         # Weights assume a full accumulation window and sum over ranks; the optimizer sees a mean over ranks.
         full = context.args.gradient_accumulation_steps
         scale = full / self._window * context.collectives.size if training else 1.0
         if training and not math.isfinite(result.without_bonus):
-            self._finite.check_loss(result.without_bonus)
+            self.finite.check_loss(result.without_bonus)
         if isinstance(aux, Tensor):  # with a count of 0; end_micro_step counts the optimizer steps
             result.stats["aux_loss"] = Mean(aux.item() * scale, 0.0)
         if self.entropy is not None and training:
@@ -136,28 +127,28 @@ class UpdatePhase:
 
     def loss_of(self, batch: TrainBatch) -> float:
         """The loss of a whole batch without training on it; 0 for an empty share. Collective."""
-        model = self._context.loop.model
+        model = self.context.loop.model
 
         def forward(part: TrainBatch) -> Tensor:
-            loss = self._compute_loss(model, part)
+            loss = self.compute_loss(model, part)
             self._add_loss_stats()
             return loss
 
-        self._behaviour.settle_layout(batch)
+        self.behaviour.settle_layout(batch)
         kept = batch if self._needs_every_rollout else batch.without_signal_dropped()
-        parts = self.runner.plan(kept, self._context.micro_batch_rows)
+        parts = self.runner.plan(kept, self.context.micro_batch_rows)
         parts += self.runner.idle(batch, len(parts))
         if self.balance is not None:
             self._begin_balance(self.balance, kept, 1.0, len(parts))
-            self._context.metrics.add(self.balance.count(1.0 / self._context.collectives.size), self._context.mode)
+            self.context.metrics.add(self.balance.count(1.0 / self.context.collectives.size), self.context.mode)
         return sum(self.runner.run(part, forward).item() for part in parts)
 
     def _run(self, model: Any, micro_batches: list[TrainBatch]) -> Tensor:
         """Forward and backward; the optimizer step's last micro-step adds the processes' gradients up."""
-        context, sharding = self._context, self._context.sharding
+        context, sharding = self.context, self.context.sharding
 
         def backward(batch: TrainBatch) -> Tensor:
-            loss = self._backward(model, batch)
+            loss = self.backward(model, batch)
             self._add_loss_stats()
             return loss
 
@@ -176,28 +167,28 @@ class UpdatePhase:
 
     def _add_loss_stats(self) -> None:
         """Add a micro-batch's metrics; entropies that are known of all completions are not counted twice."""
-        stats, training = self._loss_stats, self._context.training
+        stats, training = self._loss_stats, self.context.training
         if training and isinstance(entropy := stats.get("entropy"), Mean):
             self._step_entropy = self._step_entropy.merge(entropy)
-        if self._behaviour.entropy_known:
+        if self.behaviour.entropy_known:
             stats.pop("entropy", None)
-        self._context.metrics.add(stats, self._context.mode)
+        self.context.metrics.add(stats, self.context.mode)
 
     # ---- the plan of an optimizer step -----------------------------------------------------------------------------
 
     def _plan(self, micro_steps: int) -> None:
         """Assign rollouts to ranks and micro-batches, once the optimizer step's last generation is there."""
-        context, args = self._context, self._context.args
+        context, args = self.context, self.context.args
         part = self.buffer.take(micro_steps)
         self._parts_of_step.append(part)
         if part.micro_batches < micro_steps:  # another generation follows, and averages are over both
             self.buffer.spread([], part.micro_batches)
             return
         own, index = self._whole_step(self._parts_of_step)
-        self._behaviour.settle_layout(own.batch)
+        self.behaviour.settle_layout(own.batch)
         if not self._needs_every_rollout:
             index = index.without_signal_dropped()
-        shares = balance_ranks(index, context.collectives.size, self._scorer.layout)
+        shares = balance_ranks(index, context.collectives.size, self.scorer.layout)
         rows = args.per_device_train_batch_size
         most = max(self.runner.count(index.select(share), rows) for share in shares) if len(shares) > 1 else 1
         mine = own.fetch(index, shares, context.collectives)
@@ -209,7 +200,7 @@ class UpdatePhase:
         self._planned_passes += len(planned)
         tokens, run, skipped = 0, 0, mine.skipped_rows
         for one in planned:
-            tokens += pass_tokens(one, range(len(one)), self._scorer.layout)
+            tokens += pass_tokens(one, range(len(one)), self.scorer.layout)
             run += len(one)
         stats: dict[str, Stat] = {
             "passes/tokens": Mean(float(tokens), float(len(planned))),
@@ -227,7 +218,7 @@ class UpdatePhase:
         """The rollouts of an optimizer step; those of several generations get weights from the counts of all."""
         if len(parts) == 1:
             return parts[0].own, parts[0].index
-        args, algorithm = self._context.args, self._context.algorithm
+        args, algorithm = self.context.args, self.context.algorithm
         own, index = join_generations([(part.own, part.index) for part in parts])
         rows, taken = args.per_device_train_batch_size, sum(part.micro_batches for part in parts)
         counts = batch_counts(
@@ -245,20 +236,20 @@ class UpdatePhase:
     @property
     def _needs_every_rollout(self) -> bool:
         """Rollouts without advantage have a gradient of their own."""
-        by_entropy = self.entropy is not None or self._context.args.top_entropy_quantile < 1.0
-        return self._context.algorithm.objective.needs_every_rollout or by_entropy or self.balance is not None
+        by_entropy = self.entropy is not None or self.context.args.top_entropy_quantile < 1.0
+        return self.context.algorithm.objective.needs_every_rollout or by_entropy or self.balance is not None
 
     def _entropy_threshold(self, batch: TrainBatch) -> float:
         """The entropy that a token needs to count: a quantile over the optimizer step. Collective."""
-        context, policy = self._context, self._context.loop.policy
+        context, policy = self.context, self.context.loop.policy
 
         def entropies_of(part: TrainBatch) -> Tensor:
-            scores = self._scorer(policy, part, entropy=True)
+            scores = self.scorer(policy, part, entropy=True)
             assert scores.entropies is not None, "asked for"
             return scores.entropies
 
         with torch.no_grad():
-            entropies = self._behaviour.values(policy, batch, entropies_of)[batch.sampled]
+            entropies = self.behaviour.values(policy, batch, entropies_of)[batch.sampled]
         everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile"))
         threshold = exact_quantile(everyone, 1 - context.args.top_entropy_quantile)
         context.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, context.mode)
@@ -266,16 +257,16 @@ class UpdatePhase:
 
     def _begin_balance(self, balance: ExpertBalance, batch: TrainBatch, share: float, passes: int) -> None:
         """Announce what is trained on to the load-balancing loss. Collective."""
-        collectives, policy = self._context.collectives, self._context.loop.policy
+        collectives, policy = self.context.collectives, self.context.loop.policy
 
         def survey(batch: TrainBatch) -> RouterLoads:
             found: list[RouterLoads] = []
 
             def look(part: TrainBatch) -> Tensor:
-                found.append(self._scorer.loads(policy, part, balance.top_k))
+                found.append(self.scorer.loads(policy, part, balance.top_k))
                 return torch.zeros_like(part.token_ids, dtype=torch.float32)  # no scores are wanted
 
-            self._behaviour.values(policy, batch, look)
+            self.behaviour.values(policy, batch, look)
             mine = [total.cpu() for total in RouterLoads.of_all(found)] if found else None
             shares = collectives.gather(mine, "add up the experts' loads")
             return RouterLoads.of_all([RouterLoads(*share) for share in shares if share is not None])
@@ -292,8 +283,8 @@ class UpdatePhase:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        collectives = self._context.collectives
-        self.buffer.load_state_dict(state["buffer"], self._context.device, collectives.rank, collectives.size)
+        collectives = self.context.collectives
+        self.buffer.load_state_dict(state["buffer"], self.context.device, collectives.rank, collectives.size)
         if self.entropy is not None and state["entropy"] is not None:
             self.entropy.load_state_dict(state["entropy"])
         self.runner.limit = state["token_limit"]

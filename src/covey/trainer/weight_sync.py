@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -42,16 +42,16 @@ class SharedServers(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Keeps an engine at the policy's version."""
 
-    def __init__(
-        self, engine: RolloutEngine, policy: Callable[[], Any], collectives: Collectives, lora_sync: str = "auto"
-    ):
-        self._engine = engine
-        self._policy = policy
-        self._collectives = collectives
-        self._lora_sync = lora_sync
+    engine: RolloutEngine
+    policy: Callable[[], Any]
+    collectives: Collectives
+    lora_sync: str = "auto"  # "adapter", "merged", or "auto": the adapter alone where both it and the engine allow that
+
+    def __post_init__(self) -> None:
         self._sent: int | None = None
         self._base_sent = False
         self._said: str | None = None
@@ -62,13 +62,13 @@ class WeightSync:
 
     def ensure_current(self, version: int) -> dict[str, Stat]:
         """Send the weights if they changed since the last time; metrics of it, if so."""
-        if traits_of(self._engine).shares_policy or version == self._sent:
+        if traits_of(self.engine).shares_policy or version == self._sent:
             return {}
         started = time.perf_counter()
-        policy, dtype = self._policy(), traits_of(self._engine).dtype
+        policy, dtype = self.policy(), traits_of(self.engine).dtype
         update = self._noticing(weight_update(policy, version, adapter_only=self._alone(policy), dtype=dtype))
-        if self._collectives.size > 1 and isinstance(self._engine, SharedServers):
-            self._send_for_all(self._engine, update)
+        if self.collectives.size > 1 and isinstance(self.engine, SharedServers):
+            self._send_for_all(self.engine, update)
         else:
             self._load_each(update)
         self._sent = version
@@ -92,14 +92,14 @@ class WeightSync:
 
     def _alone(self, policy: Any) -> bool:
         """True if the adapter is sent without its base model."""
-        if self._lora_sync == "merged" or not has_adapter(policy):
+        if self.lora_sync == "merged" or not has_adapter(policy):
             return False
         obstacle = why_not_alone(policy)
-        if obstacle is None and not traits_of(self._engine).takes_adapters:
+        if obstacle is None and not traits_of(self.engine).takes_adapters:
             obstacle = "the engine takes none: start its server with adapters enabled"
         if obstacle is None:
             return True
-        if self._lora_sync == "adapter":
+        if self.lora_sync == "adapter":
             raise ValueError(
                 f"vllm_lora_sync='adapter' sends the adapter alone, but {obstacle}. Use 'merged' or 'auto'."
             )
@@ -114,10 +114,10 @@ class WeightSync:
         """Every process loads its own engine; one that cannot stops all."""
         error: Exception | None = None
         try:
-            self._engine.load_weights(update)
+            self.engine.load_weights(update)
         except Exception as caught:
             error = caught
-        words = self._collectives.gather(None if error is None else str(error), f"load weights of {update.version}")
+        words = self.collectives.gather(None if error is None else str(error), f"load weights of {update.version}")
         failed = [(rank, text) for rank, text in enumerate(words) if text is not None]
         if failed and error is None:
             raise RuntimeError(f"process {failed[0][0]} could not load weights: {failed[0][1]}")
@@ -127,15 +127,15 @@ class WeightSync:
     def _send_for_all(self, engine: Any, update: WeightUpdate) -> None:
         """The first process sends, once no process begins requests any more."""
         with engine.held():
-            self._collectives.meet(f"begin to send weights of version {update.version}")
-            if self._collectives.rank > 0:
+            self.collectives.meet(f"begin to send weights of version {update.version}")
+            if self.collectives.rank > 0:
                 self._follow(engine, update)
             else:
                 self._lead(engine, update)
 
     def _lead(self, engine: Any, update: WeightUpdate) -> None:
         """Send. Where a pass over the weights is collective, call the others to each."""
-        together = is_sharded(self._policy())
+        together = is_sharded(self.policy())
         error: BaseException | None = None
         try:
             engine.load_weights(self._announcing(update) if together else update)
@@ -163,7 +163,7 @@ class WeightSync:
             return
 
     def _from_first(self, word: Any, version: int) -> Any:
-        return self._collectives.gather(word, f"send weights of version {version}")[0]
+        return self.collectives.gather(word, f"send weights of version {version}")[0]
 
     def _announcing(self, update: WeightUpdate) -> WeightUpdate:
         """The same, but every pass is begun by all processes, and ended by all even where the sender gives it up."""

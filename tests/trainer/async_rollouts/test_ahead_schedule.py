@@ -127,7 +127,7 @@ def test_weights_are_as_old_as_they_may_be_and_never_older(cut, staleness):
 def test_the_schedule_knows_when_the_training_of_every_generation_begins(cut):
     run = Run(1, CUTS[cut], max_steps=9)
     taken = run.go()
-    assert [step for step, _ in taken] == [run.ahead._schedule.begins(flight.generation) for _, flight in taken]
+    assert [step for step, _ in taken] == [run.ahead.schedule.begins(flight.generation) for _, flight in taken]
     launched = next(run.keys)
     assert launched == len(taken) == len({flight.generation for _, flight in taken})  # nothing that is not trained on
 
@@ -183,14 +183,14 @@ def test_a_stream_is_read_ahead_in_its_own_order():
 def test_an_engine_that_takes_no_weights_in_flight_is_left_alone_until_it_has_answered():
     run = Run(4, max_steps=6, traits=EngineTraits())
     open_when_sent = []
-    send = run.ahead._send_weights
+    send = run.ahead.send_weights
 
     def watching(version):
         open_when_sent.append([served.ended is None for served in run.engine.served])
         send(version)
 
     run.engine._seconds = 0.01
-    run.ahead._send_weights = watching
+    run.ahead.send_weights = watching
     run.go()
     assert len(open_when_sent) > 1 and not any(any(flags) for flags in open_when_sent)
 
@@ -262,7 +262,7 @@ def test_a_failure_in_the_background_surfaces_when_its_generation_is_needed():
 
 def test_afterwards_the_collector_runs_as_before():
     run = Run(1)
-    collector = run.ahead._collector
+    collector = run.ahead.collector
     assert collector.run != run_async
     run.go()
     assert collector.run == run_async

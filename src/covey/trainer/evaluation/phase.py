@@ -6,6 +6,7 @@ meaningless.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,22 +28,17 @@ from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.rollout_reports import SummaryColumns, rewards_by_name, summarize
 
 
+@dataclass(eq=False)
 class EvaluationPhase:
     """Samples and scores evaluation datasets."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        rollouts: RolloutPhase,
-        gather: Callable[[list[PromptSample]], TrainBatch],
-        loss_of: Callable[[TrainBatch], float],
-        prompts_required: bool,
-    ):
-        self._context = context
-        self._rollouts = rollouts
-        self._gather = gather
-        self._loss_of = loss_of
-        self._prompts_required = prompts_required
+    context: RunContext
+    rollouts: RolloutPhase
+    gather: Callable[[list[PromptSample]], TrainBatch]  # their batch, with credit; collective
+    loss_of: Callable[[TrainBatch], float]  # collective
+    prompts_required: bool  # an environment may give them otherwise
+
+    def __post_init__(self) -> None:
         self.completions: CompletionLog | None = None
 
     def loader(self, datasets: Any, chosen: Any) -> Any:
@@ -55,28 +51,28 @@ class EvaluationPhase:
         chosen = datasets if chosen is None else chosen
         if chosen is None:
             raise ValueError("evaluation needs an `eval_dataset`; this trainer was made without one.")
-        rows, algebra = rows_of(chosen), self._context.algebra
-        check_dataset(rows, "eval_dataset", self._prompts_required)
+        rows, algebra = rows_of(chosen), self.context.algebra
+        check_dataset(rows, "eval_dataset", self.prompts_required)
         if isinstance(chosen, EvalSuite):
             algebra = chosen.batches(algebra)
         algebra.check_eval()
-        loader = eval_loader(rows, algebra, self._context.collectives.rank)
+        loader = eval_loader(rows, algebra, self.context.collectives.rank)
         loader.suite = chosen if isinstance(chosen, EvalSuite) else None
         return loader
 
     def send_completions(self) -> None:
         """Send the completions to trackers, now that these have their runs: the first metrics open them."""
-        args = self._context.args
+        args = self.context.args
         if self.completions is not None and args.log_completions:
-            self.completions.to_trackers(args.report_to or (), self._context.step)
+            self.completions.to_trackers(args.report_to or (), self.context.step)
         self.completions = None
 
     def run(self, dataloader: Any, prefix: str, on_batch: Callable[[], None]) -> EvalLoopOutput:
         """Sample and score every prompt of a dataset. Collective."""
-        context, model = self._context, self._context.loop.model
+        context, model = self.context, self.context.loop.model
         was_training = model.training
         model.eval()
-        self._rollouts.generations["eval"] = 0  # the same seeds in every evaluation, so that only the model differs
+        self.rollouts.generations["eval"] = 0  # the same seeds in every evaluation, so that only the model differs
         args = context.args
         self.completions = log = CompletionLog(
             args.output_dir or ".",
@@ -95,7 +91,7 @@ class EvaluationPhase:
         finally:
             model.train(was_training)
             if not context.loop.is_in_train:
-                self._rollouts.close()
+                self.rollouts.close()
         log.publish(context.step)
         start = f"{prefix}_"
         metrics = context.metrics.drain("eval", prefix=start)
@@ -104,12 +100,12 @@ class EvaluationPhase:
 
     def _evaluate_with_loss(self, dataloader: Any, on_batch: Callable[[], None]) -> tuple[int, dict[str, float]]:
         """The number of completions of a plain dataset, and their loss."""
-        losses, rows, collectives = 0.0, 0, self._context.collectives
+        losses, rows, collectives = 0.0, 0, self.context.collectives
         for samples in dataloader:
             with collectives.ending_all():
-                batch = self._gather(samples)
+                batch = self.gather(samples)
                 with torch.no_grad():
-                    loss = self._loss_of(batch)
+                    loss = self.loss_of(batch)
             shares = collectives.gather((loss, len(batch)), "add up the evaluation's loss")
             rows += (batch_rows := sum(count for _, count in shares))
             losses += batch_rows * sum(loss for loss, _ in shares)
@@ -121,17 +117,17 @@ class EvaluationPhase:
         self, dataloader: Any, suite: EvalSuite, log: CompletionLog, on_batch: Callable[[], None]
     ) -> tuple[int, dict[str, float]]:
         """The number of completions of a suite, and its estimates."""
-        context, functions = self._context, self._rollouts.rewards
+        context, functions = self.context, self.rollouts.rewards
         completions, judge = suite.completions(context.algebra), suite.judge(functions)
         tally = Scoreboard(suite, completions)
         rewards: list[Tensor] = []
         lengths: list[int] = []
         truncated: list[bool] = []
-        key = self._rollouts.next_key()  # one for all, so that samples do not depend on how prompts are batched
-        params = suite.sampling(self._rollouts.params)
+        key = self.rollouts.next_key()  # one for all, so that samples do not depend on how prompts are batched
+        params = suite.sampling(self.rollouts.params)
         for samples in dataloader:
             with context.collectives.ending_all():
-                scored = self._rollouts.sample(key, samples, params=params)
+                scored = self.rollouts.sample(key, samples, params=params)
                 mine = self._grades(scored, judge)
             summaries = summarize(scored, images=bool(context.args.log_multimodal))
             shards = context.collectives.gather((mine, scored.rewards, summaries), "put the evaluation together")
@@ -168,26 +164,26 @@ class EvaluationPhase:
             **{name: values for name, values in given.items() if any(value is not None for value in values)},
             **logged["extras"],
         }
-        log.add(self._context.step, rewards=rewards_by_name(scores, self._rollouts.rewards.names), **logged)
+        log.add(self.context.step, rewards=rewards_by_name(scores, self.rollouts.rewards.names), **logged)
 
     @contextmanager
     def _recommended_weights(self) -> Iterator[None]:
         """Switch an optimizer that trains other weights than it recommends (schedule-free) to the recommended ones."""
-        optimizer = recommending_optimizer(self._context.loop.optimizer)
+        optimizer = recommending_optimizer(self.context.loop.optimizer)
         if optimizer is None:
             yield
             return
         optimizer.eval()
-        self._rollouts.weight_sync.forget()
+        self.rollouts.weight_sync.forget()
         try:
             yield
         finally:
-            self._rollouts.weight_sync.forget()
-            if self._context.loop.is_in_train:
+            self.rollouts.weight_sync.forget()
+            if self.context.loop.is_in_train:
                 optimizer.train()  # the next generation is sampled before the next step sets it
 
     def _grades(self, scored: ScoredRollouts, judge: Grader) -> list[Graded]:
-        weights = self._rollouts.rewards.weights
+        weights = self.rollouts.rewards.weights
         totals = weighted_total(scored.rewards.double(), weights.double()).tolist()
         any_scored = any(total == total for total in totals)
         answers = judge.answers([rollout.completion for rollout in scored.rollouts], scored.columns, any_scored)
