@@ -30,15 +30,10 @@ GENERATIONS_WITHOUT_STEPS = 3
 
 @dataclass(frozen=True)
 class Credit:
-    """Advantages of N completions.
+    """Advantages of N completions."""
 
-    Attributes:
-        lengths: [N] int64 completion tokens.
-        ends: advantages at the ends of steps and completions.
-    """
-
-    lengths: Tensor
-    ends: Credited
+    lengths: Tensor  # [N] int64 completion tokens
+    ends: Credited  # advantages at the ends of steps and completions
 
     def of_tokens(self, rows: slice) -> Tensor:
         """Advantages of all tokens of some completions, flat, float32."""
@@ -66,15 +61,7 @@ def assign_credit(
 ) -> Credit:
     """Compare the completions of each group: outcomes with outcomes and steps with steps.
 
-    Args:
-        algorithm: supplies the advantages and their mix.
-        weights_F: [F] weights of the reward functions.
-        scores: of whole groups, completions of a group next to each other.
-        group_size: G.
-        kl: [N] KL penalty in the reward of each completion, or None.
-
-    Raises:
-        ValueError: steps are rewarded, but the loss credits whole completions alone.
+    Completions of a group lie next to each other; `kl` [N] is a penalty in the reward, or None.
     """
     process = scores.process_functions
     if process and not algorithm.objective.credits_tokens:
@@ -102,11 +89,7 @@ def signal(algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: 
 
 
 class UnreadSettings:
-    """Warns about settings of process rewards in a run whose reward functions reward no steps.
-
-    Args:
-        settings: settings that differ from their defaults, by name.
-    """
+    """Warns about settings of process rewards in a run whose reward functions reward no steps."""
 
     def __init__(self, settings: dict[str, Any]):
         self._settings = settings
@@ -132,8 +115,7 @@ class UnreadSettings:
 def _with_penalty(scores: Scores, process: list[int], group_size: int, kl: Tensor | None) -> Tensor:
     """[N, F] rewards of outcomes; 0 in groups in which only steps are rewarded, if a KL penalty is part of the reward.
 
-    A completion without an outcome has advantage 0, but the KL penalty must act where only steps are rewarded, too:
-    there the outcome is the penalty alone.
+    A completion without an outcome has advantage 0, but there the outcome is the penalty alone, which must act.
     """
     outcomes = scores.outcomes()
     if kl is not None and process:
@@ -143,14 +125,7 @@ def _with_penalty(scores: Scores, process: list[int], group_size: int, kl: Tenso
 
 
 def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], group_size: int) -> dict[str, Stat]:
-    """Metrics of rewards of steps; empty where there are none.
-
-    Args:
-        scores: of all processes.
-        weights_F: [F] weights of the reward functions.
-        names: [F] their names.
-        group_size: G.
-    """
+    """Metrics of rewards of steps; empty where there are none."""
     stats: dict[str, Stat] = {}
     count = 0
     for function in scores.process_functions:
@@ -166,11 +141,11 @@ def step_stats(scores: Scores, weights_F: Tensor, names: Sequence[str], group_si
 
 
 def spread_of_rewards(scores: Scores, weights_F: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Differences between the rewards of each group.
+    """Differences between the rewards of each group, with NaN where there are none.
 
     Returns:
-        The total reward of outcomes [P, G], NaN where there is none, and the variance [P] of the rewards of steps: the
-        sum over process functions of their variance times the square of their weight; NaN without rewarded steps.
+        The total reward of outcomes [P, G], and the variance [P] of the rewards of steps: the sum over process
+        functions of their variance times the square of their weight.
     """
     totals_PG = weighted_total(scores.outcomes(), weights_F).view(-1, group_size)
     variances_P = torch.full((len(totals_PG),), torch.nan, dtype=torch.float64)

@@ -96,11 +96,7 @@ LOSS_TYPES.register("gmpo", LossType(_gmpo, mean_per_sequence, ratio_level=token
 
 
 def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
-    """The loss that a config describes.
-
-    Raises:
-        ValueError: an unknown `loss_type`; the message lists the known ones.
-    """
+    """The loss that a config describes."""
     row = LOSS_TYPES[config.loss_type]
     level = row.ratio_level or RATIO_LEVELS[config.importance_sampling_level]
     return Objective(

@@ -199,24 +199,19 @@ def build_reference(
 
 
 def check_engine_choice(args: OnlineConfig, engine: Any) -> None:
-    """One engine samples, and it can do what the config asks for."""
+    """One engine samples; ahead of training, only one that does not work with the very weights that are trained."""
     named = [name for name in ("use_vllm", "use_sglang", "use_transformers_continuous_batching") if getattr(args, name)]
     if engine is not None and named:
         raise ValueError(
             f"the trainer was given an `engine` ({type(engine).__name__}) and {named[0]}=True: one of the two samples."
             " Leave the other out."
         )
-    if engine is not None:
-        refuse_shared_weights(args, f"{type(engine).__name__}, which", traits_of(engine).shares_policy)
-    elif not (args.use_vllm or args.use_sglang):
-        refuse_shared_weights(args, "the built-in engine, which", True)
-
-
-def refuse_shared_weights(args: OnlineConfig, engine: str, shares_policy: bool) -> None:
-    if args.max_staleness and shares_policy:
+    built_in = engine is None and not (args.use_vllm or args.use_sglang)
+    if args.max_staleness and (built_in or (engine is not None and traits_of(engine).shares_policy)):
+        name = "the built-in engine" if built_in else type(engine).__name__
         raise ValueError(
-            f"max_staleness={args.max_staleness} with {engine} samples with the very weights that are trained: they"
-            " cannot be trained at the same time. Sample with a server (use_vllm=True with"
+            f"max_staleness={args.max_staleness} with {name}, which samples with the very weights that are trained:"
+            " they cannot be trained at the same time. Sample with a server (use_vllm=True with"
             " vllm_mode='server', or use_sglang=True), give the trainer an `engine` of your own, or set"
             " max_staleness=0."
         )

@@ -49,7 +49,12 @@ def check_fit(
 ) -> None:
     """Look at what no part of a trainer can see alone: whether its data suit its tokenizer, rewards and batch sizes."""
     _check_optimizer(context.loop.optimizer, context.loop.policy)
-    _check_attention(context.loop.policy, context.device.type)
+    attention = getattr(context.loop.policy.config, "_attn_implementation", None)
+    if context.device.type == "cpu" and attention == "flex_attention":
+        raise ValueError(
+            "attn_implementation='flex_attention' cannot be trained on a CPU: torch has no backward pass of it there."
+            " Leave it out, or choose 'sdpa' or 'eager'."
+        )
     if train_dataset is not None:
         if hasattr(train_dataset, "__len__"):
             check_enough(len(train_dataset), context.algebra)
@@ -73,14 +78,6 @@ def _check_optimizer(optimizer: Any, policy: Any) -> None:
             " would change. Make it of `model.parameters()` of the model that the trainer gets. With a `peft_config` it"
             " makes the weights to train: give optimizer_cls_and_kwargs=(class, arguments), or apply"
             " `get_peft_model` yourself."
-        )
-
-
-def _check_attention(policy: Any, device_type: str) -> None:
-    if device_type == "cpu" and getattr(policy.config, "_attn_implementation", None) == "flex_attention":
-        raise ValueError(
-            "attn_implementation='flex_attention' cannot be trained on a CPU: torch has no backward pass of it there."
-            " Leave it out, or choose 'sdpa' or 'eager'."
         )
 
 

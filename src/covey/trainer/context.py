@@ -27,7 +27,7 @@ class TrainingLoop(Protocol):
     is_in_train: bool
 
     @property
-    def policy(self) -> Any: ...
+    def policy(self) -> Any: ...  # the transformers (or PEFT) model without its wrappers
 
 
 @dataclass

@@ -23,7 +23,14 @@ from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
 from covey.trainer.microbatches import MicroBatchRunner, weigh
 from covey.trainer.rollout_phase import RolloutBatch
-from covey.trainer.rollout_reports import SummaryColumns, rewards_by_name, sampling_entropy, summarize, token_ages
+from covey.trainer.rollout_reports import (
+    as_logged,
+    columns_of,
+    rewards_by_name,
+    sampling_entropy,
+    summarize,
+    token_ages,
+)
 
 
 @dataclass(eq=False)
@@ -165,15 +172,15 @@ class GlobalBatch:
             self.staleness = max(self.staleness, shard.staleness)
         self.scores = shards[0].scores if len(shards) == 1 else Scores.joined([shard.scores for shard in shards])
         self.kl = torch.cat(kl) if kl else None
-        self.columns = SummaryColumns.of(summaries)
-        self.lengths, self.truncated = self.columns.length, self.columns.truncated
-        self.processed_tokens = sum(self.lengths) + sum(self.columns.prompt_length)
+        self.columns = columns_of(summaries)
+        self.lengths, self.truncated = self.columns["length"], self.columns["truncated"]
+        self.processed_tokens = sum(self.lengths) + sum(self.columns["prompt_length"])
         start = sum(sizes[:rank])
         self.mine = slice(start, start + sizes[rank])  # this process's rollouts
 
     def table(self, names: list[str], advantages: Tensor) -> dict[str, Any]:
         """The completions table over all processes, as arguments of `CompletionLog.add`."""
-        logged = self.columns.as_logged()
+        logged = as_logged(self.columns)
         for function in self.scores.process_functions:  # last token and reward of each step
             logged["extras"][f"{names[function]}_steps"] = [
                 [[float(end), None if reward != reward else reward] for end, reward in pairs]

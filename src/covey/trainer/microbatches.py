@@ -328,14 +328,8 @@ def batch_counts(
 ) -> BatchCounts:
     """Counts over all processes that token weights are derived from.
 
-    Args:
-        sampled_lengths: [B] trained tokens of this process's share of the generation, or of all rollouts that an
-            optimizer step takes from several.
-        rows_per_part: rollouts of a nominal micro-batch.
-        total_rows, total_tokens, total_parts: rollouts, trained tokens and nominal micro-batches, all processes
-            together.
-        updates: optimizer updates that go through them once.
-        max_completion_length: for reductions by constant length.
+    `sampled_lengths` [B] are trained tokens of this process's share of the generation, or of all rollouts that an
+    optimizer step takes from several; the totals are of all processes, and `updates` optimizer steps go through them.
     """
     tokens = sampled_lengths.float()
     totals = [part.sum().expand(len(part)) for part in tokens.split(rows_per_part)] if len(tokens) else []

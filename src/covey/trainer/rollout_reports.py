@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,37 +199,20 @@ def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str
 # ---- the completions table -------------------------------------------------------------------------------------------
 
 
-class SummaryColumns(NamedTuple):
-    """The fields of `RolloutSummary` over many rollouts, each a list."""
+def columns_of(summaries: Sequence[RolloutSummary]) -> dict[str, list[Any]]:
+    """The fields of summaries, each a list."""
+    return {name: [getattr(summary, name) for summary in summaries] for name in RolloutSummary._fields}
 
-    length: list[int]
-    truncated: list[bool]
-    prompt_length: list[int]
-    prompt: list[Any]
-    completion: list[Any]
-    finish: list[str]
-    counts: list[Counts]
-    error: list[str | None]
-    images: list[list[bytes]]
-    extras: list[dict[str, Any]]
 
-    @classmethod
-    def of(cls, summaries: Sequence[RolloutSummary]) -> "SummaryColumns":
-        return cls(*map(list, zip(*summaries, strict=True))) if summaries else cls(*([] for _ in cls._fields))
-
-    def as_logged(self) -> dict[str, Any]:
-        """The arguments of `CompletionLog.add` that summaries know; a rollout without a cell in a column has None."""
-        names = dict.fromkeys(chain.from_iterable(self.extras))
-        return {
-            "prompts": self.prompt,
-            "completions": self.completion,
-            "extras": {name: [cells.get(name) for cells in self.extras] for name in names},
-            "finish": self.finish,
-            "counts": self.counts,
-            "errors": self.error,
-            "images": self.images,
-            "lengths": self.length,
-        }
+def as_logged(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    """The arguments of `CompletionLog.add` that summaries know; a rollout without a cell in a column has None."""
+    extras = columns["extras"]
+    names = dict.fromkeys(chain.from_iterable(extras))
+    singular = {"prompts": "prompt", "completions": "completion", "errors": "error", "lengths": "length"}
+    return {
+        **{name: columns[singular.get(name, name)] for name in (*singular, "finish", "counts", "images")},
+        "extras": {name: [cells.get(name) for cells in extras] for name in names},
+    }
 
 
 def summarize(scored: ScoredRollouts, images: bool) -> list[RolloutSummary]:
@@ -257,10 +240,7 @@ def summarize(scored: ScoredRollouts, images: bool) -> list[RolloutSummary]:
     return found
 
 
-def none_for_nan(values: Tensor) -> list[float | None]:
-    return [None if value != value else value for value in values.tolist()]
-
-
 def rewards_by_name(rewards: Tensor, names: Sequence[str]) -> dict[str, list[float | None]]:
-    """[N, F] rewards as columns of a table."""
-    return {name: none_for_nan(rewards[:, k]) for k, name in enumerate(names)}
+    """[N, F] rewards as columns of a table, with None for NaN."""
+    columns = zip(names, rewards.T.tolist(), strict=True)
+    return {name: [None if value != value else value for value in values] for name, values in columns}

@@ -29,17 +29,11 @@ log = logging.getLogger(__name__)
 class SharedServers(Protocol):
     """An engine whose servers are those of every process: one process sends, the others learn of it."""
 
-    def held(self) -> AbstractContextManager[None]:
-        """On every process: within this context no request begins."""
-        ...
+    def held(self) -> AbstractContextManager[None]: ...  # on every process: within it no request begins
 
-    def export_state(self) -> Any:
-        """On the process that sent: what the others must know about it; picklable."""
-        ...
+    def export_state(self) -> Any: ...  # on the process that sent: picklable, what the others must know
 
-    def import_state(self, version: int, state: Any) -> None:
-        """On the others: the servers hold `version`."""
-        ...
+    def import_state(self, version: int, state: Any) -> None: ...  # on the others: the servers hold `version`
 
 
 @dataclass(eq=False)

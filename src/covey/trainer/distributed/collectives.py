@@ -166,23 +166,18 @@ class Collectives:
 
     def _others_failure(self) -> str | None:
         """Message for this process when another fails while it is busy; None while none has failed."""
-        failure = self._failure()
-        if failure is None:
-            return None
-        return (
-            f"step {self._step()}: rank {self.rank} of {self.size} was at work when another process failed.\n"
-            f"{self._report(failure)}"
-        )
+        return self._described("was at work when another process failed") if self._failure() else None
 
     def _broken(self, what: str, error: BaseException) -> CollectiveError:
         reason = str(error).split("\n")[0][:300]
         return self._error(what, "another process failed" if self._failure() else f"the connection broke ({reason})")
 
     def _error(self, what: str, problem: str) -> CollectiveError:
-        return CollectiveError(
-            f"step {self._step()}: rank {self.rank} of {self.size} waited to {what}, but {problem}.\n"
-            f"{self._report(self._failure())}"
-        )
+        return CollectiveError(self._described(f"waited to {what}, but {problem}"))
+
+    def _described(self, situation: str) -> str:
+        report = self._report(self._failure())
+        return f"step {self._step()}: rank {self.rank} of {self.size} {situation}.\n{report}"
 
     def _report(self, failure: dict[str, Any] | None) -> str:
         """The process that failed, if known, and the last activity of every process."""

@@ -41,10 +41,18 @@ def build_colocated(
     vision: Vision | None = None,
 ) -> VllmColocateEngine:
     """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images."""
-    _check_processes(args, accelerator.num_processes)
+    size, processes = args.vllm_tensor_parallel_size, accelerator.num_processes
+    if processes % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={size} does not divide the {processes} processes of this run: each of them is"
+            f" a part of one of vLLM's models. Choose one of:"
+            f" {', '.join(str(n) for n in range(1, processes + 1) if processes % n == 0)}."
+        )
     sleeping = sleeps(args, accelerator.device)
     folder = tempfile.TemporaryDirectory(prefix="covey-vllm-")
-    _save_config(base_model(model), folder.name)
+    config = copy.copy(base_model(model).config)  # without a name of the class in models that were never saved
+    config.architectures = config.architectures or [original_class(base_model(model)).__name__]
+    config.save_pretrained(folder.name)
     (tokenizer if vision is None else vision.processor).save_pretrained(folder.name)
     arguments = {
         **engine_arguments(args, model, folder.name, accelerator),
@@ -134,22 +142,6 @@ def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.Engi
     counts = ModelSpec(sum(p.numel() for p in model.parameters()), trainable, packed=0)
     estimate = memory.estimate(config, args, peft={} if has_adapter(model) else None, counts=counts)
     return estimate, vllm_memory.engine_memory(estimate, config, args)
-
-
-def _save_config(model: Any, folder: str) -> None:
-    config = copy.copy(model.config)
-    config.architectures = config.architectures or [original_class(model).__name__]
-    config.save_pretrained(folder)
-
-
-def _check_processes(args: Any, processes: int) -> None:
-    size = args.vllm_tensor_parallel_size
-    if processes % size:
-        raise ValueError(
-            f"vllm_tensor_parallel_size={size} does not divide the {processes} processes of this run: each of them is"
-            f" a part of one of vLLM's models. Choose one of:"
-            f" {', '.join(str(n) for n in range(1, processes + 1) if processes % n == 0)}."
-        )
 
 
 def sleeps(args: Any, device: torch.device) -> bool:

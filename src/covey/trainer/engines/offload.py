@@ -6,7 +6,6 @@ objects, so optimizers, hooks and wrappers are not affected. See also `covey.siz
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,23 +19,17 @@ def make_room(
 ) -> Callable[[], AbstractContextManager[None]]:
     """Context for an engine to enter before it wakes: empties torch's cache and moves tensors to host memory."""
 
-    def tensors() -> list[Tensor]:
-        found: list[Tensor] = []
-        if model is not None:
-            found += [*model().parameters(), *model().buffers()]
-        for optimizer in optimizers() if optimizers is not None else ():
-            found += optimizer_tensors(optimizer)
-        return found
+    @contextmanager
+    def room() -> Iterator[None]:
+        tensors = [] if model is None else [*model().parameters(), *model().buffers()]
+        for optimizer in optimizers() if optimizers is not None else ():  # looked up here, as they are created late
+            tensors += optimizer_tensors(optimizer)
+        with parked([tensor for tensor in tensors if tensor.device.type == device.type]):
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # an engine that sleeps takes its memory from the driver, not from torch
+            yield
 
-    return partial(_room, device, tensors)
-
-
-@contextmanager
-def _room(device: torch.device, tensors: Callable[[], list[Tensor]]) -> Iterator[None]:
-    with parked([tensor for tensor in tensors() if tensor.device.type == device.type]):
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # an engine that sleeps takes its memory from the driver, not from torch
-        yield
+    return room
 
 
 def optimizer_tensors(optimizer: Any) -> list[Tensor]:

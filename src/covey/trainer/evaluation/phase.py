@@ -25,7 +25,7 @@ from covey.rollout.collector import PromptSample
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, Graded, Grader, Scoreboard, rows_of
 from covey.trainer.rollout_phase import RolloutPhase
-from covey.trainer.rollout_reports import SummaryColumns, rewards_by_name, summarize
+from covey.trainer.rollout_reports import as_logged, columns_of, rewards_by_name, summarize
 
 
 @dataclass(eq=False)
@@ -131,11 +131,12 @@ class EvaluationPhase:
                 mine = self._grades(scored, judge)
             summaries = summarize(scored, images=bool(context.args.log_multimodal))
             shards = context.collectives.gather((mine, scored.rewards, summaries), "put the evaluation together")
-            for grades, scores, columns in ((a, b, SummaryColumns.of(c)) for a, b, c in shards):
+            for grades, scores, rows in shards:
+                columns = columns_of(rows)
                 tally.add(grades)
                 rewards.append(scores)
-                lengths += columns.length
-                truncated += columns.truncated
+                lengths += columns["length"]
+                truncated += columns["truncated"]
                 self._write_down(log, grades, scores, columns)
             on_batch()
         stats = generation_stats(
@@ -151,7 +152,9 @@ class EvaluationPhase:
         context.metrics.add(stats, "eval")
         return len(lengths), tally.metrics()
 
-    def _write_down(self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: SummaryColumns) -> None:
+    def _write_down(
+        self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]
+    ) -> None:
         """Add one process's completions to the log."""
         if not log.enabled or not grades:
             return
@@ -159,7 +162,7 @@ class EvaluationPhase:
             "right": [grade.right for grade in grades],
             "answer": [grade.answer for grade in grades],
         }
-        logged = columns.as_logged()
+        logged = as_logged(columns)
         logged["extras"] = {
             **{name: values for name, values in given.items() if any(value is not None for value in values)},
             **logged["extras"],

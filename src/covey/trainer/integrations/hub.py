@@ -52,15 +52,22 @@ def create_model_card(
         return
     config = self.policy.config
     base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
+    trained_on = getattr(getattr(self.train_dataset, "info", None), "dataset_name", None)
+    datasets = _listed(dataset_name or dataset or dataset_tags) or _listed(
+        None if trained_on in NO_DATA_SETS else trained_on
+    )
     facts = CardFacts(
         name=_name_on_hub(self, model_name),
         base=base,
         method=self.args.method,
         adapter=hasattr(self.policy, "peft_config"),
-        datasets=_listed(dataset_name or dataset or dataset_tags) or _data_set_of(self.train_dataset),
+        datasets=datasets,
         rewards=self.rewards.names,
         config=self.args.to_dict(),
-        defaults={one.name: _default(one) for one in dataclasses.fields(self.args)},
+        defaults={
+            one.name: one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+            for one in dataclasses.fields(self.args)
+        },
         history=self.state.log_history,
         processes=self.args.world_size,
         sees_images=self.collector.codec.vision is not None,
@@ -154,14 +161,5 @@ class PushCompletions(TrainerCallback):
         return {path: path.stat().st_mtime_ns for path in self._folder.glob("completions_*.parquet")}
 
 
-def _default(field: Any) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
 def _listed(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
-
-
-def _data_set_of(dataset: Any) -> list[str]:
-    name = getattr(getattr(dataset, "info", None), "dataset_name", None)
-    return [name] if name and name not in NO_DATA_SETS else []
