@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import Any
 
-from covey.core.engine import SampleRequest
+from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import Completion, FinishReason, images_of, unexpanded
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.protocols import SampledChunk
@@ -114,6 +114,19 @@ class PartialCompletion:
         known = [version for version in self.versions if version is not None]
         versions = known if len(known) == len(self.versions) else None
         return Completion(self.token_ids, self.logprobs, finish, versions=versions)
+
+
+def common_settings(params: SamplingParams, ends: frozenset[int]) -> dict[str, Any]:
+    """Settings under the names of all backends; the model's generation config would decide those left out."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p or 0.0,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": sorted(ends),
+    }
 
 
 def refuse_reserved(extra: dict[str, Any], reserved: frozenset[str]) -> None:

@@ -31,24 +31,7 @@ EMPTY_ABORTS = 10  # times in a row that a server may abort a completion without
 
 
 class RemoteEngine:
-    """A `RolloutEngine` over one or several servers.
-
-    Args:
-        servers: each holds the whole model.
-        api: requests of their backend.
-        sender: sends them weights. Needed in every process, since it knows the names to sample from; only the process
-            that calls `load_weights` sends any.
-        ends: tokens that end a completion.
-        vocab_size: of the model that is trained; None: not compared.
-        max_context: tokens that model can attend to; None: only the servers' limit counts.
-        model_name: of the model that is trained, to compare with the servers'.
-        timeout: seconds to wait for servers to be up, at the start and when all have failed.
-        request_timeout: seconds one request may take.
-        sync_timeout: seconds a weight update may take in all.
-        concurrency: maximal number of completions in flight at one server.
-        resend: a server that comes back between two updates is sent the last one again, from the background thread:
-            only if that takes no other process and the policy does not change meanwhile.
-        sleeps: servers release their memory outside `awake`; for a process that has them to itself.
+    """A `RolloutEngine` over one or several servers, each of which holds the whole model.
 
     Raises:
         ServerRefused: the run cannot sample from a server.
@@ -58,19 +41,19 @@ class RemoteEngine:
     def __init__(
         self,
         servers: Sequence[ServerClient],
-        api: ServerApi,
-        sender: WeightSender,
+        api: ServerApi,  # requests of their backend
+        sender: WeightSender,  # also gives the names to sample from, in processes that never call `load_weights`
         *,
-        ends: frozenset[int],
-        vocab_size: int | None = None,
-        max_context: int | None = None,
-        model_name: str | None = None,
-        timeout: float = 240.0,
-        request_timeout: float = 800.0,
-        sync_timeout: float = 600.0,
-        concurrency: int = 512,
-        resend: bool = False,
-        sleeps: bool = False,
+        ends: frozenset[int],  # tokens that end a completion
+        vocab_size: int | None = None,  # of the model that is trained; None: not compared
+        max_context: int | None = None,  # tokens that model can attend to; None: only the servers' limit counts
+        model_name: str | None = None,  # of the model that is trained, to compare with the servers'
+        timeout: float = 240.0,  # seconds to wait for servers to be up, at the start and when all have failed
+        request_timeout: float = 800.0,  # seconds one request may take
+        sync_timeout: float = 600.0,  # seconds a weight update may take in all
+        concurrency: int = 512,  # most completions in flight at one server
+        resend: bool = False,  # a server that comes back is sent the last update: for one process, a constant policy
+        sleeps: bool = False,  # servers release their memory outside `awake`; for a process that has them to itself
     ):
         self.api = api
         self.sender = sender
@@ -129,8 +112,6 @@ class RemoteEngine:
         weights_ref = weakref.ref(self._weights)  # the pool's tasks must keep neither the engine nor its weights alive
         return pool
 
-    # ---- sampling --------------------------------------------------------------------------------------------------
-
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; drafts are ignored.
 
@@ -187,8 +168,6 @@ class RemoteEngine:
         whole = not (chunk.aborted or chunk.unfinished)
         return partial.completion(chunk.completion.finish if whole else partial.finish(self._ends))
 
-    # ---- weights ---------------------------------------------------------------------------------------------------
-
     def load_weights(self, update: WeightUpdate) -> None:
         """Bring every server that answers to `update`; completions in flight are continued with the new weights.
 
@@ -222,7 +201,6 @@ class RemoteEngine:
         return {"urls": self._weights.holders, "sender": self.sender.export_state()}
 
     def import_state(self, version: int, state: Any) -> None:
-        """Take over the state of the process that sent `version`."""
         self.sender.import_state(state["sender"])
         self.adopt(version, state["urls"])
 
@@ -239,8 +217,6 @@ class RemoteEngine:
     def holders(self) -> list[str]:
         """URLs of the servers that hold the current version."""
         return self._weights.holders
-
-    # ---- sleeping and closing --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:

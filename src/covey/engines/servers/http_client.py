@@ -82,7 +82,6 @@ class ServerClient:
         return answer
 
     async def close(self) -> None:
-        """Close this event loop's connections."""
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
             await session.close()

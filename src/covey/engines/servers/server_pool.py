@@ -52,44 +52,24 @@ class PoolMember:
         return not self.up and not self.last_error
 
 
+@dataclass(eq=False)
 class ServerPool:
-    """Spreads requests over servers.
+    """Spreads requests over servers."""
 
-    Args:
-        members: all servers, up.
-        check_alive: raises a `ServerError` if the server does not answer within the given seconds.
-        readmit: checks a server that was left out: True if it may take part again, or a `ServerError`.
-        concurrency: maximal number of completions in flight at a server; a larger request has a server to itself.
-        timeout: seconds to wait for a server when none is left.
-        timeout_setting: name of that setting, for errors.
-    """
-
-    def __init__(
-        self,
-        members: list[PoolMember],
-        *,
-        check_alive: Callable[[ServerClient, float], Awaitable[None]],
-        readmit: Callable[[PoolMember], Awaitable[bool]],
-        concurrency: int,
-        timeout: float,
-        timeout_setting: str,
-    ):
-        self.members = members
-        self._check_alive = check_alive
-        self._readmit = readmit
-        self._concurrency = concurrency
-        self._timeout = timeout
-        self._timeout_setting = timeout_setting
-        self._held = 0
-        self._changed = asyncio.Event()
-        self._revivals: dict[PoolMember, asyncio.Task[None]] = {}
-        self._watch: asyncio.Task[None] | None = None
+    members: list[PoolMember]
+    check_alive: Callable[[ServerClient, float], Awaitable[None]]  # `ServerError` without an answer within the seconds
+    readmit: Callable[[PoolMember], Awaitable[bool]]  # True if a server that was left out may take part again
+    concurrency: int  # most completions in flight at a server; a larger request has a server to itself
+    timeout: float  # seconds to wait for a server when none is left
+    timeout_setting: str  # name of that setting, for errors
+    _held: int = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _revivals: dict[PoolMember, asyncio.Task[None]] = field(default_factory=dict)
+    _watch: asyncio.Task[None] | None = None
 
     @property
     def up(self) -> list[PoolMember]:
         return [member for member in self.members if member.up]
-
-    # ---- requests --------------------------------------------------------------------------------------------------
 
     async def run(
         self, call: Callable[[PoolMember], Coroutine[Any, Any, T]], load: int = 1, doing: str = "generate"
@@ -124,7 +104,7 @@ class ServerPool:
                     late += 1
                     failed.add(member)
                 since = since or time.monotonic()
-                if late == LATE or (lost >= ATTEMPTS and time.monotonic() - since >= self._timeout):
+                if late == LATE or (lost >= ATTEMPTS and time.monotonic() - since >= self.timeout):
                     raise
                 self.leave_out(member, error)
             except ServerRefused:
@@ -149,14 +129,14 @@ class ServerPool:
             if not self._held and self.up:
                 empty_since = None
                 pool = [member for member in self.up if member not in failed] or self.up
-                free = [member for member in pool if not member.load or member.load + load <= self._concurrency]
+                free = [member for member in pool if not member.load or member.load + load <= self.concurrency]
                 if free:
                     return min(free, key=lambda member: member.load)
             elif not self._held:
                 empty_since = empty_since or time.monotonic()
-                patience = empty_since + self._timeout - time.monotonic()
+                patience = empty_since + self.timeout - time.monotonic()
                 if patience <= 0:
-                    raise self.none_left(doing, self._timeout)
+                    raise self.none_left(doing, self.timeout)
             await self._wait(patience)
 
     def none_left(self, doing: str, waited: float) -> NoServerLeft:
@@ -164,11 +144,9 @@ class ServerPool:
         return NoServerLeft(
             f"cannot {doing}: none of {len(self.members)} inference servers can be used, and none came back within"
             f" {waited:g} seconds. Start one again at its address and resume from the last checkpoint, or wait longer"
-            f" ({self._timeout_setting}). The last error of each:",
+            f" ({self.timeout_setting}). The last error of each:",
             {member.url: member.last_error for member in self.members},
         )
-
-    # ---- leaving and coming back -----------------------------------------------------------------------------------
 
     def leave_out(self, member: PoolMember, error: BaseException | str) -> None:
         """Give a member no more requests until it has recovered; requests in flight go on."""
@@ -179,7 +157,6 @@ class ServerPool:
         self._notify()
 
     def admit(self, member: PoolMember) -> None:
-        """Give a member requests again."""
         member.up, member.last_error, member.misses = True, "", 0
         revival = self._revivals.pop(member, None)
         if revival is not None and revival is not asyncio.current_task():
@@ -192,7 +169,7 @@ class ServerPool:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
             try:
-                if await self._readmit(member):
+                if await self.readmit(member):
                     self.admit(member)
                 else:
                     member.last_error = ""
@@ -216,7 +193,7 @@ class ServerPool:
 
     async def _check(self, member: PoolMember) -> None:
         try:
-            await self._check_alive(member.server, QUICK_SECONDS)
+            await self.check_alive(member.server, QUICK_SECONDS)
             member.misses = 0
         except ServerError as error:
             member.misses += 1
@@ -244,14 +221,11 @@ class ServerPool:
                 raise error
         return [member for member, error in zip(members, results, strict=True) if error is None]
 
-    # ---- changing weights ------------------------------------------------------------------------------------------
-
     async def hold(self) -> None:
         """Let requests wait instead of starting, until `unhold`."""
         self._held += 1
 
     async def unhold(self) -> None:
-        """End a `hold`."""
         self._held -= 1
         self._notify()
 
@@ -271,7 +245,7 @@ class ServerPool:
     async def reachable(self, until: float, doing: str) -> list[PoolMember]:
         """Members that can be sent weights; waits for the first one, at most until `until` (monotonic clock)."""
         began = time.monotonic()
-        until = min(until, began + self._timeout)
+        until = min(until, began + self.timeout)
         while not any(member.up or member.behind for member in self.members):
             left = until - time.monotonic()
             if left <= 0:
@@ -280,17 +254,13 @@ class ServerPool:
         return [member for member in self.members if member.up or member.behind]
 
     def close(self) -> None:
-        """Stop checking servers."""
         for task in [*self._revivals.values(), *([self._watch] if self._watch else [])]:
             task.cancel()
-
-    # ---- waiting ---------------------------------------------------------------------------------------------------
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _wait(self, seconds: float | None) -> None:
-        """Wait for a change, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)

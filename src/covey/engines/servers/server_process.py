@@ -66,12 +66,7 @@ class ServerProcess:
         self._stop: Callable[[], object] = lambda: None
 
     def start(self) -> "ServerProcess":
-        """Start it and wait until it is ready.
-
-        Raises:
-            LaunchFailed: it ended first, or the deadline passed; none of its processes is left running.
-            RuntimeError: it runs already.
-        """
+        """Start it and wait until it is ready; after a `LaunchFailed` none of its processes is left running."""
         if self.running:
             raise RuntimeError(f"{self.name} runs already (process {self.pid}); stop it before starting it again.")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +93,6 @@ class ServerProcess:
 
     @property
     def running(self) -> bool:
-        """True from its start until it ends."""
         return self._child is not None and self._child.poll() is None
 
     @property
@@ -107,7 +101,6 @@ class ServerProcess:
         return self._child.pid if self._child else None
 
     def log_tail(self) -> str:
-        """Last lines of its output."""
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.is_file() else []
         return "\n".join(lines[-TAIL_LINES:]) or "(it printed nothing)"
 

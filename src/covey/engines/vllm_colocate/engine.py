@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from covey.core.engine import EngineTraits, SampleRequest, TensorSpec, WeightUpdate
-from covey.core.records import Completion, FinishReason
-from covey.engines.vllm_colocate.model_repairs import repack_heads
-from covey.engines.vllm_colocate.process import is_running
-from covey.engines.vllm_colocate.prompts import expansion_error, prompt_of
+from covey.core.records import Completion, FinishReason, images_of, unexpanded
+from covey.engines.vllm_colocate.process import is_running, repack_heads
 
 RESERVED = {
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "n", "seed"),
@@ -42,27 +40,14 @@ NewRequest = tuple[str, dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _PendingCompletion:
-    """A requested completion.
-
-    Attributes:
-        done: its future.
-        prompt_ids: of a prompt with images, which vLLM must expand to exactly these; None for text.
-    """
+    """A requested completion: its future, and the expected tokens of a prompt with images."""
 
     done: "asyncio.Future[Completion]"
-    prompt_ids: list[int] | None
+    prompt_ids: list[int] | None  # None for text
 
 
 class ModelGroup:
-    """The processes that share one model, or this process alone.
-
-    Args:
-        group: their `torch.distributed` group on the CPU; None for this process alone.
-
-    Attributes:
-        rank: of this process.
-        broken: a process has failed, so that no further message can be exchanged.
-    """
+    """The processes that share one model: a `torch.distributed` group on the CPU, or None for this process alone."""
 
     def __init__(self, group: Any = None):
         self._group = group
@@ -71,11 +56,7 @@ class ModelGroup:
         self.broken = False
 
     def exchange(self, message: Any) -> list[Any]:
-        """Gather the messages of all processes by rank. Collective.
-
-        Raises:
-            RuntimeError: a process has failed.
-        """
+        """Gather the messages of all processes by rank. Collective; RuntimeError if a process has failed."""
         if self._group is None:
             return [message]
         messages: list[Any] = [None] * self.size
@@ -97,27 +78,20 @@ class ModelGroup:
 class VllmColocateEngine:
     """Samples with vLLM in this process.
 
-    Args:
-        vllm: a `vllm.LLMEngine` with its worker in this process (`process.start_vllm`).
-        eos_token_ids: tokens that end a completion.
-        regex: pattern that every completion must match, if any.
-        sleep_level: None never sleeps. 1 moves the weights to host memory while the policy trains, 2 discards them, so
-            that the last update is loaded again on every wake-up.
-        batches: None loads weights one by one; otherwise they are gathered in this many batches before each is loaded.
-        make_room: context around waking and sleeping that frees other memory.
-        group: the processes that share the model, this one among them.
+    At `sleep_level` 1 the weights move to host memory while the policy trains; at 2 they are discarded, so that the
+    last update is loaded again on every wake-up; None never sleeps.
     """
 
     def __init__(
         self,
-        vllm: Any,
+        vllm: Any,  # a `vllm.LLMEngine` with its worker in this process (`process.start_vllm`)
         *,
         eos_token_ids: set[int],
-        regex: str | None = None,
+        regex: str | None = None,  # that every completion must match
         sleep_level: int | None = None,
-        batches: int | None = None,
-        make_room: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        group: ModelGroup | None = None,
+        batches: int | None = None,  # that weights are gathered in before each is loaded; None: one by one
+        make_room: Callable[[], AbstractContextManager[Any]] = nullcontext,  # frees memory around waking and sleeping
+        group: ModelGroup | None = None,  # the processes that share the model, this one among them
     ):
         self._vllm = vllm
         self._ends = sorted(eos_token_ids)
@@ -149,8 +123,6 @@ class VllmColocateEngine:
             expands_images=True,
         )
         self._fall_asleep()
-
-    # ---- sampling --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample.
@@ -242,8 +214,7 @@ class VllmColocateEngine:
     def _step(self, message: str = "") -> bool:
         """Add new requests, make one step and return finished completions; True when no process needs another step.
 
-        Args:
-            message: for the other processes: "" (none), `LEAVING` or `FAILED`.
+        `message` for the other processes is "", `LEAVING` or `FAILED`.
         """
         cancelled = [name for name, pending in self._waiting.items() if pending.done.done()]
         for name in cancelled:
@@ -276,7 +247,6 @@ class VllmColocateEngine:
         self._vllm.add_request(name, dict(prompt), params, lora_request=self._adapter)
 
     def _resolve(self, output: Any) -> None:
-        """Set the result of a finished completion's future."""
         owner, _, name = output.request_id.partition("-")
         if int(owner) != self._group.rank or not output.finished or name not in self._waiting:
             return
@@ -318,14 +288,8 @@ class VllmColocateEngine:
             unfinished = list(self._vllm.output_processor.request_states)
             self._vllm.abort_request(unfinished, internal=True)
 
-    # ---- weights ---------------------------------------------------------------------------------------------------
-
     def load_weights(self, update: WeightUpdate) -> None:
-        """Load a version of the policy's weights and reset the caches of older ones.
-
-        Raises:
-            RuntimeError: vLLM refuses a tensor, or requests are in progress.
-        """
+        """Load a version of the policy's weights and reset the caches of older ones."""
         if self._vllm.has_unfinished_requests():
             raise RuntimeError(f"weights of version {update.version} came while vLLM was sampling with older ones.")
         self._has_weights = self._discarded = False
@@ -398,8 +362,6 @@ class VllmColocateEngine:
             self._vllm.remove_lora(self._adapter.lora_int_id)
             self._adapter = None
 
-    # ---- sleep -----------------------------------------------------------------------------------------------------
-
     def _fall_asleep(self) -> None:
         if self._sleep_level is None or self._asleep:
             return
@@ -438,3 +400,24 @@ def _end_reload(worker: Any) -> None:
 
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_config)
+
+
+def prompt_of(request: SampleRequest) -> dict[str, Any]:
+    """Prompt for `vllm.LLMEngine.add_request`; vLLM expands the single token of each image with its own processor."""
+    if not request.media:
+        return {"prompt_token_ids": request.prompt_ids}
+    ids = unexpanded(request.prompt_ids, request.media)
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": images_of(request.media)}}
+
+
+def expansion_error(ours: Sequence[int], theirs: Sequence[int]) -> RuntimeError | None:
+    """Error if vLLM has expanded a prompt to other tokens (`theirs`) than the trainer's processor (`ours`)."""
+    if list(ours) == list(theirs):
+        return None
+    shorter = min(len(ours), len(theirs))
+    first = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    return RuntimeError(
+        f"vLLM expands a prompt with images to {len(theirs)} tokens, and the trainer's processor to {len(ours)};"
+        f" they differ from token {first} on. If vllm_engine_kwargs has mm_processor_kwargs, leave them out: vLLM's"
+        " processor has the settings of the trainer's."
+    )

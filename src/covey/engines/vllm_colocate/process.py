@@ -15,25 +15,21 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from packaging.version import InvalidVersion, Version
 
-from covey.engines.vllm_colocate.model_repairs import register_dummy_loader
-
 OLDEST = "0.28"  # oldest supported version of vLLM
 
+LOAD_FORMAT = "covey_dummy"
 INSTALL = "pip install 'covey[vllm]'"
 
 
 def require_vllm() -> str:
-    """Version of vLLM.
-
-    Raises:
-        ImportError: it is missing or too old.
-    """
+    """Version of vLLM; ImportError if it is missing or too old."""
     try:
         found = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError as error:
@@ -51,14 +47,9 @@ _running: weakref.finalize | None = None  # stops the vLLM of this process, also
 
 
 def start_vllm(arguments: dict[str, Any]) -> Any:
-    """Start a `vllm.LLMEngine` with its worker in this process; an earlier one is stopped.
+    """Start a `vllm.LLMEngine` with its worker in this process from `EngineArgs`; an earlier one is stopped.
 
-    Args:
-        arguments: of `vllm.EngineArgs`; the load format "dummy" preserves constants.
-
-    Raises:
-        ImportError: vLLM is missing or too old.
-        RuntimeError: it does not start; the message has its error and advice.
+    The load format "dummy" preserves constants. RuntimeError, with vLLM's error and advice, if it does not start.
     """
     global _running
     version = require_vllm()
@@ -170,3 +161,41 @@ def preserved_process_state() -> Iterator[None]:
                 del os.environ[name]
             elif os.environ.get(name) != environment[name]:
                 os.environ[name] = environment[name]
+
+
+# ---- repairs of models, also in a server ---------------------------------------------------------------------------
+
+
+def repack_heads(model: Any) -> int:
+    """Pack the output heads of a vLLM model on a CPU again after new weights; returns their number.
+
+    A head on a CPU multiplies a packed copy of its weights. A head tied to the embedding has no tensor in a checkpoint,
+    so vLLM does not pack it again, and the model would continue with its old head.
+    """
+    heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
+    packed = [head for head in heads if hasattr(head, "cpu_linear")]
+    for head in packed:
+        head.quant_method.process_weights_after_loading(head)
+    return len(packed)
+
+
+@cache
+def register_dummy_loader() -> str:
+    """Register a load format with random weights and intact buffers; returns its name.
+
+    vLLM's own dummy format also randomizes constants that the model computes when it is created (such as the mean of
+    pixels), which no checkpoint and no update would restore.
+    """
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader(LOAD_FORMAT)
+    class DummyLoader(DummyModelLoader):
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            constants = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            super().load_weights(model, model_config)
+            for name, buffer in model.named_buffers():
+                if name in constants:
+                    buffer.copy_(constants[name])
+
+    return LOAD_FORMAT

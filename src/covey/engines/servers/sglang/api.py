@@ -26,6 +26,7 @@ from covey.engines.servers.completions import (
     BEFORE_TEMPERATURE,
     STOPS,
     check_expanded,
+    common_settings,
     refuse_reserved,
     sent_ids,
     sent_images,
@@ -34,13 +35,9 @@ from covey.engines.servers.errors import BadAnswer, ServerRefused, advised, same
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, SampledChunk, ServerFacts, SettingNames
 
-DTYPES = {
-    "half": torch.float16,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float": torch.float32,
-    "float32": torch.float32,
-}
+DTYPES = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16} | dict.fromkeys(
+    ("float", "float32"), torch.float32
+)
 """dtypes by the names that a server reports; "auto" stands for none."""
 
 RESERVED = frozenset(
@@ -51,17 +48,13 @@ RESERVED = frozenset(
 FLUSH_SECONDS = 5.0  # for the last requests to end, in one attempt to empty the cache
 KV, GRAPHS, WEIGHTS = "kv_cache", "cuda_graph", "weights"  # kinds of memory that a server can release
 
-PROBE_TEMPERATURE = 2.0
-
 
 async def write_version(server: ServerClient, version: str, deadline: float) -> None:
-    """Set the version that /model_info reports."""
     body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
     await server.call("POST", "/update_weight_version", doing, deadline, body)
 
 
 async def read_version(server: ServerClient, deadline: float) -> str | None:
-    """Version that /model_info reports."""
     version = (await model_info(server, deadline)).get("weight_version")
     return None if version is None else str(version)
 
@@ -116,7 +109,7 @@ class SglangApi:
         # Not after token 0: it is often padding, after which all tokens can be equally likely.
         greedy, _ = await self._token(server, last // 2, 0.0, last, deadline)
         (likeliest,), (cold,) = greedy.completion.token_ids, greedy.completion.logprobs or [0.0]
-        _, warm = await self._token(server, last // 2, PROBE_TEMPERATURE, likeliest, deadline)
+        _, warm = await self._token(server, last // 2, 2.0, likeliest, deadline)
         if abs(warm - cold) <= 1e-4 and cold <= -1e-3:  # a token that is certain is so at any temperature
             hint = "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1."
             raise ServerRefused(server.url, f"sample at temperature {self._temperature:g}", BEFORE_TEMPERATURE, hint)
@@ -139,14 +132,12 @@ class SglangApi:
         except (LookupError, TypeError, ValueError) as error:
             raise BadAnswer(server.url, doing, f"it does not report how likely token {scored} was") from error
 
-    # ---- sampling --------------------------------------------------------------------------------------------------
-
     async def generate(
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
     ) -> list[SampledChunk]:
         """Sample `request.n` completions in one request, each with its seed; the server computes their prompt once.
 
-        It adds the end tokens of the model's own files to `ends`; an option to ignore those would ignore `ends` too.
+        The server adds the end tokens of the model's own files to `ends`; ignoring those would ignore `ends` too.
         Completions that such a token ends are returned as unfinished.
         """
         body: dict[str, Any] = {
@@ -166,14 +157,10 @@ class SglangApi:
             return chunks
         return [replace(chunk, unfinished=_ends_elsewhere(chunk, ends)) for chunk in chunks]
 
-    # ---- training --------------------------------------------------------------------------------------------------
-
     async def pause(self, server: ServerClient, deadline: float) -> None:
-        """Abort requests in flight and hold new ones."""
         await server.call("POST", "/pause_generation", "pause", deadline, {"mode": "abort"})
 
     async def resume(self, server: ServerClient, deadline: float) -> None:
-        """Continue sampling, also of requests that have waited."""
         await server.call("POST", "/continue_generation", "resume", deadline, {})
 
     async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
@@ -209,7 +196,6 @@ class SglangApi:
         self._released[server.url] = tags
 
     async def wake(self, server: ServerClient, deadline: float) -> None:
-        """Take back the memory that was released, if any."""
         tags = self._released.get(server.url)
         if tags is not None:
             body = {"tags": tags}
@@ -222,18 +208,11 @@ class SglangApi:
 
 
 def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> dict[str, Any]:
-    """All sampling parameters, since the model's generation config would decide those left out."""
     return {
         "max_new_tokens": params.max_tokens,
         "sampling_seed": seed if seed < 1 << 63 else seed - (1 << 64),
-        "temperature": params.temperature,
         "top_k": params.top_k or -1,
-        "top_p": params.top_p,
-        "min_p": params.min_p or 0.0,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": sorted(ends),
+        **common_settings(params, ends),
         "skip_special_tokens": False,
         **params.extra,
     }
@@ -281,7 +260,6 @@ def chunk_of(answer: Any) -> SampledChunk:
 
 
 def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
-    """Properties from the answers of `/model_info` and `/server_info`."""
     limits = [info.get("context_length") or info.get("max_req_input_len"), info.get("max_total_num_tokens")]
     return ServerFacts(
         model=str(model.get("served_model_name") or model["model_path"]),
@@ -293,7 +271,6 @@ def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
 
 
 async def model_info(server: ServerClient, deadline: float) -> dict[str, Any]:
-    """Model of a server, and the version of its weights."""
     answer = await _either(server, "/model_info", "/get_model_info", deadline)
     if not isinstance(answer.get("model_path"), str):
         raise BadAnswer(server.url, "read its properties", "it names no model_path", "Is it SGLang's own server?")

@@ -27,7 +27,6 @@ def encode(named: list[tuple[str, Tensor]], copies: int, *, shared: bool) -> lis
 
 
 def inline(tensors: Any) -> str:
-    """Text of a dict or list of CPU tensors, numbers included."""
     return base64.b64encode(pickle.dumps(tensors)).decode()
 
 

@@ -72,14 +72,12 @@ class SglangWeightApi(WeightApi):
         self._group_names: dict[str, str] = {}  # by URL
 
     async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
-        """Read the model and the parallel sizes from the server's own description."""
         model = await model_info(server, until.left(server))
         info = await server_info(server, until.left(server))
         processes, start_id = int(info.get("tp_size") or 1), str(info.get("startup_time") or "")
         return WeightEndpoint(server, processes, start_id, is_local(server), obstacles_of(info), model)
 
     async def load_folder(self, endpoint: WeightEndpoint, folder: Path, version: int, until: Deadline) -> None:
-        """Make the server read its weights from `folder`."""
         server, doing = endpoint.server, f"{until.doing} from {folder}"
         body = {
             "model_path": str(folder),
@@ -92,8 +90,6 @@ class SglangWeightApi(WeightApi):
 
     read_version = staticmethod(read_version)
     write_version = staticmethod(write_version)
-
-    # ---- buckets ---------------------------------------------------------------------------------------------------
 
     def packer(
         self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[WeightEndpoint]
@@ -111,7 +107,6 @@ class SglangWeightApi(WeightApi):
         return Packer(update, min(bucket_bytes, INLINE_BYTES), cpu)
 
     async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
-        """Meet the server in a process group of its own; "tensor" needs none."""
         if method != "group":
             return None
         server, doing = endpoint.server, "join a group for weights"
@@ -144,7 +139,6 @@ class SglangWeightApi(WeightApi):
         return group
 
     async def begin(self, endpoint: WeightEndpoint, until: Deadline) -> None:
-        """Open the server for an update; one that a killed run left open is closed first."""
         try:
             await self._post("/begin_weight_update", endpoint, until)
         except ServerRefused as error:
@@ -156,7 +150,6 @@ class SglangWeightApi(WeightApi):
     async def push(
         self, endpoint: WeightEndpoint, channel: Channel | None, transfer: BucketTransfer, until: Deadline
     ) -> None:
-        """Send one bucket, over the group or inside the request."""
         server, bucket, doing = endpoint.server, transfer.bucket, transfer.doing
         body: dict[str, Any] = {"flush_cache": False}
         if transfer.number + 1 == transfer.count:
@@ -181,11 +174,9 @@ class SglangWeightApi(WeightApi):
         await together(server, doing, request, partial(channel.send, data, seconds))
 
     async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
-        """Put the new weights in use; the last bucket carried their version."""
         await self._post("/end_weight_update", endpoint, until)
 
     async def abandon(self, endpoint: WeightEndpoint) -> None:
-        """Close the group and the update at a server that still answers."""
         name = self._group_names.pop(endpoint.server.url, None)
         if name is not None:
             await self._try("/destroy_weights_update_group", endpoint, {"group_name": name})
@@ -198,8 +189,6 @@ class SglangWeightApi(WeightApi):
     async def _try(self, path: str, endpoint: WeightEndpoint, body: dict[str, Any]) -> None:
         with suppress(ServerError):
             await endpoint.server.ask(path, "clean up", CLEANUP_SECONDS, body)
-
-    # ---- adapters --------------------------------------------------------------------------------------------------
 
     async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
         """Tell whether the server was started with `model`; its version shows whether an earlier run used it."""
@@ -224,7 +213,6 @@ class SglangWeightApi(WeightApi):
         channel: Channel | None,
         until: Deadline,
     ) -> None:
-        """Load an adapter from the text of `encode_adapter`."""
         server, doing, (text, checksums) = endpoint.server, f"load the adapter {name}", source
         await self._try("/unload_lora_adapter", endpoint, {"lora_name": name})  # an earlier attempt may have loaded it
         body = {
@@ -237,7 +225,6 @@ class SglangWeightApi(WeightApi):
             await server.ask("/load_lora_adapter_from_tensors", doing, until.left(server), body)
 
     async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
-        """Drop an adapter."""
         server, body = endpoint.server, {"lora_name": name}
         await server.ask("/unload_lora_adapter", f"unload {name}", until.left(server), body)
 
@@ -272,7 +259,6 @@ class SglangGroup:
         return int(self._store.port)
 
     def join(self, seconds: float) -> None:
-        """Wait for the other members."""
         # The two ends meet under keys of the store that only this private helper knows; the server uses it too.
         from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
@@ -290,7 +276,6 @@ class SglangGroup:
         self._group = group
 
     def send(self, data: Tensor, seconds: float) -> None:
-        """Broadcast to all members, and wait until it is done."""
         if self._group is None:
             raise RuntimeError("the connection was closed")
         work = self._group.broadcast(data, 0)

@@ -27,14 +27,12 @@ DEV_MODE = (
 
 
 async def write_version(server: ServerClient, version: str, deadline: float) -> None:
-    """Set the version that /weight_info reports; ignored by releases without that route."""
     with suppress_missing_route():
         body, doing = {"new_version": version}, "record the version of its weights"
         await server.call("POST", "/update_weight_version", doing, deadline, body)
 
 
 async def read_version(server: ServerClient, deadline: float) -> str | None:
-    """Version that /weight_info reports; None for releases without that route."""
     answer = None
     with suppress_missing_route():
         answer = await server.call("GET", "/weight_info", "read the version of its weights", deadline)
@@ -99,10 +97,7 @@ class VllmApi:
         )
 
     async def check_alive(self, server: ServerClient, deadline: float) -> None:
-        """Check that its engine lives; it answers while it loads, pauses and sleeps, too."""
         await server.call("GET", "/health", "check its health", deadline)
-
-    # ---- sampling --------------------------------------------------------------------------------------------------
 
     async def generate(
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
@@ -127,28 +122,21 @@ class VllmApi:
         }
         return completions_of(server, await server.ask("/v1/completions", "generate", deadline, body))
 
-    # ---- training --------------------------------------------------------------------------------------------------
-
     async def pause(self, server: ServerClient, deadline: float) -> None:
-        """Abort requests in flight and hold new ones."""
         await self._switch(server, "/pause", "pause", deadline, {"mode": "abort"})
 
     async def resume(self, server: ServerClient, deadline: float) -> None:
-        """Continue sampling."""
         await self._switch(server, "/resume", "resume", deadline)
 
     async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
-        """Empty the prefix cache; `ServerBusy` while it is in use."""
         answer = await self._switch(server, "/reset_prefix_cache", "empty the prefix cache", deadline)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise ServerBusy(server.url, "empty the prefix cache", "requests still use it")
 
     async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
-        """Release memory; needs a server started with --enable-sleep-mode."""
         await self._switch(server, "/sleep", "put it to sleep", deadline, {"level": str(level)})
 
     async def wake(self, server: ServerClient, deadline: float) -> None:
-        """Take the memory back if it sleeps."""
         answer = await self._switch(server, "/is_sleeping", "ask whether it sleeps", deadline, method="GET")
         if not isinstance(answer, dict) or answer.get("is_sleeping", True):
             await self._switch(server, "/wake_up", "wake it", deadline)

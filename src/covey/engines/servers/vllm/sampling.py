@@ -4,7 +4,7 @@ from typing import Any
 
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason
-from covey.engines.servers.completions import sent_ids, sent_images
+from covey.engines.servers.completions import common_settings, sent_ids, sent_images
 from covey.engines.servers.errors import BadAnswer, ServerError
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk
@@ -23,25 +23,16 @@ TEXT = ("stop", "bad_words")  # settings for which vLLM has to detokenize while 
 
 
 def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str, Any]:
-    """All sampling settings, since the model's generation config would decide those left out.
-
-    Completion i has the seed of the first plus i; `params.extra` takes precedence.
-    """
+    """All sampling settings; completion i has the seed of the first plus i, and `params.extra` takes precedence."""
     params = request.params
     return {
         "n": request.n,
         "seed": request.seeds[0] % 2**62,
         "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
         "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p or 0.0,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
         "ignore_eos": True,  # the model's own; `stop_token_ids` decide
-        "stop_token_ids": sorted(ends),
         "logprobs": 0,
+        **common_settings(params, ends),
         **params.extra,
     }
 
@@ -77,7 +68,6 @@ def _sampled(server: ServerClient, choice: dict[str, Any]) -> SampledChunk:
 
 
 def image_request(request: SampleRequest, model: str, ends: frozenset[int]) -> dict[str, Any]:
-    """Body of a request with images."""
     settings = sampling_settings(request, ends)
     return {
         "model": model,

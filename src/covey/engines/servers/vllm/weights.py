@@ -60,7 +60,6 @@ class VllmWeightApi(WeightApi):
         self._groups = 0
 
     async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
-        """Ask for the number of processes, and the workers for their transfer backend and devices."""
         with advised(self.method_hint, message="its routes for weights are closed ({})", doing="take weights"):
             processes = await read_world_size(server, until.left(server))
         doing = "find out how it takes weights"
@@ -86,10 +85,7 @@ class VllmWeightApi(WeightApi):
     read_version = staticmethod(read_version)
     write_version = staticmethod(write_version)
 
-    # ---- buckets ---------------------------------------------------------------------------------------------------
-
     async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel:
-        """Connect over CUDA IPC, NCCL or gloo."""
         server, facts, address, store, kind = endpoint.server, endpoint.details, "", None, method
         if method == "group":
             kind = "gloo"
@@ -118,7 +114,6 @@ class VllmWeightApi(WeightApi):
         return address, self._stores[address]
 
     async def begin(self, endpoint: WeightEndpoint, until: Deadline) -> None:
-        """Open the server for an update."""
         server = endpoint.server
         for attempt in range(3):
             try:
@@ -135,7 +130,6 @@ class VllmWeightApi(WeightApi):
     async def push(
         self, endpoint: WeightEndpoint, channel: Channel | None, transfer: BucketTransfer, until: Deadline
     ) -> None:
-        """Announce one bucket, and send it at the same time."""
         assert isinstance(channel, Group | Ipc), "`join_group` made it"
         server, data, seconds = endpoint.server, transfer.bucket.data, until.left(endpoint.server)
         piece = {
@@ -151,14 +145,11 @@ class VllmWeightApi(WeightApi):
         await together(server, transfer.doing, request, partial(channel.send, data, seconds))
 
     async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
-        """Put the new weights in use, and record their version."""
         await self._finish(endpoint.server, {"weight_version": str(version)}, until)
 
     async def _finish(self, server: ServerClient, body: dict[str, str], until: Deadline) -> None:
         path, seconds = "/finish_weight_update", until.left(server)
         await server.call("POST", path, until.doing, seconds, body)
-
-    # ---- adapters --------------------------------------------------------------------------------------------------
 
     async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
         """Tell whether the server was started with `model` and has been sent no weights since."""
@@ -178,7 +169,6 @@ class VllmWeightApi(WeightApi):
         channel: Channel | None,
         until: Deadline,
     ) -> None:
-        """Load an adapter from a folder, which workers on another machine write from the bytes first."""
         server = endpoint.server
         if isinstance(source, Bucket):
             assert isinstance(channel, Group), "the sender connects before it sends bytes"
@@ -210,7 +200,6 @@ class VllmWeightApi(WeightApi):
             await call_workers(server, "covey_forget_adapter", doing, until.left(server), name=name)
 
     def close(self) -> None:
-        """Stop listening."""
         self._stores.clear()
 
 

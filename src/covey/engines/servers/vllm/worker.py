@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from covey.engines.servers.vllm.launch import BACKEND
 from covey.engines.servers.weights.buckets import unpack
 from covey.engines.servers.weights.channels import Group, Ipc, boot_id, join
 from covey.engines.servers.weights.files import read_folder
-from covey.engines.vllm_colocate.model_repairs import repack_heads
+from covey.engines.vllm_colocate.process import repack_heads
 
 BORN = uuid.uuid4().hex  # id of this process: a restarted server has another
 
@@ -66,15 +66,7 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
         self.shutdown()
         where = self.parallel_config
         rank = 1 + where.data_parallel_index * where.world_size + where.rank
-        self.channel = join(
-            init_info.channel,
-            init_info.address,
-            init_info.port,
-            init_info.name,
-            rank,
-            init_info.world_size,
-            init_info.seconds,
-        )
+        self.channel = join(rank=rank, **asdict(init_info))
 
     def start_weight_update(self) -> None:
         """Prepare the layers for tensors of a checkpoint, also after an update that failed halfway."""
@@ -84,7 +76,6 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
         self.expected = (-1, 0)
 
     def receive_weights(self, update_info: Piece) -> None:
-        """Receive one bucket, check it, and load it."""
         assert self.expected is not None, "vLLM calls `start_weight_update` first"
         version, number = self.expected
         if update_info.number != number or (number and update_info.version != version):
@@ -118,7 +109,6 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
             raise RuntimeError(f"weights of version {version} are incomplete: bucket {number} never came")
 
     def shutdown(self) -> None:
-        """Disconnect from the trainer."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
@@ -172,7 +162,6 @@ class CoveyWorker:
         return {"folder": str(folder)}
 
     def covey_forget_adapter(self, name: str) -> dict[str, Any]:
-        """Remove the folder that `covey_take_adapter` wrote."""
         shutil.rmtree(_adapter_folder(name), ignore_errors=True)
         return {"removed": name}
 

@@ -77,28 +77,17 @@ class WeightApi(ABC):
     A backend with buckets overrides `push` and what it needs of `begin`, `end`, `abandon`, `join_group` and `packer`;
     one with adapters overrides `has_base`, `load_adapter` and `unload_adapter`. Methods that its `methods` and
     `adapters_kept` do not promise are never called.
-
-    Attributes:
-        name: for messages.
-        methods: transfer methods that may be asked for: "disk", or names of the backend's own for buckets.
-        automatic: methods that "auto" chooses from, in order of preference.
-        folder_setting: name of the setting for the folder that servers on other machines see, for messages.
-        method_hint: advice for when a server does not support the method.
-        reopens_folder: the server may read its last folder again, so that is deleted after the next update only.
-        adapters_from_disk: servers that share a disk load adapters from a folder; otherwise the bytes are sent.
-        adapters_kept: adapter versions that a server keeps: the current one, and those of requests still in flight.
-        adapter_hint: advice for when a server does not take adapters.
     """
 
-    name: str
-    methods: tuple[str, ...] = ("disk",)
-    automatic: tuple[str, ...] = ("disk",)
-    folder_setting = "the shared folder"
-    method_hint = "Set a folder that the server sees under the same name."
-    reopens_folder = False
-    adapters_from_disk = False
-    adapters_kept = 1
-    adapter_hint = "Start it with adapters enabled."
+    name: str  # for messages
+    methods: tuple[str, ...] = ("disk",)  # that may be asked for: "disk", or names of the backend's own for buckets
+    automatic: tuple[str, ...] = ("disk",)  # methods that "auto" chooses from, in order of preference
+    folder_setting = "the shared folder"  # name of the setting for the folder that servers on other machines see
+    method_hint = "Set a folder that the server sees under the same name."  # if it does not support the method
+    reopens_folder = False  # the server may read its last folder again, so that is deleted after the next update only
+    adapters_from_disk = False  # servers that share a disk load adapters from a folder; otherwise the bytes are sent
+    adapters_kept = 1  # adapter versions that a server keeps: the current one, and those of requests still in flight
+    adapter_hint = "Start it with adapters enabled."  # if it takes none
 
     @abstractmethod
     async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
@@ -115,8 +104,6 @@ class WeightApi(ABC):
     @abstractmethod
     async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
         """Record the version of the server's weights."""
-
-    # ---- buckets ---------------------------------------------------------------------------------------------------
 
     def packer(
         self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[WeightEndpoint]
@@ -145,8 +132,6 @@ class WeightApi(ABC):
     async def abandon(self, endpoint: WeightEndpoint) -> None:
         """Close what a failed update left open; raises nothing."""
         return None
-
-    # ---- adapters --------------------------------------------------------------------------------------------------
 
     async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
         """Tell whether the server holds `model` as it was started, with no weights sent since."""

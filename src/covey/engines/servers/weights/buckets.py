@@ -21,7 +21,7 @@ ROW = 8192  # bytes summed into one number of a checksum
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """One tensor of a bucket, its offset in the buffer, and its checksum."""
+    """One tensor of a bucket."""
 
     spec: TensorSpec
     offset: int
@@ -113,8 +113,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 class Packer:
-    """Packs an update into buckets of at most `bucket_bytes` (or one tensor), one after the other, in two alternating
-    buffers.
+    """Packs an update into buckets of at most `bucket_bytes` (or one tensor), in two alternating buffers.
 
     A bucket is valid until the next but one is packed, so one can be sent while the next is filled. Buffers are on
     `device`, by default that of the tensors, and of a special kind with `allocate`, from a number of bytes to a flat

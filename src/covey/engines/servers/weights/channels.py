@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -38,15 +39,12 @@ class Group:
         self._backend = backend
         own = dist.PrefixStore(name, store)
         _gather_members(own, rank, world_size, seconds)
-        create = _gloo if backend == "gloo" else _nccl
-        self._group: Any = create(own, rank, world_size, address, timedelta(seconds=seconds))
+        self._group = _process_group(backend, own, rank, world_size, address, timedelta(seconds=seconds))
 
     def note(self, data: Tensor) -> dict[str, Any]:
-        """JSON that the receiver needs before `data` is sent: none, the broadcast carries all."""
         return {}
 
     def send(self, data: Tensor, seconds: float) -> None:
-        """Broadcast from rank 0."""
         self._broadcast(data.cpu() if self._backend == "gloo" else data, seconds)
 
     def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
@@ -78,11 +76,7 @@ class Group:
 
 
 def _gather_members(store: Any, rank: int, world_size: int, seconds: float) -> None:
-    """Wait for all members, so that the creation of the group does not: torch holds the GIL while it does.
-
-    Raises:
-        RuntimeError: a member did not join in time.
-    """
+    """Wait for all members, so that the creation of the group does not: torch holds the GIL while it does."""
     store.set(f"here/{rank}", "")
     until = time.monotonic() + seconds
     for other in range(world_size):
@@ -92,19 +86,17 @@ def _gather_members(store: Any, rank: int, world_size: int, seconds: float) -> N
             time.sleep(0.005)
 
 
-def _gloo(store: Any, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=address)]
-    options._timeout = timeout
-    return gloo(store, rank, world_size, options)
-
-
-def _nccl(store: Any, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
-    with nccl_that_raises():
-        options = dist.ProcessGroupNCCL.Options()
+def _process_group(backend: str, store: Any, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
+    if backend == "gloo":
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=address)]
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+        return gloo(store, rank, world_size, options)
+    with nccl_that_raises():
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, nccl_options)
 
 
 @contextmanager
@@ -117,9 +109,8 @@ def nccl_that_raises() -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            del os.environ[name]
+            if value is not None:
                 os.environ[name] = value
 
 
@@ -130,7 +121,7 @@ class Ipc:
     """
 
     def note(self, data: Tensor) -> dict[str, Any]:
-        """Handle of the buffer."""
+        """Handle of the buffer, as JSON."""
         if not data.is_cuda:
             raise RuntimeError(f"only memory of a GPU can be shared with a server, and this is on {data.device}")
         torch.cuda.current_stream(data.device).synchronize()
@@ -143,7 +134,7 @@ class Ipc:
         }
 
     def send(self, data: Tensor, seconds: float) -> None:
-        """Nothing to do."""
+        """Do nothing: `note` is all that the receiver needs."""
 
     def receive(self, nbytes: int, device: torch.device, note: dict[str, Any], seconds: float) -> Tensor:
         """Open the buffer and copy it, since the trainer will overwrite it."""
@@ -158,7 +149,7 @@ class Ipc:
         return data
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def join(channel: str, address: str, port: int, name: str, rank: int, world_size: int, seconds: float) -> "Group | Ipc":
@@ -180,15 +171,8 @@ def open_store(address: str, port: int, seconds: float) -> Any:
         listening.bind((address, port))
         listening.listen(128)
         port = listening.getsockname()[1]
-        return dist.TCPStore(
-            address,
-            port,
-            None,
-            True,
-            timedelta(seconds=seconds),
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
+        fd, timeout = listening.detach(), timedelta(seconds=seconds)
+        return dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
     except BaseException:
         listening.close()
         raise
@@ -199,11 +183,11 @@ def shared_store(address: str, port: int, seconds: float) -> Any:
 
     A trainer whose run has failed keeps its port until it is garbage-collected, and the next trainer needs it.
     """
-    if not port:
-        return open_store(address, port, seconds)
     store = _shared.get((address, port))
     if store is None:
-        store = _shared[address, port] = open_store(address, port, seconds)
+        store = open_store(address, port, seconds)
+        if port:
+            _shared[address, port] = store
     return store
 
 
@@ -220,8 +204,5 @@ def own_address(host: str, port: int) -> str:
 
 def boot_id() -> str | None:
     """Id that processes under the same running kernel share; None where the system has none."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return None
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.is_file() else None

@@ -31,21 +31,14 @@ from covey.engines.servers.weights.files import CheckpointDir
 
 
 class WeightSender:
-    """Brings the servers of one backend to a version of the policy.
-
-    Args:
-        api: requests of the backend.
-        method: one of `api.methods`; "auto" takes the first of `api.automatic` that every server supports.
-        folder: for weights that travel as files; servers on other machines must see it under the same name. None: a
-            temporary folder, for servers on this machine.
-        bucket_bytes: upper bound of a bucket's size.
-
-    Raises:
-        ValueError: `method` is unknown.
-    """
+    """Brings the servers of one backend to a version of the policy; ValueError for an unknown method."""
 
     def __init__(
-        self, api: WeightApi, method: str = "auto", folder: str | None = None, bucket_bytes: int = BUCKET_BYTES
+        self,
+        api: WeightApi,
+        method: str = "auto",  # or one of `api.methods`; "auto": the first of `api.automatic` that servers support
+        folder: str | None = None,  # for files, seen by servers on other machines; None: temporary, for this machine
+        bucket_bytes: int = BUCKET_BYTES,  # upper bound of a bucket's size
     ):
         known = ("auto", *api.methods)
         if method not in known:
@@ -64,15 +57,10 @@ class WeightSender:
         self._named: tuple[WeightUpdate, str] | None = None
         self._updates = 0
 
-    # ---- interface of the engine -----------------------------------------------------------------------------------
-
     async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, seconds: float) -> None:
         """Bring all servers to `update`. The caller pauses them, and empties their prefix caches.
 
-        The servers may be others than last time. After a failure it may be called again: it starts from scratch.
-
-        Raises:
-            ServerError: with the server's message, the version and the tensors being sent.
+        The servers may be others than last time. After a `ServerError` it may be called again: it starts from scratch.
         """
         until = Deadline(f"take weights of version {update.version}", seconds)
         endpoints = [await self._api.probe(server, until) for server in servers]
@@ -91,7 +79,6 @@ class WeightSender:
         return {str(version): name for version, name in self._adapters.items()}
 
     def import_state(self, state: dict[str, str]) -> None:
-        """Take over the state of the process that sends."""
         self._adapters = {int(version): name for version, name in state.items()}
 
     def invalidate(self, server: ServerClient) -> None:
@@ -105,8 +92,6 @@ class WeightSender:
             self._disconnect(url)
         self._api.close()
         self._files.clear()
-
-    # ---- a whole model ---------------------------------------------------------------------------------------------
 
     async def _send_model(self, endpoints: list[WeightEndpoint], update: WeightUpdate, until: Deadline) -> None:
         method = choose_method(self._api, self._method, endpoints, shared_folder=self._shared_folder)
@@ -180,14 +165,8 @@ class WeightSender:
         server = endpoint.server
         found = await self._api.read_version(server, until.left(server))
         if found != str(version):
-            raise BadAnswer(
-                server.url,
-                until.doing,
-                f"afterwards it reports weights of version {found!r}, not '{version}'",
-                "Does another trainer send weights to it?",
-            )
-
-    # ---- connections -----------------------------------------------------------------------------------------------
+            message = f"afterwards it reports weights of version {found!r}, not '{version}'"
+            raise BadAnswer(server.url, until.doing, message, "Does another trainer send weights to it?")
 
     async def _connect(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
         url, wanted = endpoint.server.url, (endpoint.start_id, method, on_gpu)
@@ -201,8 +180,6 @@ class WeightSender:
         _, channel = self._channels.pop(url, (None, None))
         if channel is not None:
             channel.close()
-
-    # ---- an adapter ------------------------------------------------------------------------------------------------
 
     async def _send_adapter(
         self, endpoints: list[WeightEndpoint], update: WeightUpdate, config: dict[str, Any], until: Deadline

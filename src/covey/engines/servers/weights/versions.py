@@ -10,6 +10,7 @@ import uuid
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,52 +32,48 @@ GRACE_SECONDS = 5.0  # after a pause, for requests in flight to come back
 SEND_ATTEMPTS = 3  # attempts to send weights to a server that answers and fails at taking them
 
 
+@dataclass(eq=False)
 class ServerWeights:
     """Brings servers to versions of the policy within `timeout` seconds; `resend` and `sleeps` as in `RemoteEngine`."""
 
-    def __init__(
-        self, pool: ServerPool, api: ServerApi, sender: WeightSender, *, timeout: float, resend: bool, sleeps: bool
-    ):
-        self.version: int | None = None
-        self.sends = False
-        self.changing = asyncio.Lock()
-        self._pool = pool
-        self._api = api
-        self._sender = sender
-        self._timeout = timeout
-        self._resend = resend
-        self._sleeps = sleeps
-        self._asleep = False
-        self._run = uuid.uuid4().hex[:8]
-        self._excluded: dict[PoolMember, ServerError] = {}  # they answer and take no weights
-        self._latest: WeightUpdate | None = None
-        self._changed = asyncio.Event()
+    pool: ServerPool
+    api: ServerApi
+    sender: WeightSender
+    timeout: float
+    resend: bool
+    sleeps: bool
+    version: int | None = None  # of the weights that completions are sampled with; None before any were sent
+    sends: bool = False  # this process sends them
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # while weights change, or servers fall asleep or wake
+    _asleep: bool = False
+    _run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    _excluded: dict[PoolMember, ServerError] = field(default_factory=dict)  # they answer and take no weights
+    _latest: WeightUpdate | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def holders(self) -> list[str]:
         """URLs of the servers that hold the current version."""
-        return [member.url for member in self._pool.members if member.up and member.version == self.version]
-
-    # ---- sending ---------------------------------------------------------------------------------------------------
+        return [member.url for member in self.pool.members if member.up and member.version == self.version]
 
     async def load(self, update: WeightUpdate, device: int | None) -> None:
         """Bring every server that answers to `update`; `device` is the CUDA device of the thread that has it."""
         if device is not None:
             torch.cuda.set_device(device)  # threads have a device each
         self.sends = True
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + self.timeout
         doing = f"send weights of version {update.version}"
         async with self.changing:
-            await self._pool.hold()
+            await self.pool.hold()
             self._latest, self.version = update, update.version
             try:
                 await self._send_until_held(update, until, doing)
             except BaseException as error:
-                for member in self._pool.up:  # their weights are unknown now
-                    self._pool.leave_out(member, error)
+                for member in self.pool.up:  # their weights are unknown now
+                    self.pool.leave_out(member, error)
                 raise
             finally:
-                await self._pool.unhold()
+                await self.pool.unhold()
         self._notify()
 
     async def _send_until_held(self, update: WeightUpdate, until: float, doing: str) -> None:
@@ -84,7 +81,7 @@ class ServerWeights:
         failures: Counter[PoolMember | None] = Counter()  # None: of no server in particular
         done = False
         while True:
-            reachable = await self._pool.reachable(until, doing)
+            reachable = await self.pool.reachable(until, doing)
             failing = [member for member in reachable if failures[member]]
             members = failing if done else [member for member in reachable if member not in failing] or failing
             if not members:
@@ -101,7 +98,7 @@ class ServerWeights:
                     blamed = next((member for member in members if member.url == error.url), None)
                     failures[blamed] += SEND_ATTEMPTS if isinstance(error, GroupNotJoined) else 1
                     if failures[blamed] >= SEND_ATTEMPTS:
-                        others = [m for m in self._pool.members if m is not blamed and m not in self._excluded]
+                        others = [m for m in self.pool.members if m is not blamed and m not in self._excluded]
                         if blamed is None or not others:
                             raise
                         self._exclude(blamed, error)
@@ -110,12 +107,12 @@ class ServerWeights:
                         raise
                     for member in members:
                         if member.up:
-                            self._pool.leave_out(member, error)
+                            self.pool.leave_out(member, error)
                     return
 
     def _exclude(self, member: PoolMember, error: ServerError) -> None:
         """Send a server no more weights until it stops answering, as it does during a restart."""
-        self._pool.leave_out(member, error)
+        self.pool.leave_out(member, error)
         self._excluded[member] = error
         warnings.warn(
             f"{error} It answers and takes no weights, so the run goes on without it; restart it to have it back.",
@@ -126,23 +123,23 @@ class ServerWeights:
         """Pause, send, resume; True if any of `members` has the new weights."""
         for member in members:
             if not member.up:
-                self._sender.invalidate(member.server)
+                self.sender.invalidate(member.server)
         await self.wake(members)
         try:
-            members = await self._pool.each(members, self._api.pause)
-            await self._pool.drain(members, GRACE_SECONDS)
+            members = await self.pool.each(members, self.api.pause)
+            await self.pool.drain(members, GRACE_SECONDS)
             if members:
                 await self._send(members, update, until, doing)
-                members = await self._pool.each(members, self._api.clear_prefix_cache)
+                members = await self.pool.each(members, self.api.clear_prefix_cache)
                 stamp = f"covey-{self._run}-{update.version}"
-                members = await self._pool.each(
-                    members, lambda server, deadline: self._api.write_version(server, stamp, deadline)
+                members = await self.pool.each(
+                    members, lambda server, deadline: self.api.write_version(server, stamp, deadline)
                 )
         finally:
-            members = await self._pool.each(members, self._api.resume)
+            members = await self.pool.each(members, self.api.resume)
         for member in members:
             member.version = update.version
-            self._pool.admit(member)
+            self.pool.admit(member)
         return bool(members)
 
     async def _send(self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str) -> None:
@@ -150,8 +147,8 @@ class ServerWeights:
         left = max(1.0, until - time.monotonic())
         servers = [member.server for member in members]
         with torch.no_grad():
-            sending = asyncio.ensure_future(self._sender.send(servers, update, left))
-        watching = asyncio.ensure_future(self._pool.first_dead(members))
+            sending = asyncio.ensure_future(self.sender.send(servers, update, left))
+        watching = asyncio.ensure_future(self.pool.first_dead(members))
         try:
             await asyncio.wait([sending, watching], timeout=left + 1.0, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -161,11 +158,11 @@ class ServerWeights:
                 message = f"it died meanwhile ({dead.last_error or 'it does not answer'})"
                 raise ServerUnreachable(dead.url, doing, message)
             urls = ", ".join(member.url for member in members)
-            raise DeadlineExceeded(urls, doing, f"{self._sender.name} took longer than {left:.0f} seconds")
+            raise DeadlineExceeded(urls, doing, f"{self.sender.name} took longer than {left:.0f} seconds")
         except GroupNotJoined:
             raise  # it has a limit of its own
         except DeadlineExceeded as error:
-            raise DeadlineExceeded.of(self._api.settings.sync_timeout, error) from error
+            raise DeadlineExceeded.of(self.api.settings.sync_timeout, error) from error
         finally:
             for task in (sending, watching):
                 task.cancel()
@@ -174,62 +171,55 @@ class ServerWeights:
     async def _leave_out_failed(self, members: list[PoolMember], error: ServerError) -> bool:
         """Leave out the members that caused `error`; True if there are any."""
         healthy = [member for member in members if not member.last_error]
-        for member in await self._pool.each(healthy, self._api.check_alive):
+        for member in await self.pool.each(healthy, self.api.check_alive):
             if member.url == error.url and isinstance(error, RETRIED) and not isinstance(error, GroupNotJoined):
-                self._pool.leave_out(member, error)
+                self.pool.leave_out(member, error)
         return any(member.last_error for member in healthy)
-
-    # ---- sleeping --------------------------------------------------------------------------------------------------
 
     async def wake(self, members: Sequence[PoolMember] = ()) -> None:
         """Wake servers that sleep; among `members`, also those left out, which may have been asleep then."""
-        sleeping = self._pool.up if self._asleep else []
-        if self._sleeps:
+        sleeping = self.pool.up if self._asleep else []
+        if self.sleeps:
             sleeping += [member for member in members if not member.up]
-        await self._pool.each(sleeping, self._api.wake, self._timeout)
+        await self.pool.each(sleeping, self.api.wake, self.timeout)
         self._asleep = False
 
     async def sleep(self) -> None:
-        """Make all servers that are up release their memory."""
         self._asleep = True
-        await self._pool.each(
-            self._pool.up, lambda server, deadline: self._api.sleep(server, 1, deadline), self._timeout
-        )
-
-    # ---- versions that servers hold --------------------------------------------------------------------------------
+        await self.pool.each(self.pool.up, lambda server, deadline: self.api.sleep(server, 1, deadline), self.timeout)
 
     async def adopt(self, version: int, urls: Sequence[str] | None) -> None:
         """Record that `urls` hold `version`, which another process has sent; None: all that are up."""
         self.version = version
-        for member in self._pool.members:
+        for member in self.pool.members:
             if member.url in urls if urls is not None else member.up or member.behind:
                 member.version = version
-                self._pool.admit(member)
+                self.pool.admit(member)
             elif member.up:
-                self._pool.leave_out(member, "it did not get the latest weights")
+                self.pool.leave_out(member, "it did not get the latest weights")
         self._notify()
 
     async def readmit(self, member: PoolMember) -> bool:
         """Tell whether a server that was left out may sample again: it answers and holds the current weights."""
         try:
-            await self._api.check_alive(member.server, QUICK_SECONDS)
+            await self.api.check_alive(member.server, QUICK_SECONDS)
         except (ServerUnreachable, ServerBusy):
             self._excluded.pop(member, None)
             raise
         if (reason := self._excluded.get(member)) is not None:
             raise ServerError(reason.url, reason.doing, reason.message, "Restart it to have it back.")
-        if self._sleeps and not self._asleep:  # it may have been left out while it slept
-            await self._api.wake(member.server, self._timeout)
+        if self.sleeps and not self._asleep:  # it may have been left out while it slept
+            await self.api.wake(member.server, self.timeout)
         if self.version is None:
             return True
         if member.version == self.version and await self._holds_version(member):
             return True
         update = self._latest
-        if not self._resend or update is None or self.changing.locked():
+        if not self.resend or update is None or self.changing.locked():
             return False
         async with self.changing:
-            member.facts = await self._api.probe(member.server, PROBE_SECONDS)
-            until = time.monotonic() + self._timeout
+            member.facts = await self.api.probe(member.server, PROBE_SECONDS)
+            until = time.monotonic() + self.timeout
             try:
                 return await self._update([member], update, until, f"send weights of version {update.version}")
             except GroupNotJoined as error:
@@ -239,18 +229,18 @@ class ServerWeights:
     async def recheck(self) -> None:
         """Leave out servers that lost their weights, as in a restart; `ServerRefused` if another run sent weights."""
         if self.version is not None:
-            await asyncio.gather(*(self._recheck(member) for member in self._pool.up))
+            await asyncio.gather(*(self._recheck(member) for member in self.pool.up))
 
     async def _recheck(self, member: PoolMember) -> None:
         try:
             if not await self._holds_version(member):
-                self._pool.leave_out(member, "it was restarted and lost the weights it was sent")
+                self.pool.leave_out(member, "it was restarted and lost the weights it was sent")
         except RETRIED as error:
-            self._pool.leave_out(member, error)
+            self.pool.leave_out(member, error)
 
     async def _holds_version(self, member: PoolMember) -> bool:
         """Tell whether the server holds the weights recorded for it; `ServerRefused` if another run sends it some."""
-        stamp = await self._api.read_version(member.server, QUICK_SECONDS)
+        stamp = await self.api.read_version(member.server, QUICK_SECONDS)
         if stamp is None:  # it stores none: assume so unless it may have been restarted
             return member.up
         _, _, rest = stamp.partition("covey-")
@@ -269,7 +259,7 @@ class ServerWeights:
         if self.sends or version is None or self.version != version:
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), self._timeout)
+            await asyncio.wait_for(self._changed.wait(), self.timeout)
 
     def _notify(self) -> None:
         self._changed.set()
