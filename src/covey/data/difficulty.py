@@ -34,12 +34,6 @@ class PromptHistory:
     Args:
         rows: prompts of the dataset.
         floor: minimum chance, above 0, which prompts that are always or never solved have.
-
-    Example:
-        >>> history = PromptHistory(3, floor=0.1)
-        >>> history.update([0, 1], torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
-        >>> [history.chance(row) for row in range(3)]  # solved half of the time, always, not seen
-        [1.0, 0.1, 1.0]
     """
 
     def __init__(self, rows: int, floor: float):
@@ -50,12 +44,10 @@ class PromptHistory:
         self._largest = 0.0
 
     def update(self, prompts: Sequence[int], rewards_PG: Tensor, variances_P: Tensor | None = None) -> None:
-        """Add groups.
+        """Add the groups of `prompts`, by row number.
 
-        Args:
-            prompts: [P] row numbers.
-            rewards_PG: [P, G] total rewards; NaN for completions without a reward. Groups of NaN alone are skipped.
-            variances_P: [P] variance of the rewards of steps; NaN where no steps are rewarded.
+        NaN are `rewards_PG` of completions without a reward and `variances_P` of rewards of steps where none are
+        rewarded. Groups of NaN alone are skipped.
         """
         if variances_P is None:
             variances_P = torch.full((len(rewards_PG),), torch.nan)
@@ -72,15 +64,12 @@ class PromptHistory:
         self._largest = self._variances().nan_to_num(0.0).max().item()
 
     def seen(self, row: int) -> bool:
-        """True if a reward of this prompt is known."""
         return not bool(self.means[row].isnan())
 
     def chance(self, row: int) -> float:
-        """Chance that an epoch includes this prompt."""
         return self._chances(self._variances(row)).item()
 
     def stats(self) -> dict[str, Stat]:
-        """Metrics of the prompts seen so far."""
         variances = self._variances()
         chances = self._chances(variances[~variances.isnan()])
         return {
@@ -90,11 +79,9 @@ class PromptHistory:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers."""
         return {"means": self.means.clone(), "squares": self._squares.clone(), "largest": self._largest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict` of a dataset with the same number of rows."""
         self.means, self._squares = state["means"].clone(), state["squares"].clone()
         self._largest = state["largest"]
 

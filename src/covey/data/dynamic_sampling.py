@@ -21,7 +21,7 @@ from covey.core.records import Mean, ScoredRollout, Scores, Stat
 from covey.core.records import ScoredRollouts as ScoredRollouts
 from covey.data.difficulty import PromptHistory
 from covey.data.prompt_stream import PromptStream
-from covey.data.sampler import rank_share, share_of
+from covey.data.sampler import GenerationSampler, PromptDataset, Slot, rank_share, share_of, train_stream
 from covey.rollout.collector import PromptSample
 
 Place = tuple[int, int]
@@ -30,21 +30,14 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class SamplingRound:
-    """One round of sampling as every process sees it.
+    """One round of sampling as every process sees it."""
 
-    Attributes:
-        prompts: [P] row numbers.
-        scores: of the N completions.
-        lengths, truncated, prompt_lengths: [N] sampled tokens, cut off or not, prompt tokens.
-        has_signal: [P] groups with a gradient.
-    """
-
-    prompts: list[int]
+    prompts: list[int]  # [P] row numbers
     scores: Scores
-    lengths: list[int]
-    truncated: list[bool]
-    prompt_lengths: list[int]
-    has_signal: list[bool]
+    lengths: list[int]  # [N] sampled tokens
+    truncated: list[bool]  # [N]
+    prompt_lengths: list[int]  # [N]
+    has_signal: list[bool]  # [P] groups with a gradient
 
     @property
     def processed_tokens(self) -> int:
@@ -54,18 +47,11 @@ class SamplingRound:
 
 @dataclass(frozen=True)
 class Selection:
-    """Groups selected to train on.
+    """Groups selected to train on."""
 
-    Attributes:
-        kept: this process's share of them.
-        first: the round before any refilling.
-        processed_tokens: of all rounds.
-        stats: metrics.
-    """
-
-    kept: ScoredRollouts
-    first: SamplingRound
-    processed_tokens: int
+    kept: ScoredRollouts  # this process's share of them
+    first: SamplingRound  # before any refilling
+    processed_tokens: int  # of all rounds
     stats: dict[str, Stat]
 
 
@@ -73,16 +59,13 @@ class Selection:
 class SignalFilter:
     """Finds groups with a signal.
 
-    Attributes:
-        signal: scores, completions per group -> [N] bool, True where some token of a completion has an advantage other
-            than 0, computed by the algorithm without its KL penalty, which would make all groups differ.
-        weights: [F] of the reward functions.
-        mask_truncated: truncated completions are not learned from, so they carry no signal.
+    `signal` takes scores and completions per group and gives [N] bool, True where some token of a completion has an
+    advantage other than 0, computed by the algorithm without its KL penalty, which would make all groups differ.
     """
 
     signal: Callable[[Scores, int], Tensor]
-    weights: Tensor
-    mask_truncated: bool
+    weights: Tensor  # [F] of the reward functions
+    mask_truncated: bool  # truncated completions are not learned from, so they carry no signal
 
     def has_signal(
         self, scores: Scores, group_size: int, lengths: Sequence[int], truncated: Sequence[bool]
@@ -95,11 +78,7 @@ class SignalFilter:
 
 
 def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]:
-    """Groups to train on, in sampling order: those with a signal, filled up with the first others of round 0.
-
-    Args:
-        has_signal: by round, by group; round 0 has `count` groups.
-        count: groups of a generation.
+    """`count` groups to train on, in sampling order: those with a signal, filled up with the first others of round 0.
 
     Example:
         >>> kept_groups([[True, False, False], [False, True]], 3)
@@ -114,15 +93,12 @@ class PromptChooser:
     """Selects the prompts and the groups of each generation.
 
     Args:
-        dataset: of rows, with a length.
-        algebra: the run's batch sizes.
-        rank: this process.
+        dataset, algebra, rank: rows with a length, batch sizes, this process.
         stream: source of refills; with `history`, of every prompt.
         signal_filter: finds groups with a signal.
         history: difficulty of the prompts, by which the stream selects them; None leaves prompts to the dataloader.
         max_rounds: maximum rounds of refilling; None: no dynamic sampling.
-        gather: collective: this process's object to those of all, in the order of ranks.
-        exchange: collective: one object for each process to one from each.
+        gather, exchange: collectives: one object to those of all ranks, one for each rank to one from each.
     """
 
     def __init__(
@@ -149,23 +125,14 @@ class PromptChooser:
         self._exchange = exchange
 
     def refill(self, rounds: list[SamplingRound]) -> list[PromptSample] | None:
-        """This process's share of the groups to sample next; None when there are enough, or after the last round.
-
-        Args:
-            rounds: all of this generation so far, the same on every process.
-        """
+        """This process's share of the groups to sample next; None when there are enough, or after the last round."""
         missing = self.algebra.prompts_per_generation - _signals(rounds)
         if len(rounds) > (self.max_rounds or 0) or not missing:
             return None
         return self._draws(self.stream.take(missing, avoid={prompt for one in rounds for prompt in one.prompts}))
 
     def select(self, mine: list[ScoredRollouts], rounds: list[SamplingRound]) -> Selection:
-        """The groups to train on. Collective.
-
-        Args:
-            mine: this process's completions, by round.
-            rounds: the same rounds as every process sees them.
-        """
+        """The groups to train on, from this process's completions of all `rounds`. Collective."""
         kept = kept_groups([one.has_signal for one in rounds], self.algebra.prompts_per_generation)
         tokens = sum(one.processed_tokens for one in rounds)
         return Selection(self._collect(mine, rounds, kept), rounds[0], tokens, self._stats(rounds))
@@ -175,7 +142,6 @@ class PromptChooser:
         return self._draws(self.stream.take(self.algebra.prompts_per_generation))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers, the same on every process."""
         history = None if self.history is None else self.history.state_dict()
         return {"stream": self.stream.state_dict(), "history": history}
 
@@ -188,7 +154,6 @@ class PromptChooser:
             self.history.load_state_dict(state["history"])
 
     def _draws(self, prompts: Sequence[int]) -> list[PromptSample]:
-        """This process's share of prompts."""
         slots = rank_share(prompts, self.algebra.num_generations, self.algebra, self.rank)
         rows = {prompt: self.dataset[prompt] for prompt, _ in slots}
         return [PromptSample(rows[prompt], prompt, sample) for prompt, sample in slots]
@@ -248,7 +213,6 @@ class PromptChooser:
 
 
 def _signals(rounds: list[SamplingRound]) -> int:
-    """Groups with a signal so far."""
     return sum(sum(one.has_signal) for one in rounds)
 
 
@@ -264,3 +228,36 @@ def _joined(completions: list[ScoredRollout], groups: list[Place]) -> ScoredRoll
         columns={name: [one.cells.get(name) for one in completions] for name in names},
         steps=[one.steps for one in completions],
     )
+
+
+# ---- prompts of async rollouts ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """This process's prompt samples of any generation, for async rollouts that are ahead of the dataloader."""
+
+    draws: Callable[[int], list[PromptSample]]
+    """Samples of a generation, in the order of the dataloader; called once for each, in order. May be collective."""
+    again: Callable[[int, list[Slot]], list[PromptSample]]
+    """Samples of a generation that had these slots in the checkpoint."""
+
+
+def prompt_source(
+    dataset: Any, chooser: PromptChooser | None, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int
+) -> PromptSource:
+    """The source of prompts of a training dataset."""
+    if not hasattr(dataset, "__len__"):
+        stream = enumerate(train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed).generations())
+
+        def read(generation: int) -> list[PromptSample]:
+            samples = next(samples for number, samples in stream if number >= generation)  # earlier ones are skipped
+            assert samples is not None, "this stream is read"
+            return samples
+
+        return PromptSource(read, lambda generation, slots: read(generation))  # a stream is always in the same order
+    fetch = PromptDataset(dataset).__getitems__
+    if chooser is not None and chooser.history is not None:
+        return PromptSource(lambda generation: chooser.draw(), lambda generation, slots: fetch(slots))
+    sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)
+    return PromptSource(lambda generation: fetch(sampler.slots(generation)), lambda generation, slots: fetch(slots))

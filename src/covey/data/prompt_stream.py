@@ -4,16 +4,13 @@ It is the same on every process: it depends on its seed, on earlier calls and on
 checkpoint holds.
 """
 
-from collections.abc import Callable, Container, Sized
-from typing import Any, Protocol
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from typing import Any
 
 import torch
 
 from covey.rollout.prompts import sample_seed
-
-
-class Avoided(Sized, Container[int], Protocol):
-    """A set of row numbers."""
 
 
 class PromptStream:
@@ -46,13 +43,8 @@ class PromptStream:
         self._deferred: list[int] = []
         self._order, self._thresholds = self._shuffled()
 
-    def take(self, count: int, avoid: Avoided = frozenset()) -> list[int]:
-        """The next rows, all different.
-
-        Args:
-            count: how many; at most the rows of the dataset.
-            avoid: rows to defer, unless too few others are left.
-        """
+    def take(self, count: int, avoid: AbstractSet[int] = frozenset()) -> list[int]:
+        """The next rows, all different; those to `avoid` are deferred, unless too few others are left."""
         assert count <= self.rows, "a dataset fills at least one generation"
         if self.rows - len(avoid) < count:
             avoid = frozenset()
@@ -67,15 +59,10 @@ class PromptStream:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the stream, in plain numbers."""
         return {"rows": self.rows, "pass": self._epoch, "place": self._position, "put_off": list(self._deferred)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`.
-
-        Raises:
-            ValueError: the dataset has another number of rows.
-        """
+        """Restore a `state_dict`; ValueError if the dataset has another number of rows."""
         if state["rows"] != self.rows:
             raise ValueError(
                 f"the checkpoint was made with a training dataset of {state['rows']} rows and this one has"

@@ -22,15 +22,9 @@ Slot = tuple[int, int]
 
 
 class GenerationSampler:
-    """Batches of slots for one process, generation by generation.
+    """Batches of slots of a dataset's `rows` for the process `rank`, generation by generation.
 
-    Args:
-        rows: rows of the dataset.
-        algebra: the run's batch sizes.
-        rank: this process.
-        shuffle: a new random order of prompts in each epoch.
-        seed: of that order.
-        with_slots: False leaves the prompts of each generation to the trainer.
+    With `shuffle` each epoch has a random order of prompts. Without `with_slots` the trainer chooses the prompts.
 
     Raises:
         ValueError: the dataset has fewer prompts than one generation needs.
@@ -52,7 +46,6 @@ class GenerationSampler:
         self._order = -1, torch.empty(0, dtype=torch.long)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of this epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -81,11 +74,7 @@ class GenerationSampler:
 
 
 def check_enough(rows: int, algebra: BatchAlgebra) -> None:
-    """Check that a training dataset fills at least one generation.
-
-    Raises:
-        ValueError: it has fewer rows than one generation needs prompts.
-    """
+    """Raise ValueError for a training dataset that does not fill one generation."""
     if rows < algebra.prompts_per_generation:
         raise ValueError(
             f"the training dataset has {rows} prompt(s) but one generation draws {algebra.prompts_per_generation}"
@@ -109,29 +98,6 @@ def share_of(count: int, algebra: BatchAlgebra, rank: int) -> slice:
     share, extra = divmod(count, algebra.world_size)
     start = rank * share + min(rank, extra)
     return slice(start, start + share + (rank < extra))
-
-
-class EvaluationSampler:
-    """Batches of slots for one process: once through a dataset, in order; the last batch may be smaller.
-
-    Args:
-        rows: rows of the dataset.
-        algebra: the run's batch sizes.
-        rank: this process.
-    """
-
-    def __init__(self, rows: int, algebra: BatchAlgebra, rank: int):
-        self.rows = rows
-        self.algebra = algebra
-        self.rank = rank
-
-    def __len__(self) -> int:
-        return -(-self.rows // self.algebra.prompts_per_eval_batch)
-
-    def __iter__(self) -> Iterator[list[Slot]]:
-        for first in range(0, self.rows, self.algebra.prompts_per_eval_batch):
-            prompts = range(first, min(first + self.algebra.prompts_per_eval_batch, self.rows))
-            yield rank_share(prompts, self.algebra.eval_group, self.algebra, self.rank)
 
 
 class PromptDataset(Dataset):
@@ -160,13 +126,7 @@ class TrainingSteps(PromptDataset):
 
 
 class RowStream(IterableDataset):
-    """Prompt samples of a dataset that can only be read forward; each process reads all of it.
-
-    Args:
-        rows: an iterable of rows that can be iterated again.
-        algebra: the run's batch sizes.
-        rank: this process.
-    """
+    """Prompt samples of an iterable that can only be read forward, again and again; each process reads all of it."""
 
     def __init__(self, rows: Any, algebra: BatchAlgebra, rank: int):
         self.rows = rows
@@ -192,11 +152,7 @@ class EvaluationStream(RowStream):
 
 
 class TrainingStream(RowStream):
-    """Micro-steps of training without end: `max_steps` ends the run, and skipping resumes it.
-
-    Raises:
-        ValueError: the stream has fewer prompts than one generation needs.
-    """
+    """Micro-steps of training without end: `max_steps` ends the run, and skipping resumes it."""
 
     def __iter__(self) -> Iterator[MicroStep]:
         for generation, samples in enumerate(self.generations()):
@@ -204,7 +160,6 @@ class TrainingStream(RowStream):
             yield from (MicroStep() for _ in range(self.algebra.micro_batches - 1))
 
     def generations(self) -> Iterator[list[PromptSample] | None]:
-        """The samples of each generation."""
         for epoch in count():
             if hasattr(self.rows, "set_epoch"):
                 self.rows.set_epoch(epoch)  # which shuffles a stream again
@@ -249,8 +204,7 @@ def train_loader(
 
     Args:
         dataset, algebra, rank, shuffle, seed: as for `GenerationSampler`.
-        workers: processes that read a dataset with a length.
-        timeout: seconds that they have for each batch; 0 waits without limit.
+        workers, timeout: processes that read a dataset with a length, and their seconds for a batch (0: no limit).
         choose_late: leave the prompts of each generation to the trainer.
     """
     if not hasattr(dataset, "__len__"):
@@ -283,7 +237,10 @@ def eval_loader(dataset: Any, algebra: BatchAlgebra, rank: int) -> DataLoader:
     """Evaluation batches over a dataset with or without a length."""
     if not hasattr(dataset, "__len__"):
         return _loader(EvaluationStream(dataset, algebra, rank), batch_size=None, seed=0)
-    return _loader(PromptDataset(dataset), batch_sampler=EvaluationSampler(len(dataset), algebra, rank), seed=0)
+    rows, size = range(len(dataset)), algebra.prompts_per_eval_batch
+    batches = [rows[first : first + size] for first in rows[::size]]  # the last one may be smaller
+    shares = [rank_share(prompts, algebra.eval_group, algebra, rank) for prompts in batches]
+    return _loader(PromptDataset(dataset), batch_sampler=shares, seed=0)
 
 
 def _loader(dataset: Any, *, seed: int, **kwargs: Any) -> DataLoader:

@@ -13,11 +13,8 @@ from typing import Any
 from covey.rewards.functions import refuse_reserved
 from covey.rollout.prompts import PromptCodec, is_conversational
 
-LOOKED_AT = 16
-"""Rows that are checked entirely; of the others only the prompt, where it can be read without the rest."""
-
-LONGEST = 64
-"""Prompts that are encoded because they are the longest."""
+LOOKED_AT = 16  # rows that are checked entirely; of the others only the prompt, where it can be read without the rest
+LONGEST = 64  # prompts that are encoded because they are the longest
 
 USUAL_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
 """Names of the prompt column in other datasets."""
@@ -26,12 +23,7 @@ LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like 
 
 
 def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> None:
-    """Check that a dataset can be trained or evaluated on.
-
-    Args:
-        dataset: a `datasets.Dataset`, an iterable dataset, or a sequence of rows.
-        role: "train_dataset" or "eval_dataset", for the message.
-        prompts_required: every row must have a prompt.
+    """Check that a dataset can be trained or evaluated on; `role` is "train_dataset" or "eval_dataset", for messages.
 
     Raises:
         ValueError: no dataset, nothing in it, no `prompt` column, a column with a reserved name, or prompts of the
@@ -54,10 +46,7 @@ def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> Non
 
 
 def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
-    """Encode the first prompts and the longest ones to check tokenizer and context.
-
-    Returns:
-        The columns of the first rows.
+    """Encode the first prompts and the longest ones to check tokenizer and context; returns the columns of the first.
 
     Raises:
         ValueError: a prompt cannot be encoded or is too long; the message names its row.

@@ -24,10 +24,16 @@ from covey.rewards.contract import MissingArgument, RewardError
 from covey.rewards.functions import FunctionReward, Log, RewardBatch, Unusable, Values
 from covey.rewards.models import ModelReward
 from covey.rewards.steps import total
-from covey.runtime.deadlines import CallThread, CallTimeout, Interrupt, await_with_deadline, call_with_deadline
+from covey.runtime.deadlines import (
+    CallTimeout,
+    Interrupt,
+    WorkerThread,
+    await_with_deadline,
+    call_with_deadline,
+    torch_settings,
+)
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import format_error
-from covey.runtime.worker_thread import WorkerThread
 
 LOOP_GRACE = 1.0
 """Seconds that an async function may be late with its result; then its event loop counts as blocked."""
@@ -315,7 +321,7 @@ class _ThreadLane:
         self._function, self._state, self._timeout = function, trainer_state, timeout
         self._late = 0
         self.spans: list[Span] = []
-        self._call = CallThread()  # made here, since it takes over the torch settings of this thread
+        self._calls = WorkerThread("covey-reward", torch_settings())  # those of the thread that makes this lane
         self._worker = WorkerThread("covey-rewards")
         self._started = False
 
@@ -329,14 +335,14 @@ class _ThreadLane:
     def close(self) -> None:
         """End both threads after the current call."""
         if self._started:
-            self._worker.submit(self._call.close)
+            self._worker.submit(self._calls.close)
             self._worker.close()
 
     def _score(self, batch: RewardBatch) -> CallResult:
         if self._late >= MAX_LATE_CALLS:
             return CallResult.timed_out(len(batch), 0.0)
         begun = time.perf_counter()
-        outcome = score(self._function, batch, self._state, self._timeout, self._call)
+        outcome = score(self._function, batch, self._state, self._timeout, self._calls.call)
         self.spans.append((begun, time.perf_counter()))
         self._late += bool(outcome.timeouts)
         return outcome

@@ -17,12 +17,7 @@ GUARD = Path(__file__).with_name("process_guard.py")
 class ChildProcess:
     """Command that runs under `covey.runtime.process_guard`, in a session of its own, which Ctrl-C does not reach.
 
-    On systems that are not POSIX it is an ordinary child.
-
-    Args:
-        command: program and arguments.
-        grace: seconds between the request to end (SIGTERM) and the kill; 0 kills at once.
-        options: of `subprocess.Popen`.
+    On systems that are not POSIX it is an ordinary child. `grace` is the time between SIGTERM and the kill.
     """
 
     def __init__(self, command: Sequence[str], *, grace: float = 0.0, **options: Any):
@@ -47,13 +42,18 @@ class ChildProcess:
         """Process id of the guard, whose only child is the command."""
         return self.process.pid
 
+    @property
+    def is_own(self) -> bool:
+        """True in the process that started it, False in one forked from that."""
+        return self._owner == os.getpid()
+
     def poll(self) -> int | None:
         """Exit status (128 + n after signal n), or None while it runs. Always None in a forked process."""
-        return self.process.poll() if self._owner == os.getpid() else None
+        return self.process.poll() if self.is_own else None
 
     def end(self) -> None:
         """End the command and all its descendants, and wait for that. Does nothing in a forked process."""
-        if self._owner != os.getpid():
+        if not self.is_own:
             return
         self._close_pipe()
         self.process.terminate()  # a forked process may hold the pipe open
@@ -76,12 +76,9 @@ class WorkerFailed(Exception):
 class ScriptWorker:
     """Child process that answers JSON lines, started with the first request and killed when an answer is late.
 
-    The script prints `{"ready": true}` after its imports and then one line for each line it reads. It is run by path:
-    `multiprocessing` would run the user's training script again, or fork a process that holds CUDA and threads.
-
-    Args:
-        script: run with this interpreter and its `sys.path`.
-        start_seconds: deadline for its imports.
+    The script prints `{"ready": true}` after its imports, for which it has `start_seconds`, and then one line for each
+    line it reads. It is run by path, with this interpreter and its `sys.path`: `multiprocessing` would run the user's
+    training script again, or fork a process that holds CUDA and threads.
     """
 
     def __init__(self, script: Path, start_seconds: float = 120.0):
@@ -90,7 +87,6 @@ class ScriptWorker:
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
         self._replies: queue.Queue[str | None] = queue.Queue()
-        self._owner = os.getpid()
         atexit.register(self.close)
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -102,30 +98,27 @@ class ScriptWorker:
             RuntimeError: the script does not start.
         """
         with self._lock:
-            process = self._running().process
+            stdin = self._running().process.stdin
+            assert stdin is not None
             try:
-                assert process.stdin is not None
-                process.stdin.write(json.dumps(request) + "\n")
-                process.stdin.flush()
+                stdin.write(json.dumps(request) + "\n")
+                stdin.flush()
                 return self._reply(seconds)
-            except BrokenPipeError as error:
+            except BaseException as error:  # a late answer would be taken for that of the next request
                 self.close()
-                raise WorkerFailed(f"{self.script.name} died") from error
-            except BaseException:  # a late answer would be taken for that of the next request
-                self.close()
+                if isinstance(error, BrokenPipeError):
+                    raise WorkerFailed(f"{self.script.name} died") from error
                 raise
 
     def close(self) -> None:
-        """Kill the process, if this process started one."""
         if self._process is not None:
             self._process.end()
         self._process = None
 
     def _running(self) -> ChildProcess:
-        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+        if self._process is not None and self._process.is_own and self._process.poll() is None:
             return self._process
         self.close()
-        self._owner = os.getpid()
         self._replies = queue.Queue()
         self._process = ChildProcess(
             [sys.executable, "-P", str(self.script)],
@@ -136,8 +129,8 @@ class ScriptWorker:
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        lines = self._process.process.stdout
-        threading.Thread(target=_forward_lines, args=(lines, self._replies), daemon=True).start()
+        forwarded = self._process.process.stdout, self._replies
+        threading.Thread(target=_forward_lines, args=forwarded, daemon=True).start()
         try:
             self._reply(self.start_seconds)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Functions and coroutines under a deadline.
+"""Functions and coroutines under a deadline, and threads that can be stopped while they run Python code.
 
 On the main thread a call is interrupted by a signal, as by Ctrl-C, because reward functions are written for it:
 `signal.alarm`, sqlite connections, the current CUDA device and torch's gradient mode belong to a thread. Elsewhere it
@@ -10,29 +10,29 @@ import _thread
 import asyncio
 import concurrent.futures
 import contextvars
+import ctypes
 import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
-from covey.runtime.worker_thread import WorkerThread
+from covey.runtime.user_code import settle
 
 T = TypeVar("T")
 
 CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")
-
-INTERRUPT_INTERVAL = 1.0
-"""Seconds between two interrupts of a call, for its cleanup."""
-
-SPACED_INTERRUPTS = 3
-"""Interrupts that a call may catch; from then on every instruction outside the handler raises until the call ends."""
+INTERRUPT_INTERVAL = 1.0  # seconds between two interrupts of a call, for its cleanup
+SPACED_INTERRUPTS = 3  # that a call may catch; then every instruction outside the handler raises until the call ends
+STOP_INTERVAL = 1.0  # seconds between two attempts to stop a thread
+STOP_ATTEMPTS = 60
 
 
 class CallTimeout(TimeoutError):
@@ -43,73 +43,25 @@ class Interrupt(BaseException):
     """Raised in a late function on the main thread. Not an `Exception`: `except Exception` does not catch it."""
 
 
+class StopThread(BaseException):
+    """Raised in a thread that is to stop."""
+
+
 def call_with_deadline(function: Callable[[], T], seconds: float) -> T:
-    """Return `function()`.
+    """Return `function()`, or raise `CallTimeout`.
 
     On the main thread a late function is interrupted; one that catches that is interrupted again every second, and
     finally at every instruction. C code that neither returns nor checks for signals cannot be interrupted.
-
-    Raises:
-        CallTimeout: it did not return within `seconds`.
     """
     if seconds <= 0:
         raise CallTimeout
     if CAN_INTERRUPT and threading.current_thread() is threading.main_thread():
         return _call_interruptibly(function, seconds)
-    calls = CallThread()
+    worker = WorkerThread("covey-reward", torch_settings())
     try:
-        return calls(function, seconds)
+        return worker.call(function, seconds)
     finally:
-        calls.close()
-
-
-class CallThread:
-    """Calls under a deadline on one thread, since starting one can take longer than a short call.
-
-    A thread whose call is late is abandoned, and the next call starts another. It has the torch settings of the thread
-    that made this object. One thread at a time may call it.
-
-    Example:
-        >>> calls = CallThread()
-        >>> calls(lambda: 6 * 7, 10.0)
-        42
-        >>> calls.close()
-    """
-
-    def __init__(self) -> None:
-        self._settings = torch_settings()
-        self._worker: WorkerThread | None = None
-
-    def __call__(self, function: Callable[[], T], seconds: float) -> T:
-        """Return `function()`, or raise `CallTimeout`."""
-        if seconds <= 0:
-            raise CallTimeout
-        if self._worker is None:
-            self._worker = WorkerThread("covey-reward", self._settings)
-        future = self._worker.submit(function)
-        if not concurrent.futures.wait([future], seconds).done:
-            self.close()
-            raise CallTimeout
-        return future.result()
-
-    def close(self) -> None:
-        """End the thread after its call."""
-        if self._worker is not None:
-            self._worker.close()
-        self._worker = None
-
-
-def torch_settings() -> Callable[[], AbstractContextManager[None]]:
-    """Context manager that gives another thread the gradient mode and the CUDA device of this one."""
-    grad_enabled = torch.is_grad_enabled()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    @contextmanager
-    def settings() -> Iterator[None]:
-        with torch.set_grad_enabled(grad_enabled), nullcontext() if device is None else torch.cuda.device(device):
-            yield
-
-    return settings
+        worker.close()
 
 
 # ---- from coroutines -------------------------------------------------------------------------------------------------
@@ -133,11 +85,7 @@ async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
 
 
 async def await_future(future: "Future[T]", seconds: float) -> T:
-    """Result of a future that another thread settles; the future is cancelled where it is no longer awaited.
-
-    Raises:
-        CallTimeout: it was not settled within `seconds`.
-    """
+    """Result of a future that another thread settles, or `CallTimeout`; it is cancelled when no longer awaited."""
     waiting = asyncio.wrap_future(future)
     try:
         await asyncio.wait({waiting}, timeout=max(seconds, 0.0))
@@ -149,11 +97,7 @@ async def await_future(future: "Future[T]", seconds: float) -> T:
 
 
 async def await_with_deadline(coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
-    """Return `await coroutine`, or cancel it after `seconds` without waiting for its end.
-
-    Raises:
-        CallTimeout: it was late.
-    """
+    """Return `await coroutine`, or cancel it after `seconds`, without waiting for its end, and raise `CallTimeout`."""
     task = asyncio.ensure_future(coroutine)
     await asyncio.wait({task}, timeout=max(seconds, 0.0))
     if not task.done():
@@ -164,11 +108,8 @@ async def await_with_deadline(coroutine: Coroutine[Any, Any, T], seconds: float)
 
 # ---- on the main thread ----------------------------------------------------------------------------------------------
 
-_next_interrupt = 0.0
-"""Time of the innermost call's next interrupt (`time.monotonic`)."""
-
-_interrupts = 0
-"""Interrupts that the innermost call has met."""
+_next_interrupt = 0.0  # of the innermost call, by `time.monotonic`
+_interrupts = 0  # that the innermost call has met
 
 
 def _call_interruptibly(function: Callable[[], T], seconds: float) -> T:
@@ -206,8 +147,7 @@ def _call_interruptibly(function: Callable[[], T], seconds: float) -> T:
 
 
 def _interruptible(function: Callable[[], T]) -> T:
-    """Marks the stack: only frames above this one are interrupted."""
-    return function()
+    return function()  # a mark on the stack: only frames above this one are interrupted
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> None:
@@ -243,3 +183,116 @@ def _is_interruptible(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# ---- on other threads ------------------------------------------------------------------------------------------------
+
+
+class WorkerThread:
+    """Daemon thread that runs functions in the order of their submission, started with the first.
+
+    It runs in the context manager that `settings` makes. With `wrap_errors` exceptions reach the future as
+    `UserCodeError`.
+    """
+
+    def __init__(
+        self, name: str, settings: Callable[[], AbstractContextManager[Any]] = nullcontext, wrap_errors: bool = False
+    ):
+        self._name, self._settings, self._wrap_errors = name, settings, wrap_errors
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._busy = False
+
+    def submit(self, function: Callable[[], T]) -> "Future[T]":
+        """Schedule `function()`. Raises RuntimeError if no thread could be started."""
+        future: Future[T] = Future()
+        self._jobs.put((future, function))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, args=(self._jobs,), name=self._name, daemon=True)
+            self._thread.start()
+        return future
+
+    def call(self, function: Callable[[], T], seconds: float) -> T:
+        """Return `function()`, or raise `CallTimeout` and leave the thread to it: the next call starts another."""
+        if seconds <= 0:
+            raise CallTimeout
+        future = self.submit(function)
+        if not concurrent.futures.wait([future], seconds).done:
+            self.close()
+            self._jobs, self._thread = SimpleQueue(), None
+            raise CallTimeout
+        return future.result()
+
+    def close(self) -> None:
+        """End the thread after the functions that were submitted."""
+        self._jobs.put(None)
+
+    def stop(self) -> None:
+        """Raise `StopThread` in the function that runs, and end the thread."""
+        self._jobs.put(None)
+        if self._thread is not None:
+            thread = self._thread
+            stop_thread(thread, lambda: self._busy and thread.is_alive())
+
+    def _work(self, jobs: "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
+        with suppress(StopThread), self._settings():  # it may arrive between two functions
+            while (job := jobs.get()) is not None:
+                future, function = job
+                if not future.set_running_or_notify_cancel():
+                    continue
+                self._busy = True
+                try:
+                    settle(future, function())
+                except BaseException as error:  # SystemExit too, which would end the thread in silence
+                    settle(future, error=error, wrap=self._wrap_errors)
+                self._busy = False
+                del job, future, function  # or the thread keeps the last result alive while it waits
+
+
+def torch_settings() -> Callable[[], AbstractContextManager[None]]:
+    """Context manager that gives another thread the gradient mode and the CUDA device of this one."""
+    grad_enabled = torch.is_grad_enabled()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    @contextmanager
+    def settings() -> Iterator[None]:
+        with torch.set_grad_enabled(grad_enabled), nullcontext() if device is None else torch.cuda.device(device):
+            yield
+
+    return settings
+
+
+def stop_thread(thread: threading.Thread, is_running: Callable[[], bool]) -> None:
+    """Raise `StopThread` in the Python code that a thread runs, again every second until `is_running()` is false.
+
+    Code that catches it meets it again, at most `STOP_ATTEMPTS` times. A call into C does not notice before it returns.
+    """
+    _raise_in(thread)
+    with _stopping:
+        idle = not _stop_attempts
+        _stop_attempts[thread] = 0, is_running
+        if idle:
+            threading.Thread(target=_repeat_stops, name="covey-stopping", daemon=True).start()
+
+
+_stopping = threading.Lock()
+_stop_attempts: dict[threading.Thread, tuple[int, Callable[[], bool]]] = {}  # threads that are to stop
+
+
+def _repeat_stops() -> None:
+    while True:
+        time.sleep(STOP_INTERVAL)
+        with _stopping:
+            for thread, (attempts, is_running) in list(_stop_attempts.items()):
+                if attempts < STOP_ATTEMPTS and is_running():
+                    _stop_attempts[thread] = attempts + 1, is_running
+                    _raise_in(thread)
+                else:
+                    del _stop_attempts[thread]
+            if not _stop_attempts:
+                return
+
+
+def _raise_in(thread: threading.Thread) -> None:
+    if thread.ident is not None and thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(StopThread))

@@ -12,12 +12,7 @@ FORMS = "'path/to/file.py:name', 'module:name' or 'module.name'"
 
 
 def is_reference(text: str) -> bool:
-    """True for text in one of the forms.
-
-    Example:
-        >>> [is_reference(text) for text in ("tools.py:add", "my.tools:add", "my.tools.add", "add", "org/model-1")]
-        [True, True, True, False, False]
-    """
+    """True for text in one of the forms."""
     source, colon, attribute = text.rpartition(":")
     if colon:
         return source.endswith(".py") or (_is_dotted(source) and attribute.isidentifier())
@@ -25,28 +20,17 @@ def is_reference(text: str) -> bool:
 
 
 def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -> Any:
-    """Import a function or another object. Modules may lie in the working directory.
-
-    Args:
-        text: in one of the forms of `is_reference`.
-        kind: noun for messages, such as "tool".
-        forms: accepted forms, for messages.
-        needs_call: refuse objects that cannot be called.
+    """Import a function, or any object unless it `needs_call`. Modules may lie in the working directory.
 
     Raises:
-        ValueError: it has another form; a file, module or name does not exist, or the object cannot be called.
-
-    Example:
-        >>> resolve("operator:neg", "tool")(3)
-        -3
+        ValueError: the text, which names a `kind` of thing, has none of the `forms`; a file, module or name does not
+            exist, or the object cannot be called.
     """
     text = text.strip()
     if not is_reference(text):
         raise ValueError(f"{kind} {text!r} names no function. Write {forms}.")
-    source, colon, attribute = text.rpartition(":")
-    if not colon:
-        source, _, attribute = text.rpartition(".")
-    if colon and source.endswith(".py"):
+    source, _, attribute = text.rpartition(":" if ":" in text else ".")
+    if ":" in text and source.endswith(".py"):
         path = Path(source).resolve()
         if not path.is_file():
             raise ValueError(f"{kind} file {str(path)!r} does not exist.")

@@ -13,20 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from covey.runtime.deadlines import CallTimeout, await_future
+from covey.runtime.deadlines import CallTimeout, await_future, stop_thread
 from covey.runtime.user_code import settle
-from covey.runtime.worker_thread import stop_thread
 
 T = TypeVar("T")
+Loop = asyncio.AbstractEventLoop
 
-OWNER_CHECK_SECONDS = 1.0
-"""Between two checks that the owner of a loop still exists."""
-
-CLEANUP_SECONDS = 1.0
-"""For cancelled tasks."""
-
-RESPONSE_SECONDS = 1.0
-"""A loop that runs no callback for this long is blocked."""
+OWNER_CHECK_SECONDS = 1.0  # between two checks that the owner of a loop still exists
+CLEANUP_SECONDS = 1.0  # for cancelled tasks
+RESPONSE_SECONDS = 1.0  # a loop that runs no callback for this long is blocked
 
 
 class LoopThread:
@@ -36,16 +31,7 @@ class LoopThread:
     stops the loop ends only itself. If one blocks the loop beyond a deadline, the next coroutine gets a new loop, and
     the blocked one is stopped and ends with the last of its coroutines.
 
-    Args:
-        name: of the thread.
-        no_grad: gradients are off there, and the CUDA device is that of the thread that makes this object.
-
-    Example:
-        >>> thread = LoopThread("an-example")
-        >>> thread.run(asyncio.sleep(0, "done"))
-        'done'
-        >>> thread.close(seconds=5.0)
-        True
+    With `no_grad` gradients are off there, and the CUDA device is that of the thread that makes this object.
     """
 
     def __init__(self, name: str, no_grad: bool = False):
@@ -57,7 +43,6 @@ class LoopThread:
 
     @property
     def running(self) -> bool:
-        """True between the first coroutine and `close`."""
         return self._current is not None
 
     def is_current_thread(self) -> bool:
@@ -91,11 +76,7 @@ class LoopThread:
         return future.result()
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        """Result of a coroutine; Ctrl-C and the deadline cancel it.
-
-        Raises:
-            CallTimeout: it took longer than `seconds`.
-        """
+        """`wait` for a coroutine; Ctrl-C cancels it, too."""
         future = self.start(work)
         try:
             return self.wait(future, seconds)
@@ -137,14 +118,7 @@ class LoopThread:
             future.cancel()
 
     def close(self, seconds: float = 0.0) -> bool:
-        """Cancel all coroutines and end the thread; a later coroutine starts another.
-
-        Args:
-            seconds: to wait for that.
-
-        Returns:
-            True if the thread has ended.
-        """
+        """Cancel all coroutines and end the thread, within `seconds` if True; a later coroutine starts another."""
         with self._lock:
             current, self._current = self._current, None
         return current is None or current.end(seconds)
@@ -168,8 +142,7 @@ class LoopThread:
 class _RunningLoop:
     """One event loop and its thread, which refer to their owner weakly.
 
-    Attributes:
-        replaced: by another loop; this one ends with the last future that it works for.
+    One that was `replaced` by another ends with the last future that it works for.
     """
 
     def __init__(self, owner: LoopThread, name: str, no_grad: bool, device: int | None):
@@ -186,7 +159,7 @@ class _RunningLoop:
     def track(self, future: "Future[Any]") -> None:
         """Fail `future` if the loop ends before it does."""
         self._futures.add(future)
-        future.add_done_callback(self._forget)
+        future.add_done_callback(self.end_if_unused)
         if self._ended:
             self._fail_unfinished()
 
@@ -206,7 +179,7 @@ class _RunningLoop:
         return blocked
 
     def end(self, seconds: float = 0.0) -> bool:
-        """End the loop, and wait at most `seconds` for that. Returns True if it has ended."""
+        """End the loop; True if it has ended within `seconds`."""
         self._cleanup_seconds = seconds / 2 or CLEANUP_SECONDS
         self._ending = True
         with suppress(RuntimeError):  # closed
@@ -215,14 +188,10 @@ class _RunningLoop:
             self.thread.join(seconds)
         return not self.thread.is_alive()
 
-    def end_if_unused(self) -> None:
-        """End the loop if it was replaced and nobody waits for it any more."""
+    def end_if_unused(self, ended: "Future[Any] | None" = None) -> None:
+        self._futures -= {ended}
         if self.replaced and not self._futures:
             self.end()
-
-    def _forget(self, future: "Future[Any]") -> None:
-        self._futures.discard(future)
-        self.end_if_unused()
 
     def _serve(self, owner: "weakref.ref[LoopThread]", no_grad: bool, device: int | None) -> None:
         def check_owner() -> None:  # a finalizer would run in the middle of whatever code collects garbage
@@ -264,11 +233,11 @@ class CallbackRelay:
     """
 
     def __init__(self) -> None:
-        self._queues: weakref.WeakKeyDictionary[
-            asyncio.AbstractEventLoop, tuple[asyncio.AbstractEventLoop, list[Callable[[], Any]]]
-        ] = weakref.WeakKeyDictionary()
+        self._queues: weakref.WeakKeyDictionary[Loop, tuple[Loop, list[Callable[[], Any]]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def send(self, receiver: asyncio.AbstractEventLoop, callback: Callable[[], Any]) -> None:
+    def send(self, receiver: Loop, callback: Callable[[], Any]) -> None:
         """Run `callback()` in the loop `receiver`. Called from a running loop."""
         sender = asyncio.get_running_loop()
         queue = self._queues.get(sender)
@@ -279,7 +248,7 @@ class CallbackRelay:
             sender.call_soon(_flush, *queue)
 
 
-def _flush(receiver: asyncio.AbstractEventLoop, queue: list[Callable[[], Any]]) -> None:
+def _flush(receiver: Loop, queue: list[Callable[[], Any]]) -> None:
     callbacks = list(queue)
     queue.clear()
 

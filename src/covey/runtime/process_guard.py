@@ -1,7 +1,7 @@
 """Parent program of a command that ends the command and all its descendants when the requesting process ends.
 
 `covey.runtime.child_process` runs this file by path, so it imports only modules of the standard library that load fast.
-It waits for one of three events, and ends all processes after any of them:
+It ends all processes after one of three events:
 
 - the command ends: its exit status becomes this program's (128 + n for signal n, as in a shell);
 - the requesting process ends, even by `kill -9`, or closes the pipe: the pipe's write end closes, or this program gets
@@ -23,16 +23,11 @@ import time
 from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-
-POLL_SECONDS = 1.0
-"""Between checks of the parent's id, for which there is no event."""
-
-KILL_SECONDS = 10.0
-"""For the kernel to end killed processes; one that hangs in a driver is not awaited longer."""
+POLL_SECONDS = 1.0  # between checks of the parent's id, for which there is no event
+KILL_SECONDS = 10.0  # for the kernel to end killed processes; one that hangs in a driver is not awaited longer
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit status."""
     parent, pipe, grace, command = int(argv[0]), int(argv[1]), float(argv[2]), argv[3:]
     os.set_inheritable(pipe, False)
     linux = sys.platform.startswith("linux")
@@ -62,7 +57,9 @@ def main(argv: list[str]) -> int:
             break
     ended = _end(child, grace if status is None else 0.0, linux)
     status = ended.get(child, status)
-    return 128 + signal.SIGKILL if status is None else _as_exit_status(status)
+    if status is None:
+        return 128 + signal.SIGKILL
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def _start(command: list[str], linux: bool) -> int:
@@ -87,11 +84,9 @@ def _start(command: list[str], linux: bool) -> int:
 def _reap() -> dict[int, int]:
     """Wait statuses of children that have ended, by their ids."""
     ended: dict[int, int] = {}
-    try:
+    with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             ended[found[0]] = found[1]
-    except ChildProcessError:
-        pass
     return ended
 
 
@@ -115,11 +110,10 @@ def _end(child: int, grace: float, linux: bool) -> dict[int, int]:
 
 def _send(one: int, number: int, signalled: set[int]) -> None:
     """Send a signal once; a negative number is a process group."""
-    if one in signalled:
-        return
-    signalled.add(one)
-    with suppress(ProcessLookupError, PermissionError):  # it has ended, or became another user's
-        os.kill(one, number)
+    if one not in signalled:
+        signalled.add(one)
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or became another user's
+            os.kill(one, number)
 
 
 def _descendants() -> set[int]:
@@ -132,10 +126,6 @@ def _descendants() -> set[int]:
     while new := {one for one, parent in parents.items() if parent in found | {os.getpid()}} - found:
         found |= new
     return found
-
-
-def _as_exit_status(status: int) -> int:
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def _prctl(option: int, value: int) -> None:

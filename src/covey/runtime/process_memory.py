@@ -9,15 +9,12 @@ import torch
 OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 """In messages of allocators and libraries that raise a plain RuntimeError; the last is cuBLAS's and cuDNN's status."""
 
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
-HEAP_BLOCK_BYTES = (1 << 30, 1 << 25)
-"""Blocks up to this size come from the heap and stay there (mallopt(3)). Some versions accept only the second."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+HEAP_BLOCK_BYTES = (1 << 30, 1 << 25)  # larger blocks do not come from the heap; some versions accept only the second
 HEAP_BYTES = (1 << 31) - 1
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error means that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
@@ -33,14 +30,12 @@ def reuse_freed_memory() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        return _configure(ctypes.CDLL("libc.so.6").mallopt)
     except (OSError, AttributeError):
         return False
-    return _configure(mallopt)
 
 
 def _configure(mallopt: Callable[[int, int], int]) -> bool:
     """Apply both settings with mallopt, which returns 0 for a value it refuses."""
-    return any(mallopt(M_MMAP_THRESHOLD, size) for size in HEAP_BLOCK_BYTES) and bool(
-        mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
-    )
+    accepted = any(mallopt(M_MMAP_THRESHOLD, size) for size in HEAP_BLOCK_BYTES)
+    return accepted and bool(mallopt(M_TRIM_THRESHOLD, HEAP_BYTES))

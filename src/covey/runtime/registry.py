@@ -25,11 +25,7 @@ class Registry(dict[str, T]):
         self.kind = kind
 
     def register(self, name: str, value: T) -> T:
-        """Add `value` under `name` and return it.
-
-        Raises:
-            ValueError: another value has the name.
-        """
+        """Add `value` under `name` and return it. Raises ValueError if another value has the name."""
         if name in self and self[name] is not value:
             raise ValueError(f"{self.kind} {name!r} is already registered; choose another name.")
         self[name] = value

@@ -21,15 +21,10 @@ MAX_VALUE_CHARS = 120
 
 
 class UserCodeError(Exception):
-    """Exception raised by a user's code; wrapped, since some exceptions cannot pass through a coroutine.
-
-    Attributes:
-        error: the exception.
-        text: its type and message, formatted where the code ran, under its deadline.
-    """
+    """Exception raised by a user's code; wrapped, since some exceptions cannot pass through a coroutine."""
 
     def __init__(self, error: BaseException):
-        self.text = format_error(error)
+        self.text = format_error(error)  # where the code ran, under its deadline
         super().__init__(self.text)
         self.error = error
 
@@ -40,11 +35,7 @@ class UserCodeError(Exception):
 
 
 def settle(future: "Future[T]", result: Any = None, error: BaseException | None = None, wrap: bool = True) -> None:
-    """Set the result or the error of a future, unless it has been cancelled.
-
-    Args:
-        wrap: set `UserCodeError(error)`.
-    """
+    """Set the result or the error of a future, by default as `UserCodeError`, unless it has been cancelled."""
     with suppress(InvalidStateError):
         if error is None:
             future.set_result(result)
@@ -56,35 +47,25 @@ def format_error(error: BaseException) -> str:
     """Type and message of an exception, even of one whose `__str__` fails.
 
     `__str__` is the user's code and may not return: call this under the deadline of the code that raised.
-
-    Example:
-        >>> format_error(ValueError("no")), format_error(KeyError())
-        ('ValueError: no', 'KeyError')
     """
-    kind = type(error).__name__
     try:
-        text = str.__str__(str(error))
+        text = _shortened(str.__str__(str(error)), MAX_MESSAGE_CHARS)
     except BaseException:
-        return kind
-    if len(text) > MAX_MESSAGE_CHARS:
-        text = f"{text[:MAX_MESSAGE_CHARS]}..."
-    return f"{kind}: {text}" if text else kind
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def format_value(value: Any) -> str:
-    """Shortened `repr` and type of a value, even of one whose `__repr__` fails.
-
-    Example:
-        >>> format_value("1")
-        "'1' (str)"
-    """
+    """Shortened `repr` and type of a value, even of one whose `__repr__` fails."""
     try:
         text = repr(value)
     except Exception as error:
         text = f"a value that cannot be printed: {format_error(error)}"
-    if len(text) > MAX_VALUE_CHARS:
-        text = f"{text[:MAX_VALUE_CHARS]}..."
-    return f"{text} ({type(value).__name__})"
+    return f"{_shortened(text, MAX_VALUE_CHARS)} ({type(value).__name__})"
+
+
+def _shortened(text: str, length: int) -> str:
+    return f"{text[:length]}..." if len(text) > length else text
 
 
 def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,29 +93,19 @@ def run_awaitable(awaitable: Awaitable[T]) -> T:
 # ---- data that users' code is given or returns -----------------------------------------------------------------------
 
 ATOMS = frozenset({int, float, bool, str, bytes, complex, NoneType})
-"""Types of immutable values."""
-
-SAVEABLE = (type(None), bool, int, float, str, Tensor)
+SAVEABLE = (NoneType, bool, int, float, str, Tensor)
 
 
 class PlainCopies:
     """Deep copies of lists, tuples, dictionaries and sets; all other objects are shared.
 
     An object that occurs several times is copied once.
-
-    Example:
-        >>> shared = [1, 2]
-        >>> copied = PlainCopies().copy([shared, shared, {"a": shared}])
-        >>> copied[0].append(3)
-        >>> shared, copied
-        ([1, 2], [[1, 2, 3], [1, 2, 3], {'a': [1, 2, 3]}])
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, Any]] = {}  # with the originals, or their ids could be used again
 
     def copy(self, value: Any) -> Any:
-        """Copy `value`, or return it if it is no container or immutable."""
         kind = type(value)
         if kind not in (list, tuple, dict, set):
             return value
@@ -162,11 +133,6 @@ def unsaveable_part(value: Any, name: str) -> str | None:
 
     Checkpoints hold numbers, text, tensors, and lists, tuples, sets and dictionaries of them: values that are loaded
     without running code. Subclasses, such as numpy's numbers, bring code.
-
-    Example:
-        >>> unsaveable_part({"scores": [1.0, 2.0], "judge": object()}, "extras")
-        "extras['judge'] is a object"
-        >>> unsaveable_part([1, ("a", None)], "extras")
     """
     kind = type(value)
     if kind in SAVEABLE:
@@ -198,14 +164,14 @@ def preserve_process_state() -> Iterator[None]:
     Checkpoints would be written elsewhere, and training would change. Environment variables and random states are not
     covered: code may have reasons to change them.
     """
-    before = _process_state()
+    before = {name: read() for name, (read, _) in _STATE.items()}
     try:
         yield
     finally:
-        for name, value in _process_state().items():
-            if value != before[name] and before[name] is not None:
+        for name, (read, restore) in _STATE.items():
+            if (value := read()) != before[name] and before[name] is not None:
                 with suppress(OSError):  # the directory was deleted
-                    _SETTERS[name](before[name])
+                    restore(before[name])
                 warnings.warn(
                     f"{name} was changed from {before[name]} to {value} while rollouts were sampled and rewarded, and"
                     " was changed back. Let tools, environments and rewards leave it as it is: it belongs to the whole"
@@ -215,22 +181,16 @@ def preserve_process_state() -> Iterator[None]:
                 )
 
 
-def _process_state() -> dict[str, Any]:
+def _working_directory() -> str | None:
     try:
-        directory = os.getcwd()
+        return os.getcwd()
     except OSError:  # it was deleted
-        directory = None
-    return {
-        "the working directory": directory,
-        "torch's default dtype": torch.get_default_dtype(),
-        "torch's number of threads": torch.get_num_threads(),
-        "torch's gradient mode": torch.is_grad_enabled(),  # of this thread
-    }
+        return None
 
 
-_SETTERS: dict[str, Callable[[Any], Any]] = {
-    "the working directory": os.chdir,
-    "torch's default dtype": torch.set_default_dtype,
-    "torch's number of threads": torch.set_num_threads,
-    "torch's gradient mode": torch.set_grad_enabled,
+_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "the working directory": (_working_directory, os.chdir),
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),  # of this thread
 }

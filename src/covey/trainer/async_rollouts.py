@@ -25,8 +25,7 @@ from typing import Any
 from covey.config.algebra import BatchAlgebra
 from covey.core.engine import SamplingParams, traits_of
 from covey.core.records import FinishReason, Media, Rollout
-from covey.data.dynamic_sampling import PromptChooser
-from covey.data.prompt_source import PromptSource, prompt_source
+from covey.data.dynamic_sampling import PromptChooser, PromptSource, prompt_source
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.loop_thread import LoopThread

@@ -7,7 +7,7 @@ import pytest
 
 from covey.config.algebra import BatchAlgebra
 from covey.core.engine import EngineTraits, SamplingParams
-from covey.data.prompt_source import prompt_source
+from covey.data.dynamic_sampling import prompt_source
 from covey.data.sampler import train_loader
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, run_async

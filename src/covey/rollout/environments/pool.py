@@ -17,10 +17,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from covey.rollout.environments.interface import EnvironmentFailed
-from covey.runtime.deadlines import CallTimeout, await_future
+from covey.runtime.deadlines import CallTimeout, WorkerThread, await_future
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import UserCodeError, format_error, is_async, run_awaitable
-from covey.runtime.worker_thread import WorkerThread
 
 T = TypeVar("T")
 

@@ -17,8 +17,7 @@ from covey.engines.servers.errors import DeadlineExceeded, GroupNotJoined, Serve
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.weights.buckets import Bucket, Packer
 from covey.engines.servers.weights.channels import Channel, own_address
-from covey.runtime.deadlines import torch_settings
-from covey.runtime.worker_thread import WorkerThread
+from covey.runtime.deadlines import WorkerThread, torch_settings
 
 ERROR_SECONDS = 5.0  # for a server to report why it left a transfer
 
