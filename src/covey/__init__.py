@@ -35,19 +35,7 @@ _HOMES = {
     "Rollout": "covey.core.records",
 }
 
-__all__ = [
-    "Episode",
-    "EpisodeEngine",
-    "EvalSuite",
-    "FinishReason",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "RLOOConfig",
-    "RLOOTrainer",
-    "Reply",
-    "Rollout",
-    "__version__",
-]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -57,4 +45,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES})

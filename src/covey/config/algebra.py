@@ -16,8 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-PLANNED_WORLD_SIZE: ContextVar[int | None] = ContextVar("planned_world_size", default=None)
-"""Number of processes of the enclosing `planning_for`, if any."""
+PLANNED_WORLD_SIZE: ContextVar[int | None] = ContextVar("planned_world_size", default=None)  # of `planning_for`
 
 
 @contextmanager
@@ -34,16 +33,6 @@ def planning_for(world_size: int | None) -> Iterator[None]:
 class BatchAlgebra:
     """Batch sizes of a run. They count completions, never prompts.
 
-    Attributes:
-        per_device_train_batch_size: completions of one micro-batch in one process.
-        gradient_accumulation_steps: micro-batches of one optimizer update.
-        steps_per_generation: micro-batches that one rollout batch is cut into.
-        num_iterations: passes over each rollout batch.
-        num_generations: completions per prompt.
-        world_size: processes.
-        per_device_eval_batch_size: completions of one evaluation batch in one process.
-        num_generations_eval: completions per prompt in evaluation.
-
     Example:
         >>> a = BatchAlgebra(per_device_train_batch_size=4, gradient_accumulation_steps=8, steps_per_generation=16,
         ...                  num_iterations=1, num_generations=64, world_size=8)
@@ -51,14 +40,14 @@ class BatchAlgebra:
         (512, 8, 256, False)
     """
 
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    steps_per_generation: int
-    num_iterations: int
-    num_generations: int
-    world_size: int = 1
-    per_device_eval_batch_size: int = 8
-    num_generations_eval: int | None = None
+    per_device_train_batch_size: int  # completions of one micro-batch in one process
+    gradient_accumulation_steps: int  # micro-batches of one optimizer update
+    steps_per_generation: int  # micro-batches that one rollout batch is cut into
+    num_iterations: int  # passes over each rollout batch
+    num_generations: int  # completions per prompt
+    world_size: int = 1  # processes
+    per_device_eval_batch_size: int = 8  # completions of one evaluation batch in one process
+    num_generations_eval: int | None = None  # completions per prompt in evaluation; None: as in training
 
     @property
     def micro_batch(self) -> int:

@@ -198,14 +198,7 @@ def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: advice, or the known name that is closest.
-
-    Example:
-        >>> hint("num_generation", ["num_generations"])
-        '. Did you mean `num_generations`?'
-        >>> hint("max_length", [])
-        ': prompts are never truncated, and max_completion_length limits what is sampled.'
-    """
+    """The end of a sentence about an unknown name: advice, or the known name that is closest."""
     if name in HINTS:
         return f": {HINTS[name]}."
     close = difflib.get_close_matches(name, known, n=1)
@@ -219,14 +212,14 @@ def _check_advantage_estimator(cls: Any, keywords: Mapping[str, Any]) -> None:
         return
     if estimator == cls.method:
         warn(f"`advantage_estimator={estimator!r}` is not needed: {cls.__name__} means it.", FutureWarning)
-        return
-    allowed = {"grpo": "GRPOConfig and GRPOTrainer", "rloo": "RLOOConfig and RLOOTrainer"}
-    if estimator not in allowed:
-        raise ValueError(f"advantage_estimator={estimator!r} is not known; choose one of: {', '.join(allowed)}.")
-    raise ValueError(
-        f"advantage_estimator={estimator!r} contradicts {cls.__name__}: the class chooses the method. Use "
-        f"{allowed[estimator]} (in a run file: `method: {estimator}`)."
-    )
+    elif estimator not in ("grpo", "rloo"):
+        raise ValueError(f"advantage_estimator={estimator!r} is not known; choose one of: grpo, rloo.")
+    else:
+        name = estimator.upper()
+        raise ValueError(
+            f"advantage_estimator={estimator!r} contradicts {cls.__name__}: the class chooses the method. Use "
+            f"{name}Config and {name}Trainer (in a run file: `method: {estimator}`)."
+        )
 
 
 # ---- arguments of trainers -------------------------------------------------------------------------------------------
@@ -237,12 +230,9 @@ RENAMED = {"config": "args", "policy": "model", "reward_model": "reward_funcs"}
 _REFERENCE = "there is none: the reference is made from `model` where `beta` is not 0"
 REFUSED = {
     "tokenizer": "it is called 'processing_class'",
-    "reward_func": "it is called 'reward_funcs'",
-    "reward_function": "it is called 'reward_funcs'",
-    "rewards": "it is called 'reward_funcs'",
+    **dict.fromkeys(("reward_func", "reward_function", "rewards"), "it is called 'reward_funcs'"),
     "dataset": "it is called 'train_dataset'",
-    "ref_policy": _REFERENCE,
-    "ref_model": _REFERENCE,
+    **dict.fromkeys(("ref_policy", "ref_model"), _REFERENCE),
     "data_collator": "there is none: prompts are not collated; leave it out",
     "compute_metrics": "there is none: log values from a reward function with its argument `log_metric`",
     "value_model": "there is none: the other completions of a prompt are the baseline",

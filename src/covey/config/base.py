@@ -15,11 +15,8 @@ from covey.config.hardware import by_deepspeed, has_accelerator, launched, multi
 from covey.config.parsing import as_dict, as_memory_share, as_scale, as_urls
 from covey.config.secrets import DICT_FIELDS, HidesSecrets
 
-BY_METRIC = ("reduce_lr_on_plateau", "greedy")
-"""Schedulers that read `metric_for_best_model`."""
-
-CISPO_CAP = 5.0
-"""Largest ratio of cispo when `epsilon_high` is not given: high enough to let gradients through, as in MiniMax-M1."""
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
+CISPO_CAP = 5.0  # of ratios when `epsilon_high` is not given: high enough to let gradients through, as in MiniMax-M1
 
 
 @dataclasses.dataclass(repr=False)

@@ -161,11 +161,8 @@ describe_fields(__name__)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
-SERVER_ONLY = ("vllm_server_", "vllm_group_", "vllm_weight_")
-"""Beginnings of fields that vLLM in the trainer's process does not read."""
-
+SERVER_ONLY = ("vllm_server_", "vllm_group_", "vllm_weight_")  # vLLM in the trainer's process does not read these
 OFFLOAD = ("offload_model", "offload_optimizer")
-
 COLOCATED = (
     "vllm_sleep_level",
     "vllm_gpu_memory_utilization",
@@ -175,15 +172,10 @@ COLOCATED = (
     "vllm_model_impl",
     *OFFLOAD,
     "move_model_batches",
-)
-"""Fields that a server has settings of its own for."""
-
+)  # a server has settings of its own for these
 SHARED_WITH_SGLANG = ("vllm_lora_sync", "vllm_structured_outputs_regex")
-"""Fields named after vLLM that SGLang's servers read as well."""
-
 CORRECTION_OPTIONS = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
 CORRECTION = ("vllm_importance_sampling_correction", *CORRECTION_OPTIONS, "vllm_importance_sampling_cap")
-"""Fields of the correction: named after vLLM, in force for every engine."""
 
 ENGINE_KEYS = {
     "model": "it is the policy",
@@ -266,15 +258,12 @@ def correction_is_read(args: "OnlineConfig") -> None:
     if args.samples_elsewhere:
         ignored(args, ["correct_built_in_engine"], "another engine samples, which is corrected anyway")
     elif not args.correct_built_in_engine:
-        because = (
-            "the built-in engine samples with the trainer's own weights and precision; correct_built_in_engine=True"
-            " corrects its rounding all the same"
-        )
-        ignored(args, CORRECTION, because)
+        same = "the built-in engine samples with the trainer's own weights and precision"
+        ignored(args, CORRECTION, f"{same}; correct_built_in_engine=True corrects its rounding all the same")
         return
     if not args.vllm_importance_sampling_correction:
-        because = "vllm_importance_sampling_correction is False"
-        ignored(args, [*CORRECTION_OPTIONS, "correct_built_in_engine"], because)
+        names = [*CORRECTION_OPTIONS, "correct_built_in_engine"]
+        ignored(args, names, "vllm_importance_sampling_correction is False")
 
 
 def correction_bounds_enclose_one(args: "OnlineConfig") -> None:

@@ -54,12 +54,8 @@ class Limits:
 
 
 BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-
-LIMITS = dict.fromkeys(BATCH_SIZES, Limits(ge=1))
-"""Limits by the name of the field; these three are declared by transformers."""
-
-HELP: dict[str, str] = {}
-"""Descriptions by the name of the field."""
+LIMITS = dict.fromkeys(BATCH_SIZES, Limits(ge=1))  # by the name of the field; transformers declares these three
+HELP: dict[str, str] = {}  # by the name of the field
 
 
 def limited(default: Any, **limits: Any) -> Any:

@@ -8,12 +8,7 @@ from typing import Any
 
 
 def closest(value: Any, allowed: Iterable[str]) -> str:
-    """A sentence that proposes the allowed word most like `value`; empty if none is alike.
-
-    Example:
-        >>> closest("grup", ["group", "batch"])
-        " Did you mean 'group'?"
-    """
+    """A sentence that proposes the allowed word most like `value`; empty if none is alike."""
     close = difflib.get_close_matches(str(value), allowed, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 

@@ -124,7 +124,6 @@ describe_fields(__name__)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 CLIPPED = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
-
 BUILT_IN = CLIPPED | {"cispo", "sapo", "vespo", "gmpo", "rloo"}
 
 READ_BY = {

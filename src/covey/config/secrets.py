@@ -70,12 +70,7 @@ class HidesSecrets(TrainingArguments):
 
 
 def without_secrets(value: Any) -> Any:
-    """A dictionary, and those within, without text under names of tokens and keys.
-
-    Example:
-        >>> without_secrets({"token": "hf_abc", "revision": "main", "pad_token_id": 0})
-        {'revision': 'main', 'pad_token_id': 0}
-    """
+    """A dictionary, and those within, without text under names of tokens and keys."""
     if not isinstance(value, dict):
         return value
     return {

@@ -77,10 +77,9 @@ def check_enough(rows: int, algebra: BatchAlgebra) -> None:
     """Raise ValueError for a training dataset that does not fill one generation."""
     if rows < algebra.prompts_per_generation:
         raise ValueError(
-            f"the training dataset has {rows} prompt(s) but one generation draws {algebra.prompts_per_generation}"
-            f" (generation_batch_size={algebra.generation_batch_size} / num_generations="
-            f"{algebra.num_generations}). Give more prompts, a smaller generation_batch_size, or a larger"
-            " num_generations."
+            f"the training dataset has {rows} prompt(s) but one generation draws {algebra.prompts_per_generation} "
+            f"(generation_batch_size={algebra.generation_batch_size} / num_generations={algebra.num_generations}). "
+            "Give more prompts, a smaller generation_batch_size, or a larger num_generations."
         )
 
 

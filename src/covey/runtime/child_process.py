@@ -39,8 +39,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the guard, whose only child is the command."""
-        return self.process.pid
+        return self.process.pid  # of the guard, whose only child is the command
 
     @property
     def is_own(self) -> bool:

@@ -249,9 +249,9 @@ class WorkerThread:
                 del job, future, function  # or the thread keeps the last result alive while it waits
 
 
-def torch_settings() -> Callable[[], AbstractContextManager[None]]:
+def torch_settings(no_grad: bool = False) -> Callable[[], AbstractContextManager[None]]:
     """Context manager that gives another thread the gradient mode and the CUDA device of this one."""
-    grad_enabled = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled() and not no_grad
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     @contextmanager

@@ -7,13 +7,11 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
-from covey.runtime.deadlines import CallTimeout, await_future, stop_thread
+from covey.runtime.deadlines import CallTimeout, await_future, stop_thread, torch_settings
 from covey.runtime.user_code import settle
 
 T = TypeVar("T")
@@ -35,8 +33,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str, no_grad: bool = False):
-        self._name, self._no_grad = name, no_grad
-        self._device = torch.cuda.current_device() if no_grad and torch.cuda.is_initialized() else None
+        self._name, self._settings = name, torch_settings(no_grad=True) if no_grad else nullcontext
         self._current: _RunningLoop | None = None
         self._lock = threading.Lock()
         self._relay = CallbackRelay()
@@ -126,7 +123,7 @@ class LoopThread:
     def _ensure_running(self) -> "_RunningLoop":
         with self._lock:
             if self._current is None or not self._current.thread.is_alive():
-                self._current = _RunningLoop(self, self._name, self._no_grad, self._device)
+                self._current = _RunningLoop(self, self._name, self._settings)
             return self._current
 
     def _replace(self, blocked: "_RunningLoop") -> None:
@@ -145,14 +142,14 @@ class _RunningLoop:
     One that was `replaced` by another ends with the last future that it works for.
     """
 
-    def __init__(self, owner: LoopThread, name: str, no_grad: bool, device: int | None):
+    def __init__(self, owner: LoopThread, name: str, settings: Callable[[], AbstractContextManager[None]]):
         self.loop = asyncio.new_event_loop()
         self.replaced = False
         self._futures: set[Future[Any]] = set()
         self._cleanup_seconds = CLEANUP_SECONDS
         self._ending = self._ended = False
         self._last_ping: Future[None] | None = None
-        work = partial(self._serve, weakref.ref(owner), no_grad, device)
+        work = partial(self._serve, weakref.ref(owner), settings)
         self.thread = threading.Thread(target=work, name=name, daemon=True)
         self.thread.start()
 
@@ -193,16 +190,14 @@ class _RunningLoop:
         if self.replaced and not self._futures:
             self.end()
 
-    def _serve(self, owner: "weakref.ref[LoopThread]", no_grad: bool, device: int | None) -> None:
+    def _serve(self, owner: "weakref.ref[LoopThread]", settings: Callable[[], AbstractContextManager[None]]) -> None:
         def check_owner() -> None:  # a finalizer would run in the middle of whatever code collects garbage
             if owner() is None:
                 self.end()
             self.loop.call_later(OWNER_CHECK_SECONDS, check_owner)
 
         try:
-            with suppress(BaseException), torch.set_grad_enabled(not no_grad):  # StopThread may arrive late
-                if device is not None:
-                    torch.cuda.set_device(device)
+            with suppress(BaseException), settings():  # StopThread may arrive late
                 self.loop.call_soon(check_owner)
                 while not (self._ending or self.loop.is_closed()):
                     with suppress(BaseException):
