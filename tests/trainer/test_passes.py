@@ -75,9 +75,16 @@ def failing(trainer, fails):
     trainer.compute_loss = compute_loss
 
 
-@pytest.mark.parametrize("tokens", [1, 40, 100, 10_000])
-@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
-def test_the_budget_does_not_change_the_gradient(tmp_path, expected, tokens, layout):
+@pytest.mark.parametrize(
+    ("layout", "tokens"),
+    [
+        *(("shared_prefix", tokens) for tokens in (1, 40, 100, 10_000)),
+        ("packed", 40),
+        ("padded", 40),
+        ("padded", 10_000),
+    ],
+)
+def test_the_budget_does_not_change_the_gradient(tmp_path, expected, layout, tokens):
     _, ours = gradients_of_one_step(tmp_path, max_tokens_per_micro_batch=tokens, attn_layout=layout)
     assert_equal(ours, expected)
 
@@ -96,7 +103,7 @@ def test_every_pass_of_more_than_one_rollout_may_fail(tmp_path, expected):
     assert_equal(ours, expected)
 
 
-@pytest.mark.parametrize("layers", [0, 1, 5, 13])
+@pytest.mark.parametrize("layers", [0, 5, 13])
 def test_memory_running_out_in_the_middle_of_a_backward_pass_leaves_no_trace(tmp_path, expected, layers):
     """The failed attempt has added to some gradients and not to others."""
 
@@ -209,13 +216,16 @@ class Chain(torch.nn.Sequential):
         return [parameter.grad.clone() for parameter in self.parameters()]
 
 
+FAILURES = [(1, None, None), (5, None, None), (3, 1, None), (3, 5, None), (5, 3, 2), (1, 3, 4), (3, None, 2), (2, 2, 2)]
+
+
 @pytest.mark.filterwarnings("ignore:memory ran out")
 @pytest.mark.parametrize(
-    ("first", "second", "third"),
-    [(1, None, None), (5, None, None), (3, 1, None), (3, 5, None), (5, 3, 2), (1, 3, 4), (3, None, 2), (2, 2, 2)],
+    ("before", "first", "second", "third"),
+    [*((False, *one) for one in FAILURES), *((True, *one) for one in FAILURES[::3])],
 )
-@pytest.mark.parametrize("before", [False, True], ids=["the first pass", "a later pass"])
-def test_failures_within_the_repetition_of_a_failure_leave_no_trace(first, second, third, before):
+def test_failures_within_the_repetition_of_a_failure_leave_no_trace(before, first, second, third):
+    """`before`: a pass that went well came first."""
     plain, chain = Chain([]), Chain([*[None] * before, first, second, third])
     batch = batch_of(8, 3)
     passes = passes_over(list(chain.parameters()))

@@ -55,17 +55,28 @@ def test_resuming_is_exact(tmp_path, method, variant):
     parts = {"reward_funcs": sometimes_equal} if {"dynamic_sample", "prompt_sampler"} & set(settings) else {}
     last = settings["max_steps"]
     stop = last - 1 if "epoch" in variant else 3
-    straight = runs.trainer(tmp_path / "a", method, parts=parts, **settings)
-    straight.train()
     saving = {"save_strategy": "steps", "save_steps": stop}
-    first = runs.trainer(tmp_path / "b", method, parts=parts, **{**settings, **saving})
-    first.train()
-    resumed = runs.trainer(tmp_path / "b", method, parts=parts, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "b" / f"checkpoint-{stop}"))
-    for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True):
+    straight = runs.trainer(tmp_path, method, parts=parts, **{**settings, **saving})
+    straight.train()
+    resumed = runs.trainer(tmp_path, method, parts=parts, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    assert_alike(straight, resumed)
+
+
+def test_saving_a_checkpoint_changes_nothing(tmp_path):
+    settings = {"max_steps": 6, **VARIANTS["in the middle of a refilled generation"]}
+    made = []
+    for saving in ({}, {"save_strategy": "steps", "save_steps": 2}):
+        made.append(runs.trainer(tmp_path, parts={"reward_funcs": sometimes_equal}, **{**settings, **saving}))
+        made[-1].train()
+    assert_alike(*made)
+
+
+def assert_alike(one, other):
+    for a, b in zip(runs.weights(one), runs.weights(other), strict=True):
         assert torch.equal(a, b)
     for name in ("loss", "reward", "num_tokens", "entropy", "grad_norm", "dynamic_sampling/cost", "difficulty/chance"):
-        assert runs.history(straight, name) == runs.history(resumed, name)
+        assert runs.history(one, name) == runs.history(other, name)
 
 
 def test_checkpoints_appear_whole_or_not_at_all(tmp_path):

@@ -46,7 +46,7 @@ def test_every_promised_metric_is_logged(tmp_path, method):
     assert logged["num_tokens"] > 0
 
 
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@pytest.mark.parametrize("method", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_the_reward_rises(tmp_path, method):
     trained = runs.trainer(
         tmp_path,
@@ -62,10 +62,7 @@ def test_the_reward_rises(tmp_path, method):
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
 
 
-LOSSES = ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"]
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", ["dapo", "gmpo"])  # core/test_objective_invariance.py cuts with every loss
 def test_accumulation_does_not_change_the_update(tmp_path, loss_type):
     cuts = [
         {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},

@@ -98,15 +98,17 @@ class Scene:
         return made
 
 
-class AfterFirstStep(TrainerCallback):
-    """Does something once, between the first step and the second."""
+class BetweenSteps(TrainerCallback):
+    """Lets one fault happen after each step; those before it must have passed."""
 
-    def __init__(self, work: Callable[[], None]):
-        self.work = work
+    def __init__(self, scene: Scene, faults: list[Callable[[Scene], None]]):
+        self.scene, self.faults = scene, faults
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            self.work()
+        if state.global_step <= len(self.faults):
+            if state.global_step > 1:
+                assert not any(server.misbehaves() for server in self.scene.servers), "it went wrong as it should"
+            self.faults[state.global_step - 1](self.scene)
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,14 @@ class Fault:
     model: Callable[[], Any] | None = None
     sglang: bool = False
 
-    def meet(self, scene: Scene) -> Any:
-        """Let it happen; returns the trainer."""
+    def meet(self, scene: Scene, others: "tuple[Fault, ...]" = ()) -> Any:
+        """Let it happen, and after each further step one of the others; returns the trainer."""
         for _ in range(self.servers):
             scene.serve(**self.server)
         urls = (self.before and self.before(scene)) or [server.url for server in scene.servers]
-        during = [AfterFirstStep(lambda: self.during(scene))] if self.during else []  # type: ignore[misc]
-        parts = {"callbacks": during, **({"model": self.model()} if self.model else {})}
-        made = scene.trainer(urls, parts=parts, **self.settings)
+        during = [fault.during for fault in (self, *others) if fault.during]
+        parts = {"callbacks": [BetweenSteps(scene, during)], **({"model": self.model()} if self.model else {})}
+        made = scene.trainer(urls, parts=parts, max_steps=2 + len(others), **self.settings)
         made.train()
         return made
 

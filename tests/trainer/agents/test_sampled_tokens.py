@@ -168,7 +168,10 @@ def added(module: torch.nn.Module, delta: torch.Tensor, field: str | None = None
 
 
 def steps(losses):
-    cases = [(layout, name) for layout in LAYOUTS for name in losses]
+    """Every loss in one layout, and two in the others: logits are computed by layouts, not by losses."""
+    cases = [("shared_prefix", name) for name in losses]
+    others = [layout for layout in LAYOUTS if layout != "shared_prefix"]
+    cases += [(layout, name) for layout in others for name in ("grpo with KL", "gmpo")]
     return pytest.mark.parametrize(("layout", "name"), cases)
 
 
