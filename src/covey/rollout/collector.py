@@ -1,9 +1,8 @@
 """Collector: turns prompt samples into finished rollouts with one engine.
 
-Everything is in flight at once and the engine batches what it is given. A plain rollout is one completion; the samples
-of one prompt are then one request, so that the prompt is computed once. With a `RolloutSpec` (tools, an environment, a
-rollout function) every rollout is a coroutine of its own. A rollout that fails is a result like any other
-(`FinishReason.ERROR`); an exception of the engine ends the batch.
+Everything is in flight at once and the engine batches what it is given. Samples of one prompt are one request, so that
+the prompt is computed once; with a `RolloutSpec` (tools, an environment, a rollout function) every rollout is a
+coroutine of its own. A rollout that fails is a result (`FinishReason.ERROR`); an exception of the engine ends all.
 """
 
 import asyncio
@@ -32,18 +31,14 @@ class Collector:
     """Runs batches of prompt samples to finished rollouts.
 
     Args:
-        engine: samples tokens.
-        codec: encodes prompts and decodes completions.
+        engine, codec: sample tokens; encode prompts and decode completions.
         seed: with the key of a batch, the prompt and the sample index, it decides every sample; with exact reuse,
             without the key.
         spec: plays the rollouts; None: each is one completion.
     """
 
     def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int, spec: RolloutSpec | None = None):
-        self.engine = engine
-        self.codec = codec
-        self.seed = seed
-        self.spec = spec
+        self.engine, self.codec, self.seed, self.spec = engine, codec, seed, spec
         self.run: Callable[[Coroutine[Any, Any, list[Rollout]]], list[Rollout]] = run_async
         self._batches = 0
         self._engine_awake = ExitStack()
@@ -56,7 +51,10 @@ class Collector:
         reuse: Speculation | None = None,
         callbacks: RolloutCallbacks | None = None,
     ) -> list[Rollout]:
-        """One rollout for each prompt sample, in their order."""
+        """One rollout for each prompt sample, in their order; samples of one prompt are next to each other.
+
+        `key` names the batch (mode and step): another key gives other samples, unless `reuse` is exact.
+        """
         rollouts = self.run(self.sample(samples, params, key, reuse, callbacks=callbacks))
         if reuse is not None:
             reuse.remember([sample.prompt for sample in samples], [sample.sample for sample in samples], rollouts)
@@ -71,19 +69,33 @@ class Collector:
         submitted: Callable[[], None] | None = None,
         callbacks: RolloutCallbacks | None = None,
     ) -> list[Rollout]:
-        """The same as a coroutine, which only reads `reuse`."""
+        """The same as a coroutine, which only reads `reuse`.
+
+        `submitted` is called when the engine has every request: the first ones of rollouts that make several, if they
+        do so soon.
+        """
         with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
-            if self.spec is not None and isinstance(self.spec.play, BatchFunction):
+            groups, spec = sample_groups(samples), self.spec
+            if spec is not None and isinstance(spec.play, BatchFunction):
                 if submitted is not None:
                     submitted()
-                return _number_groups(await self._play_batch(self.spec.play, samples, params, key, callbacks))
+                return _number_groups(await self._play_batch(spec.play, groups, params, key, callbacks))
             runner = None
-            if self.spec is not None:
-                runner = GroupRunner(self.engine, self.codec, self.spec, params, (self.seed, *key), callbacks)
-            tasks = [
-                asyncio.ensure_future(self._sample_group(group, params, key, reuse, callbacks, runner))
-                for group in sample_groups(samples)
-            ]
+            if spec is not None:
+                runner = GroupRunner(self.engine, self.codec, spec, params, (self.seed, *key), callbacks)
+
+            async def sample_group(group: SampleGroup) -> list[Rollout]:
+                if runner is not None:
+                    rollouts = await runner.play_group(group)
+                else:
+                    rollouts = await self._complete(group, params, key, reuse)
+                    if callbacks is not None:
+                        callbacks.on_rollouts(group.start, group.rows, rollouts)
+                if callbacks is not None:
+                    callbacks.on_group(group.start, group.rows, rollouts)
+                return rollouts
+
+            tasks = [asyncio.ensure_future(sample_group(group)) for group in groups]
             try:
                 await asyncio.sleep(0)  # each group runs until it has submitted its request
                 if runner is not None:
@@ -97,10 +109,7 @@ class Collector:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Keep the engine awake from the first to the last of several batches that are sampled at once.
-
-        An exception that ends the last one is passed on: an engine may have to tell other processes that it failed.
-        """
+        """Keep the engine awake from the first to the last of several batches that are sampled at once."""
         if not self._batches:
             self._engine_awake.enter_context(self.engine.awake())
         self._batches += 1
@@ -108,31 +117,12 @@ class Collector:
         try:
             yield
         except BaseException:
-            raised = sys.exc_info()
+            raised = sys.exc_info()  # passed on: an engine may have to report to other processes that it failed
             raise
         finally:
             self._batches -= 1
             if not self._batches:
                 self._engine_awake.__exit__(*raised)
-
-    async def _sample_group(
-        self,
-        group: SampleGroup,
-        params: SamplingParams,
-        key: tuple[int | str, ...],
-        reuse: Speculation | None,
-        callbacks: RolloutCallbacks | None,
-        runner: GroupRunner | None,
-    ) -> list[Rollout]:
-        if runner is not None:
-            rollouts = await runner.play_group(group)
-        else:
-            rollouts = await self._complete(group, params, key, reuse)
-            if callbacks is not None:
-                callbacks.on_rollouts(group.start, group.rows, rollouts)
-        if callbacks is not None:
-            callbacks.on_group(group.start, group.rows, rollouts)
-        return rollouts
 
     async def _complete(
         self, group: SampleGroup, params: SamplingParams, key: tuple[int | str, ...], reuse: Speculation | None
@@ -168,14 +158,15 @@ class Collector:
     async def _play_batch(
         self,
         function: BatchFunction,
-        samples: Sequence[PromptSample],
+        groups: Sequence[SampleGroup],
         params: SamplingParams,
         key: tuple[int | str, ...],
         callbacks: RolloutCallbacks | None,
     ) -> list[list[Rollout]]:
         """All rollouts at once by a user's function, one list for each group."""
-        first = [number for sample in samples[:1] for number in (sample.prompt, sample.sample)]  # differs by process
-        groups, prompts, images = sample_groups(samples), [], []
+        samples = [sample for group in groups[:1] for sample in group.samples[:1]]
+        first = [number for sample in samples for number in (sample.prompt, sample.sample)]  # differs by process
+        prompts, images = [], []
         rollouts: dict[int, list[Rollout]] = {}
         for group in groups:
             try:
@@ -214,13 +205,12 @@ class Collector:
 def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
     """Neighbouring samples of the same prompt; a prompt that comes again (sample 0 once more) starts a new group."""
     groups: list[SampleGroup] = []
-    last: PromptSample | None = None
     for index, sample in enumerate(samples):
+        last = samples[index - 1] if index else None
         if last is None or last.prompt != sample.prompt or last.sample >= sample.sample:
             groups.append(SampleGroup(len(groups), index, [], []))
         groups[-1].samples.append(sample)
         groups[-1].rows.append(sample.row)
-        last = sample
     return groups
 
 

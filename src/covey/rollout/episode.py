@@ -1,9 +1,7 @@
 """Episodes: rollouts of several turns as token-exact conversations, and the engine that samples them.
 
 An `Episode` only ever grows: `sample` appends a turn of the policy as it was sampled, `write` appends other messages as
-the chat template renders them. Nothing is decoded and encoded again. `EpisodeEngine` is the engine of one rollout, with
-seeds and limits taken care of. See also `tool_agent`, which plays episodes with tools, and `tools.turn_template`, which
-renders the text between turns.
+the chat template renders them. Nothing is decoded and encoded again.
 """
 
 import asyncio
@@ -44,7 +42,6 @@ class Reply:
 
     @classmethod
     def of(cls, completion: Completion, tokenizer: Any) -> "Reply":
-        """A completion as a reply."""
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         return cls(text, list(completion.token_ids), completion.finish, completion.logprobs)
 
@@ -105,7 +102,6 @@ class EpisodeEngine:
 
     @property
     def shows_images(self) -> bool:
-        """True where the policy can be shown images."""
         return self.templates.codec.vision is not None
 
     def begin(self, prompt: Prompt | None = None, tools: Sequence[dict[str, Any]] | None = None) -> "Episode":

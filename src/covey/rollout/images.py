@@ -1,8 +1,4 @@
-"""Images of prompts and tool results: read into PIL images, and placed in the messages of a conversation.
-
-A row has images in a column `image` or `images`, or among the parts of its messages. See also `covey.rollout.vision`,
-which calls a model's processor.
-"""
+"""Images of prompts and tool results: read into PIL images, and placed in the messages of a conversation."""
 
 import base64
 import os
@@ -98,21 +94,10 @@ def _to_rgb(image: Any, name: str) -> Any:
 
 
 def with_images(messages: Sequence[Message], column: Sequence[Any]) -> tuple[list[Message], list[Any]]:
-    """Messages whose contents are parts, and the images that these show, in their order.
+    """Messages whose contents are parts, and the images that these show as they were given, in their order.
 
-    Images of a column fill the image parts that name none. Where no message has an image part, they come in front of
-    the first message of a user.
-
-    Args:
-        messages: of a prompt, or results of tools.
-        column: images of the row's column.
-
-    Returns:
-        Messages with `{"type": "image"}` where an image is shown and `{"type": "text", "text": ...}` elsewhere; and the
-        images as they were given.
-
-    Raises:
-        ImageError: the numbers of images and of image parts for them differ; or a part is a video or a sound.
+    Images of the row's column fill the image parts that name none. Where no message has an image part, they come in
+    front of the first message of a user.
 
     Example:
         >>> with_images([{"role": "user", "content": "What is it?"}], ["cat.png"])[0][0]["content"]

@@ -1,8 +1,4 @@
-"""Prompts to tokens and back: prompts are rendered and encoded, completions decoded.
-
-Standard prompts are strings, conversational ones are lists of messages that the tokenizer's chat template renders.
-Prompts are never truncated: one that does not fit the model's context is an error.
-"""
+"""Prompts to tokens and back. One that does not fit the model's context is an error: prompts are never truncated."""
 
 import hashlib
 from collections.abc import Sequence
@@ -26,7 +22,6 @@ def sample_seed(*key: int | str) -> int:
 
 
 def is_conversational(prompt: Any) -> bool:
-    """True for a list of messages."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
 
 

@@ -1,8 +1,4 @@
-"""Request coalescing: concurrent requests for continuations of the same tokens become one request.
-
-The rollouts of a group are separate coroutines, but their common prompt should be computed once, which an engine does
-for the `n` completions of one request.
-"""
+"""Request coalescing: concurrent requests for the same tokens become one, so that their prompt is computed once."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,10 +24,9 @@ class _Batch:
 
 
 class RequestCoalescer:
-    """An engine's `generate` for the rollouts of one group.
+    """An engine's `generate` for the rollouts of one group; it merges requests of one turn of the event loop.
 
-    Requests for the same tokens in one turn of the event loop become one. Seeds stay with their completions, so merging
-    changes no result.
+    Seeds stay with their completions, so merging changes no result.
     """
 
     def __init__(self, engine: RolloutEngine):
@@ -40,7 +35,7 @@ class RequestCoalescer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: SampleRequest, sent: Callable[[], None] | None = None) -> list[Completion]:
-        """Completions of a request. An exception of the engine reaches all requests that were merged."""
+        """Completions of a request; `sent` is called once the engine has it, and an error reaches all merged ones."""
         loop = asyncio.get_running_loop()
         key = tuple(request.prompt_ids)
         batches = self._waiting.setdefault(key, [])

@@ -1,8 +1,4 @@
-"""Runner of rollouts that are more than one completion: those of a group run concurrently, each to its end.
-
-A rollout that fails becomes `FinishReason.ERROR`; an exception of the engine ends the batch. See also `collector`,
-which runs groups, and `tool_agent`, `environments` and `user_functions`, which play rollouts.
-"""
+"""Runner of rollouts that are more than one completion: those of a group run concurrently, each to its end."""
 
 import asyncio
 import copy
@@ -21,8 +17,7 @@ from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.tool_agent import Agent
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_batch_function import BatchFunction
-from covey.rollout.user_functions import GroupFunction
-from covey.rollout.validation import RolloutValidator
+from covey.rollout.user_functions import GroupFunction, RolloutValidator
 from covey.runtime.deadlines import CallTimeout, run_in_thread
 from covey.runtime.user_code import UserCodeError, format_error
 
@@ -35,22 +30,16 @@ class RolloutCallbacks(Protocol):
 
     def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
         """Rollouts that ended together: one that an agent played, else a group; with the dataset row of each."""
-        ...
 
     def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
         """All rollouts of a group, once the last of them has ended."""
-        ...
 
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """The agent or function that plays rollouts of more than one completion, and its limits.
+    """The agent or function that plays rollouts of more than one completion.
 
-    Attributes:
-        play: an agent, or a function that plays a group or a whole batch.
-        templates: render what follows a turn.
-        timeout: seconds that one rollout may take.
-        limits: of tokens, where the user's code may have written them.
+    One rollout may take `timeout` seconds; `limits` hold for tokens that the user's code may have written.
     """
 
     play: Agent | GroupFunction | BatchFunction
@@ -60,15 +49,13 @@ class RolloutSpec:
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """Give back resources of rollouts whose rewards are scored, such as environments."""
-        release = getattr(self.play, "release", None)
-        if release is not None:
-            release(rollouts)
+        if hasattr(self.play, "release"):
+            self.play.release(rollouts)
 
     def close(self) -> None:
         """Free all resources; no rollout may be under way."""
-        close = getattr(self.play, "close", None)
-        if close is not None:
-            close()
+        if hasattr(self.play, "close"):
+            self.play.close()
 
 
 class SubmissionBarrier:
@@ -158,10 +145,9 @@ class GroupRunner:
                 else:
                     rollouts = [await play(row, engine)]
         except Exception as error:
+            text = error.release() if isinstance(error, UserCodeError) else format_error(error)
             if isinstance(error, TimeoutError):
                 text = f"the rollout took longer than rollout_timeout={timeout:g} s"
-            else:
-                text = error.release() if isinstance(error, UserCodeError) else format_error(error)
             rollouts = [await self._failed(sample.row, engine, text) for sample in samples]
         finally:
             engine.close()  # tasks that the rollout started may still be at work

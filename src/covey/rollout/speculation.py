@@ -19,13 +19,10 @@ from covey.core.records import Mean, Rollout, Stat
 
 
 class DraftKey(NamedTuple):
-    """Key of a completion: the prompt's number, a fingerprint of its tokens, and the index in the group.
+    """Key of a completion."""
 
-    The number distinguishes equal prompts of a dataset; the fingerprint those of different datasets.
-    """
-
-    prompt: int
-    fingerprint: int
+    prompt: int  # number in the dataset, which distinguishes equal prompts
+    fingerprint: int  # of its tokens, which distinguishes prompts of different datasets
     sample: int
 
 
@@ -53,11 +50,9 @@ class DraftStore:
         self._drafts: dict[DraftKey, Draft] = {}  # oldest first
 
     def __len__(self) -> int:
-        """Number of completions."""
         return len(self._drafts)
 
     def get(self, key: DraftKey) -> Draft | None:
-        """The last completion, or None."""
         return self._drafts.get(key)
 
     def put(self, key: DraftKey, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
@@ -134,11 +129,9 @@ class Speculation:
             self.drafts.put(key, rollout.completion_ids, rollout.logprobs)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of a checkpoint."""
         return self.drafts.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
         self.drafts.load_state_dict(state)
 
 

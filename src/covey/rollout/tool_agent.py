@@ -1,9 +1,4 @@
-"""Agents: coroutines that play one rollout, and the built-in one that calls tools.
-
-An agent is any `async (row, engine) -> Rollout`: plain code around `await episode.sample()`. All agents of a batch run
-concurrently, and the engine batches their requests. A user's own function has the same form
-(`covey.rollout.user_functions`). See also `episode`, the conversation as tokens, and `tools`.
-"""
+"""Agents: coroutines `async (row, engine) -> Rollout` that play one rollout, and the built-in one that calls tools."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -30,7 +25,6 @@ class ToolAgent:
         self.max_iterations = max_iterations
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """Play one rollout."""
         episode = engine.begin(tools=self.toolbox.schemas)
         await self.play(episode, self.toolbox)
         return episode.done()

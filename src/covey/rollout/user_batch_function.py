@@ -1,7 +1,6 @@
 """Users' rollout functions that play a whole batch at once: `def rollout(prompts, trainer) -> dict`.
 
-They run on a thread of their own and sample with `trainer.generate_completions`. Their results are validated. See also
-`user_functions`, for functions that play one rollout or one group.
+They run on a thread of their own and sample with `trainer.generate_completions`. Their results are validated.
 """
 
 import asyncio
@@ -102,10 +101,7 @@ class BatchFunction:
     def sampling(
         self, coalescer: RequestCoalescer, codec: PromptCodec, params: SamplingParams, seed_key: tuple[int | str, ...]
     ) -> Iterator[None]:
-        """Within this context `complete` samples: with these settings, on the event loop that is running now.
-
-        Several batches may be in flight with async rollouts; each has its own context.
-        """
+        """Within this context `complete` samples. Several batches may be in flight; each has its own."""
         own = _Sampler(coalescer, codec, params, seed_key, asyncio.get_running_loop())
         self._samplers.append(own)
         token = _CURRENT.set(own)
@@ -117,14 +113,9 @@ class BatchFunction:
             coalescer.close()
 
     def complete(self, prompts: Sequence[Any], **changes: Any) -> list[tuple[list[int], Completion]]:
-        """A completion of each prompt, with the prompt's tokens, for the user's function while it runs.
+        """A completion of each prompt (text, messages or tokens), with the prompt's tokens, while the function runs.
 
-        Args:
-            prompts: texts, messages or lists of tokens.
-            changes: fields of `SamplingParams` that differ from the config's.
-
-        Raises:
-            RolloutError: called at another time, or with a setting that does not exist.
+        `changes` are fields of `SamplingParams` that differ from the config's.
         """
         current = _CURRENT.get()
         if current is None and len(self._samplers) == 1:

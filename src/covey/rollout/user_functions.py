@@ -4,39 +4,43 @@
 - `async def rollouts(row, engine, n) -> list[Rollout]` plays the n completions of a prompt together (`GroupFunction`):
   branches of one tree, players of one game.
 
-Both run on an event loop of their own, so that one that blocks delays only others of its kind, and under a deadline.
-Their results are validated: tokens outside of the vocabulary would otherwise fail far from their cause. See also
-`user_batch_function`, for functions that play a whole batch.
+They run on an event loop of their own, so that one that blocks delays only others of its kind, and under a deadline.
 """
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any, TypeVar
 
 from covey.core.engine import SampleRequest
-from covey.core.records import Completion, Rollout
+from covey.core.records import Completion, FinishReason, Message, Rollout
 from covey.rollout.episode import EpisodeEngine, Generate
-from covey.rollout.validation import RolloutError as RolloutError
-from covey.rollout.validation import RolloutValidator as RolloutValidator
 from covey.runtime.loop_thread import CallbackRelay, LoopThread
 from covey.runtime.user_code import UserCodeError, is_async
 
 T = TypeVar("T")
 
+MAX_LOGPROB = 1e-3
+"""A log-prob is at most 0, up to rounding."""
+
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class RolloutError(ValueError):
+    """A user's function, environment or tools gave no rollouts that can be trained on."""
 
 
 class _IsolatedFunction:
     """Runs a user's coroutine function on an event loop of its own, each call for at most `timeout` seconds."""
 
-    def __init__(self, function: Callable[..., Awaitable[Any]], timeout: float, limits: RolloutValidator):
-        self._function = function
-        self._timeout = timeout
-        self._limits = limits
+    def __init__(self, function: Callable[..., Awaitable[Any]], timeout: float, limits: "RolloutValidator"):
+        self._function, self._timeout, self._limits = function, timeout, limits
         self._loop = LoopThread("covey-async-tools")
         self._relay = CallbackRelay()
 
@@ -69,7 +73,6 @@ class RolloutFunction(_IsolatedFunction):
     """A user's `async (row, engine) -> Rollout` as an agent."""
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """Play one rollout."""
         return await self._call(engine, self._checked, row, engine)
 
     def _checked(self, result: Any) -> Rollout:
@@ -85,7 +88,6 @@ class GroupFunction(_IsolatedFunction):
     """A user's `async (row, engine, n) -> n rollouts`."""
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:
-        """Play n completions of a prompt."""
         return await self._call(engine, partial(self._checked, n), row, engine, n)
 
     def _checked(self, n: int, result: Any) -> list[Rollout]:
@@ -153,3 +155,96 @@ def form_of(function: Callable[..., Any]) -> str:
             " trainer)`."
         )
     return "rollout" if len(needed) == 2 else "group"
+
+
+# --- validation ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RolloutValidator:
+    """Limits of the tokens of a rollout: how many the model knows, and most of them together (None: unlimited).
+
+    A user's values may be anything (lists that are changed later, objects, NaN), and `checked` runs their code, so call
+    it under the deadline of the user's code.
+    """
+
+    vocabulary: int
+    context: int | None
+
+    def checked(self, rollout: Rollout) -> Rollout:
+        """A copy of the rollout with plain values; those of `extras` are shared."""
+        try:
+            own = _plain_rollout(rollout)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RolloutError(f"a rollout is not what it should be: {error}.") from error
+        self._check(own)
+        return own
+
+    def _check(self, rollout: Rollout) -> None:
+        ids = [*rollout.prompt_ids, *rollout.completion_ids]
+        wrong = next((one for one in ids if type(one) is not int or not 0 <= one < self.vocabulary), None)
+        if wrong is not None:
+            raise RolloutError(f"token {wrong!r} of a rollout is no token of the model, which has {self.vocabulary}.")
+        if not rollout.prompt_ids:
+            raise RolloutError("a rollout has an empty prompt; its prompt_ids need one token at least.")
+        if self.context is not None and len(ids) > self.context:
+            raise RolloutError(f"a rollout of {len(ids)} tokens exceeds the model's context of {self.context}.")
+        reported = [rollout.logprobs, rollout.entropies, rollout.versions]
+        if any(len(one) != len(rollout.completion_ids) for one in (rollout.sampled, *reported) if one is not None):
+            raise RolloutError("a rollout's sampled, logprobs, entropies and versions need one value a token.")
+        if any(not math.isfinite(one) for one in (*(rollout.logprobs or ()), *(rollout.entropies or ()))):
+            raise RolloutError("a rollout has log-probs that are not finite; leave `logprobs` None if there are none.")
+        most = max(rollout.logprobs or (), default=0.0)
+        if most > MAX_LOGPROB:
+            raise RolloutError(f"a rollout has a log-prob of {most:g}, and probabilities are at most 1.")
+
+
+def _plain_rollout(rollout: Rollout) -> Rollout:
+    finish, error = FinishReason(rollout.finish), None if rollout.error is None else _text(rollout.error)
+    return replace(
+        rollout,
+        prompt_ids=list(rollout.prompt_ids),
+        completion_ids=list(rollout.completion_ids),
+        sampled=[bool(one) for one in rollout.sampled],
+        logprobs=_each(float, rollout.logprobs),
+        completion=_text_or_messages(rollout.completion, "completion"),
+        finish=finish,
+        entropies=_each(float, rollout.entropies),
+        media=tuple(rollout.media),
+        extras={_text(name): value for name, value in rollout.extras.items()},
+        reused=int(rollout.reused),
+        versions=_each(int, rollout.versions),
+        turn_ends=[int(one) for one in rollout.turn_ends],
+        calls={_text(outcome): int(count) for outcome, count in rollout.calls.items()},
+        error=error or ("the rollout function returned it as failed" if finish is FinishReason.ERROR else None),
+        tool_seconds=float(rollout.tool_seconds),
+        prompt=None if rollout.prompt is None else _text_or_messages(rollout.prompt, "prompt"),
+    )
+
+
+def _each(kind: Callable[[Any], Any], values: Iterable[Any] | None) -> list[Any] | None:
+    return None if values is None else [kind(one) for one in values]
+
+
+def _text_or_messages(value: Any, name: str) -> str | list[Message]:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, list | tuple) and all(isinstance(one, dict) and "role" in one for one in value):
+        return [_plain(one) for one in value]
+    raise TypeError(f"its {name} must be text or a list of messages with a 'role', not {type(value).__name__}")
+
+
+def _plain(value: Any) -> Any:
+    """A copy with plain values, as chat templates and logs need; images stay, other objects become text."""
+    if isinstance(value, dict):
+        return {_text(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if type(value) in (int, float, bool, NoneType) or type(value).__module__.startswith("PIL."):
+        return value
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    """Text without lone surrogates, which tokenizers and files cannot hold."""
+    return str.__str__(str(value)).encode("utf-8", "replace").decode()

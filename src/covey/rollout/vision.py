@@ -1,7 +1,6 @@
 """A vision-language model's processor: text and images in, tokens and inputs of the model out.
 
-Tokens have images expanded, as the model sees them; inference servers are sent tokens where each image is one. The
-processor's other outputs are passed on unchanged (`covey.core.records.Media`).
+Tokens have images expanded, as the model sees them; inference servers are sent tokens where each image is one.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ CACHED_TEXTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens of a text, and the images among them."""
+    """Tokens of a text with images expanded, and the positions and inputs of these."""
 
     ids: list[int]
     media: tuple[Media, ...] = ()
@@ -37,7 +36,6 @@ def tokenizer_of(processing_class: Any) -> Any:
 
 
 def is_processor(processing_class: Any) -> bool:
-    """True if it processes images and text."""
     return hasattr(processing_class, "tokenizer") and hasattr(processing_class, "image_processor")
 
 

@@ -1,11 +1,4 @@
-"""Environments: objects that rollouts act in, one for each rollout.
-
-- `agent`: plays a rollout in an environment, from `reset` to the reward: objects whose methods are tools, and objects
-  with `step(text)`;
-- `pool`: makes, lends and closes the objects, and calls their methods under a deadline;
-- `interface`: the methods of an object, and checks of the values that they return;
-- `gym`, `openenv`, `verifiers`: environments of these libraries; `endpoint` and `verifiers_harness` serve the last.
-"""
+"""Environments: objects that rollouts act in, one for each rollout; adapters for those of other libraries."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

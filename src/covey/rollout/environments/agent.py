@@ -1,8 +1,6 @@
 """Agents for environments: they play the rollout from `reset` to its reward.
 
-`ToolEnvironmentAgent` plays objects whose methods are tools, `TextEnvironmentAgent` objects with
-`step(text) -> (observation, reward, done, info)`. Both take an environment from the pool when a rollout begins; it
-comes back when the rewards are scored (`EnvironmentAgent.release`).
+An environment is taken from the pool when a rollout begins; it comes back when the rewards are scored.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +12,6 @@ from covey.core.records import FinishReason, Rollout
 from covey.rollout.environments.interface import (
     EnvironmentFailed,
     Reward,
-    Step,
     accepted,
     as_messages,
     checked_observation,
@@ -29,9 +26,8 @@ from covey.rollout.episode import Episode, EpisodeEngine
 from covey.rollout.tool_agent import ToolAgent
 from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.parsers import ToolParser
-from covey.rollout.tools.result_text import content_of
 from covey.rollout.tools.tool import Tool
-from covey.rollout.tools.toolbox import Failure, Toolbox, ToolResult
+from covey.rollout.tools.toolbox import Failure, Toolbox, ToolResult, content_of
 from covey.runtime.user_code import UserCodeError
 
 OBJECTS, REWARD = "environments", "environment_reward"
@@ -44,17 +40,17 @@ class EnvironmentAgent(ABC):
     def __init__(self, pool: EnvironmentPool, gives_reward: bool, needs: Sequence[str] = ()):
         self.pool = pool
         self.gives_reward = gives_reward
-        self.needs = list(needs)
+        self.needs = list(needs)  # columns that `reset` has no defaults for
+        self.schemas: Sequence[dict[str, Any]] = ()  # of tools, for the chat template
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """Play one rollout."""
         with engine.paused_timeout():  # other rollouts may use all environments
             lease = await self.pool.acquire()
         try:
             where = f"{lease.kind}.reset"
             opening = await lease.call("reset", checked_observation, **accepted(lease.environment.reset, row))
             prompt = initial_prompt(engine.row.get("prompt"), opening, where)
-            episode = engine.begin(prompt, tools=self._tools())
+            episode = engine.begin(prompt, tools=self.schemas)
             reward = await self._play(lease, episode)
             if hasattr(lease.environment, "get_reward"):
                 reward = await lease.call("get_reward", checked_reward)
@@ -72,17 +68,11 @@ class EnvironmentAgent(ABC):
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """Take back the environments of rollouts whose rewards are scored."""
         for rollout in rollouts:
-            environment = rollout.extras.pop(OBJECTS, None)
-            if environment is not None:
+            if (environment := rollout.extras.pop(OBJECTS, None)) is not None:
                 self.pool.release(environment)
 
     def close(self) -> None:
-        """Close all environments."""
         self.pool.close()
-
-    @abstractmethod
-    def _tools(self) -> Sequence[dict[str, Any]]:
-        """Schemas for the chat template."""
 
     @abstractmethod
     async def _play(self, lease: Lease, episode: Episode) -> Reward:
@@ -105,10 +95,8 @@ class ToolEnvironmentAgent(EnvironmentAgent):
         self._methods = [Tool.of(method) for method in tool_methods(example)]
         self._others = [Tool.of(tool) for tool in tools]
         self.toolbox = Toolbox([*self._methods, *self._others], timeout=pool.seconds)
+        self.schemas = self.toolbox.schemas
         self._agent = ToolAgent(self.toolbox, parser, max_iterations)
-
-    def _tools(self) -> Sequence[dict[str, Any]]:
-        return self.toolbox.schemas
 
     async def _play(self, lease: Lease, episode: Episode) -> None:
         await self._agent.play(episode, EnvironmentToolbox(lease, self._methods, self._others, self.pool))
@@ -159,10 +147,7 @@ class TextEnvironmentAgent(EnvironmentAgent):
     ):
         super().__init__(pool, True, needs)
         self.max_turns = max_turns
-        self._turn_end = turn_end
-
-    def _tools(self) -> Sequence[dict[str, Any]]:
-        return ()
+        self._turn_end = turn_end  # makes the end of turn k, as reward functions name it; None: rewards are added up
 
     async def _play(self, lease: Lease, episode: Episode) -> Reward:
         rewards: list[float | None] = []
@@ -172,19 +157,16 @@ class TextEnvironmentAgent(EnvironmentAgent):
                 break
             step = await lease.call("step", checked_step, reply.text)
             rewards.append(step.reward)
-            if reply.finish is not FinishReason.STOP or self._over(episode, step, len(rewards)):
+            if reply.finish is not FinishReason.STOP:
+                break
+            last = len(rewards) == self.max_turns
+            if step.truncated or (last and not step.done):
+                episode.finish = FinishReason.TOOL_BUDGET
+            if step.done or last:
                 break
             assert step.observation is not None, "checked"
             if not episode.write(as_messages(step.observation)):
                 break
-        return self._reward(rewards)
-
-    def _over(self, episode: Episode, step: Step, turns: int) -> bool:
-        if step.truncated or (not step.done and turns == self.max_turns):
-            episode.finish = FinishReason.TOOL_BUDGET
-        return step.done or turns == self.max_turns
-
-    def _reward(self, rewards: list[float | None]) -> Reward:
         if self._turn_end is not None:
             return [(self._turn_end(turn), reward) for turn, reward in enumerate(rewards)]
         given = [reward for reward in rewards if reward is not None]

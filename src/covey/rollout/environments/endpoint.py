@@ -120,11 +120,9 @@ class ChatEndpoint:
         self._runner: web.AppRunner | None = None
 
     def open(self, name: str, session: ChatSession) -> None:
-        """Answer requests that name this session."""
         self._sessions[name] = session
 
     def close(self, name: str) -> None:
-        """Refuse further requests of this session."""
         self._sessions.pop(name, None)
 
     async def __aenter__(self) -> "ChatEndpoint":

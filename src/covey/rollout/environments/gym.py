@@ -1,9 +1,4 @@
-"""Gymnasium environments as text environments: `environment_factory=GymEnvironment("FrozenLake-v1", ...)`.
-
-The policy's text becomes an action, an observation becomes text. Environments whose spaces are `Text` need nothing
-else; for others `actions` or `parse` maps text to actions, and `show` observations to text. gymnasium is imported when
-the first environment is made.
-"""
+"""Gymnasium environments as text environments: `environment_factory=GymEnvironment("FrozenLake-v1", ...)`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -11,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.core.records import Message
-from covey.rollout.environments.interface import library
+from covey.rollout.environments.interface import instructed, library
 
 
 class GymEnvironment:
@@ -66,18 +61,12 @@ class GymEnvironment:
             raise ValueError("`actions` and `parse` both map text to actions; give one of the two.")
         if settings and not isinstance(make, str):
             raise ValueError(f"{', '.join(settings)}: settings go with an environment's id, not with a function.")
-        self.make = make
-        self.parse = _parse_words(actions) if actions is not None else parse
-        self.show = show or _shown
-        self.instructions = instructions
-        self.system = system
-        self.invalid_reward = invalid_reward
-        self.turn_rewards = turn_rewards
-        self.max_turns = max_turns
-        self.settings = settings
+        self.make, self.settings = make, settings
+        self.parse, self.show = _parse_words(actions) if actions is not None else parse, show or _shown
+        self.instructions, self.system = instructions, system
+        self.invalid_reward, self.turn_rewards, self.max_turns = invalid_reward, turn_rewards, max_turns
 
     def __call__(self) -> "GymText":
-        """A new environment."""
         if isinstance(self.make, str):
             environment = library("gymnasium", "gym").make(self.make, **self.settings)
         else:
@@ -96,9 +85,7 @@ class GymEnvironment:
             size: how many.
             seed: of the first.
         """
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        prompt = [*system, {"role": "user", "content": self.instructions}]
-        return [{"prompt": prompt, "seed": seed + i} for i in range(size)]
+        return [{"prompt": instructed(self), "seed": seed + i} for i in range(size)]
 
 
 @dataclass(eq=False)
@@ -111,12 +98,10 @@ class GymText:
     invalid_reward: float
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> str | list[Message]:
-        """Reset the environment; returns the first observation as text."""
         observation, _ = self.environment.reset(seed=seed, options=options)
         return self.show(observation, self.environment)
 
     def step(self, text: str) -> tuple[str | list[Message], Any, bool, bool, dict[str, Any]]:
-        """Take the action of the policy's text."""
         try:
             action = self.parse(text)
         except ValueError as error:
@@ -125,7 +110,6 @@ class GymText:
         return self.show(observation, self.environment), reward, bool(terminated), bool(truncated), info
 
     def close(self) -> None:
-        """Close the environment."""
         self.environment.close()
 
 

@@ -1,7 +1,4 @@
-"""Interface of environments: the methods that are tools, the columns that `reset` takes, and checks of return values.
-
-A return value that cannot be used raises `EnvironmentFailed`, which fails that rollout.
-"""
+"""Interface of environments: methods that are tools, columns that `reset` takes, and checks of return values."""
 
 import copy
 import inspect
@@ -17,7 +14,7 @@ from typing import Any
 from covey.core.records import Message
 from covey.rollout.images import as_parts
 from covey.rollout.prompts import is_conversational
-from covey.rollout.tools.result_text import parts_of
+from covey.rollout.tools.toolbox import parts_of
 from covey.runtime.user_code import format_value
 
 NOT_TOOLS = frozenset({"reset", "step", "close", "get_reward"})
@@ -34,14 +31,17 @@ class EnvironmentFailed(Exception):
     """An environment raised, hung, or returned a value that cannot be used; the message names the method."""
 
 
+def instructed(adapter: Any) -> list[Message]:
+    """The prompt of an adapter's rows: its `system` message, if any, and its `instructions`."""
+    system = [] if adapter.system is None else [{"role": "system", "content": adapter.system}]
+    return [*system, {"role": "user", "content": adapter.instructions}]
+
+
 # --- methods ---------------------------------------------------------------------------------------------------------
 
 
 def tool_methods(environment: Any) -> list[Callable[..., Any]]:
-    """The public methods of an object, in the order in which its class and then its bases define them.
-
-    Properties, attributes that happen to be callable, and `NOT_TOOLS` are left out.
-    """
+    """Public methods of an object, without `NOT_TOOLS`, in the order in which its class and its bases define them."""
     names = {
         name: None
         for base in type(environment).__mro__
@@ -96,14 +96,7 @@ def library(name: str, extra: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Return value of a text environment's `step`.
-
-    Attributes:
-        observation: for the policy, or None.
-        reward: of the turn, or None.
-        done: the episode is over.
-        truncated: it is over because it lasted too long.
-    """
+    """Return value of a text environment's `step`; `truncated`: the episode is over because it lasted too long."""
 
     observation: Observation | None
     reward: float | None

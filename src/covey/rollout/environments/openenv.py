@@ -1,8 +1,7 @@
 """OpenEnv environments as text environments: `environment_factory=OpenEnvironment("http://localhost:8000", "message")`.
 
-An environment runs in a server of its own (a container, a Space, `uvicorn`); each rollout has a session there, through
-OpenEnv's client. The policy's text becomes an action, an observation becomes text. openenv is imported when the first
-session is opened. Servers are not started here, and environments with MCP tools are not supported.
+An environment runs in a server of its own; each rollout has a session there, through OpenEnv's client. Servers are not
+started here, and environments with MCP tools are not supported.
 """
 
 import json
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.core.records import Message
-from covey.rollout.environments.interface import library
+from covey.rollout.environments.interface import instructed, library
 
 NOT_SHOWN = frozenset({"done", "reward", "metadata"})
 """Fields of an observation that the policy is not shown."""
@@ -48,15 +47,10 @@ class OpenEnvironment:
         max_turns: int | None = None,
         max_environments: int | None = None,
     ):
-        self.client = client
-        self.action = action
-        self.show = show or shown
-        self.instructions = instructions
-        self.system = system
-        self.invalid_reward = invalid_reward
-        self.turn_rewards = turn_rewards
-        self.max_turns = max_turns
-        self.max_environments = max_environments
+        self.client, self.action, self.show = client, action, show or shown
+        self.instructions, self.system = instructions, system
+        self.invalid_reward, self.turn_rewards = invalid_reward, turn_rewards
+        self.max_turns, self.max_environments = max_turns, max_environments
 
     def __call__(self) -> "OpenEnvText":
         """A new session; it is opened by the first `reset`."""
@@ -83,10 +77,8 @@ class OpenEnvironment:
             raise ValueError(
                 "give either `size`, for rows with a seed each, or `resets`, a list of arguments of `reset`."
             )
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        prompt = [*system, {"role": "user", "content": self.instructions}]
         given = [{"seed": seed + i} for i in range(size or 0)] if resets is None else list(map(dict, resets))
-        return [{"prompt": prompt, "reset": one} for one in given]
+        return [{"prompt": instructed(self), "reset": one} for one in given]
 
 
 @dataclass(eq=False)
@@ -100,7 +92,6 @@ class OpenEnvText:
 
     # The argument is a column of the rows, named after the method.
     def reset(self, reset: dict[str, Any] | None = None) -> str | list[Message]:
-        """Reset the environment; returns the first observation as text."""
         given = {name: value for name, value in (reset or {}).items() if value is not None}  # tables fill up with None
         try:
             result = self.client.reset(**given)
@@ -111,7 +102,6 @@ class OpenEnvText:
         return self.show(result.observation)
 
     def step(self, text: str) -> tuple[str | list[Message], Any, bool, dict[str, Any]]:
-        """Take the action of the policy's text."""
         try:
             action = self.parse(text)
         except ValueError as error:
@@ -120,7 +110,6 @@ class OpenEnvText:
         return self.show(result.observation), result.reward, bool(result.done), {}
 
     def close(self) -> None:
-        """End the session."""
         self.client.close()
 
 

@@ -1,8 +1,7 @@
 """Pool of environments: one for each rollout under way, reset and used again; calls of their methods have deadlines.
 
-A rollout takes one with `acquire` and holds it until its rewards are scored. One that hung or failed is discarded, so
-its state reaches no other rollout. Each is closed exactly once: when it is discarded, at the end of training, when
-training fails or is interrupted, and at the latest when the process ends. See also `agent`, which plays rollouts.
+One that hung or failed is discarded, so its state reaches no other rollout. Each is closed exactly once: when it is
+discarded, when training ends, fails or is interrupted, and at the latest when the process ends.
 """
 
 import asyncio
@@ -35,11 +34,11 @@ class EnvironmentWarning(UserWarning):
 
 
 class Caller:
-    """Calls functions of one environment one after another, each under a deadline."""
+    """Calls functions of one environment one after another; the deadline of each includes the wait for earlier ones."""
 
     def __init__(self, loop: LoopThread, seconds: float):
         self.seconds = seconds
-        self.lost: str | None = None
+        self.lost: str | None = None  # why the environment can no longer be used
         self._loop = loop
         self._thread = WorkerThread("covey-environment", wrap_errors=True)
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
@@ -47,7 +46,7 @@ class Caller:
     async def call(
         self, name: str, function: Callable[..., Any], read: Callable[[Any], T], /, *args: Any, **kwargs: Any
     ) -> T:
-        """`read(function(*args, **kwargs))`."""
+        """`read(function(...))` under one deadline, since looking at a value may run the value's own code."""
         try:
             return await self.raw_call(name, function, read, *args, **kwargs)
         except CallTimeout:
@@ -74,17 +73,6 @@ class Caller:
             result = function(*args, **kwargs)
             return read(run_awaitable(result) if inspect.isawaitable(result) else result)
 
-        return await self._on_thread(name, run)
-
-    def lose(self, name: str) -> None:
-        """Mark the environment as unusable: a call was abandoned, so its state is unknown."""
-        self.lost = self.lost or f"{name} was given up after {self.seconds:g} s or less, and may still be at work"
-
-    def end(self) -> None:
-        """End the thread."""
-        self._thread.close()
-
-    async def _on_thread(self, name: str, run: Callable[[], T]) -> T:
         future = self._thread.submit(run)
         try:
             return await await_future(future, self.seconds)
@@ -93,6 +81,13 @@ class Caller:
                 self.lose(name)
                 self._thread.stop()
             raise
+
+    def lose(self, name: str) -> None:
+        """Mark the environment as unusable: a call was abandoned, so its state is unknown."""
+        self.lost = self.lost or f"{name} was given up after {self.seconds:g} s or less, and may still be at work"
+
+    def end(self) -> None:
+        self._thread.close()
 
     async def _on_loop(self, name: str, start: Callable[[], Awaitable[T]]) -> T:
         begun = False
@@ -141,9 +136,7 @@ class EnvironmentPool:
     """Makes, lends and closes environments."""
 
     def __init__(self, factory: Callable[[], Any], seconds: float, limit: int | None = None):
-        self.factory = factory
-        self.seconds = seconds
-        self.limit = limit
+        self.factory, self.seconds, self.limit = factory, seconds, limit
         self.loop = LoopThread("covey-async-tools")
         self._environments = _Environments()
         self._closing: set[Future[None]] = set()
@@ -153,7 +146,6 @@ class EnvironmentPool:
         self._at_end = weakref.finalize(self, _close_all, self._environments, self.loop, self._closing, seconds)
 
     def __len__(self) -> int:
-        """Number of environments, in use or not."""
         return len(self._environments.idle) + len(self._environments.leased)
 
     async def acquire(self) -> Lease:

@@ -1,8 +1,7 @@
 """Environments of the verifiers library: `environment_factory=VerifiersEnvironment("marble-v1")`.
 
 The environment runs unmodified: its tasks are the dataset, its rewards the reward. The model that its programs talk to
-is an endpoint in this process (`endpoint`), where every rollout is sampled token by token from the policy. verifiers is
-imported when the object is made. Environments of verifiers before 0.4 and episodes of several agents are not supported.
+is an endpoint in this process (`endpoint`), where every rollout is sampled token by token from the policy.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from covey.core.records import FinishReason, Message, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.rollout.environments.agent import REWARD
 from covey.rollout.environments.endpoint import ChatEndpoint, ChatSession
 from covey.rollout.environments.interface import EnvironmentFailed, checked_number, library
@@ -179,15 +178,11 @@ class _Service:
 
 def _row(task: Any, number: int) -> dict[str, Any]:
     """A task as a row; one whose conversation the environment opens has no prompt of its own."""
-    from verifiers.v1.dialects.chat import message_to_wire
+    from covey.rollout.environments.verifiers_harness import conversation
 
-    system, prompt = task.data.system_prompt, task.data.prompt
-    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    if isinstance(prompt, str):
-        messages.append({"role": "user", "content": prompt})
-    elif prompt is not None:
-        messages += [message_to_wire(message) for message in prompt]
-    return {"prompt": messages, "task": number} if prompt is not None else {"task": number}
+    if task.data.prompt is None:
+        return {"task": number}
+    return {"prompt": conversation(task.data.system_prompt, task.data.prompt), "task": number}
 
 
 def _rollout(session: ChatSession, played: Any) -> Rollout:

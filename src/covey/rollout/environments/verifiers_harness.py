@@ -1,8 +1,7 @@
 """The default harness for tasks of the verifiers library: a conversation in this process.
 
-verifiers runs a program for each rollout (a "harness"), by default in a child process that installs its packages. A
-plain conversation needs none of that. verifiers finds the module under the name `HARNESS`, which `register` gives it.
-Tasks with tools need one of verifiers' own harnesses, `null` or `bash`.
+verifiers runs a program for each rollout (a "harness"), by default in a child process that installs its packages. It
+finds this module under the name `HARNESS`. Tasks with tools need one of verifiers' own harnesses, `null` or `bash`.
 """
 
 import sys
@@ -28,6 +27,14 @@ def register() -> str:
     return HARNESS
 
 
+def conversation(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+    """A task's prompt, text or messages of verifiers, as messages."""
+    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    return messages + [message_to_wire(message) for message in prompt or ()]
+
+
 class ConversationHarness(Harness[HarnessConfig]):
     """Asks the model once for each segment: the conversation so far goes in, a reply comes out."""
 
@@ -51,12 +58,7 @@ class ConversationHarness(Harness[HarnessConfig]):
             raise ValueError(
                 f"the task offers tools ({', '.join(mcp_urls)}), which need a harness that calls them: harness='null'."
             )
-        system, prompt = self.resolve_prompt(data)
-        messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        if isinstance(prompt, str):
-            messages.append({"role": "user", "content": prompt})
-        elif prompt is not None:
-            messages += [message_to_wire(message) for message in prompt]
+        messages = conversation(*self.resolve_prompt(data))
         no_timeout = aiohttp.ClientTimeout(total=None)  # a whole rollout has a deadline, and sampling may take long
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {secret}"}, timeout=no_timeout) as client,

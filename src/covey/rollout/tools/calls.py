@@ -1,7 +1,8 @@
-"""Tool calls as the policy wrote them: calls, malformed calls, and the turn that holds them."""
+"""Tool calls as the policy wrote them, and finding them in the text of a turn in linear time."""
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +26,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class MalformedCall:
-    """Text that was meant as a call and cannot be read.
-
-    Attributes:
-        text: as the policy wrote it.
-        reason: the mistake, worded so that the policy can correct it.
-    """
+    """Text that was meant as a call and cannot be read; the reason is worded so that the policy can correct it."""
 
     text: str
     reason: str
@@ -38,13 +34,7 @@ class MalformedCall:
 
 @dataclass(slots=True)
 class AssistantTurn:
-    """One turn of the policy, parsed.
-
-    Attributes:
-        content: the text outside of calls, thinking included, without white space around it.
-        calls: in the order in which they were written.
-        malformed: likewise.
-    """
+    """One turn of the policy, parsed; the content is the text outside of calls, thinking included."""
 
     content: str
     calls: list[ToolCall] = field(default_factory=list)
@@ -70,8 +60,7 @@ _CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 def read_call(value: Any) -> ToolCall | str:
     """A JSON value as a call, or the reason why it is none.
 
-    Known shapes: `{"name", "arguments"}`, with `parameters` or `args` for `arguments`, and the same below a key
-    `function`, as OpenAI's interface has it. Arguments may be an object or a string that holds one.
+    Known are `{"name", "arguments"}`, also with `parameters` or `args`, as text, and below a key `function`.
     """
     if not isinstance(value, dict):
         return f"a call must be a JSON object with 'name' and 'arguments', not {_type(value)}"
@@ -130,3 +119,121 @@ def _is_deeper(value: Any, limit: int) -> bool:
 def _type(value: Any) -> str:
     names = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+# --- spans of a turn that hold calls ---------------------------------------------------------------------------------
+
+Part = ToolCall | MalformedCall
+Span = tuple[int, int, list[Part]]
+"""Begin, end and calls of a piece of the text that is no content."""
+
+# A string literal (to the end of the text if it is not closed), or a bracket. Possessive, so that nothing is retried.
+_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+_PAIRS = {"]": "[", "}": "{"}
+_SPACE = re.compile(r"\s*+")
+_SCANS = 8
+
+
+class Scanner:
+    """Finds JSON values in one text. All scans together read each character about eight times at most."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.budget = _SCANS * len(text)
+
+    def end_of_value(self, start: int) -> int | None:
+        """End of the object or list that begins at `start`, or None if it never ends."""
+        open_brackets: list[str] = []
+        limit = min(len(self.text), start + self.budget)
+        end, closed = limit, False
+        for token in _BRACKETS.finditer(self.text, start, limit):
+            bracket = token[0]
+            if bracket in "[{":
+                open_brackets.append(bracket)
+            elif bracket in _PAIRS:
+                matches = bool(open_brackets) and open_brackets.pop() == _PAIRS[bracket]
+                if not matches or not open_brackets:
+                    end, closed = token.end(), matches
+                    break
+        self.budget -= end - start
+        return end if closed else None
+
+    def value(self, start: int) -> tuple[Any, int] | None:
+        """The value at `start` (or `Unreadable`) and its end; None if no object or list begins and ends there."""
+        if not self.text.startswith(("{", "["), start):
+            return None
+        end = self.end_of_value(start)
+        return None if end is None else (decode_json(self.text[start:end]), end)
+
+    def skip_space(self, start: int) -> int:
+        """The first position from `start` on that is no white space."""
+        found = _SPACE.match(self.text, start)
+        return found.end() if found else start
+
+
+class Finder:
+    """`text.find(mark, start)` that reads the text once for any number of increasing positions."""
+
+    def __init__(self, text: str, mark: str):
+        self.text, self.mark = text, mark
+        self.start, self.found = 0, text.find(mark)
+
+    def __call__(self, start: int) -> int:
+        """The first position of the mark from `start` on; the length of the text if there is none."""
+        if start < self.start or 0 <= self.found < start:
+            self.start, self.found = start, self.text.find(self.mark, start)
+        return self.found if self.found >= 0 else len(self.text)
+
+
+def calls_between(text: str, opening: str, closing: str, read: Callable[[str], list[Part]]) -> AssistantTurn:
+    """A turn with calls between two marks. A mark inside a JSON string closes nothing, and the last may be missing."""
+    scanner, openings, closings = Scanner(text), Finder(text, opening), Finder(text, closing)
+    spans: list[Span] = []
+    start = openings(answer_start(text))
+    while start < len(text):
+        inner = scanner.skip_space(start + len(opening))
+        end = scanner.end_of_value(inner) if text.startswith(("{", "["), inner) else None
+        if end is None:
+            body_end = min(openings(inner), closings(inner))
+        elif closings(end) == len(text) or openings(end) < closings(end):
+            body_end = end  # its closing mark is missing
+        else:
+            body_end = closings(end)
+        stop = body_end + len(closing) if text.startswith(closing, body_end) else body_end
+        spans.append((start, stop, read(text[inner:body_end].strip())))
+        start = openings(stop)
+    return turn_without(text, spans)
+
+
+def turn_without(text: str, spans: list[Span]) -> AssistantTurn:
+    """The turn whose content is the text outside of the spans, which are in order."""
+    turn, outside, position = AssistantTurn(""), [], 0
+    for start, stop, parts in spans:
+        outside.append(text[position:start])
+        position = stop
+        turn.calls += [part for part in parts if isinstance(part, ToolCall)]
+        turn.malformed += [part for part in parts if isinstance(part, MalformedCall)]
+    turn.content = "".join([*outside, text[position:]]).strip()
+    return turn
+
+
+def answer_start(text: str, opening: str = "<think>", closing: str = "</think>") -> int:
+    """Position where thinking ends, in which no call is made. The length of the text if thinking never ends."""
+    closed = text.find(closing)
+    if closed >= 0:
+        return closed
+    return len(text) if text.lstrip().startswith(opening) else 0
+
+
+def calls_in(value: Any, text: str) -> list[Part]:
+    """Calls in a JSON value (or `Unreadable`): one, or one for each item of a list; `text` is for errors."""
+    if isinstance(value, Unreadable):
+        return [MalformedCall(text, f"the call is no JSON: {value}")]
+    calls = [read_call(item) for item in (value if isinstance(value, list) else [value])]
+    return [MalformedCall(text, call) if isinstance(call, str) else call for call in calls]
+
+
+def named_call(name: str, arguments: str, text: str, call_id: str = "") -> Part:
+    """A call whose name and id stand outside of its JSON arguments."""
+    (call,) = calls_in({"name": name, "arguments": arguments, "id": call_id}, text)
+    return call

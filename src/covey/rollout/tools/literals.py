@@ -65,10 +65,7 @@ _LONGEST_NUMBER = 400
 
 
 def read_python_calls(text: str) -> list[ToolCall] | Unreadable:
-    """The calls in Python notation that `text` consists of: `f(a=1)`, `print(f(a=1))`, `[f(a=1), g(b="x")]`.
-
-    Arguments are literals and given by name. Several calls stand on lines of their own or in a list.
-    """
+    """The calls in Python notation that `text` consists of, on lines or in a list; arguments are literals."""
     try:
         return _PythonCalls(text).read()
     except _NotationError as error:

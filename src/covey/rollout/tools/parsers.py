@@ -1,12 +1,10 @@
 """Tool-call parsers: from the text of an assistant's turn to calls, in the notation of each model family.
 
 A parser is a function `text -> AssistantTurn` in the table `TOOL_PARSERS`; `parser_for` chooses one by the marks in the
-chat template and `read_turn` applies it to tokens. A family without a parser here whose tokenizer carries a response
-template is read by transformers. A parser never raises, whatever the text: a call that cannot be read becomes a
-`MalformedCall` with the reason. It takes time linear in the text.
-
-To add a family, write such a function, usually by collecting `(start, end, calls)` spans for `call_spans.turn_without`,
-and register it: `TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>",), tokens=("<my_call>",)))`.
+chat template and `read_turn` applies it to tokens. A parser never raises (a call that cannot be read becomes a
+`MalformedCall`) and takes time linear in the text. To add a family, write such a function, usually by collecting
+`(start, end, calls)` spans for `calls.turn_without`, and register it:
+`TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>",), tokens=("<my_call>",)))`.
 """
 
 import re
@@ -15,21 +13,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from covey.rollout.tools.call_spans import (
+from covey.rollout.tools.calls import (
+    AssistantTurn,
     Finder,
+    MalformedCall,
     Part,
     Scanner,
     Span,
+    ToolCall,
+    Unreadable,
     answer_start,
     calls_between,
     calls_in,
+    decode_json,
     named_call,
+    read_call,
     turn_without,
 )
-from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall, Unreadable, decode_json, read_call
 from covey.rollout.tools.literals import read_gemma_call, read_python_calls
 from covey.rollout.tools.parsers_xml import GLM_TOKENS, parse_glm, parse_qwen3_coder
-from covey.rollout.tools.schema import from_text
+from covey.rollout.tools.tool import from_text
 from covey.runtime.registry import Registry
 from covey.runtime.user_code import format_error
 
@@ -68,17 +71,10 @@ def read_turn(
     tools: Sequence[dict[str, Any]] = (),
     prefill: str = "",
 ) -> AssistantTurn:
-    """Decode a sampled turn and parse it.
+    """Decode a sampled turn and parse it; the tokens themselves stay as they were sampled.
 
-    Special tokens are dropped (the end of the turn), except those of the notation. The decoded text is used for reading
-    alone: the tokens themselves stay as they were sampled.
-
-    Args:
-        tokenizer: of the policy.
-        token_ids: of the turn.
-        parser: of the notation.
-        tools: schemas that give the types of arguments, where the notation does not.
-        prefill: text of the turn before the policy's own.
+    Special tokens are dropped, except those of the notation. `tools` are schemas that give the types of arguments where
+    the notation does not, `prefill` is text of the turn before the policy's own.
     """
     turn = _read_response_template(tokenizer, token_ids, prefill) if parser is TOOL_PARSERS["json"] else None
     if turn is None:
@@ -126,10 +122,7 @@ TOOL_PARSERS.register("glm", ToolParser(parse_glm, ("<arg_key>",), GLM_TOKENS))
 
 
 def parse_marked_gemma(text: str, opening: str, closing: str, quote: str, answer: str) -> AssistantTurn:
-    """`call:name{key:<escape>text<escape>,n:3,items:[1,2]}` between two marks, once for each call.
-
-    `quote` is `<escape>` here; `answer` is the mark that begins the results, with which a turn with calls may end.
-    """
+    """`call:name{key:<quote>text<quote>,items:[1,2]}` between two marks; a turn with calls may end with `answer`."""
 
     def read(body: str) -> list[Part]:
         call = read_gemma_call(body, quote)
@@ -293,10 +286,7 @@ _BARE_CALL = re.compile(r"\s*+[^\W\d][\w.]*+\(")
 
 
 def parse_gemma(text: str) -> AssistantTurn:
-    """Calls in Python notation in a fence named `tool_code`, or as the whole turn: `[f(a=1), g(b="x")]`.
-
-    Calls as JSON objects are read as well, since Gemma is prompted either way.
-    """
+    """Calls in Python notation in a fence named `tool_code`, or `[f(a=1), g(b="x")]` as the whole turn; JSON too."""
     spans: list[Span] = []
     for fence in _FENCED.finditer(text):
         if fence[1] == "tool_code":

@@ -1,15 +1,19 @@
-"""Notations in XML tags: arguments are plain text, whatever their types.
-
-`ToolCall.texts` holds the text and the tool's schema decides what it is (`covey.rollout.tools.schema.from_text`).
-Parsers take time linear in the text and never raise.
-"""
+"""Notations in XML tags: arguments are plain text (`ToolCall.texts`), and the tool's schema decides what they are."""
 
 import re
 from bisect import bisect_left
 
-from covey.rollout.tools.call_spans import Finder, Part, Span, answer_start, turn_without
-from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
-from covey.rollout.tools.schema import from_text
+from covey.rollout.tools.calls import (
+    AssistantTurn,
+    Finder,
+    MalformedCall,
+    Part,
+    Span,
+    ToolCall,
+    answer_start,
+    turn_without,
+)
+from covey.rollout.tools.tool import from_text
 
 # --- Qwen3-Coder -----------------------------------------------------------------------------------------------------
 

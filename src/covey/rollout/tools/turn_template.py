@@ -1,13 +1,8 @@
 """Turn templates: the tokens that a chat template writes between a turn of the policy and the next one.
 
-A conversation with tools grows by appending: the tokens that the policy sampled are never decoded and encoded again,
-and `TurnTemplate.continuation` gives the tokens that follow them, from the end of the turn through the results of tools
-to the next generation prompt. They are found by rendering a placeholder turn with marks in it, so they do not depend on
-what the policy wrote.
-
-The result is the conversation that the template itself would render only if the template is *prefix-stable*: a longer
+They are found by rendering a placeholder turn with marks in it, so they do not depend on what the policy wrote. The
+result is the conversation that the template itself would render only if the template is *prefix-stable*: a longer
 conversation begins with the tokens of the shorter one. Templates that drop earlier thinking, for instance, are not.
-This is checked when a `TurnTemplate` is made.
 """
 
 import json
@@ -34,21 +29,17 @@ class TurnTemplate:
     """The tokenizer's chat template for conversations with tools.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer, vision: of the policy; `vision` is a vision-language model's processor.
         tools: schemas that the template is given.
         end_ids: tokens that end a turn, in addition to the tokenizer's end of sequence (`<end_of_turn>`, `<|eom_id|>`).
         chat_template_kwargs: further arguments of the template.
         unstable: "raise" refuses templates that are not prefix-stable; "keep" accepts them: earlier turns then stay as
             they were sampled, also where the template would have rendered them differently.
-        vision: a vision-language model's processor; without one, results are text.
 
     Attributes:
         result_role: the role under which results are rendered: "tool", or "user" where the template has no such role.
         shows_tools: True if the template tells the policy about the tools. If not, the prompt must.
         reasons: why the template is not prefix-stable; empty if it is.
-
-    Raises:
-        ValueError: there is no chat template, it renders no results, or it is not prefix-stable.
     """
 
     def __init__(
@@ -91,17 +82,11 @@ class TurnTemplate:
         return self.answer(results, ended_with).ids
 
     def answer(self, results: Sequence[Message], ended_with: int | None = None, start: int = 0) -> Encoded:
-        """Tokens that follow a sampled turn, whose last token ended it, up to where the policy goes on.
+        """Tokens that follow a sampled turn up to where the policy goes on; `start` is the index of the first of them.
 
-        Args:
-            results: messages that answer the turn: of tools, or of a user. Their texts cannot hold control tokens:
-                one is broken up by a zero-width space, so that a result cannot end its own turn.
-            ended_with: the turn's last token, if known. Where the template begins the results with it (FunctionGemma's
-                does with `<start_function_response>`), it is not repeated.
-            start: index of the first of these tokens in the rollout.
-
-        Raises:
-            ValueError: the template cannot render them, or an image among them cannot be read or shown.
+        Control tokens in results are broken up by a zero-width space, so that a result cannot end its own turn.
+        `ended_with`, the turn's last token, is not repeated where the template begins the results with it, as
+        FunctionGemma's does.
         """
         images: list[Any] = []
         if self.vision is not None:
@@ -159,11 +144,7 @@ class TurnTemplate:
             ) from error
 
     def _after_single_calls(self, results: Sequence[Message]) -> str:
-        """Several results where the template allows one call a turn; the policy may have made more.
-
-        They follow one another after a single call; if the template does not render that either, each is rendered as
-        if it were the only one.
-        """
+        """Several results where the template allows one call a turn: after a single call, or each by itself."""
         try:
             return self._after_turn([_USER], results, self._turn(results[:1]))
         except ValueError:
