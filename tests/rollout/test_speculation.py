@@ -12,14 +12,14 @@ from covey.core.engine import SamplingParams
 from covey.core.records import Completion, FinishReason, Mean, Rollout
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.prompts import PromptCodec
-from covey.rollout.speculation import DraftKey, DraftStore, Speculation, fingerprint, reuse_stats
+from covey.rollout.speculation import DraftKey, Speculation, fingerprint, reuse_stats
 
 PARAMS = SamplingParams(max_tokens=12)
 EOS = 1
 
 
 def store(max_tokens=100, with_logprobs=True):
-    return DraftStore(max_tokens, with_logprobs=with_logprobs)
+    return Speculation(max_tokens, 1.0 if with_logprobs else None)
 
 
 def key(prompt, sample=0, tokens=(7,)):
@@ -35,7 +35,7 @@ def test_the_last_completion_is_kept():
     drafts.put(key(3), [5, 8, 9], [-1.0, -0.5, -0.25])
     assert drafts.get(key(3)).token_ids == array("i", [5, 8, 9])
     assert drafts.get(key(3)).logprobs == array("f", [-1.0, -0.5, -0.25])
-    assert (len(drafts), drafts.num_tokens) == (1, 3)
+    assert (len(drafts._drafts), drafts.num_tokens) == (1, 3)
 
 
 def test_drafts_are_keyed_by_prompt_text_and_sample_index():
@@ -60,7 +60,7 @@ def test_the_oldest_completions_make_room():
 def test_a_completion_larger_than_the_store_is_not_kept():
     drafts = store(max_tokens=2)
     drafts.put(key(0), [9, 9, 9], [-1.0] * 3)
-    assert (len(drafts), drafts.num_tokens) == (0, 0)
+    assert (len(drafts._drafts), drafts.num_tokens) == (0, 0)
 
 
 def test_without_the_log_probs_it_needs_a_completion_is_not_kept():

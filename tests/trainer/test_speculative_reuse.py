@@ -32,7 +32,7 @@ def watched(folder, *, forget=False, parts=None, **changes):
 
     def note(draws, *args):
         if forget:
-            trained.rollouts.speculation.drafts = type(trained.rollouts.speculation.drafts)(1, with_logprobs=False)
+            trained.rollouts.speculation.load_state_dict(type(trained.rollouts.speculation)(1).state_dict())
         rollouts = collect(draws, *args)
         generations.append({(d.prompt, d.sample): r.completion_ids for d, r in zip(draws, rollouts, strict=True)})
         return rollouts

@@ -16,8 +16,7 @@ from covey.rewards.contract import answers, per_completion
 from covey.rewards.text import completion_text
 from covey.runtime.child_process import ScriptWorker, WorkerFailed
 
-CHECK_SECONDS = 5.0
-"""Deadline for parsing and comparing one pair."""
+CHECK_SECONDS = 5.0  # deadline for parsing and comparing one pair
 
 RECENT_CHECKS = 64
 MAX_FAILED_CHECKS = 8

@@ -35,8 +35,7 @@ from covey.runtime.deadlines import (
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import format_error
 
-LOOP_GRACE = 1.0
-"""Seconds that an async function may be late with its result; then its event loop counts as blocked."""
+LOOP_GRACE = 1.0  # seconds that an async function may be late with its result; then its event loop counts as blocked
 
 
 @dataclass(frozen=True)
@@ -219,11 +218,8 @@ def _samples_to_retry(whole: CallResult, batch: RewardBatch) -> list[RewardBatch
 
 # --- rollouts as they end --------------------------------------------------------------------------------------------
 
-MAX_LATE_CALLS = 3
-"""After this many late calls an ordinary function is not called for the rest of the batch."""
-
-Span = tuple[float, float]
-"""Begin and end of a call (`time.perf_counter`)."""
+MAX_LATE_CALLS = 3  # after this many late calls an ordinary function is not called for the rest of the batch
+Span = tuple[float, float]  # begin and end of a call (`time.perf_counter`)
 
 
 class RewardStream:

@@ -22,8 +22,7 @@ from covey.runtime.user_code import ATOMS, PlainCopies, format_value, is_async, 
 RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_state", "log_extra", "log_metric"})
 """Arguments of every reward function, whose names dataset columns must not have."""
 
-NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})
-"""Columns that the arguments above replace."""
+NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})  # columns that the arguments above replace
 
 
 @dataclass(frozen=True)

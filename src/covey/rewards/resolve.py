@@ -11,8 +11,7 @@ from covey import rewards
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.registry import Registry
 
-BUILT_IN: Registry[str] = Registry("built-in reward function")
-"""Modules of the functions that need no import path."""
+BUILT_IN: Registry[str] = Registry("built-in reward function")  # modules of the functions that need no import path
 
 for _name in rewards.__all__:
     if _name.startswith("get_") or (_name.endswith("_reward") and _name != "resolve_reward"):

@@ -44,8 +44,7 @@ class TurnEnd(int):
         return f"TurnEnd({int(self)})"
 
 
-STEPS = "or, for rewards of its steps, a list of (end, reward) pairs"
-"""Alternative to a number, for messages."""
+STEPS = "or, for rewards of its steps, a list of (end, reward) pairs"  # alternative to a number, for messages
 
 
 class StepEndError(ValueError):
@@ -188,8 +187,7 @@ def _counted(count: int, thing: str) -> str:
 # Characters and tokens need not align. The bytes of tokens are read from their names, as byte-level and byte-fallback
 # tokenizers write them, and used only if they give the text that the tokenizer decodes; else prefixes are decoded.
 
-MALFORMED = "\N{REPLACEMENT CHARACTER}"
-"""Stands for bytes that are no text."""
+MALFORMED = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no text
 
 
 class CharacterEnds:

@@ -32,8 +32,7 @@ from covey.rewards.models import ModelReward, is_reward_model, load_reward_model
 from covey.rewards.steps import StepEndError, resolve
 from covey.runtime.loop_thread import LoopThread
 
-FAILED_BATCHES = 3
-"""After this many batches in a row on which a function failed entirely, the run stops."""
+FAILED_BATCHES = 3  # after this many batches in a row on which a function failed entirely, the run stops
 
 
 @dataclass(frozen=True)

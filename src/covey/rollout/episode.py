@@ -86,11 +86,8 @@ class EpisodeEngine:
         sibling: int,
         expands_images: bool = False,
     ):
-        self.row = row
-        self.sibling = sibling
-        self.templates = templates
-        self.params = params
-        self.seed_key = seed_key
+        self.row, self.sibling = row, sibling
+        self.templates, self.params, self.seed_key = templates, params, seed_key
         self.expands_images = expands_images
         self.tokenizer = templates.codec.tokenizer
         self.episodes: list[Episode] = []
@@ -222,10 +219,8 @@ class Episode:
     _versions: list[int] | None = field(default_factory=list)
     _samples: int = 0
     _forks: int = 0
-    _turn_start: int | None = None
-    """Index where the last turn of the policy begins; None where the policy goes on next."""
-    _open: bool = False
-    """That turn was cut off by its own limit, and may go on."""
+    _turn_start: int | None = None  # index where the last turn of the policy begins; None where the policy goes on next
+    _open: bool = False  # that turn was cut off by its own limit, and may go on
     _sampling: bool = False
 
     @property
@@ -333,7 +328,11 @@ class Episode:
         room = self.room
         encoded = None
         if characters(messages) <= LONGEST_TOKEN * room:
-            encoded = self._encode_messages(messages) if chat else self._encode_text(messages[0]["content"])
+            if chat:
+                encoded = self._encode_messages(messages)
+            else:
+                text = messages[0]["content"]
+                encoded = Encoded(list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]))
         if encoded is None or len(encoded.ids) >= room:
             self.finish = FinishReason.LENGTH
             return False
@@ -343,9 +342,6 @@ class Episode:
         self.messages += messages
         self._turn_start, self._open = None, False
         return True
-
-    def _encode_text(self, text: str) -> Encoded:
-        return Encoded(list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]))
 
     def _encode_messages(self, messages: list[Message]) -> Encoded:
         if not messages:

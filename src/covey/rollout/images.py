@@ -8,11 +8,8 @@ from typing import Any
 
 from covey.core.records import Message
 
-COLUMNS = ("image", "images")
-"""Columns of a dataset that hold the images of a row: one, or a list of them."""
-
-SOURCES = ("image", "path", "url", "base64", "image_url")
-"""Keys of an image part that may name the image."""
+COLUMNS = ("image", "images")  # columns of a dataset that hold the images of a row: one, or a list of them
+SOURCES = ("image", "path", "url", "base64", "image_url")  # keys of an image part that may name the image
 
 UNSUPPORTED = ("video", "video_url", "audio", "audio_url", "input_audio")
 """Types of parts that are neither text nor images."""

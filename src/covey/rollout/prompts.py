@@ -45,11 +45,10 @@ class PromptCodec:
         tools: Sequence[dict[str, Any]] = (),
         vision: Vision | None = None,
     ):
-        self.tokenizer = tokenizer
+        self.tokenizer, self.vision = tokenizer, vision
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.max_context = max_context
         self.tools = list(tools)
-        self.vision = vision
 
     def read_row(self, row: dict[str, Any]) -> Encoded:
         """Tokens of a dataset row's prompt, with the images in its columns. Raises ValueError as `read`."""
@@ -133,7 +132,7 @@ class PromptCodec:
                 " `tokenizer.chat_template`, use an instruction-tuned model, or give prompts as plain strings."
             )
         kwargs = self.template_kwargs(row_kwargs)
-        prefilled = ends_with_assistant(messages)
+        prefilled = messages[-1]["role"] == "assistant"  # the policy continues its message
         if self.vision is not None:
             messages, images = with_images(messages, images)
         try:
@@ -165,14 +164,9 @@ class PromptCodec:
         return [{"role": "assistant", "content": prefill(prompt) + text}]
 
 
-def ends_with_assistant(messages: Any) -> bool:
-    """True where the policy continues a message that the assistant has begun."""
-    return messages[-1]["role"] == "assistant"
-
-
 def prefill(messages: Any) -> str:
     """Text of the assistant's message that the policy continues; empty where it begins its own."""
-    content = messages[-1].get("content") if ends_with_assistant(messages) else ""
+    content = messages[-1].get("content") if messages[-1]["role"] == "assistant" else ""
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return content or ""

@@ -21,8 +21,7 @@ from covey.rollout.user_functions import GroupFunction, RolloutValidator
 from covey.runtime.deadlines import CallTimeout, run_in_thread
 from covey.runtime.user_code import UserCodeError, format_error
 
-SALVAGE_SECONDS = 5.0
-"""Deadline for reading the tokens of a rollout that failed."""
+SALVAGE_SECONDS = 5.0  # deadline for reading the tokens of a rollout that failed
 
 
 class RolloutCallbacks(Protocol):

@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -40,17 +40,19 @@ def fingerprint(token_ids: Sequence[int]) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class DraftStore:
-    """The last completion of every (prompt, sample) this process has seen, within a bound."""
+class Speculation:
+    """Reuse of earlier completions in a run.
 
-    def __init__(self, max_tokens: int, *, with_logprobs: bool):
-        self.max_tokens = max_tokens
-        self.with_logprobs = with_logprobs
-        self.num_tokens = 0
-        self._drafts: dict[DraftKey, Draft] = {}  # oldest first
+    Exact (`lenience=None`): a draft token is accepted if the sequence would have sampled it without a draft, by its own
+    random numbers (common random numbers, arXiv 2408.07978). These must be the numbers that the draft was sampled with,
+    so the seed of a sample is the same whenever its prompt comes, and does not depend on the batch.
 
-    def __len__(self) -> int:
-        return len(self._drafts)
+    Lenient: a draft token is accepted with probability min(1, lenience * p_now / p_then), by fresh random numbers.
+    """
+
+    def __init__(self, max_tokens: int, lenience: float | None = None):
+        self.max_tokens, self.lenience, self.num_tokens = max_tokens, lenience, 0
+        self._drafts: dict[DraftKey, Draft] = {}  # oldest first; each at most once for a (prompt, sample)
 
     def get(self, key: DraftKey) -> Draft | None:
         return self._drafts.get(key)
@@ -59,9 +61,9 @@ class DraftStore:
         """Store a completion in place of the one before it."""
         if (old := self._drafts.pop(key, None)) is not None:
             self.num_tokens -= len(old.token_ids)
-        if self.with_logprobs and logprobs is None:
-            return
-        stored = array("f", logprobs) if self.with_logprobs and logprobs is not None else None
+        if self.lenience is not None and logprobs is None:
+            return  # a lenient draft needs them
+        stored = None if self.lenience is None or logprobs is None else array("f", logprobs)
         self._drafts[key] = Draft(array("i", token_ids), stored)
         self.num_tokens += len(token_ids)
         while self.num_tokens > self.max_tokens:
@@ -89,21 +91,6 @@ class DraftStore:
         for key, ids, values in zip(state["keys"].tolist(), tokens, logprobs, strict=True):
             self.put(DraftKey(*key), ids.tolist(), None if values is None else values.tolist())
 
-
-class Speculation:
-    """Reuse of earlier completions in a run.
-
-    Exact (`lenience=None`): a draft token is accepted if the sequence would have sampled it without a draft, by its own
-    random numbers (common random numbers, arXiv 2408.07978). These must be the numbers that the draft was sampled with,
-    so the seed of a sample is the same whenever its prompt comes, and does not depend on the batch.
-
-    Lenient: a draft token is accepted with probability min(1, lenience * p_now / p_then), by fresh random numbers.
-    """
-
-    def __init__(self, max_tokens: int, lenience: float | None = None):
-        self.lenience = lenience
-        self.drafts = DraftStore(max_tokens, with_logprobs=lenience is not None)
-
     def seed_key(self, key: tuple[int | str, ...], prompt_ids: Sequence[int]) -> tuple[int | str, ...]:
         """Key that seeds a prompt's samples with their index: `key` (the batch), or the prompt itself when exact."""
         return ("reuse", fingerprint(prompt_ids)) if self.lenience is None else key
@@ -111,7 +98,7 @@ class Speculation:
     def with_drafts(self, request: SampleRequest, prompt: int, samples: Sequence[int]) -> SampleRequest:
         """The request of prompt number `prompt`, with drafts of completions `samples` where there are any."""
         mark = fingerprint(request.prompt_ids)
-        drafts = [self.drafts.get(DraftKey(prompt, mark, sample)) for sample in samples]
+        drafts = [self.get(DraftKey(prompt, mark, sample)) for sample in samples]
         if not any(drafts):
             return request
         logprobs = [draft.logprobs.tolist() if draft and draft.logprobs else None for draft in drafts]
@@ -126,13 +113,7 @@ class Speculation:
         """Store finished rollouts as drafts, each with its prompt's number and its index in the group."""
         for prompt, sample, rollout in zip(prompts, samples, rollouts, strict=True):
             key = DraftKey(prompt, fingerprint(rollout.prompt_ids), sample)
-            self.drafts.put(key, rollout.completion_ids, rollout.logprobs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.drafts.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.drafts.load_state_dict(state)
+            self.put(key, rollout.completion_ids, rollout.logprobs)
 
 
 def reuse_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:

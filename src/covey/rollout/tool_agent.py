@@ -12,8 +12,7 @@ from covey.rollout.tools.calls import AssistantTurn
 from covey.rollout.tools.parsers import ToolParser, read_turn
 from covey.rollout.tools.toolbox import Toolbox, count_outcomes
 
-Agent = Callable[[dict[str, Any], EpisodeEngine], Awaitable[Rollout]]
-"""(dataset row, engine) -> the finished rollout."""
+Agent = Callable[[dict[str, Any], EpisodeEngine], Awaitable[Rollout]]  # (dataset row, engine) -> the finished rollout
 
 
 class ToolAgent:

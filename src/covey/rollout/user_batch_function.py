@@ -89,12 +89,9 @@ class BatchFunction:
         limits: RolloutValidator,
         end_ids: Collection[int],
     ):
-        self._function = function
-        self._trainer = trainer
-        self._timeout = timeout
-        self._codec = codec
-        self._limits = limits
-        self._end_ids = frozenset(end_ids)
+        self._function, self._trainer, self._timeout = function, trainer, timeout
+        self._codec, self._limits = codec, limits
+        self._end_ids = frozenset(end_ids)  # any other last token means that a completion was cut off
         self._samplers: list[_Sampler] = []
 
     @contextmanager
@@ -176,12 +173,14 @@ class BatchFunction:
                         f"rollout_func returned {len(values)} {name} for the {len(completion_ids)} completion_ids of"
                         f" prompt {i}; it needs one for each."
                     )
+            if logprobs is not None:  # servers that report the most probable tokens give a list, the sampled one first
+                logprobs = [float(one[0] if isinstance(one, list | tuple) else one) for one in logprobs]
             sampled = [True] * len(completion_ids) if mask is None else [bool(flag) for flag in mask]
             rollout = Rollout(
                 prompt_ids=[int(token) for token in returned["prompt_ids"][i]],
                 completion_ids=completion_ids,
                 sampled=sampled,
-                logprobs=None if logprobs is None else [_sampled_logprob(value) for value in logprobs],
+                logprobs=logprobs,
                 completion=self._codec.decode(prompt, completion_ids),
                 finish=FinishReason.STOP if set(completion_ids[-1:]) & self._end_ids else FinishReason.LENGTH,
                 extras={name: _item(values, i) for name, values in extras.items()},
@@ -218,8 +217,3 @@ def _find_media(vision: Vision, rollout: Rollout, own: Any, of_row: Sequence[Any
 
 def _item(values: Any, index: int) -> Any:
     return None if values is None else values[index]
-
-
-def _sampled_logprob(logprob: Any) -> float:
-    """A log-prob; servers that report the most probable tokens give a list, the sampled one first."""
-    return float(logprob[0] if isinstance(logprob, list | tuple) else logprob)

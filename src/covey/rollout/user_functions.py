@@ -26,8 +26,7 @@ from covey.runtime.user_code import UserCodeError, is_async
 
 T = TypeVar("T")
 
-MAX_LOGPROB = 1e-3
-"""A log-prob is at most 0, up to rounding."""
+MAX_LOGPROB = 1e-3  # a log-prob is at most 0, up to rounding
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -13,8 +13,7 @@ import torch
 from covey.core.records import Media
 from covey.rollout.images import ImageError, read_image
 
-CACHED_TEXTS = 64
-"""Texts with images whose inputs are cached: the rollouts of a group share them."""
+CACHED_TEXTS = 64  # texts with images whose inputs are cached: the rollouts of a group share them
 
 
 @dataclass(frozen=True, slots=True)

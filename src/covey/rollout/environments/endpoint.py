@@ -17,11 +17,8 @@ from covey.rollout.episode import Episode, EpisodeEngine, Reply
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.parsers import ToolParser, read_turn
 
-SESSION_HEADER = "X-Session-ID"
-"""Header that names the rollout of a request."""
-
-MAX_BODY = 64 << 20
-"""Bytes of a request."""
+SESSION_HEADER = "X-Session-ID"  # header that names the rollout of a request
+MAX_BODY = 64 << 20  # bytes of a request
 
 
 class RequestError(Exception):

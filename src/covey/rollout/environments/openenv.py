@@ -12,8 +12,7 @@ from typing import Any
 from covey.core.records import Message
 from covey.rollout.environments.interface import instructed, library
 
-NOT_SHOWN = frozenset({"done", "reward", "metadata"})
-"""Fields of an observation that the policy is not shown."""
+NOT_SHOWN = frozenset({"done", "reward", "metadata"})  # fields of an observation that the policy is not shown
 
 
 class OpenEnvironment:

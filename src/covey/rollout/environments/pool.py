@@ -22,8 +22,7 @@ from covey.runtime.user_code import UserCodeError, format_error, is_async, run_a
 
 T = TypeVar("T")
 
-CLOSING_GRACE = 1.0
-"""Seconds beyond the deadline of `close` that the pool waits for all of them."""
+CLOSING_GRACE = 1.0  # seconds beyond the deadline of `close` that the pool waits for all of them
 
 
 class EnvironmentWarning(UserWarning):
@@ -138,12 +137,10 @@ class EnvironmentPool:
     def __init__(self, factory: Callable[[], Any], seconds: float, limit: int | None = None):
         self.factory, self.seconds, self.limit = factory, seconds, limit
         self.loop = LoopThread("covey-async-tools")
-        self._environments = _Environments()
-        self._closing: set[Future[None]] = set()
+        self._environments = _Environments(self.loop, seconds)
         self._making = 0
         self._waiting: deque[Future[None]] = deque()
-        # Neither the callback nor its arguments may keep the pool alive.
-        self._at_end = weakref.finalize(self, _close_all, self._environments, self.loop, self._closing, seconds)
+        self._at_end = weakref.finalize(self, self._environments.close)  # which does not keep the pool alive
 
     def __len__(self) -> int:
         return len(self._environments.idle) + len(self._environments.leased)
@@ -199,7 +196,7 @@ class EnvironmentPool:
             if lease is not None and lease.caller.lost is None:
                 known.idle.append(lease)
         if lease is not None and lease.caller.lost is not None:
-            self._start_closing(lease)
+            known.start_closing(lease)
         self._wake_next()
 
     def discard(self, lease: Lease) -> None:
@@ -207,12 +204,12 @@ class EnvironmentPool:
         with self._environments.lock:
             known = self._environments.leased.pop(id(lease.environment), None)
         if known is not None:
-            self._start_closing(lease)
+            self._environments.start_closing(lease)
         self._wake_next()
 
     def close(self) -> None:
         """Close all of them, and wait for that until the deadline. May be called again; `acquire` makes new ones."""
-        _close_all(self._environments, self.loop, self._closing, self.seconds)
+        self._environments.close()
 
     def _wake_next(self) -> None:
         """Let the rollout that has waited longest look for an environment again."""
@@ -223,60 +220,60 @@ class EnvironmentPool:
                     turn.set_result(None)
                     return
 
-    def _start_closing(self, lease: Lease) -> None:
-        future = self.loop.start(_close(lease, self._environments, self.loop, self.seconds))
-        self._closing.add(future)
-        future.add_done_callback(self._closing.discard)
-
 
 class _Environments:
     """The environments of a pool, and errors of those that could not be closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: LoopThread, seconds: float) -> None:
+        self.loop, self.seconds = loop, seconds
+        self.closing: set[Future[None]] = set()
         self.lock = threading.RLock()  # a finalizer may run while it is held
         self.idle: list[Lease] = []
         self.leased: dict[int, Lease] = {}
         self.errors: list[str] = []
 
+    def start_closing(self, lease: Lease) -> None:
+        future = self.loop.start(self._close(lease))
+        self.closing.add(future)
+        future.add_done_callback(self.closing.discard)
 
-def _close_all(known: _Environments, loop: LoopThread, closing: "set[Future[None]]", seconds: float) -> None:
-    with known.lock:
-        leases = [*known.idle, *known.leased.values()]
-        known.idle.clear()
-        known.leased.clear()
-    waiting = list(closing)
-    try:
-        waiting += [loop.start(_close(lease, known, loop, seconds)) for lease in leases]
-    except RuntimeError:  # the interpreter is shutting down and starts no more threads
-        for lease in leases:
-            close = getattr(lease.environment, "close", None)
-            try:
-                if callable(close):
-                    close()
-            except Exception as error:
-                known.errors.append(format_error(error))
-    if loop.is_current_thread():  # collected as garbage on the loop's own thread: waiting would be a deadlock
-        return
-    late = concurrent.futures.wait(waiting, timeout=seconds + CLOSING_GRACE).not_done
-    known.errors += ["it took too long"] * len(late)
-    loop.close()
-    if known.errors:
-        count = "an environment" if len(known.errors) == 1 else f"{len(known.errors)} environments"
-        message = f"{count} could not be closed: {known.errors[0]}."
-        known.errors.clear()
-        warnings.warn(message, EnvironmentWarning, stacklevel=3)
+    def close(self) -> None:
+        with self.lock:
+            leases = [*self.idle, *self.leased.values()]
+            self.idle.clear()
+            self.leased.clear()
+        waiting = list(self.closing)
+        try:
+            waiting += [self.loop.start(self._close(lease)) for lease in leases]
+        except RuntimeError:  # the interpreter is shutting down and starts no more threads
+            for lease in leases:
+                close = getattr(lease.environment, "close", None)
+                try:
+                    if callable(close):
+                        close()
+                except Exception as error:
+                    self.errors.append(format_error(error))
+        if self.loop.is_current_thread():  # collected as garbage on the loop's own thread: waiting would be a deadlock
+            return
+        late = concurrent.futures.wait(waiting, timeout=self.seconds + CLOSING_GRACE).not_done
+        self.errors += ["it took too long"] * len(late)
+        self.loop.close()
+        if self.errors:
+            count = "an environment" if len(self.errors) == 1 else f"{len(self.errors)} environments"
+            message = f"{count} could not be closed: {self.errors[0]}."
+            self.errors.clear()
+            warnings.warn(message, EnvironmentWarning, stacklevel=3)
 
-
-async def _close(lease: Lease, known: _Environments, loop: LoopThread, seconds: float) -> None:
-    """Close an environment; an error is noted."""
-    close = getattr(lease.environment, "close", None)
-    try:
-        if callable(close):
-            # The thread of one that was abandoned may never come back.
-            caller = lease.caller if lease.caller.lost is None else Caller(loop, seconds)
-            await caller.call(f"{lease.kind}.close", close, unchanged)
-            caller.end()
-    except Exception as error:
-        known.errors.append(str(error) if isinstance(error, EnvironmentFailed) else format_error(error))
-    finally:
-        lease.caller.end()
+    async def _close(self, lease: Lease) -> None:
+        """Close an environment; an error is noted."""
+        close = getattr(lease.environment, "close", None)
+        try:
+            if callable(close):
+                # The thread of one that was abandoned may never come back.
+                caller = lease.caller if lease.caller.lost is None else Caller(self.loop, self.seconds)
+                await caller.call(f"{lease.kind}.close", close, unchanged)
+                caller.end()
+        except Exception as error:
+            self.errors.append(str(error) if isinstance(error, EnvironmentFailed) else format_error(error))
+        finally:
+            lease.caller.end()

@@ -24,8 +24,7 @@ from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for
 SCORES = "environment_scores"
 """Keyword argument of reward functions: the environment's single rewards and metrics by name."""
 
-CLOSING = 10.0
-"""Seconds that closing waits for the environment's servers to end."""
+CLOSING = 10.0  # seconds that closing waits for the environment's servers to end
 
 
 class VerifiersEnvironment:
@@ -82,23 +81,19 @@ class VerifiersEnvironment:
     async def play(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
         """One episode of a row's task. Always to be called on the same event loop."""
         task = self._task(row)
-        service = await self._serving()
+        loop = asyncio.get_running_loop()
+        if self._service is None or self._service.loop is not loop:
+            self._service = _Service(self.environment, loop)
+        service = self._service
+        await asyncio.shield(service.ready)
         session = ChatSession(engine, TOOL_PARSERS[parser_for(engine.tokenizer.chat_template)])
-        episode = await service.run(task, session)
-        return _rollout(session, episode)
+        return _rollout(session, await service.run(task, session))
 
     def close(self) -> None:
         """End the environment's servers; they start again when needed."""
         service, self._service = self._service, None
         if service is not None and not service.end():
             warnings.warn("a verifiers environment did not end in time.", EnvironmentWarning, stacklevel=2)
-
-    async def _serving(self) -> "_Service":
-        loop = asyncio.get_running_loop()
-        if self._service is None or self._service.loop is not loop:
-            self._service = _Service(self.environment, loop)
-        await self._service.ready()
-        return self._service
 
     def _first(self, size: int) -> list[Any]:
         """The first tasks, each made once and in order: a taskset may take long to make them, or be endless."""
@@ -123,14 +118,11 @@ class _Service:
         self.loop = loop
         self._environment = environment
         self._endpoint = ChatEndpoint()
-        self._ready: asyncio.Future[None] = loop.create_future()
+        self.ready: asyncio.Future[None] = loop.create_future()
         self._stop = asyncio.Event()
         self._ended: Future[None] = Future()
         self._thread = threading.current_thread()
         self._task = loop.create_task(self._serve())
-
-    async def ready(self) -> None:
-        await asyncio.shield(self._ready)
 
     async def run(self, task: Any, session: ChatSession) -> Any:
         """Play an episode; its model is the session."""
@@ -165,13 +157,13 @@ class _Service:
         """Run the servers, whose scopes must begin and end in one task."""
         try:
             async with self._endpoint, self._environment.serving():
-                self._ready.set_result(None)
+                self.ready.set_result(None)
                 await self._stop.wait()
         except Exception as error:
-            if self._ready.done():
+            if self.ready.done():
                 warnings.warn(f"a verifiers environment failed at its end: {error}", EnvironmentWarning, stacklevel=2)
             else:
-                self._ready.set_exception(EnvironmentFailed(f"the environment's servers do not start: {error}"))
+                self.ready.set_exception(EnvironmentFailed(f"the environment's servers do not start: {error}"))
         finally:
             self._ended.set_result(None)
 

@@ -17,8 +17,7 @@ from verifiers.v1.trace import Trace
 
 __all__ = ["ConversationHarness"]
 
-HARNESS = "covey_conversation"
-"""As `harness.id` of verifiers."""
+HARNESS = "covey_conversation"  # as `harness.id` of verifiers
 
 
 def register() -> str:

@@ -50,8 +50,7 @@ class Unreadable(str):
     """Reason why a text is no JSON; a type of its own, since every other value may be JSON."""
 
 
-MAX_DEPTH = 64
-"""Arguments nested deeper than this are refused: copying and printing them later is recursive."""
+MAX_DEPTH = 64  # arguments nested deeper than this are refused: copying and printing them later is recursive
 
 _CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 """As Mistral's templates demand; other ids may hold anything, control tokens too."""
@@ -124,8 +123,7 @@ def _type(value: Any) -> str:
 # --- spans of a turn that hold calls ---------------------------------------------------------------------------------
 
 Part = ToolCall | MalformedCall
-Span = tuple[int, int, list[Part]]
-"""Begin, end and calls of a piece of the text that is no content."""
+Span = tuple[int, int, list[Part]]  # begin, end and calls of a piece of the text that is no content
 
 # A string literal (to the end of the text if it is not closed), or a bracket. Possessive, so that nothing is retried.
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)

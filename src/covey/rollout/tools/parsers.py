@@ -112,13 +112,9 @@ def _read_response_template(tokenizer: Any, token_ids: Sequence[int], prefill: s
     return AssistantTurn(message.get("content") or "", good, bad) if calls else None
 
 
-# --- XML, before the families whose marks such a template mentions too -----------------------------------------------
-
+# The notations in XML come first: their templates mention marks of other families too.
 TOOL_PARSERS.register("qwen3_coder", ToolParser(parse_qwen3_coder, ("<parameter=",), ("<tool_call>", "</tool_call>")))
 TOOL_PARSERS.register("glm", ToolParser(parse_glm, ("<arg_key>",), GLM_TOKENS))
-
-
-# --- Gemma models with calls of their own ----------------------------------------------------------------------------
 
 
 def parse_marked_gemma(text: str, opening: str, closing: str, quote: str, answer: str) -> AssistantTurn:
@@ -141,18 +137,13 @@ for _name, _marks in {"functiongemma": _FUNCTION_GEMMA, "gemma4": _GEMMA_4}.item
     TOOL_PARSERS.register(_name, ToolParser(_parse, _marks[:1], _marks[:3]))
 
 
-# --- Hermes: Qwen 2.5 and 3, SmolLM 3 and many others ----------------------------------------------------------------
-
-
 def parse_hermes(text: str) -> AssistantTurn:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once for each call."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once for each call (Qwen, SmolLM 3, others)."""
     return calls_between(text, "<tool_call>", "</tool_call>", lambda body: calls_in(decode_json(body), body))
 
 
 TOOL_PARSERS.register("hermes", ToolParser(parse_hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>")))
 
-
-# --- DeepSeek --------------------------------------------------------------------------------------------------------
 
 _DS = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")}
 
@@ -180,8 +171,6 @@ def _read_deepseek(text: str) -> list[Part]:
 
 TOOL_PARSERS.register("deepseek", ToolParser(parse_deepseek, ("<｜tool▁call",), tuple(_DS.values())))
 
-
-# --- Mistral ---------------------------------------------------------------------------------------------------------
 
 _TOOL_CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _THINK = ("[THINK]", "[/THINK]")  # Magistral and later; models trained by others on top of Mistral write <think>
@@ -220,8 +209,6 @@ def _named_mistral(text: str, scanner: Scanner, start: int, limit: int) -> tuple
 
 TOOL_PARSERS.register("mistral", ToolParser(parse_mistral, (_TOOL_CALLS,), (_TOOL_CALLS, _ARGS, _CALL_ID, *_THINK)))
 
-
-# --- Llama 3 ---------------------------------------------------------------------------------------------------------
 
 _PYTHON_TAG = "<|python_tag|>"
 _CALL_LIST = re.compile(r"\s*+\[\s*+[^\W\d][\w.]*+\(")
@@ -279,8 +266,6 @@ def _call_list(text: str) -> AssistantTurn:
 TOOL_PARSERS.register("llama3", ToolParser(parse_llama3, (_PYTHON_TAG, "Environment: ipython"), (_PYTHON_TAG,)))
 
 
-# --- Gemma -----------------------------------------------------------------------------------------------------------
-
 _FENCED = re.compile(r"```([a-z_]*+)[ \t]*+\n(.*?)(?:```|\Z)", re.DOTALL)
 _BARE_CALL = re.compile(r"\s*+[^\W\d][\w.]*+\(")
 
@@ -303,8 +288,6 @@ def parse_gemma(text: str) -> AssistantTurn:
 
 TOOL_PARSERS.register("gemma", ToolParser(parse_gemma, ("tool_code", "<start_of_turn>")))
 
-
-# --- Generic JSON ----------------------------------------------------------------------------------------------------
 
 _CALL_LIKE = re.compile(r'[\[{\s]*+"(?:name|function|type|arguments|parameters)"')
 _OPENING = re.compile(r'\{(?=\s*+")|\[(?=\s*+\{\s*+")')

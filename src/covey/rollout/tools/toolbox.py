@@ -34,18 +34,12 @@ Content = str | list[dict[str, Any]]
 class Failure(StrEnum):
     """Reason why a call has no result."""
 
-    MALFORMED = "malformed"
-    """It could not be read."""
-    UNKNOWN_TOOL = "unknown_tool"
-    """There is no such tool."""
-    WRONG_ARGUMENT = "wrong_argument"
-    """An argument is missing, unknown or of another type."""
-    EXCEPTION = "exception"
-    """The tool raised, or its result could not be rendered or shown."""
-    TIMEOUT = "timeout"
-    """The tool took longer than `timeout`."""
-    TOO_MANY = "too_many"
-    """The turn had more calls than are executed at once."""
+    MALFORMED = "malformed"  # it could not be read
+    UNKNOWN_TOOL = "unknown_tool"  # there is no such tool
+    WRONG_ARGUMENT = "wrong_argument"  # an argument is missing, unknown or of another type
+    EXCEPTION = "exception"  # the tool raised, or its result could not be rendered or shown
+    TIMEOUT = "timeout"  # the tool took longer than `timeout`
+    TOO_MANY = "too_many"  # the turn had more calls than are executed at once
 
 
 @dataclass(slots=True)
@@ -208,10 +202,8 @@ BRACKETS: dict[type, tuple[str, str]] = {
     frozenset: ("frozenset({", "})"),
     deque: ("deque([", "])"),
 }
-MAX_DEPTH = 50
-"""Containers that JSON cannot hold are shown down to this depth."""
-MAX_PARTS = 1000
-"""Members of a list that are looked at for images, and shown if there are any."""
+MAX_DEPTH = 50  # containers that JSON cannot hold are shown down to this depth
+MAX_PARTS = 1000  # members of a list that are looked at for images, and shown if there are any
 
 
 def content_of(result: Any, limit: int) -> Content:

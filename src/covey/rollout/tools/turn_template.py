@@ -21,8 +21,7 @@ _TEXT, _NAME, _RESULT, _THOUGHT = "coveySAID", "coveyNAME", "coveyRESULT", "cove
 _USER: Message = {"role": "user", "content": "coveyASK"}
 _CALLS = ("object", "string", "none")
 """Forms of a placeholder's calls: arguments as an object, as a JSON string, or no calls at all."""
-CACHED_TEMPLATES = 256
-"""Rows may bring arguments, and with them templates, of their own."""
+CACHED_TEMPLATES = 256  # rows may bring arguments, and with them templates, of their own
 
 
 class TurnTemplate:
