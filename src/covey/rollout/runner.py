@@ -60,8 +60,7 @@ class RolloutSpec:
 class SubmissionBarrier:
     """Event: the engine has the first request of every rollout of a batch.
 
-    A rollout that has ended without a request counts, and a slow one is not waited for: its requests may be sampled
-    with newer weights, as those of later turns are.
+    A slow rollout is not waited for: its requests may be sampled with newer weights, as those of later turns are.
     """
 
     SECONDS = 1.0

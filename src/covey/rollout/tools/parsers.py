@@ -56,6 +56,13 @@ TOOL_PARSERS: Registry[ToolParser] = Registry("tool parser")
 """Every notation by name; the first one whose mark is in a chat template is taken."""
 
 
+def _notation(
+    name: str, marks: tuple[str, ...] = (), tokens: tuple[str, ...] = ()
+) -> Callable[[Callable[[str], AssistantTurn]], Callable[[str], AssistantTurn]]:
+    """Register a parser: `@_notation("mine", marks, tokens)`."""
+    return lambda parse: TOOL_PARSERS.register(name, ToolParser(parse, marks, tokens)).parse
+
+
 def parser_for(chat_template: str | dict[str, str] | None) -> str:
     """The name of the parser whose marks the chat template mentions; "json" if none does."""
     if isinstance(chat_template, dict):
@@ -137,17 +144,16 @@ for _name, _marks in {"functiongemma": _FUNCTION_GEMMA, "gemma4": _GEMMA_4}.item
     TOOL_PARSERS.register(_name, ToolParser(_parse, _marks[:1], _marks[:3]))
 
 
+@_notation("hermes", ("<tool_call>",), ("<tool_call>", "</tool_call>"))
 def parse_hermes(text: str) -> AssistantTurn:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once for each call (Qwen, SmolLM 3, others)."""
     return calls_between(text, "<tool_call>", "</tool_call>", lambda body: calls_in(decode_json(body), body))
 
 
-TOOL_PARSERS.register("hermes", ToolParser(parse_hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>")))
-
-
 _DS = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")}
 
 
+@_notation("deepseek", ("<｜tool▁call",), tuple(_DS.values()))
 def parse_deepseek(text: str) -> AssistantTurn:
     """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`; V3 has a type before it and a fence around."""
     turn = calls_between(text, _DS["call▁begin"], _DS["call▁end"], _read_deepseek)
@@ -169,13 +175,11 @@ def _read_deepseek(text: str) -> list[Part]:
     return [named_call(head.strip(), arguments, text)]
 
 
-TOOL_PARSERS.register("deepseek", ToolParser(parse_deepseek, ("<｜tool▁call",), tuple(_DS.values())))
-
-
 _TOOL_CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _THINK = ("[THINK]", "[/THINK]")  # Magistral and later; models trained by others on top of Mistral write <think>
 
 
+@_notation("mistral", (_TOOL_CALLS,), (_TOOL_CALLS, _ARGS, _CALL_ID, *_THINK))
 def parse_mistral(text: str) -> AssistantTurn:
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` once for each call."""
     scanner, openings = Scanner(text), Finder(text, _TOOL_CALLS)
@@ -207,13 +211,11 @@ def _named_mistral(text: str, scanner: Scanner, start: int, limit: int) -> tuple
     return found[1], [named_call(name.strip(), text[begin : found[1]], text[start : found[1]], call_id.strip())]
 
 
-TOOL_PARSERS.register("mistral", ToolParser(parse_mistral, (_TOOL_CALLS,), (_TOOL_CALLS, _ARGS, _CALL_ID, *_THINK)))
-
-
 _PYTHON_TAG = "<|python_tag|>"
 _CALL_LIST = re.compile(r"\s*+\[\s*+[^\W\d][\w.]*+\(")
 
 
+@_notation("llama3", (_PYTHON_TAG, "Environment: ipython"), (_PYTHON_TAG,))
 def parse_llama3(text: str) -> AssistantTurn:
     """The whole turn is `{"name": ..., "parameters": {...}}`, or the text after `<|python_tag|>`; `;` between calls.
 
@@ -263,13 +265,11 @@ def _call_list(text: str) -> AssistantTurn:
     return AssistantTurn("", calls)
 
 
-TOOL_PARSERS.register("llama3", ToolParser(parse_llama3, (_PYTHON_TAG, "Environment: ipython"), (_PYTHON_TAG,)))
-
-
 _FENCED = re.compile(r"```([a-z_]*+)[ \t]*+\n(.*?)(?:```|\Z)", re.DOTALL)
 _BARE_CALL = re.compile(r"\s*+[^\W\d][\w.]*+\(")
 
 
+@_notation("gemma", ("tool_code", "<start_of_turn>"))
 def parse_gemma(text: str) -> AssistantTurn:
     """Calls in Python notation in a fence named `tool_code`, or `[f(a=1), g(b="x")]` as the whole turn; JSON too."""
     spans: list[Span] = []
@@ -286,9 +286,6 @@ def parse_gemma(text: str) -> AssistantTurn:
     return parse_json(text) if isinstance(calls, Unreadable) else AssistantTurn("", calls)
 
 
-TOOL_PARSERS.register("gemma", ToolParser(parse_gemma, ("tool_code", "<start_of_turn>")))
-
-
 _CALL_LIKE = re.compile(r'[\[{\s]*+"(?:name|function|type|arguments|parameters)"')
 _OPENING = re.compile(r'\{(?=\s*+")|\[(?=\s*+\{\s*+")')
 _FENCE_BEFORE = re.compile(r"```[a-z_]*[ \t]*\n?\s*\Z")
@@ -296,6 +293,7 @@ _FENCE_AFTER = re.compile(r"\s*+```")
 _LONGEST_FENCE = 40
 
 
+@_notation("json")
 def parse_json(text: str) -> AssistantTurn:
     """Any JSON object with a name and arguments, or a list of them, fenced or not, anywhere in the turn.
 
@@ -332,6 +330,3 @@ def _looks_like_call(value: Any, text: str) -> bool:
         value = value["function"]
     named = isinstance(value.get("name", value.get("function")), str)
     return named and any(key in value for key in ("arguments", "parameters", "args"))
-
-
-TOOL_PARSERS.register("json", ToolParser(parse_json))

@@ -54,8 +54,6 @@ class Tool:
         Raises:
             ValueError: no schema can be derived from it.
         """
-        from transformers.utils import get_json_schema
-
         if isinstance(function, Tool):
             return function
         if not callable(function) or isinstance(function, type):
@@ -63,9 +61,7 @@ class Tool:
         name = _name(function)
         try:
             described = _described(function)
-            _refuse_positional(function)
-            schema = get_json_schema(described)
-            _refuse_missing(function, schema)
+            schema = _schema(function, described)
             hints = typing.get_type_hints(described)
         except Exception as error:  # transformers raises its own kinds, and others for what it did not expect
             reason = " ".join(map(str, error.args)).rstrip(".! ")
@@ -130,47 +126,39 @@ def _members(hint: Any) -> Callable[[Any], Any] | None:
     if not any(each):
         return None
 
-    def made(value: Any, make: Callable[[Any], Any] | None) -> Any:
-        return value if make is None else make(value)
-
-    def in_union(value: Any) -> Any:
-        for make in filter(None, each):
-            with contextlib.suppress(ValueError, TypeError):
-                return make(value)
-        return value
-
-    def in_mapping(value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
+    def convert(value: Any) -> Any:
+        if origin in (typing.Union, types.UnionType):  # the first that takes it
+            for make in filter(None, each):
+                with contextlib.suppress(ValueError, TypeError):
+                    return make(value)
+            return value
+        if not isinstance(value, dict if origin is dict else list):
             raise TypeError(f"{value!r} is no {hint}")
-        return {key: made(item, each[1]) for key, item in value.items()}
-
-    def in_list(value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise TypeError(f"{value!r} is no {hint}")
+        if isinstance(value, dict):
+            return {key: each[1](item) if each[1] else item for key, item in value.items()}
         makes = each if origin is tuple else each * len(value)
-        return [made(item, make) for item, make in zip(value, makes, strict=True)]
+        return [make(item) if make else item for item, make in zip(value, makes, strict=True)]
 
-    if origin is dict:
-        return in_mapping
-    return in_union if origin in (typing.Union, types.UnionType) else in_list
+    return convert
 
 
-def _refuse_positional(function: Callable[..., Any]) -> None:
-    """Raise ValueError for parameters that cannot be given by name, as calls give them."""
-    for parameter in inspect.signature(function).parameters.values():
+def _schema(function: Callable[..., Any], described: Callable[..., Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; raises ValueError where a call by name could not give them all."""
+    from transformers.utils import get_json_schema
+
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"its parameter {str(parameter)!r} cannot be given by name.")
-
-
-def _refuse_missing(function: Callable[..., Any], schema: dict[str, Any]) -> None:
-    """Raise ValueError for a parameter without a default that the schema lacks."""
+    schema: dict[str, Any] = get_json_schema(described)
     known = schema["function"]["parameters"]["properties"]
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in known:
             raise ValueError(
                 f"its parameter {parameter.name!r} has no value: give a method as that of an object, as in"
                 f" `thing.{_name(function)}`."
             )
+    return schema
 
 
 # --- JSON schemas, as far as those made from type hints go -----------------------------------------------------------
@@ -214,20 +202,13 @@ def checked(value: Any, schema: dict[str, Any], where: str) -> Any:
             value = int(value)
     if "enum" in schema and value not in schema["enum"]:
         raise WrongArgument(f"{where} must be one of {schema['enum']}, not {shown(value)}")
-    if isinstance(value, list):
-        return _checked_items(value, schema, where)
     if isinstance(value, dict):
         return checked_object(value, schema, where)
-    return value
-
-
-def _checked_items(value: list[Any], schema: dict[str, Any], where: str) -> list[Any]:
+    if not isinstance(value, list) or (schema.get("prefixItems") is None and schema.get("items") is None):
+        return value
     schemas = schema.get("prefixItems")
     if schemas is None:
-        each = schema.get("items")
-        if each is None:
-            return value
-        schemas = [each] * len(value)
+        schemas = [schema["items"]] * len(value)
     if len(value) != len(schemas):
         raise WrongArgument(f"{where} must have {len(schemas)} items, not {len(value)}")
     return [checked(item, one, f"{where}[{i}]") for i, (item, one) in enumerate(zip(value, schemas, strict=True))]

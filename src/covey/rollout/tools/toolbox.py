@@ -106,9 +106,7 @@ class Toolbox:
         for name, limit in limits.items():
             if not limit > 0:
                 raise ValueError(f"{name}={limit!r} of the tools must be greater than 0.")
-        self.timeout = timeout
-        self.max_result_chars = max_result_chars
-        self.max_parallel_calls = max_parallel_calls
+        self.timeout, self.max_result_chars, self.max_parallel_calls = timeout, max_result_chars, max_parallel_calls
         self.tools: dict[str, Tool] = {}
         for tool in map(Tool.of, tools):
             if tool.name in self.tools:
@@ -207,11 +205,7 @@ MAX_PARTS = 1000  # members of a list that are looked at for images, and shown i
 
 
 def content_of(result: Any, limit: int) -> Content:
-    """Render a result of any type; a note tells how much beyond `limit` characters was left out.
-
-    Strings stay as they are; what JSON can hold is written as JSON, data classes too; anything else by `str`. Images,
-    and lists of images and other things, become parts.
-    """
+    """A result of any type as text, with a note of what was left out beyond `limit` characters, or as parts."""
     parts = parts_of(result, limit)
     return text_of(result, limit) if parts is None else parts
 
@@ -225,7 +219,7 @@ def parts_of(result: Any, limit: int) -> list[dict[str, Any]] | None:
 
 
 def text_of(result: Any, limit: int) -> str:
-    """A result as text that every tokenizer can encode."""
+    """A result as text that every tokenizer can encode: strings as they are, JSON where it can, else `str`."""
     whole = True
     if isinstance(result, str):
         text = str.__str__(result)
@@ -235,14 +229,10 @@ def text_of(result: Any, limit: int) -> str:
         raise TypeError("the tool returned a generator instead of a result; let it return a list or a string")
     else:
         text, whole = _printed(result, limit)
-    return _cut(text, limit, whole).encode("utf-8", "replace").decode()
-
-
-def _cut(text: str, limit: int, whole: bool) -> str:
     left_out = len(text) - limit
-    if left_out <= 0:
-        return text
-    return f"{text[:limit]}\n[{f'{left_out} ' if whole else ''}more characters left out]"
+    if left_out > 0:
+        text = f"{text[:limit]}\n[{f'{left_out} ' if whole else ''}more characters left out]"
+    return text.encode("utf-8", "replace").decode()
 
 
 def _printed(result: Any, limit: int) -> tuple[str, bool]:
