@@ -38,10 +38,8 @@ class SoftOverlongPunishment:
     __name__ = "soft_overlong_punishment_reward"
 
     def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        return [
-            soft_overlong_punishment(len(ids), self.max_completion_len, self.soft_punish_cache)
-            for ids in completion_ids
-        ]
+        limits = self.max_completion_len, self.soft_punish_cache
+        return [soft_overlong_punishment(len(ids), *limits) for ids in completion_ids]
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:

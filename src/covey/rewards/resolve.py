@@ -45,26 +45,19 @@ def resolve_reward(text: str) -> Callable | str:
     """
     text = text.strip()
     reference, call, arguments = text.partition("(")
-    found = _look_up(reference)
-    if isinstance(found, str):
+    if reference in BUILT_IN:
+        found = getattr(importlib.import_module(BUILT_IN[reference]), reference)
+    elif not os.path.isdir(reference) and is_reference(reference):
+        found = resolve(reference, "reward", FORMS)
+    else:
+        close = difflib.get_close_matches(reference, BUILT_IN, n=1)
+        if close and "/" not in reference and not os.path.isdir(reference):
+            raise ValueError(f"reward {reference!r} is unknown; did you mean {close[0]!r}? A reward is {FORMS}.")
         return text
     if call:
         return _call(found, text, arguments)
     _refuse_factory(found, reference)
     return found
-
-
-def _look_up(reference: str) -> Callable | str:
-    if reference in BUILT_IN:
-        return getattr(importlib.import_module(BUILT_IN[reference]), reference)
-    if os.path.isdir(reference):
-        return reference
-    if is_reference(reference):
-        return resolve(reference, "reward", FORMS)
-    close = difflib.get_close_matches(reference, BUILT_IN, n=1)
-    if close and "/" not in reference:
-        raise ValueError(f"reward {reference!r} is unknown; did you mean {close[0]!r}? A reward is {FORMS}.")
-    return reference
 
 
 def _refuse_factory(found: Callable, reference: str) -> None:

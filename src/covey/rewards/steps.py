@@ -90,7 +90,8 @@ def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards
     """
     if not rollout.completion_ids:
         return []
-    turns = rollout.turn_ends or [len(rollout.completion_ids) - 1]
+    length = len(rollout.completion_ids)
+    turns = rollout.turn_ends or [length - 1]
     characters: CharacterEnds | None = None
     resolved: StepRewards = []
     for end, reward in steps:
@@ -102,8 +103,14 @@ def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards
         elif isinstance(end, CharEnd):
             characters = characters or _characters(end, rollout, tokenizer)
             token = _of_character(end, rollout, characters)
+        elif 0 <= end < length:
+            token = end
         else:
-            token = _of_token(end, len(rollout.completion_ids))
+            raise StepEndError(
+                f"token {end}, but the completion has {_counted(length, 'token')}: a plain int is the index of the"
+                f" step's last token, from 0 to {length - 1}. For a position in the text, such as the end of a match,"
+                " give CharEnd(match.end())."
+            )
         resolved.append((token, reward))
     if rewarded := {int(end) for end, _ in steps if isinstance(end, TurnEnd)}:
         resolved += [(token, math.nan) for turn, token in enumerate(turns) if turn not in rewarded]
@@ -119,16 +126,6 @@ def _as_end(end: Any) -> int | None:
         return operator.index(end)  # numpy's and torch's integers too
     except (TypeError, ValueError):
         return None
-
-
-def _of_token(end: int, length: int) -> int:
-    if not 0 <= end < length:
-        raise StepEndError(
-            f"token {end}, but the completion has {_counted(length, 'token')}: a plain int is the index of the step's"
-            f" last token, from 0 to {length - 1}. For a position in the text, such as the end of a match, give"
-            " CharEnd(match.end())."
-        )
-    return end
 
 
 def _characters(end: CharEnd, rollout: Rollout, tokenizer: Any) -> "CharacterEnds":
