@@ -83,14 +83,13 @@ class RewardBatch:
                         found[name][index] = value
             columns |= found
         refuse_reserved(columns)
-        completion_ids = [rollout.completion_ids for rollout in self.rollouts]
-        return {
-            **columns,
-            "prompts": [rollout.asked(row) for row, rollout in zip(self.rows, self.rollouts, strict=True)],
-            "completions": [rollout.completion for rollout in self.rollouts],
-            "completion_ids": completion_ids,
-            "completions_ids": completion_ids,
-        }
+        prompts, completions, completion_ids = [], [], []
+        for row, rollout in zip(self.rows, self.rollouts, strict=True):
+            prompts.append(rollout.asked(row))
+            completions.append(rollout.completion)
+            completion_ids.append(rollout.completion_ids)
+        arguments = {"prompts": prompts, "completions": completions}
+        return {**columns, **arguments, "completion_ids": completion_ids, "completions_ids": completion_ids}
 
 
 def refuse_reserved(columns: Iterable[str]) -> None:

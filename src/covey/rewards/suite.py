@@ -121,9 +121,11 @@ class RewardSuite:
 
     def stream(self, trainer_state: Any, groups: bool = False) -> RewardStream | None:
         """Scorer of rollouts as they end; None if no function can use it."""
-        functions = {i: one for i, one in enumerate(self.functions) if isinstance(one, FunctionReward)}
-        each = {i: one for i, one in functions.items() if one.per_completion}
-        whole = {i: one for i, one in functions.items() if groups and not one.per_completion}
+        each: dict[int, FunctionReward] = {}
+        whole: dict[int, FunctionReward] = {}
+        for index, function in enumerate(self.functions):
+            if isinstance(function, FunctionReward) and (function.per_completion or groups):
+                (each if function.per_completion else whole)[index] = function
         return RewardStream(each, whole, self._loop, trainer_state, self.timeout) if each or whole else None
 
     def __call__(
@@ -219,7 +221,8 @@ class RewardSuite:
 
     def _check_failures(self, index: int, result: CallResult, batch: RewardBatch) -> None:
         """Stop the run if a function fails on all samples; warn once if it fails on some."""
-        name, size, reason = self.names[index], len(batch), result.describe_error(self.timeout).rstrip(".")
+        name, size = self.names[index], len(batch)
+        reason = result.describe_error(self.timeout).rstrip(".") if result.failures + result.timeouts else ""
         if result.failures + result.timeouts < size:
             self._has_scored[index] = True
             self._failed_batches[index] = 0
