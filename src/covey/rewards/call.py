@@ -89,7 +89,6 @@ class CallResult:
 
     @classmethod
     def timed_out(cls, size: int, seconds: float) -> "CallResult":
-        """Result of a call that was late."""
         return cls([math.nan] * size, [None] * size, Log(size), seconds, timeouts=size, error=CallTimeout())
 
     @classmethod
@@ -256,7 +255,6 @@ class RewardStream:
                 future.cancel()
 
     def __contains__(self, index: int) -> bool:
-        """True if the stream calls the function of that index."""
         return index in self._lanes
 
     def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
@@ -277,7 +275,6 @@ class RewardStream:
                 self._pending[index][start] = self._lanes[index].start(batch)
 
     def result(self, index: int) -> CallResult:
-        """Wait for all calls of a function; their rewards in the order of the batch."""
         lane, pending = self._lanes[index], self._pending[index]
         return CallResult.joined([lane.result(pending[start]) for start in sorted(pending)])
 
@@ -329,7 +326,6 @@ class _ThreadLane:
         return future.result()  # ends: each call before it and its own has a deadline
 
     def close(self) -> None:
-        """End both threads after the current call."""
         if self._started:
             self._worker.submit(self._calls.close)
             self._worker.close()

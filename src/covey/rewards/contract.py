@@ -83,7 +83,6 @@ def answers(extract: Extract) -> Callable[[F], F]:
 
 
 def extract_of(function: Callable) -> Extract | None:
-    """Attribute `extract` of a reward function, or of the one that a `partial` wraps."""
     while isinstance(function, functools.partial) and not hasattr(function, "extract"):
         function = function.func
     return getattr(function, "extract", None)

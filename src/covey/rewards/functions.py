@@ -56,13 +56,11 @@ class RewardBatch:
         return [index for index, rollout in enumerate(self.rollouts) if rollout.finish is not FinishReason.ERROR]
 
     def take(self, indices: list[int]) -> "RewardBatch":
-        """The batch of some samples."""
         if len(indices) == len(self.rollouts):
             return self
         return RewardBatch([self.rows[index] for index in indices], [self.rollouts[index] for index in indices])
 
     def describe(self, index: int) -> str:
-        """Prompt and completion of a sample, shortened, for messages."""
         return describe_sample(self.rollouts[index].asked(self.rows[index]), self.rollouts[index].completion)
 
     @cached_property
@@ -124,18 +122,15 @@ class Log:
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
     def log_extra(self, column: str, values: list) -> None:
-        """Log a column, one value per sample: the argument `log_extra` of reward functions."""
         values = list(values)
         if len(values) != self.size:
             raise RewardError(f"log_extra({column!r}, ...) was given {len(values)} values for {self.size} samples.")
         self.extras[str(column)] = [_loggable(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number: the argument `log_metric` of reward functions."""
         self.metrics.append((str(name), float(value)))
 
     def replay(self, context: RewardContext) -> None:
-        """Pass everything to the trainer."""
         for column, values in self.extras.items():
             context.log_extra(column, values)
         for name, value in self.metrics:
@@ -210,11 +205,9 @@ class FunctionReward:
         self._bound = function.keywords if isinstance(function, functools.partial) else {}
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
-        """Score a batch with a sync function."""
         return as_values(self.function(**self.arguments(batch, trainer_state, log)), len(batch))
 
     async def call_async(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
-        """Score a batch with an async function."""
         return as_values(await self.function(**self.arguments(batch, trainer_state, log)), len(batch))
 
     def arguments(self, batch: RewardBatch, trainer_state: Any, log: Log) -> dict[str, Any]:

@@ -47,7 +47,6 @@ class ExactMatchReward(MatchReward):
         return float(self.normalise(given) == self.normalise(expected))
 
     def extract(self, completion: Any) -> str:
-        """Answer for majority votes: the whole completion."""
         return self.normalise(completion_text(completion))
 
     def normalise(self, text: str) -> str:
@@ -128,7 +127,6 @@ class NumericMatchReward(MatchReward):
     __name__ = "numeric_match_reward"
 
     def extract(self, completion: Any) -> Fraction | None:
-        """Answer for majority votes: the last number."""
         return last_number(completion_text(completion))
 
     def compare(self, given: str, expected: str) -> float | None:

@@ -169,8 +169,12 @@ class Collector:
         prompts, images = [], []
         rollouts: dict[int, list[Rollout]] = {}
         for group in groups:
+            row = group.rows[0]
+            prompt, shown = row["prompt"], list[Any]()
             try:
-                prompt, shown = self._prompt_with_images(group.rows[0])
+                if self.codec.vision is not None:
+                    self.codec.read_row(row)
+                    prompt, shown = embed_images(prompt, images_of(row))
             except ValueError as error:
                 rollouts[group.number] = self._unreadable(group, error)
             else:
@@ -188,13 +192,6 @@ class Collector:
                 callbacks.on_rollouts(group.start, group.rows, rollouts[group.number])
                 callbacks.on_group(group.start, group.rows, rollouts[group.number])
         return [rollouts[group.number] for group in groups]
-
-    def _prompt_with_images(self, row: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """A row's prompt, and the images in it that a vision-language model is shown."""
-        if self.codec.vision is None:
-            return row["prompt"], []
-        self.codec.read_row(row)
-        return embed_images(row["prompt"], images_of(row))
 
     def _unreadable(self, group: SampleGroup, error: ValueError) -> list[Rollout]:
         """Failed rollouts of a row that cannot be encoded: the other rows go on."""

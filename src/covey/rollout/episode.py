@@ -230,7 +230,6 @@ class Episode:
 
     @property
     def room(self) -> int:
-        """Number of tokens that may still follow."""
         limit, context = self.engine.params.max_tokens, self.engine.templates.codec.max_context
         return (limit if context is None else min(limit, context - len(self.prompt_ids))) - len(self.completion_ids)
 

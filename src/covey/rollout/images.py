@@ -154,7 +154,6 @@ def refuse_unsupported_parts(prompt: Any) -> None:
 
 
 def has_images(prompt: Any) -> bool:
-    """True where a message of a prompt has an image among its parts."""
     return any(map(_is_image_part, _parts(prompt)))
 
 

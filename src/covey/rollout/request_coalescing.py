@@ -18,7 +18,6 @@ class _Batch:
     sent: list[Callable[[], None]] = field(default_factory=list)
 
     def has_media(self, media: tuple[Media, ...]) -> bool:
-        """True where its requests show these very images."""
         own = self.requests[0].media
         return len(own) == len(media) and all(a is b for a, b in zip(own, media, strict=True))
 
@@ -83,6 +82,5 @@ class RequestCoalescer:
                 future.set_result(own)
 
     def close(self) -> None:
-        """Cancel requests that are under way."""
         for task in self._tasks:
             task.cancel()

@@ -47,12 +47,10 @@ class RolloutSpec:
     limits: RolloutValidator | None = None
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
-        """Give back resources of rollouts whose rewards are scored, such as environments."""
         if hasattr(self.play, "release"):
             self.play.release(rollouts)
 
     def close(self) -> None:
-        """Free all resources; no rollout may be under way."""
         if hasattr(self.play, "close"):
             self.play.close()
 
@@ -86,7 +84,6 @@ class SubmissionBarrier:
             sent()
 
     async def all_sent(self) -> None:
-        """Wait for the awaited rollouts, for at most `SECONDS`."""
         await asyncio.sleep(0)  # rollouts that begin in this turn of the loop are awaited
         if self._awaited:
             with suppress(TimeoutError):

@@ -35,7 +35,6 @@ class Draft:
 
 
 def fingerprint(token_ids: Sequence[int]) -> int:
-    """A 63-bit number that stands for these tokens."""
     digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -117,7 +116,6 @@ class Speculation:
 
 
 def reuse_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
-    """The share of sampled tokens that come from drafts, as a metric."""
     reused = sum(rollout.reused for rollout in rollouts)
     return {"sampling/reused_token_fraction": Mean(float(reused), float(sum(r.num_sampled for r in rollouts)))}
 

@@ -66,7 +66,6 @@ class EnvironmentAgent(ABC):
         return rollout
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
-        """Take back the environments of rollouts whose rewards are scored."""
         for rollout in rollouts:
             if (environment := rollout.extras.pop(OBJECTS, None)) is not None:
                 self.pool.release(environment)

@@ -190,7 +190,6 @@ def initial_prompt(prompt: Any, opening: Observation | None, where: str) -> list
 
 
 def as_messages(observation: Observation) -> list[Message]:
-    """An observation as messages to the policy."""
     if not isinstance(observation, str) and _is_messages(observation):
         return list(observation)
     return [{"role": "user", "content": observation}]

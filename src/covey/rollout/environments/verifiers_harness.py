@@ -27,7 +27,6 @@ def register() -> str:
 
 
 def conversation(system: str | None, prompt: Any) -> list[dict[str, Any]]:
-    """A task's prompt, text or messages of verifiers, as messages."""
     messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     if isinstance(prompt, str):
         return [*messages, {"role": "user", "content": prompt}]

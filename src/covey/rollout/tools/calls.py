@@ -164,7 +164,6 @@ class Scanner:
         return None if end is None else (decode_json(self.text[start:end]), end)
 
     def skip_space(self, start: int) -> int:
-        """The first position from `start` on that is no white space."""
         found = _SPACE.match(self.text, start)
         return found.end() if found else start
 
@@ -232,6 +231,5 @@ def calls_in(value: Any, text: str) -> list[Part]:
 
 
 def named_call(name: str, arguments: str, text: str, call_id: str = "") -> Part:
-    """A call whose name and id stand outside of its JSON arguments."""
     (call,) = calls_in({"name": name, "arguments": arguments, "id": call_id}, text)
     return call

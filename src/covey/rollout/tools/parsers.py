@@ -59,7 +59,6 @@ TOOL_PARSERS: Registry[ToolParser] = Registry("tool parser")
 def _notation(
     name: str, marks: tuple[str, ...] = (), tokens: tuple[str, ...] = ()
 ) -> Callable[[Callable[[str], AssistantTurn]], Callable[[str], AssistantTurn]]:
-    """Register a parser: `@_notation("mine", marks, tokens)`."""
     return lambda parse: TOOL_PARSERS.register(name, ToolParser(parse, marks, tokens)).parse
 
 
@@ -258,7 +257,6 @@ def _llama_parts(text: str, tagged: bool) -> list[Part]:
 
 
 def _call_list(text: str) -> AssistantTurn:
-    """A turn that is `[f(a=1), g(b="x")]` from its beginning on."""
     calls = read_python_calls(text)
     if isinstance(calls, Unreadable):
         return AssistantTurn("", [], [MalformedCall(text.strip(), str(calls))])

@@ -261,7 +261,6 @@ def from_text(text: str, schema: dict[str, Any]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -258,7 +258,6 @@ def _take(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
 
 
 def _plain(result: Any) -> Any:
-    """A data class as a dictionary, one level at a time."""
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     raise TypeError(f"JSON cannot hold {type(result).__name__}")

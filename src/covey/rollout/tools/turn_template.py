@@ -326,6 +326,5 @@ def _user_parts(results: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _difference(one: str, other: str) -> str:
-    """The position where two texts begin to differ, as an error text."""
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return f"{one[at : at + 40]!r} becomes {other[at : at + 40]!r} after {one[max(0, at - 20) : at]!r}"
