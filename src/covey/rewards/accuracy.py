@@ -76,10 +76,7 @@ def _compared(answer: str, solution: str, seconds: float) -> AnswerComparison:
 @per_completion
 @answers("answer_parsed")
 def accuracy_reward(
-    completions: list[Any],
-    solution: list[str],
-    log_extra: Callable[[str, list], None] | None = None,
-    **kwargs: Any,
+    completions: list[Any], solution: list[str], log_extra: Callable[[str, list], None] | None = None, **kwargs: Any
 ) -> list[float | None]:
     """1 where the final answer is mathematically equal to `solution`, else 0; None where `solution` is no mathematics.
 

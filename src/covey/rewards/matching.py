@@ -17,11 +17,7 @@ class MatchReward:
     """Compares each completion with the column `answer`, else `solution`; None where that is None."""
 
     def __call__(
-        self,
-        completions: list[Any],
-        answer: list[Any] | None = None,
-        solution: list[Any] | None = None,
-        **kwargs: Any,
+        self, completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
     ) -> list[float | None]:
         expected = answer if answer is not None else solution
         if expected is None:

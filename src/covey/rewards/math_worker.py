@@ -38,9 +38,7 @@ def parse_answer(text: str) -> list:
     from math_verify import LatexExtractionConfig, parse
 
     config = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(units=True),
-        boxed_match_priority=0,
-        try_extract_without_anchor=False,
+        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
     return parse(text, extraction_config=[config], extraction_mode="first_match", parsing_timeout=0)
 

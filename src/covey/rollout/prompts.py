@@ -120,11 +120,7 @@ class PromptCodec:
         return {**self.chat_template_kwargs, **{k: v for k, v in (row_kwargs or {}).items() if v is not None}}
 
     def _encode_chat(
-        self,
-        messages: Any,
-        row_kwargs: dict[str, Any] | None,
-        tools: Sequence[dict[str, Any]],
-        images: Sequence[Any],
+        self, messages: Any, row_kwargs: dict[str, Any] | None, tools: Sequence[dict[str, Any]], images: Sequence[Any]
     ) -> Encoded:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError(
