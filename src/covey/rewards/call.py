@@ -40,29 +40,17 @@ LOOP_GRACE = 1.0  # seconds that an async function may be late with its result; 
 
 @dataclass(frozen=True)
 class CallResult:
-    """Rewards of a batch by one function.
+    """Rewards of a batch by one function, one per sample."""
 
-    Attributes:
-        values: one per sample; NaN where it abstained, failed or was late; the sum where it rewarded steps.
-        steps: the rewards of a sample's steps, as the function returned them; None where it returned a number.
-        log: of the calls that succeeded.
-        seconds: wall time.
-        failures: samples on which it raised, or returned NaN or something that is no reward.
-        timeouts: samples that it had not scored at the deadline.
-        culprit: index of the first failure.
-        error: of the culprit, or of the call on the whole batch if every sample failed.
-        text: that error, formatted.
-    """
-
-    values: list[float]
-    steps: list[StepRewards | None]
-    log: Log
-    seconds: float = 0.0
-    failures: int = 0
-    timeouts: int = 0
-    culprit: int = 0
-    error: BaseException | None = None
-    text: str = ""
+    values: list[float]  # NaN where it abstained, failed or was late; the sum where it rewarded steps
+    steps: list[StepRewards | None]  # as the function returned them; None where it returned a number
+    log: Log  # of the calls that succeeded
+    seconds: float = 0.0  # wall time
+    failures: int = 0  # samples on which it raised, or returned NaN or something that is no reward
+    timeouts: int = 0  # samples that it had not scored at the deadline
+    culprit: int = 0  # index of the first failure
+    error: BaseException | None = None  # of the culprit, or of the call on the whole batch if every sample failed
+    text: str = ""  # that error, formatted
 
     @classmethod
     def of(cls, returned: Values, log: Log) -> "CallResult":

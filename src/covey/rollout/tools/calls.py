@@ -9,13 +9,10 @@ from typing import Any
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call as the policy wrote it; its tool and its arguments are not checked yet.
+    """A call as the policy wrote it; its tool and its arguments (JSON values) are not checked yet.
 
-    Attributes:
-        name: of the tool.
-        arguments: by name, as JSON values.
-        texts: the text of each argument, where the notation has no types; the tool's schema decides what it is.
-        call_id: the policy's own id of the call, nine letters and digits, which its result repeats.
+    Where the notation has no types, `texts` holds the text of each argument, and the tool's schema decides what it is.
+    `call_id` is the policy's own id of the call, nine letters and digits, which its result repeats.
     """
 
     name: str

@@ -39,17 +39,11 @@ from covey.runtime.user_code import format_error
 
 @dataclass(frozen=True)
 class ToolParser:
-    """One notation of calls.
+    """One notation of calls."""
 
-    Attributes:
-        parse: from the text of an assistant's turn, special tokens of the notation included, to its parts.
-        marks: texts by which a chat template that uses this notation is recognised; any one will do.
-        tokens: special tokens that belong to the notation and are kept when a turn is decoded.
-    """
-
-    parse: Callable[[str], AssistantTurn]
-    marks: tuple[str, ...] = ()
-    tokens: tuple[str, ...] = ()
+    parse: Callable[[str], AssistantTurn]  # of the text of a turn, special tokens of the notation included
+    marks: tuple[str, ...] = ()  # texts by which a chat template that uses this notation is recognised; any one will do
+    tokens: tuple[str, ...] = ()  # special tokens of the notation, which are kept when a turn is decoded
 
 
 TOOL_PARSERS: Registry[ToolParser] = Registry("tool parser")

@@ -22,18 +22,11 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool.
-
-    Attributes:
-        name: of the tool for the policy.
-        schema: as the chat template gets it, `{"type": "function", "function": {"name", "description", "parameters"}}`.
-        function: called with the arguments by name; ordinary or `async`.
-        enums: for arguments that are or hold members of an enumeration: converts values to members.
-    """
+    """One tool; `enums` convert values of arguments that are or hold members of an enumeration."""
 
     name: str
-    schema: dict[str, Any]
-    function: Callable[..., Any]
+    schema: dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+    function: Callable[..., Any]  # called with the arguments by name; ordinary or `async`
     enums: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
