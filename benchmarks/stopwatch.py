@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from covey.observability.timeline import PhaseTimer
+from covey.observability.metrics import PhaseTimer
 
 
 class Stopwatch:

@@ -64,7 +64,7 @@ def test_trackers_get_pictures_where_their_tables_hold_them(tmp_path, monkeypatc
 
     monkeypatch.setattr(completions.importlib, "import_module", module)
     made = log(tmp_path)
-    at = [name for name, _ in made._columns()].index("images")
+    at = [name for name, _ in completions._columns_of([*made.rows])].index("images")
     made.to_trackers(["wandb", "swanlab"], 1)
     assert [row[at] for row in sent["wandb"]] == [[(20, 28)], []]
     assert [row[at] for row in sent["swanlab"]] == ["1 image", None]

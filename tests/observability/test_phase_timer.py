@@ -2,7 +2,7 @@
 
 import pytest
 
-from covey.observability.timeline import PhaseTimer
+from covey.observability.metrics import PhaseTimer
 
 
 class Clock:

@@ -7,8 +7,7 @@ import math
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
-from covey.observability.dashboard import ProgressDisplay
-from covey.observability.dashboard_view import duration, phase_bar, sparkline
+from covey.observability.dashboard import ProgressDisplay, duration, phase_bar, sparkline
 
 
 class Clock:

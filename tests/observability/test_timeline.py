@@ -4,8 +4,9 @@ import doctest
 
 import pytest
 
-from covey.observability import timeline as module
-from covey.observability.timeline import ROLLOUTS, TRAINER, PhaseTimer, Timeline, covered, plot_timeline
+from covey.observability import metrics as module
+from covey.observability.metrics import ROLLOUTS, TRAINER, PhaseTimer, Timeline, covered
+from covey.observability.timeline import plot_timeline
 
 
 def test_examples():

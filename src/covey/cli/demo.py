@@ -43,12 +43,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="Most minutes of training; slow machines stop here.")
     options = parser.parse_args(argv)
     output_dir = Path(options.output_dir)
-    summary = run(output_dir, seed=options.seed, max_steps=options.max_steps, minutes=options.minutes)
-    print_result(summary, output_dir)
+    print_result(run(output_dir, options.seed, options.max_steps, options.minutes), output_dir)
     return 0
 
 
-def run(output_dir: Path, *, seed: int, max_steps: int, minutes: float) -> dict[str, Any]:
+def run(output_dir: Path, seed: int, max_steps: int, minutes: float) -> dict[str, Any]:
     """Train, measure before and after, and write everything into `output_dir`; returns the summary."""
     import rich
 
@@ -132,11 +131,9 @@ def sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     answers = {entry["question"]: entry["answer"] for entry in entries}
     questions = sorted(answers)
     random.Random(seed).shuffle(questions)
+    system = {"role": "system", "content": SYSTEM}
     rows = [
-        {
-            "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
-            "answer": answers[question],
-        }
+        {"prompt": [system, {"role": "user", "content": question}], "answer": answers[question]}
         for question in questions
     ]
     return rows[HELD_OUT_PROMPTS:], rows[:HELD_OUT_PROMPTS]
@@ -212,8 +209,8 @@ def print_result(summary: dict[str, Any], output_dir: Path) -> None:
     from rich.table import Table
 
     table = Table(title=f"Held-out accuracy ({summary['prompts']} sums, {summary['n']} samples)")
-    for column in ("", "accuracy (95% interval)"):
-        table.add_column(column)
+    table.add_column("")
+    table.add_column("accuracy (95% interval)")
     for when in ("before", "after"):
         table.add_row(when, _accuracy(summary, when))
     rich.print(table)
@@ -230,10 +227,8 @@ class TimeBudget(TrainerCallback):
         self.start = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock."""
         self.start = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop after the time limit."""
         if time.perf_counter() - self.start > self.seconds:
             control.should_training_stop = True

@@ -3,6 +3,7 @@
 import argparse
 import os
 import platform
+import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,18 +12,8 @@ from covey import __version__
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets")
 EXTRAS = (
-    "peft",
-    "vllm",
-    "sglang",
-    "deepspeed",
-    "bitsandbytes",
-    "math-verify",
-    "wandb",
-    "trackio",
-    "swanlab",
-    "mlflow",
-    "tensorboard",
-    "optuna",
+    *("peft", "vllm", "sglang", "deepspeed", "bitsandbytes", "math-verify"),
+    *("wandb", "trackio", "swanlab", "mlflow", "tensorboard", "optuna"),
 )
 
 
@@ -82,12 +73,8 @@ def _version(package: str) -> str | None:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*:\s*(.*\S)", cpuinfo.read_text(), re.M) if cpuinfo.is_file() else None
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def _gpus() -> str:

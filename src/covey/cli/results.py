@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.config_file import RunConfig
-from covey.observability.dashboard_view import duration
-from covey.observability.evaluations import all_sets, prefix, with_interval
+from covey.observability.dashboard import duration
+from covey.observability.evaluations import all_sets, metrics_of, with_interval
 from covey.observability.report import Sample
 
 SHOWN = 8
@@ -64,10 +64,8 @@ def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
     for entry in history:
         latest.update(entry)
     for name in all_sets(history):
-        figures[f"Reward in evaluation {name}".rstrip()] = latest[f"{prefix(name)}reward"]
-        metrics = {
-            key.removeprefix(prefix(name)): value for key, value in latest.items() if key.startswith(prefix(name))
-        }
+        metrics = metrics_of(name, latest)
+        figures[f"Reward in evaluation {name}".rstrip()] = metrics["reward"]
         for label, text in with_interval(metrics):
             figures[f"{label} {name}".rstrip()] = text
     figures["Optimizer steps"] = latest.get("step", 0)

@@ -23,13 +23,7 @@ STYLES = {Kind.CALL: "cyan", Kind.RESULT: "dim", Kind.FAILURE: "red", Kind.GAP: 
 
 
 def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: int | None = None) -> Any:
-    """A `rich.table.Table` that is readable in 100 columns.
-
-    Args:
-        rows: with `step`, `prompt`, `completion`, `advantage` and the rewards; `messages` where it is a conversation.
-        reward_names: keys of the rewards.
-        num: show this many, evenly spread; all if None.
-    """
+    """A `rich.table.Table` of all rows, or `num` of them evenly spread, that is readable in 100 columns."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table

@@ -33,15 +33,13 @@ class CompletionLog:
     """The latest completions, published at every log.
 
     Args:
-        output_dir: files go to its subfolder.
+        output_dir, folder, name: files go to a subfolder; a slash in their name, as in hub ids, is written as a dash.
         limit: maximum number of stored rows, usually those of one rollout batch; None stores all.
         show: also print a table, and send one to trackers, when published.
         num_to_print: maximum rows of the printed table; None prints all.
         unique_prompts: one row per prompt in printed and sent tables.
         report_to: names of trackers, as in `TrainingArguments.report_to`; those without tables are skipped.
         sent_as: name of the table in trackers.
-        folder: name of the subfolder.
-        name: prefix of the file names; a slash in it, as in hub ids, is written as a dash.
         enabled: False makes a log that takes rows and does nothing with them (processes other than the first).
 
     Example:
@@ -91,23 +89,16 @@ class CompletionLog:
         errors: Sequence[str | None] | None = None,
         images: Sequence[Sequence[bytes]] | None = None,
     ) -> None:
-        """Take the rollouts of a generation.
+        """Take rollouts that were sampled after so many optimizer steps.
 
         Args:
-            step: optimizer steps done so far.
             prompts, completions: texts or message lists. Where a completion has several turns or calls a tool, all of
                 them get the `CONVERSATION_COLUMNS` too.
             rewards: a column for each reward function; None where it abstained.
-            advantages: one per completion; None where nothing is learnt from them.
             extras: columns of the users' own.
-            finish: why each ended.
-            lengths: sampled tokens of each.
             counts: turns and calls of each, as its messages show by default.
-            errors: what failed outside of the policy, where something did; a column if any did.
-            images: PNG files of what each showed a vision-language model; a column if any did.
-
-        Raises:
-            ValueError: a column's length is not the number of completions.
+            errors, images: what failed outside of the policy, and PNG files of what a vision-language model was shown;
+                a column if any has one.
         """
         self.reward_names = [_free_name(name, "reward") for name in rewards]
         columns: dict[str, Sequence[Any]] = {
@@ -133,11 +124,7 @@ class CompletionLog:
         self._unpublished = True
 
     def publish(self, step: int) -> Path | None:
-        """Write the rows that came since the last call, and show them if that was asked for.
-
-        Returns:
-            The parquet file, or None if there was nothing new.
-        """
+        """Write the parquet file if rows came since the last call, and show them if that was asked for."""
         if not (self.enabled and self._unpublished):
             return None
         self._unpublished = False
@@ -160,7 +147,9 @@ class CompletionLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{self.name}_{step:05d}.parquet"
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        table = pa.table({name: _arrow_column(name, values, self.reward_names) for name, values in self._columns()})
+        table = pa.table(
+            {name: _arrow_column(name, values, self.reward_names) for name, values in _columns_of([*self.rows])}
+        )
         try:
             pq.write_table(table, unfinished)
             os.replace(unfinished, path)
@@ -173,11 +162,7 @@ class CompletionLog:
         return completion_table(self._chosen(unique_prompts), self.reward_names, num)
 
     def to_trackers(self, report_to: Sequence[str], step: int) -> None:
-        """Send the rows as a table to every tracker of `report_to` that takes tables.
-
-        Raises:
-            ImportError: such a tracker is not installed.
-        """
+        """Send the rows as a table to every tracker of `report_to` that takes tables."""
         rows = self._chosen(self._unique_prompts)
         for name in report_to:
             if name in TRACKERS and rows:
@@ -193,9 +178,6 @@ class CompletionLog:
     def _chosen(self, unique_prompts: bool) -> list[Row]:
         """Stored rows, or the last one of each prompt."""
         return list({row["prompt"]: row for row in self.rows}.values()) if unique_prompts else list(self.rows)
-
-    def _columns(self) -> list[tuple[str, list[Any]]]:
-        return _columns_of(list(self.rows))
 
 
 def _conversation_columns(completions: Sequence[Any], counts: Sequence[Counts] | None) -> dict[str, list[Any]]:

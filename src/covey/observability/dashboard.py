@@ -1,8 +1,7 @@
 """Progress of training: a live display on a terminal, one line per log elsewhere.
 
 `ProgressDisplay` is a `transformers.TrainerCallback` and replaces the stock progress bar and printer. It reads the
-logs; a missing metric is not shown. `Board` holds the values and `covey.observability.dashboard_view` draws them. To
-show another metric, add it to `FIGURES`.
+logs; a missing metric is not shown. To show another metric, add it to `FIGURES`.
 """
 
 import math
@@ -14,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import rich
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 from transformers import TrainerCallback
 
-from covey.observability.dashboard_view import board_view, duration
-from covey.observability.evaluations import evaluation_sets, prefix, with_interval
+from covey.observability.evaluations import evaluation_sets, metrics_of, with_interval
 
 FIGURES: dict[str, tuple[str, str]] = {
     "reward": ("reward", "{:.3f}"),
@@ -44,27 +45,32 @@ ALWAYS_SHOWN = ("loss", "grad_norm")
 HISTORY = 60
 """Points of the reward's sparkline."""
 
+SPARKS = "▁▂▃▄▅▆▇█"
+PHASE_COLOURS = {
+    "generate": "cyan",
+    "reward": "magenta",
+    "score": "yellow",
+    "train": "green",
+    "sync": "blue",
+    "wait": "red",
+}
+PHASE_BAR = 30
+
+Figures = list[tuple[str, str]]
+"""Labels and formatted values."""
+
 
 @dataclass
 class Board:
-    """Latest values of a run.
-
-    Attributes:
-        step, max_steps: optimizer steps done and to do (0 while unknown).
-        logs: latest value of every metric of training.
-        evaluations: by name of the evaluation set ("" for one without), its latest metrics without their prefix.
-        rewards: rewards of the latest logs, oldest first.
-        seconds_per_step: over the steps of this process; None before the first.
-        tokens_per_second: between the last two logs; None before the second.
-    """
+    """Latest values of a run, drawn from top to bottom; a part without values is left out."""
 
     step: int = 0
-    max_steps: int = 0
-    logs: dict[str, float] = field(default_factory=dict)
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
-    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    seconds_per_step: float | None = None
-    tokens_per_second: float | None = None
+    max_steps: int = 0  # 0 while unknown
+    logs: dict[str, float] = field(default_factory=dict)  # latest value of every metric of training
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)  # latest metrics by set ("": without a name)
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))  # of the latest logs, oldest first
+    seconds_per_step: float | None = None  # over the steps of this process; None before the first
+    tokens_per_second: float | None = None  # between the last two logs; None before the second
 
     @property
     def seconds_left(self) -> float | None:
@@ -73,26 +79,39 @@ class Board:
             return None
         return max(self.max_steps - self.step, 0) * self.seconds_per_step
 
-    def figures(self) -> list[tuple[str, str]]:
+    def figures(self) -> Figures:
         """Labels and formatted values of the latest logs."""
-        shown = readable(self.logs)
-        if self.tokens_per_second is not None:
-            shown.append(("tok/s", f"{self.tokens_per_second:,.0f}"))
-        return shown
-
-    def phases(self) -> dict[str, float]:
-        """Seconds by phase in the last window."""
-        return self._named("phase/")
-
-    def overlaps(self) -> dict[str, float]:
-        """Seconds in the last window in which a phase's work was done during another phase."""
-        return self._named("overlap/")
+        speed = [] if self.tokens_per_second is None else [("tok/s", f"{self.tokens_per_second:,.0f}")]
+        return readable(self.logs) + speed
 
     def _named(self, start: str) -> dict[str, float]:
         return {name.removeprefix(start): value for name, value in self.logs.items() if name.startswith(start)}
 
+    def __rich__(self) -> RenderableType:
+        left = "estimating" if self.seconds_left is None else duration(self.seconds_left)
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            Text("covey", style="bold"),
+            ProgressBar(total=max(self.max_steps, 1), completed=self.step, width=40),
+            f"{self.step}/{self.max_steps or '?'}",
+            Text(f"ETA {left}", style="dim"),
+        )
+        parts: list[RenderableType] = [bar]
+        if self.rewards:
+            ends = f"  {min(self.rewards):.2f} to {max(self.rewards):.2f}"
+            parts.append(Text.assemble(("reward ", "dim"), (sparkline([*self.rewards]), "green"), (ends, "dim")))
+        if figures := self.figures():
+            parts.append(_drawn(figures))
+        for name, metrics in self.evaluations.items():
+            figures = with_interval(metrics) + readable(metrics)
+            parts.append(Text.assemble((f"eval {name}  ".ljust(7), "dim"), _drawn(figures)))
+        phases = self._named("phase/")
+        if sum(phases.values()) > 0:
+            parts.append(phase_bar(phases, self._named("overlap/")))
+        return Group(*parts)
 
-def readable(logs: dict[str, float]) -> list[tuple[str, str]]:
+
+def readable(logs: dict[str, float]) -> Figures:
     """Labels and formatted values of the metrics in `FIGURES` that are there and finite.
 
     A loss or gradient norm that is not finite is shown, since it is an error rather than a missing value.
@@ -110,6 +129,64 @@ def readable(logs: dict[str, float]) -> list[tuple[str, str]]:
 
 def _without_minus_zero(text: str) -> str:
     return text.lstrip("+-") if not text.strip("+-0.") else text
+
+
+def _drawn(figures: Figures) -> Text:
+    text = Text(overflow="fold")
+    for label, value in figures:
+        text.append(f"{label} ", style="dim").append(f"{value}   ", style="bold")
+    return text
+
+
+def sparkline(values: list[float]) -> str:
+    """A character per value, its height relative to the smallest and the largest.
+
+    Example:
+        >>> sparkline([0.0, 0.5, 1.0])
+        '▁▅█'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(SPARKS) - 1
+    return "".join(
+        " " if not math.isfinite(value) else SPARKS[round((value - low) / span * top)] if span else SPARKS[top // 2]
+        for value in values
+    )
+
+
+def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None) -> Text:
+    """A bar divided like the time, with a legend; phases in order of time spent.
+
+    Example:
+        >>> phase_bar({"generate": 3.0, "reward": 1.0}, {"reward": 2.0}).plain.split("  ", 1)[1].strip()
+        '██████████████████████████████  ■ generate 75%  ■ reward 25% (+50% overlapped)'
+    """
+    total = sum(phases.values())
+    bar, legend, end = Text.assemble(("time   ", "dim")), Text(), 0.0
+    for name, seconds in sorted(phases.items(), key=lambda item: -item[1]):
+        start, end = end, end + seconds
+        cells = round(end / total * PHASE_BAR) - round(start / total * PHASE_BAR)
+        colour = PHASE_COLOURS.get(name, "white")
+        bar.append("█" * cells, style=colour)
+        legend.append("  ■ ", style=colour).append(f"{name} {seconds / total:.0%}")
+        if overlapped := (overlaps or {}).get(name):
+            legend.append(f" (+{overlapped / total:.0%} overlapped)", style="dim")
+    return bar + legend
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    Example:
+        >>> duration(3.2), duration(75), duration(7380)
+        ('3s', '1m15s', '2h03m')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 class ProgressDisplay(TrainerCallback):
@@ -138,7 +215,11 @@ class ProgressDisplay(TrainerCallback):
         self._tokens = (0.0, self._clock()) if state.global_step == 0 else None
         self.board = Board(step=state.global_step, max_steps=state.max_steps)
         if state.is_world_process_zero and self.console.is_terminal and not self.plain:
-            self._start_live()
+            self.close()
+            # Live holds the board alone: held itself, this object would never go away
+            live = Live(self.board, console=self.console, refresh_per_second=2)
+            live.start()
+            self._stop = weakref.finalize(self, live.stop)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the bar."""
@@ -154,11 +235,15 @@ class ProgressDisplay(TrainerCallback):
             self._say(f"trained {steps} in {duration(logs['train_runtime'])}")
         elif any(name.startswith("eval_") for name in logs):
             for name in evaluation_sets(logs):
-                self._take_evaluation(name, logs)
+                metrics = self.board.evaluations[name] = metrics_of(name, logs)
+                figures = _joined(with_interval(metrics) + readable(metrics))
+                self._say(f"{f'eval {name}'.rstrip()}  {self._place()}  {figures}")
         else:
             self._take(logs)
             if self._stop is None:
-                self._say(self._line())
+                left = self.board.seconds_left
+                ending = f"  ETA {duration(left)}" if left is not None else ""
+                self._say(f"{self._place()}  {_joined(self.board.figures())}{ending}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the last state of the display on the screen."""
@@ -170,13 +255,6 @@ class ProgressDisplay(TrainerCallback):
         if self._stop is not None:
             self._stop()
             self._stop = None
-
-    def _start_live(self) -> None:
-        self.close()
-        board = self.board  # the display must not hold this object, or it would never go away
-        live = Live(_Drawing(board), console=self.console, refresh_per_second=2)
-        live.start()
-        self._stop = weakref.finalize(self, live.stop)
 
     def _move_to(self, state: Any) -> None:
         self.board.step, self.board.max_steps = state.global_step, state.max_steps
@@ -193,47 +271,13 @@ class ProgressDisplay(TrainerCallback):
                 self.board.tokens_per_second = (tokens - self._tokens[0]) / (now - self._tokens[1])
             self._tokens = (tokens, now)
 
-    def _take_evaluation(self, name: str, logs: dict[str, Any]) -> None:
-        start = prefix(name)
-        metrics = {key.removeprefix(start): value for key, value in logs.items() if key.startswith(start)}
-        self.board.evaluations[name] = metrics
-        label = f"eval {name}" if name else "eval"
-        self._say(f"{label}  {self._place()}  {_joined(with_interval(metrics) + readable(metrics))}")
-
     def _place(self) -> str:
         total = self.board.max_steps
         return f"step {self.board.step:>{len(str(total))}}/{total}" if total else f"step {self.board.step}"
-
-    def _line(self) -> str:
-        left = self.board.seconds_left
-        ending = f"  ETA {duration(left)}" if left is not None else ""
-        return f"{self._place()}  {_joined(self.board.figures())}{ending}"
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-class _Drawing:
-    """A renderable that draws the current board."""
-
-    def __init__(self, board: Board):
-        self.board = board
-
-    def __rich__(self) -> RenderableType:
-        board = self.board
-        return board_view(
-            step=board.step,
-            max_steps=board.max_steps,
-            seconds_left=board.seconds_left,
-            rewards=list(board.rewards),
-            figures=board.figures(),
-            evaluations={
-                name: with_interval(metrics) + readable(metrics) for name, metrics in board.evaluations.items()
-            },
-            phases=board.phases(),
-            overlaps=board.overlaps(),
-        )
-
-
-def _joined(figures: list[tuple[str, str]]) -> str:
+def _joined(figures: Figures) -> str:
     return "  ".join(f"{label} {value}" for label, value in figures)

@@ -1,9 +1,10 @@
 """Diagnostics of runs that do not learn: findings in the logs, each reported once, with what to check.
 
 `advice` is a pure function of the logs; the callback `Advice` prints its findings while training, and the report lists
-them. To add one, add a function to `FINDINGS`.
+them. To add one, add a row to `FINDINGS`.
 """
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -34,19 +35,16 @@ def advice(log_history: list[Log], args: Any, ended: bool = False) -> dict[str, 
     logs = [entry for entry in log_history if "frac_reward_zero_std" in entry]
     needed = max(FEWEST, min(STREAK, len(logs))) if ended else STREAK
     found = {}
-    for name, (holds, sentence) in FINDINGS.items():
-        streak = _streak(logs, lambda log, holds=holds: holds(log, args))  # type: ignore[misc]
-        if len(streak) >= needed:
-            found[name] = sentence(streak, args)
+    for name, (holds, about) in FINDINGS.items():
+        start = len(logs)
+        while start and holds(logs[start - 1], args):
+            start -= 1
+        if len(streak := logs[start:]) >= needed:
+            first, last = streak[0].get("step"), streak[-1].get("step")
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            text = re.sub(r"\n +", " ", about(streak, args))
+            found[name] = f"In the last {len(streak)} logs ({steps}) {text}"
     return found
-
-
-def _streak(logs: list[Log], holds: Callable[[Log], bool]) -> list[Log]:
-    """The last logs of which all satisfy `holds`, oldest first."""
-    start = len(logs)
-    while start and holds(logs[start - 1]):
-        start -= 1
-    return logs[start:]
 
 
 def _rewards_are_equal(log: Log, args: Any) -> bool:
@@ -55,27 +53,18 @@ def _rewards_are_equal(log: Log, args: Any) -> bool:
 
 
 def _about_equal_rewards(logs: list[Log], args: Any) -> str:
-    values = {log.get("reward") for log in logs}
-    always = len(values) == 1 and all(log.get("reward_std") == 0 for log in logs)
-    which = f": every reward was {_short(next(iter(values)))}" if always else ""
-    return (
-        f"In the last {len(logs)} logs ({_steps(logs)}) all completions of a prompt got the same reward{which}. Groups"
-        " without a difference give no gradient, so nothing is learnt from rewards. The task may be too hard or too"
-        " easy, or the reward may never fire: read the completions in"
-        f" {args.output_dir}/completions/, and call the reward function on one of them."
-    )
-
-
-def _all_are_masked(log: Log, args: Any) -> bool:
-    return bool(args.mask_truncated_completions) and log.get("completions/clipped_ratio") == 1
+    value = logs[0].get("reward")
+    always = all(log.get("reward") == value and log.get("reward_std") == 0 for log in logs)
+    which = f": every reward was {f'{value:g}' if isinstance(value, int | float) else value}" if always else ""
+    return f"""all completions of a prompt got the same reward{which}. Groups without a difference give no gradient, so
+    nothing is learnt from rewards. The task may be too hard or too easy, or the reward may never fire: read the
+    completions in {args.output_dir}/completions/, and call the reward function on one of them."""
 
 
 def _about_masked(logs: list[Log], args: Any) -> str:
-    return (
-        f"In the last {len(logs)} logs ({_steps(logs)}) every completion was cut off at max_completion_length="
-        f"{args.max_completion_length}, and mask_truncated_completions=True leaves those out of the loss: nothing is"
-        " trained. Raise max_completion_length, or set mask_truncated_completions=False."
-    )
+    return f"""every completion was cut off at max_completion_length={args.max_completion_length}, and
+    mask_truncated_completions=True leaves those out of the loss: nothing is trained. Raise max_completion_length, or
+    set mask_truncated_completions=False."""
 
 
 def _most_are_masked(log: Log, args: Any) -> bool:
@@ -85,43 +74,26 @@ def _most_are_masked(log: Log, args: Any) -> bool:
 
 def _about_masked_by_mismatch(logs: list[Log], args: Any) -> str:
     level = args.resolved_mismatch_mode.partition("_")[0]
-    advice = (
-        "Use vllm_importance_sampling_mode='token_truncate' or 'token_mask', as a long completion's ratio multiplies"
-        " that of all its tokens"
-        if level == "sequence"
-        else "Look for the cause of so large a difference"
-    )
-    return (
-        f"In the last {len(logs)} logs ({_steps(logs)}) more than half of the {level}s were dropped, because engine and"
-        " trainer find them too differently probable (sampling/importance_sampling_ratio/outside)."
-        f" {advice}; sampling/sampling_logp_difference/mean says how far apart they are per token."
-    )
-
-
-def _no_calls(log: Log, args: Any) -> bool:
-    return log.get("tools/call_frequency") == 0
+    advice = "Look for the cause of so large a difference"
+    if level == "sequence":
+        advice = """Use vllm_importance_sampling_mode='token_truncate' or 'token_mask', as a long completion's ratio
+        multiplies that of all its tokens"""
+    return f"""more than half of the {level}s were dropped, because engine and trainer find them too differently
+    probable (sampling/importance_sampling_ratio/outside). {advice}; sampling/sampling_logp_difference/mean says how far
+    apart they are per token."""
 
 
 def _about_no_calls(logs: list[Log], args: Any) -> str:
-    return (
-        f"In the last {len(logs)} logs ({_steps(logs)}) no rollout called a tool, so the model learns nothing about"
-        " them. Let the prompts say what the tools are for and show a call, or begin with a model that calls them now"
-        f" and then. If calls stand in the completions ({args.output_dir}/completions/) as text, they are written in"
-        f" another notation than they are read in: set tool_parser ({_parser(args)})."
-    )
-
-
-def _most_are_malformed(log: Log, args: Any) -> bool:
-    return log.get("tools/failures/malformed", 0) > 0.5
+    return f"""no rollout called a tool, so the model learns nothing about them. Let the prompts say what the tools are
+    for and show a call, or begin with a model that calls them now and then. If calls stand in the completions
+    ({args.output_dir}/completions/) as text, they are written in another notation than they are read in: set
+    tool_parser ({_parser(args)})."""
 
 
 def _about_malformed(logs: list[Log], args: Any) -> str:
-    return (
-        f"In the last {len(logs)} logs ({_steps(logs)}) more than half of the tool calls could not be read"
-        f" (tools/failures/malformed). The completions in {args.output_dir}/completions/ show what was written and why"
-        f" it could not be read. If it is another notation, set tool_parser ({_parser(args)}); if the model does not"
-        " know the notation, let the prompts show a call."
-    )
+    return f"""more than half of the tool calls could not be read (tools/failures/malformed). The completions in
+    {args.output_dir}/completions/ show what was written and why it could not be read. If it is another notation, set
+    tool_parser ({_parser(args)}); if the model does not know the notation, let the prompts show a call."""
 
 
 def _parser(args: Any) -> str:
@@ -133,14 +105,11 @@ def _most_tools_fail(log: Log, args: Any) -> bool:
 
 
 def _about_failing_tools(logs: list[Log], args: Any) -> str:
-    slow = sum(log.get("tools/failures/timeout", 0) for log in logs)
-    late = slow > sum(log.get("tools/failures/exception", 0) for log in logs)
-    what = f"took longer than tool_timeout={args.tool_timeout:g} s" if late else "raised an exception"
-    return (
-        f"In the last {len(logs)} logs ({_steps(logs)}) more than half of the tool calls failed although they could be"
-        f" read: most of those {what} (tools/failures). That may be the tools' doing rather than the model's: read the"
-        f" errors in {args.output_dir}/completions/, and make such a call yourself."
-    )
+    slow, raised = (sum(log.get(f"tools/failures/{kind}", 0) for log in logs) for kind in ("timeout", "exception"))
+    what = f"took longer than tool_timeout={args.tool_timeout:g} s" if slow > raised else "raised an exception"
+    return f"""more than half of the tool calls failed although they could be read: most of those {what}
+    (tools/failures). That may be the tools' doing rather than the model's: read the errors in
+    {args.output_dir}/completions/, and make such a call yourself."""
 
 
 def _budget_is_short(log: Log, args: Any) -> bool:
@@ -148,12 +117,9 @@ def _budget_is_short(log: Log, args: Any) -> bool:
 
 
 def _about_budget(logs: list[Log], args: Any) -> str:
-    return (
-        f"In the last {len(logs)} logs ({_steps(logs)}) more than half of the rollouts ended with a call that was not"
-        f" executed, because max_tool_calling_iterations={args.max_tool_calling_iterations} was used up"
-        " (rollouts/tool_budget): they have no answer to reward. Raise it, or let the prompts say how many calls there"
-        " are."
-    )
+    return f"""more than half of the rollouts ended with a call that was not executed, because
+    max_tool_calling_iterations={args.max_tool_calling_iterations} was used up (rollouts/tool_budget): they have no
+    answer to reward. Raise it, or let the prompts say how many calls there are."""
 
 
 def _tools_are_slow(log: Log, args: Any) -> bool:
@@ -165,20 +131,21 @@ def _tools_are_slow(log: Log, args: Any) -> bool:
 
 def _about_slow_tools(logs: list[Log], args: Any) -> str:
     share = sum(log["tools/seconds"] for log in logs) / sum(log["rollouts/seconds"] for log in logs)
-    return (
-        f"In the last {len(logs)} logs ({_steps(logs)}) rollouts spent {share:.0%} of their time waiting for tools"
-        " (tools/seconds of rollouts/seconds), and sampling is most of a step. Have more rollouts under way at a time"
-        " (a larger generation_batch_size, or max_staleness=1 to train meanwhile), or make the tools faster: async"
-        f" ones, a cache, a smaller tool_timeout (now {args.tool_timeout:g} s)."
-    )
+    return f"""rollouts spent {share:.0%} of their time waiting for tools (tools/seconds of rollouts/seconds), and
+    sampling is most of a step. Have more rollouts under way at a time (a larger generation_batch_size, or
+    max_staleness=1 to train meanwhile), or make the tools faster: async ones, a cache, a smaller tool_timeout (now
+    {args.tool_timeout:g} s)."""
 
 
 FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any], str]]] = {
     "equal_rewards": (_rewards_are_equal, _about_equal_rewards),
-    "all_masked": (_all_are_masked, _about_masked),
+    "all_masked": (
+        lambda log, args: bool(args.mask_truncated_completions) and log.get("completions/clipped_ratio") == 1,
+        _about_masked,
+    ),
     "masked_by_mismatch": (_most_are_masked, _about_masked_by_mismatch),
-    "no_calls": (_no_calls, _about_no_calls),
-    "malformed_calls": (_most_are_malformed, _about_malformed),
+    "no_calls": (lambda log, args: log.get("tools/call_frequency") == 0, _about_no_calls),
+    "malformed_calls": (lambda log, args: log.get("tools/failures/malformed", 0) > 0.5, _about_malformed),
     "failing_tools": (_most_tools_fail, _about_failing_tools),
     "tool_budget": (_budget_is_short, _about_budget),
     "slow_tools": (_tools_are_slow, _about_slow_tools),
@@ -229,12 +196,3 @@ class LogEnds(TrainerCallback):
         last = control.should_training_stop or 0 < state.max_steps <= state.global_step
         if args.logging_strategy != "no" and (state.global_step == 1 or last):
             control.should_log = True
-
-
-def _steps(logs: list[Log]) -> str:
-    first, last = logs[0].get("step"), logs[-1].get("step")
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else str(value)

@@ -19,15 +19,27 @@ def evaluation_sets(log: Mapping[str, Any]) -> list[str]:
     """
     if "eval_loss" in log or "eval_reward" in log:
         return [""]
-    names = [key.removeprefix("eval_").removesuffix("_reward") for key in log if _is_named_reward(key)]
+    names = [key[5:-7] for key in log if key.startswith("eval_") and key.endswith("_reward")]
     return [name for name in names if f"eval_{name}_loss" in log or f"eval_{name}_runtime" in log]
 
 
-def with_interval(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Labels and texts of an evaluation's estimates: its shares (`pass@k`, `maj@k`) with their intervals.
+def all_sets(log_history: list[dict[str, Any]]) -> list[str]:
+    """The sets of a whole run, in the order of their first evaluation."""
+    return list(dict.fromkeys(name for log in log_history for name in evaluation_sets(log)))
 
-    Args:
-        metrics: of one set, without prefix.
+
+def prefix(name: str) -> str:
+    """Prefix of the metrics of a set: `eval_`, or `eval_easy_`."""
+    return f"eval_{name}_" if name else "eval_"
+
+
+def metrics_of(name: str, log: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of a set, without its prefix."""
+    return {key.removeprefix(prefix(name)): value for key, value in log.items() if key.startswith(prefix(name))}
+
+
+def with_interval(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Labels and texts of the shares (`pass@k`, `maj@k`) among the `metrics_of` a set, with their intervals.
 
     Example:
         >>> with_interval({"pass@1": 0.5, "pass@1_low": 0.25, "pass@1_high": 0.75, "loss": 0.1})
@@ -38,17 +50,3 @@ def with_interval(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name, value in metrics.items()
         if "@" in name and f"{name}_low" in metrics and f"{name}_high" in metrics
     ]
-
-
-def prefix(name: str) -> str:
-    """Prefix of the metrics of a set: `eval_`, or `eval_easy_`."""
-    return f"eval_{name}_" if name else "eval_"
-
-
-def all_sets(log_history: list[dict[str, Any]]) -> list[str]:
-    """The sets of a whole run, in the order of their first evaluation."""
-    return list(dict.fromkeys(name for log in log_history for name in evaluation_sets(log)))
-
-
-def _is_named_reward(key: str) -> bool:
-    return key.startswith("eval_") and key.endswith("_reward") and key != "eval_reward"

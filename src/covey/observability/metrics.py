@@ -1,13 +1,17 @@
 """Metrics of a run: collected as statistics, merged over micro-batches and processes, divided once when logged.
 
 `MetricLog` is the store; `generation_stats` computes the metrics of a rollout batch. Metrics of the loss come
-from `covey.core.objective`. A further metric is one more name in the dictionary given to `MetricLog.add`.
+from `covey.core.objective`. A further metric is one more name in the dictionary given to `MetricLog.add`. `PhaseTimer`
+adds up seconds by phase of a step; `Timeline` has the latest spans of phases, rollouts and reward functions.
 
 Letters: N rollouts of all processes, F reward functions, P prompts, G rollouts per prompt.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
@@ -19,6 +23,15 @@ from covey.core.records import Max, Mean, Min, Stat, Sum, merge_all
 
 ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("mean", "min", "max"))
 """Logged as 0 where a window has no value, so that the columns exist from the first log on."""
+
+Span = tuple[float, float]
+"""Begin and end, seconds on one clock."""
+
+MAX_SPANS = 20_000
+"""Most recent spans kept of each lane."""
+
+TRAINER, ROLLOUTS = "trainer", "rollouts"
+"""Lanes of the main thread's phases and of rollouts in flight. Every other lane is that of a reward function."""
 
 _KINDS: dict[str, type] = {kind.reduction: kind for kind in (Mean, Min, Max, Sum)}
 
@@ -58,16 +71,9 @@ class MetricLog:
         self._assigned.setdefault(mode, {})[name] = value
 
     def drain(self, mode: str, prefix: str = "") -> dict[str, float]:
-        """End a window: the values of all processes together, and an empty window after.
+        """End a window: the values of all processes by name, without NaN, except for `ZERO_WHEN_EMPTY`.
 
         Collective: every process must call it, but not every process needs to hold the same names.
-
-        Args:
-            mode: which window.
-            prefix: put before every name.
-
-        Returns:
-            Values by name, without NaN, except for `ZERO_WHEN_EMPTY`.
         """
         merged: dict[str, Stat] = {}
         assigned: dict[str, float] = {}
@@ -91,7 +97,6 @@ class MetricLog:
         return {"windows": windows, "assigned": {mode: dict(values) for mode, values in self._assigned.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the windows of `state_dict`."""
         self._stats = {
             mode: {name: _KINDS[kind](*fields) for name, (kind, *fields) in stats.items()}
             for mode, stats in state["windows"].items()
@@ -114,11 +119,9 @@ def generation_stats(
     gives the same values as one process.
 
     Args:
-        lengths: sampled tokens of each rollout.
-        truncated: true for rollouts that were cut off.
+        lengths, truncated: sampled tokens of each rollout, and true for those that were cut off.
         rewards_NF: [N, F] unweighted rewards, NaN where a function abstained.
-        weights_F: [F] their weights.
-        names: [F] names of the reward functions.
+        weights_F, names: [F] of the reward functions.
         num_generations: G; rollouts of a group are consecutive, and G divides N.
 
     Example:
@@ -157,3 +160,145 @@ def _length_stats(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str
 def _deviation(values_N: Tensor) -> float:
     """Unbiased standard deviation of the scorable values; NaN if there are none."""
     return math.nan if bool(torch.isnan(values_N).all()) else nanstd(values_N, dim=0).item()
+
+
+class PhaseTimer:
+    """Sums of the wall-clock seconds spent in named phases. A phase inside another pauses the outer one.
+
+    Work on a GPU is counted where the host waits for it. For use by one thread.
+
+    Args:
+        clock: seconds since some fixed moment.
+        notice: called with the name of each phase that begins or continues.
+        span: called with name, begin and end of every interval that is charged to a phase.
+
+    Example:
+        >>> phases = PhaseTimer()
+        >>> with phases("train"):
+        ...     with phases("generate"):
+        ...         pass
+        >>> sorted(phases.drain())
+        ['generate', 'train']
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        notice: Callable[[str], None] = lambda name: None,
+        span: Callable[[str, float, float], None] = lambda name, begin, end: None,
+    ):
+        self._clock = clock
+        self._notice = notice
+        self._span = span
+        self._seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @property
+    def current(self) -> str | None:
+        return self._open[-1] if self._open else None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Charge the time inside the `with` block, without that of inner phases, to `name`."""
+        self._settle()
+        self._open.append(name)
+        try:
+            self._notice(name)
+            yield
+        finally:
+            self._settle()
+            self._open.pop()
+        if self.current:  # not after an exception: the last notice then names the phase that failed
+            self._notice(self.current)
+
+    def drain(self) -> dict[str, float]:
+        """Seconds by phase since the last call; an open phase is counted up to now."""
+        self._settle()
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _settle(self) -> None:
+        """Charge the time since the last change to the innermost open phase."""
+        now = self._clock()
+        if name := self.current:
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+            self._span(name, self._since, now)
+        self._since = now
+
+
+class Timeline:
+    """Spans by lane and name, and the times at which rollout batches began.
+
+    Example:
+        >>> timeline = Timeline()
+        >>> timeline.begin(0.0)
+        >>> timeline.add("trainer", "generate", [(0.0, 2.0)])
+        >>> timeline.add("trainer", "train", [(2.0, 3.0)])
+        >>> timeline.begin(3.0)
+        >>> timeline.window(), timeline.spans("trainer")
+        ((0.0, 3.0), [('generate', (0.0, 2.0)), ('train', (2.0, 3.0))])
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, deque[tuple[str, Span]]] = {}
+        self._began: deque[float] = deque(maxlen=3)
+        self._overlaps: dict[str, float] = {}
+
+    def begin(self, now: float) -> None:
+        """Record that a rollout batch begins."""
+        self._began.append(now)
+
+    def add(self, lane: str, name: str, spans: Iterable[Span]) -> None:
+        """Add spans; one that begins where the last of its name ended extends it."""
+        lane_spans = self._lanes.setdefault(lane, deque(maxlen=MAX_SPANS))
+        for begin, end in spans:
+            if lane_spans and lane_spans[-1][0] == name and lane_spans[-1][1][1] == begin:
+                begin = lane_spans.pop()[1][0]
+            if end > begin:
+                lane_spans.append((name, (begin, end)))
+
+    def phase(self, name: str, begin: float, end: float) -> None:
+        self.add(TRAINER, name, [(begin, end)])
+
+    def overlap(self, name: str, seconds: float) -> None:
+        """Count seconds in which work of a phase was done while another phase ran."""
+        self._overlaps[name] = self._overlaps.get(name, 0.0) + seconds
+
+    def drain(self) -> dict[str, float]:
+        """Overlapping seconds by phase since the last call."""
+        overlaps, self._overlaps = self._overlaps, {}
+        return overlaps
+
+    def lanes(self) -> list[str]:
+        return list(self._lanes)
+
+    def window(self) -> Span | None:
+        """Begin and end of the latest complete rollout batch, or of everything if none is complete."""
+        if len(self._began) > 1:
+            return self._began[-2], self._began[-1]
+        ends = [end for lane in self._lanes.values() for _, (_, end) in lane]
+        return (self._began[0], max(ends)) if self._began and ends else None
+
+    def spans(self, lane: str) -> list[tuple[str, Span]]:
+        """Names and spans of a lane, clipped to the window."""
+        window = self.window()
+        if window is None:
+            return []
+        cut = [(name, (max(begin, window[0]), min(end, window[1]))) for name, (begin, end) in self._lanes.get(lane, ())]
+        return [(name, (begin, end)) for name, (begin, end) in cut if begin < end]
+
+
+def covered(spans: Iterable[Span], until: float = float("inf")) -> float:
+    """Seconds before `until` that lie in at least one span.
+
+    Example:
+        >>> covered([(0.0, 2.0), (1.0, 3.0), (5.0, 9.0)], until=6.0)
+        4.0
+    """
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        begin, end = max(begin, reached), min(end, until)
+        if end > begin:
+            total, reached = total + end - begin, end
+    return total

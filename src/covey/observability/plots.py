@@ -23,19 +23,12 @@ COLUMNS = 2
 
 @dataclass(frozen=True)
 class Panel:
-    """One small plot.
-
-    Attributes:
-        title: what it shows.
-        curves: metric names and their labels.
-        band: metrics drawn as a shade: ("low", "high"), or ("deviation",) around the first curve.
-        percent: the axis shows shares.
-    """
+    """One small plot."""
 
     title: str
-    curves: dict[str, str]
-    band: tuple[str, ...] = ()
-    percent: bool = False
+    curves: dict[str, str]  # metric names and their labels
+    band: tuple[str, ...] = ()  # metrics drawn as a shade: ("low", "high"), or ("deviation",) around the first curve
+    percent: bool = False  # the axis shows shares
 
 
 PANELS = (
@@ -68,11 +61,7 @@ PANELS = (
     Panel("KL to the reference", {"kl": "kl"}),
     Panel(
         "Clipped ratios",
-        {
-            "clip_ratio/low_mean": "low",
-            "clip_ratio/high_mean": "high",
-            "cispo_clip_ratio": "capped",
-        },
+        {"clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high", "cispo_clip_ratio": "capped"},
         percent=True,
     ),
     Panel("Loss", {"loss": "loss"}),
@@ -81,41 +70,57 @@ PANELS = (
 
 
 def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str = "Training") -> Path:
-    """Write a PNG of every curve that the logs hold.
-
-    Args:
-        log_history: as in `Trainer.state.log_history`.
-        path: of the PNG; its folder is created.
-        title: above the plots.
+    """Write a PNG of every curve that the logs hold (`Trainer.state.log_history`); its folder is created.
 
     Raises:
         ValueError: the logs hold nothing that could be drawn.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     reward, *others = PANELS
     panels = [_with_evaluations(reward, log_history), *others, *_reward_panels(log_history)]
-    panels = [panel for panel in panels if _has_curve(log_history, panel)]
+    panels = [panel for panel in panels if any(series(log_history, name)[1] for name in panel.curves)]
     phases, overlap = _phases(log_history), _phases(log_history, "overlap/")
     count = len(panels) + bool(phases[1])
     if not count:
         raise ValueError("the logs hold no metric to draw; was anything logged (logging_steps, logging_strategy)?")
     columns = min(count, COLUMNS)
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(4.6 * columns, 3.0 * rows + 0.5), dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=14, fontweight="bold", color=INK, x=0.01, ha="left")
+    figure = new_figure(4.6 * columns, 3.0 * rows + 0.5, title, fontsize=14)
     axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
     for axis, panel in zip(axes, panels, strict=False):
         _draw_panel(axis, log_history, panel)
     if phases[1]:
         _draw_phases(axes[-1], *phases)
         _draw_overlap(axes[-1], *overlap)
+    return save(figure, path)
+
+
+def new_figure(width: float, height: float, title: str, fontsize: int) -> Any:
+    """A figure that needs no screen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=fontsize, fontweight="bold", color=INK, x=0.01, ha="left")
+    return figure
+
+
+def save(figure: Any, path: str | Path) -> Path:
+    """Write a figure; its folder is created."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
+
+
+def strip(axis: Any, grid: str) -> None:
+    """Plain axes: a faint grid, no frame but the lower edge."""
+    axis.grid(axis=grid, color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8, colors=FAINT, length=0)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color(GRID)
 
 
 def series(log_history: list[dict[str, Any]], name: str) -> Series:
@@ -123,7 +128,7 @@ def series(log_history: list[dict[str, Any]], name: str) -> Series:
     points = [
         (float(entry.get("step", index)), float(entry[name]))
         for index, entry in enumerate(log_history)
-        if isinstance(entry.get(name), int | float) and math.isfinite(entry[name])
+        if _finite(entry.get(name))
     ]
     return [step for step, _ in points], [value for _, value in points]
 
@@ -143,10 +148,6 @@ def smooth(values: list[float], window: int) -> list[float]:
     return smoothed
 
 
-def _has_curve(log_history: list[dict[str, Any]], panel: Panel) -> bool:
-    return any(series(log_history, name)[1] for name in panel.curves)
-
-
 def _with_evaluations(panel: Panel, log_history: list[dict[str, Any]]) -> Panel:
     """The reward's panel with a curve for each evaluation set."""
     curves = {f"{prefix(name)}reward": f"evaluation {name}".rstrip() for name in all_sets(log_history)}
@@ -155,13 +156,9 @@ def _with_evaluations(panel: Panel, log_history: list[dict[str, Any]]) -> Panel:
 
 def _reward_panels(log_history: list[dict[str, Any]]) -> list[Panel]:
     """A panel of the functions' own rewards where there are several."""
-    names = [name for name in dict.fromkeys(key for entry in log_history for key in entry) if _is_reward(name)]
-    curves = {name: name.split("/")[1] for name in names}
+    names = dict.fromkeys(key for entry in log_history for key in entry)
+    curves = {name: name.split("/")[1] for name in names if name.startswith("rewards/") and name.endswith("/mean")}
     return [Panel("Rewards by function", curves)] if len(curves) > 1 else []
-
-
-def _is_reward(name: str) -> bool:
-    return name.startswith("rewards/") and name.endswith("/mean")
 
 
 def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:
@@ -192,11 +189,9 @@ def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> N
 
 def _draw_band(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:
     """Shade from low to high, or the deviation to both sides of the first curve."""
-    if not panel.band:
-        return
     centre = next(iter(panel.curves))
     entries = [entry for entry in log_history if all(_finite(entry.get(name)) for name in (centre, *panel.band))]
-    if not entries:
+    if not panel.band or not entries:
         return
     steps = [float(entry.get("step", index)) for index, entry in enumerate(entries)]
     if len(panel.band) == 2:
@@ -258,13 +253,8 @@ def _style(axis: Any, title: str) -> None:
     axis.set_xlabel("step", fontsize=8, color=FAINT)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     axis.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axis.grid(axis="y", color=GRID, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.tick_params(labelsize=8, colors=FAINT, length=0)
     axis.margins(x=0.02)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-    axis.spines["bottom"].set_color(GRID)
+    strip(axis, grid="y")
 
 
 def _cycle(count: int) -> list[str]:

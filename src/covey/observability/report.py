@@ -22,26 +22,19 @@ MAX_PROMPT, MAX_COMPLETION = 1200, 3000
 """Characters shown of a prompt and of a completion."""
 
 
-HEADINGS = {"timeline": "The latest generation over time"}
+HEADINGS = {"timeline": "The latest rollout batch over time"}
 """Above a figure, by its file's name; above any other stands Curves."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to show.
-
-    Attributes:
-        prompt, completion: text or messages.
-        reward: its total reward, or None if it has none.
-        note: a word about it, such as why it ended.
-        images: PNG files of what a vision-language model was shown.
-    """
+    """One completion to show; it and its prompt are text or messages."""
 
     prompt: Any
     completion: Any
-    reward: float | None = None
-    note: str = ""
-    images: Sequence[bytes] = ()
+    reward: float | None = None  # in total
+    note: str = ""  # a word about it, such as why it ended
+    images: Sequence[bytes] = ()  # PNG files of what a vision-language model was shown
 
 
 def write_report(
@@ -67,9 +60,6 @@ def write_report(
         before, after: samples, shown side by side in pairs.
         summary: key figures by label; floats are rounded.
         advice: sentences to show above all else.
-
-    Raises:
-        FileNotFoundError: a figure does not exist.
     """
     sections = [
         "".join(f'<p class="advice">{_text(sentence)}</p>\n' for sentence in advice),

@@ -6,7 +6,7 @@ are formulas for Llama-like decoders with fused attention and for encoders of im
 fragmentation, reward models.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,15 +43,9 @@ SHARDED = {
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """Number of processes over which each part of a model is sharded; 1: each process has all of it.
+    """Number of processes over which each part of a model is sharded; 1: each process has all of it."""
 
-    Attributes:
-        name: a key of `SHARDED`.
-        processes: training processes.
-        weights, gradients, optimizer: shards of each part.
-    """
-
-    name: str = "multi_gpu"
+    name: str = "multi_gpu"  # a key of `SHARDED`
     processes: int = 1
     weights: int = 1
     gradients: int = 1
@@ -64,9 +58,6 @@ class ShardCounts:
         Example:
             >>> ShardCounts.of("zero1", 8)
             ShardCounts(name='zero1', processes=8, weights=1, gradients=1, optimizer=8)
-
-        Raises:
-            ValueError: an unknown name.
         """
         if name not in SHARDED:
             raise ValueError(f"sharding {name!r} is not known; it is one of {', '.join(SHARDED)}.")
@@ -87,78 +78,50 @@ class MemoryEstimate:
 
     Letters: T tokens of a micro-batch, L layers; per token H hidden units, Q query, K key/value and I MLP channels;
     c bytes of a number in matrix products, s of a stored weight.
-
-    Attributes:
-        weights: parameters in the type they are loaded in, quantised ones in fewer bits with their scales, or this
-            process's shard. Adapters, and next to quantised weights all others, are in float32.
-        reference: a second copy of the parameters if there is a KL penalty; 0 with adapters, which are switched off.
-        gradients: one number per trainable parameter of the shard.
-        optimizer: `optimizer_states(optim)` numbers per trainable parameter of the shard.
-        activations: saved for the backward pass, T * L * ((2Q + 2K + 4I) * c + H * h), with h in `layer_bytes`; with
-            checkpointing one layer of that and H numbers at each border. In addition the temporaries of a layer on the
-            way back, T * (3I * c + 8H).
-        logits: `LOGIT_COPIES` tiles of min(T, logprob_chunk_size) * vocabulary float32 numbers, at most `TILE_BYTES`
-            each on a plain linear head.
-        kv_cache: (sequences decoded at once * completion tokens + one prompt for each group) * L * 2K * c; with the
-            built-in engine only.
-        packed: weights of linear layers again, in MKL's order for a few sequences; while the built-in engine samples in
-            float32 on a CPU.
-        parameters: number of parameters.
-        trainable: number of those that are updated.
-        encoder: saved activations of the image encoder (`encoder_bytes`).
-        head_gradient: of the output head's weight, whole, which is there before that of the embedding.
-        late_gradient: on a CPU, excess of the gradients of embedding and head at the end of a backward pass: memory of
-            activations is reused, but in smaller pieces than these.
-        gaps: on a CPU, between the tensors of layers: the C library aligns, so a freed product's place fits no other
-            tensor of its size.
-        unpacked: the largest of the quantised weights, in the type of products.
-        casts: weights in the type of products, as autocast caches them in a micro-batch.
-        gathered: of sharded weights, the outermost unit and two layers whole, and the gradients of the first and of one
-            layer, in c bytes each.
-        copy: of sharded weights, all of them while the built-in engine samples.
-        passes: micro-batches of an optimizer step; with several, gradients are there in addition to activations.
-        pass_tokens: T.
-        completion_tokens: of the longest completion.
-        stored_bytes: s.
-        computed_bytes: c.
     """
 
-    weights: int
-    reference: int
-    gradients: int
-    optimizer: int
+    weights: int  # in their type, quantised ones with scales, or the shard; adapters and what is not quantised: float32
+    reference: int  # a second copy if there is a KL penalty; 0 with adapters, which are switched off
+    gradients: int  # one number per trainable parameter of the shard
+    optimizer: int  # `optimizer_states(optim)` numbers per trainable parameter of the shard
+    # Saved for the backward pass, T * L * ((2Q + 2K + 4I) * c + H * h), with h in `layer_bytes`; with checkpointing one
+    # layer of that and H numbers at each border. And the temporaries of a layer on the way back, T * (3I * c + 8H).
     activations: int
+    # `LOGIT_COPIES` tiles of min(T, logprob_chunk_size) * vocabulary float32 numbers, at most `TILE_BYTES` each on a
+    # plain linear head.
     logits: int
-    kv_cache: int
-    packed: int
-    parameters: int
-    trainable: int
-    encoder: int = 0
-    head_gradient: int = 0
+    kv_cache: int  # (sequences decoded at once * completion tokens + a prompt for each group) * L * 2K * c, if built-in
+    packed: int  # linear layers again in MKL's order for few sequences; while float32 is sampled on a CPU, built-in
+    parameters: int  # a number, not bytes
+    trainable: int  # number of those that are updated
+    encoder: int = 0  # saved activations of the image encoder (`encoder_bytes`)
+    head_gradient: int = 0  # of the output head's weight, whole, which is there before that of the embedding
+    # On a CPU, excess of the gradients of embedding and head at the end of a backward pass: memory of activations is
+    # reused, but in smaller pieces than these. And gaps between the tensors of layers: the C library aligns, so a freed
+    # product's place fits no other tensor of its size.
     late_gradient: int = 0
     gaps: int = 0
-    unpacked: int = 0
-    casts: int = 0
+    unpacked: int = 0  # the largest of the quantised weights, in the type of products
+    casts: int = 0  # weights in the type of products, as autocast caches them in a micro-batch
+    # Of sharded weights, the outermost unit and two layers whole, and the gradients of the first and of one layer.
     gathered: int = 0
-    copy: int = 0
-    passes: int = 2
-    pass_tokens: int = 0
-    completion_tokens: int = 0
-    stored_bytes: int = 4
-    computed_bytes: int = 4
+    copy: int = 0  # of sharded weights, all of them while the built-in engine samples
+    passes: int = 2  # micro-batches of an optimizer step; with several, gradients are there in addition to activations
+    pass_tokens: int = 0  # T
+    completion_tokens: int = 0  # of the longest completion
+    stored_bytes: int = 4  # s
+    computed_bytes: int = 4  # c
 
     @property
     def training(self) -> int:
         """Peak of a training step: at the start of the last backward pass, or with all gradients."""
-        backward = (
-            self.activations + self.gaps + self.encoder + self.logits + self.casts + self.gathered + self.unpacked
-        )
+        saved = self.activations + self.gaps + self.encoder + self.logits
+        backward = saved + self.casts + self.gathered + self.unpacked
         height = max(backward + self.gradients * (self.passes > 1), self.gradients - self.head_gradient)
         return self.resident + self.head_gradient + self.late_gradient + height
 
     @property
     def sampling(self) -> int:
-        """Peak of sampling."""
         return self.resident + self.kv_cache + self.packed + self.copy + self.unpacked
 
     @property
@@ -168,7 +131,6 @@ class MemoryEstimate:
 
     @property
     def resident(self) -> int:
-        """Bytes that are always in memory."""
         return self.weights + self.reference + self.optimizer
 
 
@@ -189,71 +151,69 @@ def estimate(
     Args:
         config: a transformers model config.
         args: a `GRPOConfig` or `RLOOConfig`.
-        prompt_tokens: length of a prompt without its images.
-        images: images of each prompt.
-        peft: arguments of `peft.LoraConfig`, if adapters are trained.
-        quantization: a `BitsAndBytesConfig`, if the weights under them are quantised.
+        prompt_tokens: length of a prompt without its `images`.
+        peft, quantization: arguments of `peft.LoraConfig`, if adapters are trained, and a `BitsAndBytesConfig`, if the
+            weights under them are quantised.
         counts: the model's parameters, if they are known; otherwise it is built to count them.
         spread: shards of the model; None: each process has all of it.
         device: "cpu" or "cuda"; None: this machine's.
-
-    Raises:
-        ValueError: the config belongs to no language model.
     """
-    text, vision = config.get_text_config(), sees_images(config)
-    spread, images = spread or ShardCounts(), images or Images()
+    text, vision, whole = config.get_text_config(), sees_images(config), peft is None
+    spread, images, device = spread or ShardCounts(), images or Images(), device or args.device.type
     counts = counts or count_parameters(config, peft, quantization, args.frozen_parts())
-    parameters, trainable, quantised = counts.parameters, counts.trainable, counts.quantised
-    stored = 4 if quantised.numbers else _stored_bytes(config, args)
-    computed = 2 if args.bf16 or args.fp16 else stored
+    precision = _precision(config, args, counts, sharded=spread.weights > 1, whole=whole)
     prompt = prompt_tokens + images.tokens
     completion = args.max_completion_length or (text.max_position_embeddings - prompt)
-    device, sharded = device or args.device.type, spread.weights > 1
     tokens, passes = tokens_of_passes(args, prompt, completion, device, padded=vision)
-    packs = device == "cpu" and computed == 4 and torch.backends.mkl.is_available() and not args.samples_elsewhere
-    tile = min(min(tokens, args.logprob_chunk_size) * text.vocab_size * 4, TILE_BYTES.get(device, TILE_BYTES["cuda"]))
-    updated = 4 if peft is not None else stored
-    precision = Precision(stored, computed, updated, sharded, counts.saved or SavedActivations(norms=peft is None))
-    held = (parameters - quantised.numbers) * stored + quantised.size + trainable * (updated - stored)
-    head, late = (0, 0) if sharded else _vocabulary_gradients(text, counts, updated, passes, peft is None, device)
-    checkpointing, rollouts = bool(args.gradient_checkpointing), tokens // (prompt + completion)
+    rollouts = tokens // (prompt + completion)
     shown = rollouts if args.torch_compile else -(-rollouts // args.num_generations)
-    layers = 1 if checkpointing else text.num_hidden_layers
-    gaps = tokens * layers * precision.saved.passing * computed
-    if counts.vision is not None and counts.vision.channels:
-        blocks = 1 if checkpointing else counts.vision.layers
-        gaps += shown * images.patches * blocks * counts.vision.passing * computed
-    packed = counts.packed
-    if 0 < images.patches <= MOST_ROWS and counts.vision is not None:  # few enough rows for MKL to pack
-        packed += counts.vision.packed
+    trainable, unquantised = counts.trainable, counts.parameters - counts.quantised.numbers
+    stored, computed, updated, sharded, _ = precision
+    weights = (unquantised * stored + counts.quantised.size + trainable * (updated - stored)) // spread.weights
+    head, late = (0, 0) if sharded else _vocabulary_gradients(text, counts, updated, passes, whole, device)
+    chunk = min(tokens, args.logprob_chunk_size) * text.vocab_size * 4
+    checkpointing = bool(args.gradient_checkpointing)
     outer, layer = unit_parameters(config) if sharded else (0, 0)
-    return MemoryEstimate(
-        weights=held // spread.weights,
-        reference=held // spread.weights if args.beta and peft is None else 0,
+    sampled = MemoryEstimate(
+        weights=weights,
+        reference=weights if args.beta and whole else 0,
         gradients=trainable * updated // spread.gradients,
         optimizer=int(trainable * updated * optimizer_states(str(args.optim))) // spread.optimizer,
         activations=tokens * activation_bytes(text, precision, checkpointing),
-        logits=LOGIT_COPIES * tile,
-        kv_cache=0
-        if args.samples_elsewhere
-        else _cached_tokens(args, prompt, completion, vision) * cache_bytes_per_token(text, computed),
-        packed=packed * 4 if packs else 0,
-        parameters=parameters,
+        logits=LOGIT_COPIES * min(chunk, TILE_BYTES.get(device, TILE_BYTES["cuda"])),
+        kv_cache=_cached_tokens(args, prompt, completion, vision) * cache_bytes_per_token(text, computed),
+        packed=4 * _packed_numbers(counts, images) if device == "cpu" and computed == 4 else 0,
+        parameters=counts.parameters,
         trainable=trainable,
         encoder=encoder_bytes(counts.vision, precision, images, checkpointing, rows=rollouts, shown=shown),
         head_gradient=head,
         late_gradient=late,
-        gaps=gaps if device == "cpu" else 0,
-        unpacked=quantised.largest * computed,
-        casts=(parameters - quantised.numbers) * computed if computed < stored and not sharded else 0,
-        gathered=(outer + 2 * layer + (outer + layer) * (peft is None)) * computed,
-        copy=parameters * computed if sharded and not args.samples_elsewhere and args.ds3_gather_for_generation else 0,
+        gaps=_gaps(text, counts, precision, tokens, shown * images.patches, checkpointing) if device == "cpu" else 0,
+        unpacked=counts.quantised.largest * computed,
+        casts=unquantised * computed if computed < stored and not sharded else 0,
+        gathered=(outer + 2 * layer + (outer + layer) * whole) * computed,
+        copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
         passes=passes,
         pass_tokens=tokens,
         completion_tokens=completion,
         stored_bytes=stored,
         computed_bytes=computed,
     )
+    return replace(sampled, kv_cache=0, packed=0, copy=0) if args.samples_elsewhere else sampled
+
+
+def _packed_numbers(counts: ModelSpec, images: Images) -> int:
+    if not torch.backends.mkl.is_available():
+        return 0
+    few = counts.vision is not None and 0 < images.patches <= MOST_ROWS  # few enough rows for MKL to pack
+    return counts.packed + (counts.vision.packed if few and counts.vision else 0)
+
+
+def _gaps(text: Any, counts: ModelSpec, precision: "Precision", tokens: int, patches: int, checkpointing: bool) -> int:
+    numbers = tokens * (1 if checkpointing else text.num_hidden_layers) * precision.saved.passing
+    if counts.vision is not None and counts.vision.channels:
+        numbers += patches * (1 if checkpointing else counts.vision.layers) * counts.vision.passing
+    return numbers * precision.computed
 
 
 def _cached_tokens(args: Any, prompt: int, completion: int, vision: bool) -> int:
@@ -307,20 +267,12 @@ def cache_bytes_per_token(text: Any, number: int) -> int:
 
 
 class Precision(NamedTuple):
-    """Bytes of numbers in a micro-batch, and those that are saved.
+    """Bytes of numbers in a micro-batch, and those that are saved."""
 
-    Attributes:
-        stored: bytes of a weight.
-        computed: bytes of a number in matrix products.
-        updated: bytes of a weight that is trained.
-        sharded: weights are sharded, and gathered in the type of products.
-        saved: inputs that the backward pass of a layer needs.
-    """
-
-    stored: int
-    computed: int
-    updated: int
-    sharded: bool
+    stored: int  # bytes of a weight
+    computed: int  # bytes of a number in matrix products
+    updated: int  # bytes of a weight that is trained
+    sharded: bool  # weights are gathered in the type of products
     saved: SavedActivations
 
     @property
@@ -371,17 +323,9 @@ def encoder_bytes(
     rows: int,
     shown: int,
 ) -> int:
-    """Bytes that encoding the images of a micro-batch saves.
+    """Bytes that encoding the images of a micro-batch of `rows` rollouts saves; a group's are encoded once (`shown`).
 
     Per patch and block `VisionEncoderSpec.channels`, and the inputs and outputs of two norms.
-
-    Args:
-        vision: the encoder; None: no images.
-        precision: bytes of numbers.
-        images: images of one rollout.
-        checkpointing: blocks are recomputed.
-        rows: rollouts of the micro-batch.
-        shown: those with images of their own: a group's are encoded once (`covey.policy.image_dedup`).
     """
     if vision is None:
         return 0
@@ -417,10 +361,12 @@ def readable(size: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _stored_bytes(config: Any, args: Any) -> int:
-    """Bytes of one weight: the policy is loaded in float32 unless `model_init_kwargs` has another dtype."""
+def _precision(config: Any, args: Any, counts: ModelSpec, sharded: bool, whole: bool) -> Precision:
+    """The policy is loaded in float32 unless `model_init_kwargs` has another dtype; what is quantised is in float32."""
     wanted = (args.model_init_kwargs or {}).get("dtype", torch.float32)
     if wanted == "auto":
         wanted = getattr(config, "dtype", None) or torch.float32
     dtype = getattr(torch, wanted.removeprefix("torch.")) if isinstance(wanted, str) else wanted
-    return dtype.itemsize
+    stored = 4 if counts.quantised.numbers else dtype.itemsize
+    computed = 2 if args.bf16 or args.fp16 else stored
+    return Precision(stored, computed, stored if whole else 4, sharded, counts.saved or SavedActivations(norms=whole))

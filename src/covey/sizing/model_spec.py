@@ -22,96 +22,51 @@ BLOCK, NESTED_BLOCK = 64, 256
 
 
 class SavedActivations(NamedTuple):
-    """Inputs in a decoder layer that the backward pass needs: those of layers with weights to train.
+    """Inputs in a decoder layer that the backward pass needs: those of layers with weights to train."""
 
-    Attributes:
-        norms: the layer's norms are trained.
-        wide: norms of the hidden size.
-        heads: queries and keys have norms of their own.
-        attention: linear layers that read the first norm (q, k, v).
-        mlp: linear layers that read the second.
-        down: the MLP's last linear layer saves its input.
-        ranks: channels between the halves of adapters, of all in a layer.
-        passing: channels of products that are not saved: queries and keys before rotation, summands, and all products
-            under adapters.
-    """
-
-    norms: bool = True
-    wide: int = 2
-    heads: bool = False
-    attention: int = 3
-    mlp: int = 2
-    down: bool = True
-    ranks: int = 0
-    passing: int = 0
+    norms: bool = True  # the layer's norms are trained
+    wide: int = 2  # norms of the hidden size
+    heads: bool = False  # queries and keys have norms of their own
+    attention: int = 3  # linear layers that read the first norm (q, k, v)
+    mlp: int = 2  # linear layers that read the second
+    down: bool = True  # the MLP's last linear layer saves its input
+    ranks: int = 0  # channels between the halves of adapters, of all in a layer
+    passing: int = 0  # channels of products not saved: q, k before rotation, summands, all products under adapters
 
 
 class VisionEncoderSpec(NamedTuple):
-    """Encoder of images.
+    """Encoder of images."""
 
-    Attributes:
-        layers: blocks.
-        channels: numbers per patch that attention and MLP of a block save; 0 where no gradient enters the encoder.
-        hidden: channels between blocks.
-        readers: linear layers of a block that read a norm.
-        passing: channels of products that are not saved.
-        merger: numbers that the aligner saves for each token of an image, where it is the encoder's last part.
-        aligner: the same where it follows the encoder.
-        weights: parameters of encoder and aligner.
-        packed: numbers of MKL's packed copies of its linear layers.
-    """
-
-    layers: int
-    channels: int
-    hidden: int
-    readers: int
-    passing: int
-    merger: int
-    aligner: int
-    weights: int
-    packed: int
+    layers: int  # blocks
+    channels: int  # numbers per patch that attention and MLP of a block save; 0 where no gradient enters the encoder
+    hidden: int  # channels between blocks
+    readers: int  # linear layers of a block that read a norm
+    passing: int  # channels of products that are not saved
+    merger: int  # numbers that the aligner saves for each token of an image, where it is the encoder's last part
+    aligner: int  # the same where it follows the encoder
+    weights: int  # parameters of encoder and aligner
+    packed: int  # numbers of MKL's packed copies of its linear layers
 
 
 class QuantisedWeights(NamedTuple):
-    """Weights in fewer bits: their number, their bytes with scales, and the number of weights in the largest matrix.
-
-    The largest is unpacked to be multiplied with.
-    """
+    """Weights in fewer bits."""
 
     numbers: int = 0
-    size: int = 0
-    largest: int = 0
+    size: int = 0  # bytes, with scales
+    largest: int = 0  # weights in the largest matrix, which is unpacked to be multiplied with
 
 
 class ModelSpec(NamedTuple):
-    """Counts of a model.
-
-    Attributes:
-        parameters: all of them.
-        trainable: those that are updated.
-        packed: numbers of MKL's packed copies of its linear layers.
-        quantised: weights in fewer bits.
-        saved: inputs that a layer's backward pass needs; None: as if all weights are trained, or all have adapters.
-        embeddings: trained matrices of vocabulary x hidden size; None: one if all weights are trained.
-        head: the output head is one of them.
-        vision: the encoder of images.
-    """
+    """Counts of a model."""
 
     parameters: int
-    trainable: int
-    packed: int
+    trainable: int  # those that are updated
+    packed: int  # numbers of MKL's packed copies of its linear layers
     quantised: QuantisedWeights = QuantisedWeights()
-    saved: SavedActivations | None = None
-    embeddings: int | None = None
-    head: bool = True
+    saved: SavedActivations | None = None  # None: as if all weights are trained, or all have adapters
+    embeddings: int | None = None  # trained matrices of vocabulary x hidden size; None: one if all weights are trained
+    head: bool = True  # the output head is one of them
     vision: VisionEncoderSpec | None = None
-
-
-class FsdpUnits(NamedTuple):
-    """Parameters that FSDP2 gathers together: those outside of the layers, and those of the largest layer."""
-
-    outer: int
-    layer: int
 
 
 class DecoderWidths(NamedTuple):
@@ -127,7 +82,6 @@ class DecoderWidths(NamedTuple):
 
     @classmethod
     def of(cls, text: Any) -> "DecoderWidths":
-        """Widths from a text config of transformers."""
         heads = text.num_attention_heads
         head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
         experts = getattr(text, "num_experts_per_tok", None) or 1
@@ -140,17 +94,7 @@ class DecoderWidths(NamedTuple):
 def count_parameters(
     config: Any, peft: dict[str, Any] | None = None, quantization: Any = None, frozen: Collection[str] = ()
 ) -> ModelSpec:
-    """Exact counts of a language model, vision-language or not.
-
-    Args:
-        config: a model config of transformers.
-        peft: arguments of `peft.LoraConfig`, if an adapter is trained.
-        quantization: a `BitsAndBytesConfig`, if the weights under it are quantised.
-        frozen: parts that keep their weights: "vit", "aligner", "llm".
-
-    Raises:
-        ValueError: transformers has no language model for this config, or the adapter does not fit it.
-    """
+    """Exact counts of a language model with adapter, quantised weights and frozen parts ("vit", "aligner", "llm")."""
     model = meta_model(config)
     quantised = dict(_quantised_layers(model, quantization)) if quantization is not None else {}
     if frozen:
@@ -185,12 +129,12 @@ def count_parameters(
     )
 
 
-def unit_parameters(config: Any) -> FsdpUnits:
-    """Units that FSDP2 wraps: each decoder layer, and around them embedding, last norm and head."""
+def unit_parameters(config: Any) -> tuple[int, int]:
+    """Parameters that FSDP2 gathers together: those around the layers (embedding, last norm, head), and of a layer."""
     model = meta_model(config)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     layers = [sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds]
-    return FsdpUnits(model.num_parameters() - sum(layers), max(layers, default=0))
+    return model.num_parameters() - sum(layers), max(layers, default=0)
 
 
 def meta_model(config: Any) -> Any:

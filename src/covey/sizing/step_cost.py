@@ -10,28 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.sizing.memory import MemoryEstimate, ShardCounts
-from covey.sizing.model_spec import DecoderWidths, FsdpUnits, unit_parameters
+from covey.sizing.model_spec import DecoderWidths, unit_parameters
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a decoder's matrix products.
+    """Sizes of a decoder's matrix products."""
 
-    Attributes:
-        body: weights of the matrices in the layers; of a mixture, those of the experts that a token goes through.
-        head: weights of the output head (vocabulary x hidden size), tied or not.
-        layers: decoder layers.
-        width: heads x head size, of the queries.
-    """
-
-    body: int
-    head: int
-    layers: int
-    width: int
+    body: int  # weights of the matrices in the layers; of a mixture, those of the experts that a token goes through
+    head: int  # weights of the output head (vocabulary x hidden size), tied or not
+    layers: int  # decoder layers
+    width: int  # heads x head size, of the queries
 
     @classmethod
     def of(cls, text: Any) -> "ModelSize":
-        """Sizes from a Llama-like text config of transformers."""
         hidden, layers, widths = text.hidden_size, text.num_hidden_layers, DecoderWidths.of(text)
         body = layers * hidden * (2 * widths.queries + 2 * widths.keys + 3 * widths.inner)
         return cls(body, hidden * text.vocab_size, layers, widths.queries)
@@ -60,31 +52,18 @@ def forward_flops(size: ModelSize, prompt: int, lengths: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """One optimizer step, all phases.
+    """One optimizer step, all phases: operations of all processes, bytes that one process receives."""
 
-    Attributes:
-        sampled_tokens: completion tokens.
-        sampling_flops: operations of sampling, of all processes.
-        scoring_flops: operations of forward passes alone: old and reference log-probs.
-        training_flops: operations of forward and backward passes, recomputation included.
-        passes: forward and backward passes of a process.
-        gathered: bytes of weights that a process receives in its passes.
-        reduced: bytes of gradients that a process receives.
-        refreshed: bytes of weights that a process receives after the optimizer's step.
-        sync_gathered: bytes of weights that a process receives so that the first one can send them to servers.
-        sync_sent: bytes that the first process sends to a server.
-    """
-
-    sampled_tokens: int
+    sampled_tokens: int  # of completions
     sampling_flops: int
-    scoring_flops: int
-    training_flops: int
-    passes: int
-    gathered: int
-    reduced: int
-    refreshed: int
-    sync_gathered: int
-    sync_sent: int
+    scoring_flops: int  # forward passes alone: old and reference log-probs
+    training_flops: int  # forward and backward passes, recomputation included
+    passes: int  # forward and backward passes of a process
+    gathered: int  # weights, in its passes
+    reduced: int  # gradients
+    refreshed: int  # weights, after the optimizer's step
+    sync_gathered: int  # weights, so that the first process can send them to servers
+    sync_sent: int  # by the first process to a server
 
 
 def step_costs(
@@ -96,14 +75,6 @@ def step_costs(
     with frozen weights under an adapter; with checkpointed layers the layers' forward once more. Sharded weights are
     received once for the forward pass and once for the backward, except those that stay in memory; gradients are
     received once in each pass, by reduce-scatter. Otherwise they are added up once a step.
-
-    Args:
-        config: a transformers model config.
-        args: a `GRPOConfig` or `RLOOConfig`.
-        memory: its estimate, with the same shards.
-        spread: shards of the model.
-        prompt_tokens: length of a prompt.
-        adapter: an adapter is trained, not the model.
     """
     text, algebra = config.get_text_config(), args.algebra(spread.processes)
     size, length = ModelSize.of(text), memory.completion_tokens
@@ -112,104 +83,68 @@ def step_costs(
     forward = int(groups * forward_flops(size, prompt_tokens, group))
     recomputed = forward - int(groups * 2 * size.head * (1 + sum(tokens - 1 for tokens in group)))
     scorings = bool(args.beta) + (not algebra.on_policy or (args.method == "rloo" and bool(args.beta)))
-    received = received_by(spread, memory, unit_parameters(config))
-    fresh = 1 / algebra.num_iterations
+    received, passes, fresh = (
+        received_by(spread, memory, unit_parameters(config)),
+        memory.passes,
+        1 / algebra.num_iterations,
+    )
+    whole_weights = memory.trainable * memory.stored_bytes if spread.optimizer > 1 and spread.weights == 1 else 0
     return StepCosts(
         sampled_tokens=int(algebra.completions_per_update * length * fresh),
         sampling_flops=int(forward * fresh),
         scoring_flops=int(scorings * forward * fresh),
         training_flops=(2 if adapter else 3) * forward + recomputed * bool(args.gradient_checkpointing),
-        passes=memory.passes,
-        gathered=received.gathered(memory.passes, int(memory.passes * scorings * fresh)),
-        reduced=received.reduced(memory.passes),
-        refreshed=received.refreshed(),
-        sync_gathered=received.gathered_for_sync() if args.samples_elsewhere else 0,
+        passes=passes,
+        gathered=received.gathered(passes, int(passes * scorings * fresh)),
+        reduced=received.reduced(passes),
+        refreshed=received.of_others(whole_weights),
+        sync_gathered=received.of_others(received.whole) if args.samples_elsewhere and spread.weights > 1 else 0,
         sync_sent=memory.parameters * memory.computed_bytes if args.samples_elsewhere else 0,
     )
 
 
 @dataclass(frozen=True)
 class Received:
-    """Bytes that a process receives in the phases of a step.
-
-    Attributes:
-        spread: shards of the model.
-        whole: bytes of all weights in the type of products.
-        stays: bytes of those that a pass gathers once, for forward and backward.
-        gradients: bytes of all gradients as they are sent.
-        updated: bytes of the trained weights as they are stored.
-    """
+    """Bytes that a process receives in the phases of a step."""
 
     spread: ShardCounts
-    whole: int
-    stays: int
-    gradients: int
-    updated: int
+    whole: int  # all weights in the type of products
+    stays: int  # those that a pass gathers once, for forward and backward
+    gradients: int  # all gradients as they are sent
 
-    def _of_others(self, size: int) -> int:
-        n = self.spread.processes
-        return size * (n - 1) // n
+    def of_others(self, size: int) -> int:
+        """The part of `size` bytes that the other processes have."""
+        return size * (self.spread.processes - 1) // self.spread.processes
 
     def gathered(self, passes: int, forwards: int = 0) -> int:
         """Weights received in forward and backward passes, and in forward passes alone."""
-        if self.spread.weights == 1:
-            return 0
-        each = self._of_others(self.whole)
-        return passes * (2 * each - self._of_others(self.stays)) + forwards * each
+        each = self.of_others(self.whole)
+        return (self.spread.weights > 1) * (passes * (2 * each - self.of_others(self.stays)) + forwards * each)
 
     def reduced(self, passes: int) -> int:
         """Gradients received: a shard from each other process in every pass, or all sums twice a step (all-reduce)."""
-        if self.spread.processes == 1:
-            return 0
-        if self.spread.gradients > 1:
-            return passes * self._of_others(self.gradients)
-        return 2 * self._of_others(self.gradients)
-
-    def refreshed(self) -> int:
-        """Weights received after a step of a sharded optimizer over whole weights (ZeRO-1 and 2)."""
-        if self.spread.optimizer == 1 or self.spread.weights > 1:
-            return 0
-        return self._of_others(self.updated)
-
-    def gathered_for_sync(self) -> int:
-        """Weights received for a sync; every process takes part if they are sharded."""
-        return self._of_others(self.whole) if self.spread.weights > 1 else 0
+        return (passes if self.spread.gradients > 1 else 2) * self.of_others(self.gradients)
 
 
-def received_by(spread: ShardCounts, memory: MemoryEstimate, units: FsdpUnits) -> Received:
+def received_by(spread: ShardCounts, memory: MemoryEstimate, units: tuple[int, int]) -> Received:
     """Bytes that a process receives, for a model with this memory and these `unit_parameters`."""
-    stored, computed = memory.stored_bytes, memory.computed_bytes
-    stays = 0 if spread.name == "zero3" else units.outer  # DeepSpeed releases them if passes differ, as they do here
-    return Received(
-        spread,
-        whole=memory.parameters * computed,
-        stays=stays * computed,
-        gradients=memory.trainable * (computed if spread.gradients > 1 else stored),
-        updated=memory.trainable * stored,
-    )
+    stays = 0 if spread.name == "zero3" else units[0]  # DeepSpeed releases them if passes differ, as they do here
+    number = memory.computed_bytes
+    gradients = memory.trainable * (number if spread.gradients > 1 else memory.stored_bytes)
+    return Received(spread, whole=memory.parameters * number, stays=stays * number, gradients=gradients)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU and its connections, from data sheets.
+    """A GPU and its connections, from data sheets; rates are bytes a second."""
 
-    Attributes:
-        flops: operations a second, dense products in bfloat16.
-        memory: bytes of memory.
-        memory_rate: bytes a second from memory.
-        link: bytes a second from GPUs of the same node.
-        network: bytes a second from other nodes, per GPU.
-        training: share of `flops` that passes reach.
-        decoding: share of `memory_rate` that decoding reaches.
-    """
-
-    flops: float
-    memory: float
+    flops: float  # operations a second, dense products in bfloat16
+    memory: float  # bytes
     memory_rate: float
-    link: float
-    network: float
-    training: float = 0.4
-    decoding: float = 0.5
+    link: float  # from GPUs of the same node
+    network: float  # from other nodes, per GPU
+    training: float = 0.4  # share of `flops` that passes reach
+    decoding: float = 0.5  # share of `memory_rate` that decoding reaches
 
 
 MACHINES = {
@@ -222,23 +157,14 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of the phases of one optimizer step.
+    """Seconds of the phases of one optimizer step."""
 
-    Attributes:
-        sampling: on a server, or on the trainer's own GPUs.
-        training: passes of one process, scoring included.
-        moving: gathering weights and adding up gradients in those passes.
-        refreshing: sending weights after the optimizer's step.
-        sync: gathering weights and sending them to a server.
-        overlaps: sampling runs while the policy trains.
-    """
-
-    sampling: float
-    training: float
-    moving: float
-    refreshing: float
-    sync: float
-    overlaps: bool
+    sampling: float  # on a server, or on the trainer's own GPUs
+    training: float  # passes of one process, scoring included
+    moving: float  # gathering weights and adding up gradients in those passes
+    refreshing: float  # sending weights after the optimizer's step
+    sync: float  # gathering weights and sending them to a server
+    overlaps: bool  # sampling runs while the policy trains
 
     @property
     def step(self) -> float:
@@ -260,26 +186,15 @@ def step_times(
     sampling_gpus: int | None = None,
     overlaps: bool = False,
 ) -> StepTimes:
-    """Seconds of one optimizer step.
+    """Seconds of one optimizer step, with `cache_bytes` for a token's keys and values.
 
     Decoding reads all weights, keys and values for every token of the longest completion. If the cache holds R
     sequences, B completions take B / R rounds, at least 1, and a token of a round takes
     max((weights + R * tokens so far * cache_bytes) / memory_rate, R * 2 * weights / flops).
-
-    Args:
-        costs: operations and bytes of the step.
-        memory: memory of a process.
-        size: sizes of the model.
-        machine: the GPU.
-        spread: shards of the model.
-        cache_bytes: bytes of a token's keys and values.
-        prompt_tokens: length of a prompt.
-        gpus_of_node: GPUs of one machine; beyond it weights and gradients cross the network.
-        sampling_gpus: GPUs of the server that samples; None: each training process samples its part.
-        overlaps: sampling runs while the policy trains.
+    Without a server's `sampling_gpus` each training process samples its part.
     """
     n = spread.processes
-    rate = machine.network if n > gpus_of_node else machine.link
+    rate = machine.network if n > gpus_of_node else machine.link  # beyond one node
     gpus = sampling_gpus or 1  # the trainer's own engine holds the model on each GPU
     rows_in_all = costs.sampled_tokens / max(memory.completion_tokens, 1) / (1 if sampling_gpus else n)
     weights = memory.parameters * memory.computed_bytes

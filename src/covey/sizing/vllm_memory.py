@@ -31,19 +31,12 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of vLLM in one process.
+    """Bytes of vLLM in one process."""
 
-    Attributes:
-        weights: its copy of the weights, split over `vllm_tensor_parallel_size` processes.
-        working: activations of `BATCHED_TOKENS` tokens and logits of `BATCHED_SEQUENCES` sequences.
-        cache: keys and values of all completions that this process samples at a time, at full length.
-        smallest_cache: keys and values of a single completion.
-    """
-
-    weights: int
-    working: int
-    cache: int
-    smallest_cache: int
+    weights: int  # its copy, split over `vllm_tensor_parallel_size` processes
+    working: int  # activations of `BATCHED_TOKENS` tokens and logits of `BATCHED_SEQUENCES` sequences
+    cache: int  # keys and values of all completions that this process samples at a time, at full length
+    smallest_cache: int  # keys and values of a single completion
 
     @property
     def wanted(self) -> int:
@@ -58,21 +51,13 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class Utilization:
-    """vLLM's share of a GPU, and its derivation.
+    """vLLM's share of a GPU, and its derivation."""
 
-    Attributes:
-        share: share of the GPU's memory, between 0 and 1, in hundredths: as wanted, or all that is free.
-        gpu: bytes of the GPU.
-        occupied: bytes of everything else while vLLM holds its share.
-        occupied_by: description of everything else.
-        engine: memory that vLLM wants.
-    """
-
-    share: float
-    gpu: int
-    occupied: int
-    occupied_by: str
-    engine: EngineMemory
+    share: float  # of the GPU's memory, between 0 and 1, in hundredths: as wanted, or all that is free
+    gpu: int  # bytes of the GPU
+    occupied: int  # bytes of everything else while vLLM holds its share
+    occupied_by: str  # description of everything else
+    engine: EngineMemory  # memory that vLLM wants
 
     def sentence(self) -> str:
         """Derivation of the share, for users."""
@@ -90,30 +75,20 @@ class Utilization:
 def engine_memory(
     memory: MemoryEstimate, config: Any, args: Any, prompt_tokens: int = ASSUMED_PROMPT_TOKENS
 ) -> EngineMemory:
-    """Memory of vLLM in one process.
-
-    Args:
-        memory: the run's estimate.
-        config: the model's transformers config.
-        args: a `GRPOConfig` or `RLOOConfig`.
-        prompt_tokens: length of a prompt.
-    """
-    text = config.get_text_config()
-    number = memory.computed_bytes
+    """Memory of vLLM in one process of a run with this estimate."""
+    text, number = config.get_text_config(), memory.computed_bytes
     context = args.vllm_max_model_length or text.max_position_embeddings
     tokens = min(args.max_completion_length or context, max(context - prompt_tokens, 1))  # of the longest completion
     completions = args.per_device_train_batch_size * args.steps_per_generation
     cached = completions * tokens + -(-completions // args.num_generations) * prompt_tokens
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    token_bytes = cache_bytes_per_token(text, number)
+    activations = BATCHED_TOKENS * (4 * text.hidden_size + 2 * inner) * number
+    token_bytes, shards = cache_bytes_per_token(text, number), args.vllm_tensor_parallel_size
     return EngineMemory(
-        weights=memory.parameters * number // args.vllm_tensor_parallel_size,
-        working=BATCHED_TOKENS * (4 * text.hidden_size + 2 * inner) * number
-        + 2 * BATCHED_SEQUENCES * text.vocab_size * 4,
+        weights=memory.parameters * number // shards,
+        working=activations + 2 * BATCHED_SEQUENCES * text.vocab_size * 4,
         cache=cached * token_bytes,
-        smallest_cache=(args.vllm_max_model_length or tokens + prompt_tokens)
-        * token_bytes
-        // args.vllm_tensor_parallel_size,
+        smallest_cache=(args.vllm_max_model_length or tokens + prompt_tokens) * token_bytes // shards,
     )
 
 
@@ -128,9 +103,6 @@ def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: in
     Without sleep mode vLLM holds its share while the policy trains, in addition to training's peak. With it, the two
     alternate, and only weights, reference and optimizer are there while vLLM samples, less what is moved to host
     memory. While new weights are sent nothing has moved yet, but there is no cache either.
-
-    Raises:
-        DoesNotFit: not a single completion would fit; the message gives advice.
     """
     occupied, occupied_by = _occupied(memory, args)
     free = usable(gpu) - occupied
@@ -150,11 +122,11 @@ def _occupied(memory: MemoryEstimate, args: Any) -> tuple[int, str]:
     """Bytes of everything but vLLM while it holds its share, and their description."""
     if not args.vllm_enable_sleep_mode:
         return memory.training, "training, during which vLLM stays awake"
-    moved = {"policy": memory.weights * args.offload_model, "optimizer": memory.optimizer * args.offload_optimizer}
-    offloaded = [name for name in moved if getattr(args, f"offload_{'model' if name == 'policy' else name}")]
+    moved = {"policy": ("model", memory.weights), "optimizer": ("optimizer", memory.optimizer)}
+    moved = {name: (option, size) for name, (option, size) in moved.items() if getattr(args, f"offload_{option}")}
     rest = "weights, reference and optimizer, which stay while vLLM is awake"
-    rest += f", the {' and '.join(offloaded)} being in host memory" if offloaded else ""
-    return memory.resident - sum(moved.values()), rest
+    rest += f", the {' and '.join(moved)} being in host memory" if moved else ""
+    return memory.resident - sum(size for _, size in moved.values()), rest
 
 
 def _advice(memory: MemoryEstimate, args: Any) -> str:

@@ -23,8 +23,7 @@ from covey.data.prompt_stream import PromptStream
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
-from covey.observability.metrics import MetricLog
-from covey.observability.timeline import PhaseTimer, Timeline
+from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
 from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
 from covey.policy.reference import Reference, starts_as_identity

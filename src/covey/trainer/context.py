@@ -10,8 +10,7 @@ from transformers import TrainerState
 from covey.algorithms.algorithm import Algorithm
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
-from covey.observability.metrics import MetricLog
-from covey.observability.timeline import PhaseTimer, Timeline
+from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import Sharding
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.core.batch import TrainBatch
 from covey.core.records import FinishReason, Max, Mean, Rollout, RolloutSummary, ScoredRollouts, Stat, merge_all
 from covey.core.transcript import Counts, count, thumbnails
-from covey.observability.timeline import ROLLOUTS, Span, Timeline, covered
+from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
 from covey.rewards.call import RewardStream
 from covey.rewards.functions import RewardContext
 from covey.rollout.collector import RolloutSpec

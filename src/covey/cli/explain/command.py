@@ -5,6 +5,7 @@ into `covey.cli.explain.figures`.
 """
 
 import argparse
+import re
 import sys
 import textwrap
 import warnings
@@ -107,11 +108,12 @@ def explain(run: ExplainedRun) -> str:
 
 
 def _section(title: str, lines: Iterable[str]) -> str:
+    paragraphs = [re.sub(r"\n +", " ", line) for line in lines]  # broken where our source breaks
     wrapped = [
         "    " + line  # of a table
         if "   " in line
         else textwrap.fill(line, 100, initial_indent="  ", subsequent_indent="    ", drop_whitespace=True)
-        for line in lines
+        for line in paragraphs
     ]
     return "\n".join([title, *wrapped])
 

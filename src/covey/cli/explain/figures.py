@@ -1,5 +1,7 @@
 """Figures of `covey explain`: tables of memory, of vLLM's share of it, and of a step's operations, traffic and time."""
 
+from collections.abc import Iterator
+
 import psutil
 
 from covey.cli.explain.run import ExplainedRun
@@ -8,13 +10,16 @@ from covey.sizing.step_cost import MACHINES, ModelSize, StepCosts, StepTimes, st
 from covey.sizing.vllm_memory import DoesNotFit, EngineMemory, cpu_cache_bytes, utilization
 
 
-def memory(run: ExplainedRun) -> list[str]:
+def memory(run: ExplainedRun) -> Iterator[str]:
     """Bytes by part, the peak, and advice on the largest part."""
     m, args = run.memory, run.args
     if m is None:
-        return [f"No estimate: {run.model.missing}."]
+        yield f"No estimate: {run.model.missing}."
+        return
     trained = f", {m.trainable:,} of them trained" if m.trainable != m.parameters else ""
     precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else "the type of the weights"
+    yield f"""{m.parameters:,} parameters{trained}; computing in {precision}. Per process, {_sharding(run)}, completions
+    of full length:"""
     parts = {"weights": m.weights, "reference model": m.reference, "gradients": m.gradients, "optimizer": m.optimizer}
     parts |= {"activations": m.activations, "logits": m.logits + m.head_gradient + m.late_gradient}
     others = {"encoder": m.encoder, "gaps between": m.gaps, "weights' casts": m.casts, "unpacked weight": m.unpacked}
@@ -22,19 +27,16 @@ def memory(run: ExplainedRun) -> list[str]:
     parts |= {name: size for name, size in others.items() if size}
     if not args.samples_elsewhere:
         parts |= {"KV cache": m.kv_cache, "packed weights": m.packed}
-    lines = [
-        f"{m.parameters:,} parameters{trained}; computing in {precision}. Per process, {_sharding(run)}, completions "
-        "of full length:",
-        *(f"{name:<16}{readable(size):>12}" for name, size in parts.items()),
-        *run.model.notes,
-        f"Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak "
-        f"is about {readable(m.peak)}.",
-    ]
+    yield from (f"{name:<16}{readable(size):>12}" for name, size in parts.items())
+    yield from run.model.notes
+    yield f"""Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak
+    is about {readable(m.peak)}."""
     machine = run.cluster.machine if run.cluster else None
     if machine is not None and m.peak > MACHINES[machine].memory:
-        lines.append(f"That does not fit: a {machine} has {readable(int(MACHINES[machine].memory))}.")
-    lines.append(_largest_part(m, bool(args.gradient_checkpointing)))
-    return lines + (_colocated_vllm(run, m, run.engine) if run.engine is not None else [])
+        yield f"That does not fit: a {machine} has {readable(int(MACHINES[machine].memory))}."
+    yield _largest_part(m, bool(args.gradient_checkpointing))
+    if run.engine is not None:
+        yield from _colocated_vllm(run, m, run.engine)
 
 
 def _sharding(run: ExplainedRun) -> str:
@@ -52,50 +54,39 @@ def _largest_part(m: MemoryEstimate, checkpointing: bool) -> str:
     elif m.stored_bytes < 4:
         weights = "--accelerate_config fsdp2, or quantization with peft"
     activations = "max_tokens_per_micro_batch" + ("" if checkpointing else " or gradient_checkpointing=True")
-    _, name, advice = max(
-        (
-            (m.activations, "activations", activations),
-            (m.logits, "logits", "logprob_chunk_size"),
-            (m.kv_cache, "KV cache", "max_concurrent_completions"),
-            (m.optimizer, "optimizer", "peft, or an 8-bit optim"),
-            (m.weights, "weights", weights),
-            (m.reference, "reference model", "beta=0 or peft"),
-            (m.gradients, "gradients", "peft"),
-        ),
-        key=lambda part: part[0],
+    parts = (
+        (m.activations, "activations", activations),
+        (m.logits, "logits", "logprob_chunk_size"),
+        (m.kv_cache, "KV cache", "max_concurrent_completions"),
+        (m.optimizer, "optimizer", "peft, or an 8-bit optim"),
+        (m.weights, "weights", weights),
+        (m.reference, "reference model", "beta=0 or peft"),
+        (m.gradients, "gradients", "peft"),
     )
+    _, name, advice = max(parts, key=lambda part: part[0])
     return f"The largest part is the {name}; to shrink it: {advice}."
 
 
-def _colocated_vllm(run: ExplainedRun, memory: MemoryEstimate, engine: EngineMemory) -> list[str]:
+def _colocated_vllm(run: ExplainedRun, memory: MemoryEstimate, engine: EngineMemory) -> Iterator[str]:
     """vLLM's share of the memory, its derivation, and vLLM's sleep."""
     args = run.args
     if run.gpu is None and args.device.type == "cpu":
         cache = cpu_cache_bytes(engine, psutil.virtual_memory().available)
-        return [
-            f"vLLM adds a copy of the weights ({readable(engine.weights)}) and, on this CPU, a cache of"
-            f" {readable(cache)}: all completions at once need {readable(engine.cache)}, and it takes a quarter of the"
-            " free memory at most. VLLM_CPU_KVCACHE_SPACE=<GiB> in the environment sets it. For a GPU of another"
-            " machine, give --gpu_memory <GiB>."
-        ]
-    lines = [_vllm_share(run, memory, engine)]
+        yield f"""vLLM adds a copy of the weights ({readable(engine.weights)}) and, on this CPU, a cache of
+        {readable(cache)}: all completions at once need {readable(engine.cache)}, and it takes a quarter of the free
+        memory at most. VLLM_CPU_KVCACHE_SPACE=<GiB> in the environment sets it. For a GPU of another machine, give
+        --gpu_memory <GiB>."""
+        return
+    yield _vllm_share(run, memory, engine)
     if not args.vllm_enable_sleep_mode:
-        lines.append(
-            "vLLM stays awake: it holds its share while the policy trains. With vllm_enable_sleep_mode=True they take"
-            " turns."
-        )
+        yield """vLLM stays awake: it holds its share while the policy trains. With vllm_enable_sleep_mode=True they
+        take turns."""
     else:
         place = "wait in host memory" if args.vllm_sleep_level == 1 else "are discarded and sent again at each waking"
-        lines.append(
-            f"vLLM sleeps while the policy trains (vllm_sleep_level={args.vllm_sleep_level}): its weights {place}."
-        )
-    moved = [name for name in ("model", "optimizer") if getattr(args, f"offload_{name}")]
+        yield f"vLLM sleeps while the policy trains (vllm_sleep_level={args.vllm_sleep_level}): its weights {place}."
+    moved = [f"the {name}" for name in ("model", "optimizer") if getattr(args, f"offload_{name}")]
     if moved:
-        lines.append(
-            f"While vLLM samples, {' and '.join('the ' + name for name in moved)} wait in host memory; each rollout"
-            " batch moves them twice."
-        )
-    return lines
+        yield f"While vLLM samples, {' and '.join(moved)} wait in host memory; each rollout batch moves them twice."
 
 
 def _vllm_share(run: ExplainedRun, memory: MemoryEstimate, engine: EngineMemory) -> str:
@@ -104,39 +95,34 @@ def _vllm_share(run: ExplainedRun, memory: MemoryEstimate, engine: EngineMemory)
         return "vLLM's share of the memory cannot be worked out without a GPU; give --gpu_memory <GiB>."
     try:
         auto = utilization(memory, engine, run.args, gpu)
-        text = f" 'auto' would be {auto.share:.2f}."
-    except DoesNotFit as problem:
-        if share == "auto":
-            return f"This will fail: {problem}"
-        text = " By this estimate no share is enough: see the message for 'auto'."
-    else:
+        text = f"'auto' would be {auto.share:.2f}."
         if share == "auto":
             return auto.sentence()
+    except DoesNotFit as problem:
+        text = "By this estimate no share is enough: see the message for 'auto'."
+        if share == "auto":
+            return f"This will fail: {problem}"
     assert isinstance(share, float), "a rule refuses other text"
     given = int(share * gpu)
     too_little = "" if given >= engine.least else " That is too little for a single completion."
-    return (
-        f"vLLM takes {readable(given)} (vllm_gpu_memory_utilization={share:g} of {readable(gpu)}) and can use"
-        f" {readable(engine.wanted)}.{too_little}{text}"
-    )
+    return f"""vLLM takes {readable(given)} (vllm_gpu_memory_utilization={share:g} of {readable(gpu)}) and can use
+    {readable(engine.wanted)}.{too_little} {text}"""
 
 
-def communication(run: ExplainedRun) -> list[str]:
+def communication(run: ExplainedRun) -> Iterator[str]:
     """Operations, traffic and, on a known GPU, time of an optimizer step; only if processes or a GPU are named."""
     cluster, memory, args = run.cluster, run.memory, run.args
     if memory is None or cluster is None or args.max_completion_length is None:
-        return []
+        return
     config, spread = run.model.config, cluster.spread
     prompt_tokens = run.prompt_tokens + run.model.images.tokens
     adapter = run.model.peft is not None
     step = step_costs(config, args, memory, spread, prompt_tokens=prompt_tokens, adapter=adapter)
     scoring = f"{step.scoring_flops:.2e} to score, " if step.scoring_flops else ""
-    lines = [
-        f"One optimizer step, all {spread.processes} processes, full completions: {step.training_flops:.2e} operations "
-        f"to train in {step.passes} pass{'es' * (step.passes != 1)} of {memory.pass_tokens:,} tokens each, {scoring}"
-        f"{step.sampling_flops:.2e} to sample {step.sampled_tokens:,} tokens.",
-        *_traffic(step),
-    ]
+    yield f"""One optimizer step, all {spread.processes} processes, full completions: {step.training_flops:.2e}
+    operations to train in {step.passes} pass{"es" * (step.passes != 1)} of {memory.pass_tokens:,} tokens each,
+    {scoring}{step.sampling_flops:.2e} to sample {step.sampled_tokens:,} tokens."""
+    yield from _traffic(step)
     if cluster.machine is not None:
         text = config.get_text_config()
         times = step_times(
@@ -151,35 +137,21 @@ def communication(run: ExplainedRun) -> list[str]:
             sampling_gpus=cluster.gpus_of_node if args.samples_elsewhere else None,
             overlaps=bool(args.max_staleness),
         )
-        lines += _seconds(times, cluster.machine)
-    return lines
+        yield from _seconds(times, cluster.machine)
 
 
 def _traffic(step: StepCosts) -> list[str]:
-    parts = {
-        "gather weights": step.gathered,
-        "add up gradients": step.reduced,
-        "after the update": step.refreshed,
-        "gather for sync": step.sync_gathered,
-        "send to server": step.sync_sent,
-    }
+    parts = {"gather weights": step.gathered, "add up gradients": step.reduced, "after the update": step.refreshed}
+    parts |= {"gather for sync": step.sync_gathered, "send to server": step.sync_sent}
     table = [f"{name:<20}{readable(size):>12}" for name, size in parts.items() if size]
     return ["Each process receives (the first one sends the last):", *table] if table else []
 
 
-def _seconds(times: StepTimes, machine: str) -> list[str]:
+def _seconds(times: StepTimes, machine: str) -> Iterator[str]:
     figures = MACHINES[machine]
-    parts = {
-        "sampling": times.sampling,
-        "passes": times.training,
-        "moving in passes": times.moving,
-        "after the update": times.refreshing,
-        "sync": times.sync,
-        "step": times.step,
-    }
     order = "sampling during training" if times.overlaps else "sampling and training in turns"
-    return [
-        f"On {machine} GPUs, at {figures.training:.0%} of their operations in passes and {figures.decoding:.0%} of "
-        f"their memory's rate in decoding (assumed; measure your own), with {order}:",
-        *(f"{name:<20}{value:>10.1f} s" for name, value in parts.items() if value),
-    ]
+    yield f"""On {machine} GPUs, at {figures.training:.0%} of their operations in passes and {figures.decoding:.0%} of
+    their memory's rate in decoding (assumed; measure your own), with {order}:"""
+    parts = {"sampling": times.sampling, "passes": times.training, "moving in passes": times.moving}
+    parts |= {"after the update": times.refreshing, "sync": times.sync, "step": times.step}
+    yield from (f"{name:<20}{value:>10.1f} s" for name, value in parts.items() if value)

@@ -21,20 +21,15 @@ def count(number: int, noun: str) -> str:
 def batches(run: ExplainedRun) -> Iterator[str]:
     """Sizes of rollout batches and updates, and the choice of prompts."""
     a, args, updates = run.algebra, run.args, run.algebra.updates_per_generation
-    yield (
-        f"Batch sizes count completions, not prompts. One rollout batch: {count(a.prompts_per_generation, 'prompt')}, "
-        f"{a.num_generations} completions each, {a.generation_batch_size} completions in all (generation_batch_size)."
-    )
-    yield (
-        f"It is cut into {count(a.steps_per_generation, 'micro-batch')} (steps_per_generation) of "
-        f"{a.per_device_train_batch_size} completions in each of {count(a.world_size, 'process')}."
-    )
+    yield f"""Batch sizes count completions, not prompts. One rollout batch:
+    {count(a.prompts_per_generation, "prompt")}, {a.num_generations} completions each, {a.generation_batch_size}
+    completions in all (generation_batch_size)."""
+    yield f"""It is cut into {count(a.steps_per_generation, "micro-batch")} (steps_per_generation) of
+    {a.per_device_train_batch_size} completions in each of {count(a.world_size, "process")}."""
     if a.num_iterations > 1:
         yield f"It is trained on {a.num_iterations} times (num_iterations)."
-    yield (
-        f"One optimizer update averages over {count(a.gradient_accumulation_steps, 'micro-batch')} "
-        f"(gradient_accumulation_steps), that is {a.completions_per_update} completions."
-    )
+    yield f"""One optimizer update averages over {count(a.gradient_accumulation_steps, "micro-batch")}
+    (gradient_accumulation_steps), that is {a.completions_per_update} completions."""
     if updates == 1:
         yield "One optimizer update per rollout batch."
     elif updates.denominator == 1:
@@ -45,29 +40,21 @@ def batches(run: ExplainedRun) -> Iterator[str]:
         yield f"{updates} optimizer updates per rollout batch: some updates mix two rollout batches."
     yield from _epochs(run)
     if updates == 1:
-        yield (
-            "For several smaller updates per rollout batch, make steps_per_generation a multiple of "
-            f"gradient_accumulation_steps={a.gradient_accumulation_steps}: twice as many steps give 2 updates."
-        )
+        yield f"""For several smaller updates per rollout batch, make steps_per_generation a multiple of
+        gradient_accumulation_steps={a.gradient_accumulation_steps}: twice as many steps give 2 updates."""
     if args.prompt_sampler == "difficulty":
-        yield (
-            "Prompts of intermediate difficulty come more often (prompt_sampler=difficulty): in an epoch some prompts "
-            "come several times and others not at all. One that is always or never solved comes about "
-            f"{args.difficulty_floor:g} times as often as one that is solved half of the time."
-        )
+        yield f"""Prompts of intermediate difficulty come more often (prompt_sampler=difficulty): in an epoch some
+        prompts come several times and others not at all. One that is always or never solved comes about
+        {args.difficulty_floor:g} times as often as one that is solved half of the time."""
     if args.dynamic_sample:
-        yield (
-            "Groups without a signal are replaced before training (dynamic_sample), in up to "
-            f"{count(args.max_resample_times, 'round')} (max_resample_times): a rollout batch samples at most "
-            f"{(1 + args.max_resample_times) * a.generation_batch_size} completions and trains on "
-            f"{a.generation_batch_size}."
-        )
+        yield f"""Groups without a signal are replaced before training (dynamic_sample), in up to
+        {count(args.max_resample_times, "round")} (max_resample_times): a rollout batch samples at most
+        {(1 + args.max_resample_times) * a.generation_batch_size} completions and trains on
+        {a.generation_batch_size}."""
     if args.stream_rewards:
-        yield (
-            "Each group is scored as soon as it is sampled (stream_rewards): reward functions receive one group at a "
-            f"time and have {args.reward_timeout:g} seconds (reward_timeout) for each; phase/reward is the time that "
-            "they still take after the last completion."
-        )
+        yield f"""Each group is scored as soon as it is sampled (stream_rewards): reward functions receive one group at
+        a time and have {args.reward_timeout:g} seconds (reward_timeout) for each; phase/reward is the time that they
+        still take after the last completion."""
 
 
 def _epochs(run: ExplainedRun) -> Iterator[str]:
@@ -78,10 +65,8 @@ def _epochs(run: ExplainedRun) -> Iterator[str]:
         full, left = divmod(prompts, a.prompts_per_generation)
         per_epoch = math.ceil(full * updates)
         left_over = f" ({count(left, 'prompt')} left over)" if left else ""
-        yield (
-            f"The dataset's {count(prompts, 'prompt')} make {count(full, 'rollout batch')} per epoch{left_over} and "
-            f"{count(per_epoch, 'update')}."
-        )
+        yield f"""The dataset's {count(prompts, "prompt")} make {count(full, "rollout batch")} per epoch{left_over} and
+        {count(per_epoch, "update")}."""
         if args.max_steps > 0:
             epochs = f"{args.max_steps / per_epoch:.3g}"
             yield f"max_steps={args.max_steps} is {epochs} epoch{'' if epochs == '1' else 's'}."
@@ -90,57 +75,42 @@ def _epochs(run: ExplainedRun) -> Iterator[str]:
             yield f"num_train_epochs={args.num_train_epochs:g} makes {count(total, 'update')} in all."
     elif args.max_steps > 0:
         wanted = args.max_steps / updates
-        yield (
-            f"max_steps={args.max_steps} updates are {float(wanted):g} rollout batches, "
-            f"{float(wanted * a.prompts_per_generation):g} prompts in all."
-        )
+        yield f"""max_steps={args.max_steps} updates are {float(wanted):g} rollout batches,
+        {float(wanted * a.prompts_per_generation):g} prompts in all."""
     else:
         per_thousand = float(Fraction(1000, a.prompts_per_generation) * updates)
-        yield (
-            f"Every 1,000 prompts of the dataset are about {per_thousand:.4g} updates; num_train_epochs="
-            f"{args.num_train_epochs:g} goes through the dataset so many times. A last, incomplete rollout batch is "
-            "left out."
-        )
+        yield f"""Every 1,000 prompts of the dataset are about {per_thousand:.4g} updates;
+        num_train_epochs={args.num_train_epochs:g} goes through the dataset so many times. A last, incomplete rollout
+        batch is left out."""
 
 
 def policy(run: ExplainedRun) -> Iterator[str]:
     """Difference between the policies that sample and train, and its effects."""
     a, args = run.algebra, run.args
-    steps = (
-        f"(gradient_accumulation_steps={a.gradient_accumulation_steps}, "
-        f"steps_per_generation * num_iterations={a.micro_batches})"
-    )
+    steps = f"""(gradient_accumulation_steps={a.gradient_accumulation_steps}, steps_per_generation *
+    num_iterations={a.micro_batches})"""
     if not a.on_policy:
-        yield (
-            f"Off-policy {steps}: after the first update on a rollout batch, the policy differs from the one that "
-            "sampled it."
-        )
-        yield (
-            "The first update has ratios of 1; later ones differ from 1, and more so with a higher learning rate "
-            f"({args.learning_rate:g})."
-        )
+        yield f"""Off-policy {steps}: after the first update on a rollout batch, the policy differs from the one that
+        sampled it."""
+        yield f"""The first update has ratios of 1; later ones differ from 1, and more so with a higher learning rate
+        ({args.learning_rate:g})."""
         yield _clipping(run)
         if args.loss_type in CLIPPED and args.delta:
             yield f"With a negative advantage, ratios are cut at delta={args.delta:g}."
         yield "An additional forward pass per rollout batch computes the old log-probabilities."
     else:
         if args.max_staleness:
-            yield (
-                f"One update per rollout batch at most {steps}: its gradient is computed with the weights that "
-                "training on the batch begins with."
-            )
+            yield f"""One update per rollout batch at most {steps}: its gradient is computed with the weights that
+            training on the batch begins with."""
         else:
             yield f"On-policy {steps}: every gradient is computed with the weights that sampled the completions."
         can_clip = args.loss_type in CLIPPED | {"rloo"}
-        yield (
-            "So all importance ratios are exactly 1 and nothing can clip: "
-            f"{'clip_ratio/* stays 0' if can_clip else 'no bound on them acts'}. That is correct. To use clipping, set "
-            "num_iterations above 1 or steps_per_generation above gradient_accumulation_steps."
-        )
+        yield f"""So all importance ratios are exactly 1 and nothing can clip:
+        {"clip_ratio/* stays 0" if can_clip else "no bound on them acts"}. That is correct. To use clipping, set
+        num_iterations above 1 or steps_per_generation above gradient_accumulation_steps."""
         if run.scores_old:
-            yield (
-                "An additional forward pass per rollout batch computes the log-probabilities that the KL penalty needs."
-            )
+            yield """An additional forward pass per rollout batch computes the log-probabilities that the KL penalty
+            needs."""
         else:
             yield ("Old log-probabilities are those of the current forward pass; no additional pass is spent on them.")
     if args.corrects_mismatch:
@@ -157,19 +127,15 @@ def _clipping(run: ExplainedRun) -> str:
         case "sapo":
             return "sapo has no hard clip: a smooth gate closes as a ratio leaves 1."
         case "vespo":
-            return (
-                "vespo has no hard clip: a smooth weight of the sequence's ratio falls off; watch vespo/phi_seq_mean."
-            )
+            return """vespo has no hard clip: a smooth weight of the sequence's ratio falls off; watch
+            vespo/phi_seq_mean."""
         case "gmpo":
-            return (
-                f"Token log-ratios are clipped at -{args.epsilon:g} and +{high:g}, then averaged over the completion."
-            )
+            return f"""Token log-ratios are clipped at -{args.epsilon:g} and +{high:g}, then averaged over the
+            completion."""
     by_token = args.loss_type != "rloo" and args.importance_sampling_level == "token"
-    return (
-        f"{'Tokens' if by_token else 'Sequences'} whose ratio has left [{1 - args.epsilon:g}, {1 + high:g}] in the "
-        "direction of their advantage stop contributing; clip_ratio/* is their fraction. A few percent is healthy, "
-        "tens of percent mean too many or too large updates per rollout batch."
-    )
+    return f"""{"Tokens" if by_token else "Sequences"} whose ratio has left [{1 - args.epsilon:g}, {1 + high:g}] in the
+    direction of their advantage stop contributing; clip_ratio/* is their fraction. A few percent is healthy, tens of
+    percent mean too many or too large updates per rollout batch."""
 
 
 def _mismatch(run: ExplainedRun) -> str:
@@ -185,25 +151,19 @@ def _mismatch(run: ExplainedRun) -> str:
         else "That compares log-probabilities of the training passes: no additional pass, except for a model with "
         "dropout."
     )
-    return (
-        f"Each {mode.partition('_')[0]} is weighed by trainer probability over engine probability ({mode}){beyond}. "
-        f"{passes} Watch sampling/*."
-    )
+    return f"""Each {mode.partition("_")[0]} is weighed by trainer probability over engine probability ({mode}){beyond}.
+    {passes} Watch sampling/*."""
 
 
 def _staleness(run: ExplainedRun) -> Iterator[str]:
     """Async rollouts: age of the weights, overlap, correction."""
     args, updates = run.args, run.algebra.updates_per_generation
-    yield (
-        f"Async rollouts (max_staleness={args.max_staleness}): the weights that sample are up to "
-        f"{count(args.max_staleness, 'optimizer step')} older than those that training on a rollout batch begins with."
-    )
+    yield f"""Async rollouts (max_staleness={args.max_staleness}): the weights that sample are up to
+    {count(args.max_staleness, "optimizer step")} older than those that training on a rollout batch begins with."""
     in_flight = int(args.max_staleness / updates)
     if updates > args.max_staleness:
-        yield (
-            f"A rollout batch feeds {updates} updates, so the next is sampled only during the last "
-            f"{count(args.max_staleness, 'update')} of them; max_staleness={math.ceil(updates)} would overlap them all."
-        )
+        yield f"""A rollout batch feeds {updates} updates, so the next is sampled only during the last
+        {count(args.max_staleness, "update")} of them; max_staleness={math.ceil(updates)} would overlap them all."""
     elif in_flight == 1:
         yield "While one rollout batch is trained on, the next one is sampled."
     else:
@@ -212,10 +172,9 @@ def _staleness(run: ExplainedRun) -> Iterator[str]:
     if not args.corrects_mismatch:
         yield "Nothing corrects for the older weights (vllm_importance_sampling_correction=False)."
     elif args.resolved_mismatch_mode.startswith("sequence"):
-        yield (
-            f"{corrected} Ratios of whole sequences soon leave their bounds; vllm_importance_sampling_mode="
-            "token_truncate keeps more. sampling/importance_sampling_ratio/outside is the fraction that is lost."
-        )
+        yield f"""{corrected} Ratios of whole sequences soon leave their bounds;
+        vllm_importance_sampling_mode=token_truncate keeps more. sampling/importance_sampling_ratio/outside is the
+        fraction that is lost."""
     else:
         yield corrected
 
@@ -230,37 +189,27 @@ def loss(run: ExplainedRun) -> Iterator[str]:
     if args.beta and args.method == "grpo":
         yield f"The KL term adds {args.beta:g} * kl, so over time the loss rises slowly."
     if args.method == "grpo" and args.scale_rewards == "group" and a.num_generations == 2:
-        yield (
-            "With groups of 2 scaled by their own standard deviation, advantages are always +0.71 and -0.71 (or 0 on a "
-            "tie), however far apart the rewards are. scale_rewards=none keeps the distance."
-        )
-    yield (
-        "A group whose rewards are all equal has advantages of 0 and teaches nothing; frac_reward_zero_std is the "
-        "fraction of such groups. Near 1, the task is too hard, too easy, or the reward too coarse."
-    )
+        yield """With groups of 2 scaled by their own standard deviation, advantages are always +0.71 and -0.71 (or 0 on
+        a tie), however far apart the rewards are. scale_rewards=none keeps the distance."""
+    yield """A group whose rewards are all equal has advantages of 0 and teaches nothing; frac_reward_zero_std is the
+    fraction of such groups. Near 1, the task is too hard, too easy, or the reward too coarse."""
     if args.beta == 0:
         yield "beta=0: no KL penalty, no reference model in memory, no kl metric."
     else:
         where = "subtracted from the reward" if args.method == "rloo" else f"added to the loss ({args.kl_estimator})"
-        yield (
-            f"beta={args.beta:g}: {args.beta:g} * KL to the reference model is {where}. kl starts at 0. beta=0 removes "
-            "the penalty and the reference model."
-        )
+        yield f"""beta={args.beta:g}: {args.beta:g} * KL to the reference model is {where}. kl starts at 0. beta=0
+        removes the penalty and the reference model."""
     if args.beta and args.sync_ref_model:
         yield f"The reference moves towards the policy every {args.ref_model_sync_steps} updates."
     if args.max_completion_length is None:
         yield "Completions end by themselves or when the context is full."
     elif args.mask_truncated_completions:
-        yield (
-            f"Completions cut off at {args.max_completion_length} tokens are left out of the loss, kl and clip_ratio. "
-            "If all of an update are cut off, there is nothing to average: the loss is 0 and kl is not logged. Keep "
-            "completions/clipped_ratio well below 1."
-        )
+        yield f"""Completions cut off at {args.max_completion_length} tokens are left out of the loss, kl and
+        clip_ratio. If all of an update are cut off, there is nothing to average: the loss is 0 and kl is not logged.
+        Keep completions/clipped_ratio well below 1."""
     else:
-        yield (
-            f"Completions cut off at {args.max_completion_length} tokens are trained on like others; "
-            "completions/clipped_ratio is their fraction. mask_truncated_completions leaves them out."
-        )
+        yield f"""Completions cut off at {args.max_completion_length} tokens are trained on like others;
+        completions/clipped_ratio is their fraction. mask_truncated_completions leaves them out."""
     if args.entropy_coef or args.use_adaptive_entropy:
         yield "The entropy bonus is subtracted from the loss; policy_loss is without it."
 
@@ -268,24 +217,18 @@ def loss(run: ExplainedRun) -> Iterator[str]:
 def _values_of_loss(run: ExplainedRun) -> str:
     kind = run.args.loss_type
     if kind in ("cispo", "vespo"):
-        return (
-            f"{kind} logs advantage times log-probability, so its value follows how probable completions are; its size "
-            "and sign mean little. Watch `reward`."
-        )
+        return f"""{kind} logs advantage times log-probability, so its value follows how probable completions are; its
+        size and sign mean little. Watch `reward`."""
     if kind not in BUILT_IN:
         return f"The values of {kind!r}, a registered loss, are not known here. Watch `reward`."
     centred = "with ratios of 1 it is minus the mean advantage, and the advantages of a group add up to 0"
     learns = "Its gradient is not 0, and the model learns."
     if not run.algebra.on_policy:
-        return (
-            f"The loss starts near 0 on each rollout batch and may be negative: {centred} (an update trains on some of "
-            f"the groups). {learns}"
-        )
+        return f"""The loss starts near 0 on each rollout batch and may be negative: {centred} (an update trains on some
+        of the groups). {learns}"""
     if kind in CLIPPED - {"grpo"}:
-        return (
-            f"The loss is close to 0 and may be negative: {centred} over completions, though not over tokens: the rest "
-            f"shows whether longer or shorter completions did better. {learns}"
-        )
+        return f"""The loss is close to 0 and may be negative: {centred} over completions, though not over tokens: the
+        rest shows whether longer or shorter completions did better. {learns}"""
     up_to = "the difference of sapo's two temperatures" if kind == "sapo" else "rounding"
     return f"The loss is 0 up to {up_to}: {centred}. {learns}"
 
@@ -297,14 +240,10 @@ def tokens(run: ExplainedRun) -> Iterator[str]:
         yield "max_completion_length is unset: completions run until the model's context is full, so there is no bound."
     else:
         trained = a.completions_per_update * length
-        yield (
-            f"A rollout batch samples at most {a.generation_batch_size * length:,} tokens ({a.generation_batch_size} "
-            f"completions of up to {length})."
-        )
-        yield (
-            f"An update trains on at most {trained:,} completion tokens, and with prompts of {run.prompt_tokens} "
-            f"tokens reads at most {trained + a.completions_per_update * run.prompt_tokens:,} in all."
-        )
+        yield f"""A rollout batch samples at most {a.generation_batch_size * length:,} tokens ({a.generation_batch_size}
+        completions of up to {length})."""
+        yield f"""An update trains on at most {trained:,} completion tokens, and with prompts of {run.prompt_tokens}
+        tokens reads at most {trained + a.completions_per_update * run.prompt_tokens:,} in all."""
     if args.speculative_reuse:
         rule = (
             "that differs from a new sample with the same seed. So no completion depends on its draft; for that, a "
@@ -314,11 +253,9 @@ def tokens(run: ExplainedRun) -> Iterator[str]:
             f"speculative_lenience={args.speculative_lenience:g}; tokens that stay are slightly off-policy, which "
             "nothing corrects."
         )
-        yield (
-            f"When a prompt comes again, its last completions are drafts (speculative_reuse={args.speculative_reuse}): "
-            f"they are checked in one pass, and decoded on from the first token {rule} sampling/reused_token_fraction "
-            "is the fraction of tokens that were not decoded."
-        )
+        yield f"""When a prompt comes again, its last completions are drafts
+        (speculative_reuse={args.speculative_reuse}): they are checked in one pass, and decoded on from the first token
+        {rule} sampling/reused_token_fraction is the fraction of tokens that were not decoded."""
 
 
 def sampling(run: ExplainedRun) -> Iterator[str]:
@@ -332,15 +269,11 @@ def sampling(run: ExplainedRun) -> Iterator[str]:
 def _vllm(run: ExplainedRun) -> Iterator[str]:
     args, size, urls = run.args, run.algebra.generation_batch_size, run.args.vllm_urls
     at_once = min(args.vllm_server_concurrency, math.ceil(size / len(urls)))
-    yield (
-        f"Completions come from {count(len(urls), 'vLLM server')}: {', '.join(urls)}. A rollout batch requests {size}; "
-        f"each server gets about {at_once} at once, at most {args.vllm_server_concurrency} at a time "
-        "(vllm_server_concurrency)."
-    )
-    yield (
-        "Each server is sent the weights before a rollout batch whenever they have changed; running completions are "
-        f"continued with the new ones. That may take {args.vllm_server_sync_timeout:g} s (vllm_server_sync_timeout)."
-    )
+    yield f"""Completions come from {count(len(urls), "vLLM server")}: {", ".join(urls)}. A rollout batch requests
+    {size}; each server gets about {at_once} at once, at most {args.vllm_server_concurrency} at a time
+    (vllm_server_concurrency)."""
+    yield f"""Each server is sent the weights before a rollout batch whenever they have changed; running completions are
+    continued with the new ones. That may take {args.vllm_server_sync_timeout:g} s (vllm_server_sync_timeout)."""
     port = f"port {args.vllm_group_port}" if args.vllm_group_port else "a free port"
     group = f"over a group that servers join by connecting to this machine at {port} (vllm_group_port)"
     folder = args.vllm_weight_folder or "a temporary folder, which servers on other machines do not see"
@@ -352,21 +285,15 @@ def _vllm(run: ExplainedRun) -> Iterator[str]:
         "disk": disk,
     }[args.vllm_weight_transfer]
     yield f"The weights are sent {transfer} (vllm_weight_transfer={args.vllm_weight_transfer!r})."
-    yield (
-        "If a server fails, the others sample its prompts; it is used again once it is up and has the weights. If all "
-        f"have failed, the run waits {args.vllm_server_timeout:g} s for one (vllm_server_timeout) and then ends; a "
-        f"prompt may take {args.vllm_server_request_timeout:g} s (vllm_server_request_timeout)."
-    )
+    yield f"""If a server fails, the others sample its prompts; it is used again once it is up and has the weights. If
+    all have failed, the run waits {args.vllm_server_timeout:g} s for one (vllm_server_timeout) and then ends; a prompt
+    may take {args.vllm_server_request_timeout:g} s (vllm_server_request_timeout)."""
     if size > args.vllm_server_concurrency * len(urls):
-        yield (
-            "A rollout batch has more completions than the servers get at once: raise vllm_server_concurrency if they "
-            "idle."
-        )
+        yield """A rollout batch has more completions than the servers get at once: raise vllm_server_concurrency if
+        they idle."""
     if args.temperature != 1.0:
-        yield (
-            f"At temperature {args.temperature:g} the servers must report log-probabilities of the distribution that "
-            "they sample from: --logprobs-mode processed_logprobs, which `covey vllm-serve` sets."
-        )
+        yield f"""At temperature {args.temperature:g} the servers must report log-probabilities of the distribution that
+        they sample from: --logprobs-mode processed_logprobs, which `covey vllm-serve` sets."""
 
 
 def _sglang(run: ExplainedRun) -> Iterator[str]:
@@ -374,20 +301,12 @@ def _sglang(run: ExplainedRun) -> Iterator[str]:
     if urls:
         origin = f"{count(len(urls), 'SGLang server')}: {', '.join(urls)}."
     else:
-        origin = (
-            f"an SGLang server that the run starts on {args.sglang_device} and ends with (sglang_device); its log is "
-            "sglang-server.log in output_dir."
-        )
-    yield (
-        f"Completions come from {origin} A rollout batch requests {size}; {'a' if urls else 'the'} server gets at most "
-        f"{args.sglang_concurrency} at a time (sglang_concurrency)."
-    )
-    yield (
-        "Before a rollout batch whose weights have changed, servers get the new ones by "
-        f"sglang_weight_transfer={args.sglang_weight_transfer!r}, within {args.sglang_sync_timeout:g} s "
-        "(sglang_sync_timeout)."
-    )
-    yield (
-        "If a server fails, it is used again once it is up and has the weights. If all have failed, the run waits "
-        f"{args.sglang_server_timeout:g} s for one (sglang_server_timeout) and then ends."
-    )
+        origin = f"""an SGLang server that the run starts on {args.sglang_device} and ends with (sglang_device); its log
+        is sglang-server.log in output_dir."""
+    yield f"""Completions come from {origin} A rollout batch requests {size}; {"a" if urls else "the"} server gets at
+    most {args.sglang_concurrency} at a time (sglang_concurrency)."""
+    yield f"""Before a rollout batch whose weights have changed, servers get the new ones by
+    sglang_weight_transfer={args.sglang_weight_transfer!r}, within {args.sglang_sync_timeout:g} s
+    (sglang_sync_timeout)."""
+    yield f"""If a server fails, it is used again once it is up and has the weights. If all have failed, the run waits
+    {args.sglang_server_timeout:g} s for one (sglang_server_timeout) and then ends."""

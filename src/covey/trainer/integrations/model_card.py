@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey import __version__
-from covey.observability.evaluations import all_sets, prefix, with_interval
+from covey.observability.evaluations import all_sets, metrics_of, with_interval
 
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
@@ -122,8 +122,7 @@ def _results(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     results = [(f"training reward, step {step}", f"{reward:.4g}") for step, reward in ends]
     latest = {key: value for entry in history for key, value in entry.items() if key.startswith("eval_")}
     for name in all_sets(history):
-        start, label = prefix(name), f"evaluation {name}".rstrip()
-        metrics = {key.removeprefix(start): value for key, value in latest.items() if key.startswith(start)}
+        label, metrics = f"evaluation {name}".rstrip(), metrics_of(name, latest)
         if "reward" in metrics:
             results.append((f"{label}, reward", f"{metrics['reward']:.4g}"))
         results += [(f"{label}, {estimate} (95% interval)", text) for estimate, text in with_interval(metrics)]
