@@ -102,20 +102,20 @@ def load_run(
         world_size: resolve batch sizes for this many processes rather than for those that are running.
 
     Raises:
-        FileNotFoundError: there is no such file.
         TypeError: an unknown key.
         ValueError: the file is no mapping, a flag cannot be read, or the config cannot work.
     """
-    written = read_mapping(path) if path is not None else {}
-    given = parse_flags(overrides)
-    values = {**_canonical(written), **_canonical(given)}
+    sources = (read_mapping(path) if path is not None else {}, parse_flags(overrides))
+    values = {_OTHER_NAMES.get(name, name): value for source in sources for name, value in source.items()}
     method = _settle_method(values, method)
     config_class = config_of(method)
     run = {key: values.pop(key) for key in list(values) if key in RUN_KEYS}
     _refuse_unknown(values, config_class)
     with planning_for(world_size):
         args = config_class(**_typed(values, config_class))
-    run |= {name: _as_list(run.get(name)) for name in _LISTS}
+    for name in _LISTS:
+        value = run.get(name) or []
+        run[name] = list(value) if isinstance(value, (list, tuple)) else [value]
     run |= {name: _as_mapping(name, run.get(name)) for name in _MAPPINGS}
     run["dataset_split"] = run.get("dataset_split") or "train"
     return RunConfig(args, method, **run)
@@ -199,17 +199,10 @@ def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
     from covey.config.rloo import RLOOConfig  # the class with the most fields
 
     namespace, unknown = flag_parser(RLOOConfig).parse_known_args(list(flags))
-    if unknown:
-        flags = [word for word in unknown if word.startswith("--")]
-        if not flags:
-            raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
-        names = [flag.lstrip("-").split("=")[0].replace("-", "_") for flag in flags]
-        return {**vars(namespace), **dict.fromkeys(names)}
-    return vars(namespace)
-
-
-def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {_OTHER_NAMES.get(name, name): value for name, value in values.items()}
+    names = [word.lstrip("-").split("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
+    if unknown and not names:
+        raise TypeError(f"{unknown[0]!r} stands where a flag should; flags are written `--field value`.")
+    return {**vars(namespace), **dict.fromkeys(names)}
 
 
 def _settle_method(values: dict[str, Any], fixed: str | None) -> str:
@@ -257,19 +250,11 @@ def _typed(values: Mapping[str, Any], config_class: type[OnlineConfig]) -> dict[
     return result
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 def _as_mapping(name: str, value: Any) -> dict[str, Any] | None:
     if isinstance(value, str):
         value = yaml.safe_load(value)
     if value is None or value is False:
         return None
-    if value is True:
-        return {}
-    if not isinstance(value, dict):
+    if value is not True and not isinstance(value, dict):
         raise ValueError(f"{name}={value!r} must be a mapping, such as {{r: 16, lora_alpha: 32}}.")
-    return value
+    return {} if value is True else value

@@ -47,10 +47,8 @@ def check_prompt_column(spec: str, columns: list[str]) -> None:
         return
     close = difflib.get_close_matches("prompt", columns, n=1, cutoff=0.5)
     likely = close or [name for name in ("question", "problem", "query", "instruction", "input") if name in columns]
-    hint = (
-        f" If {likely[0]!r} holds them, rename it to 'prompt'." if likely else " Add it: text, or a list of messages."
-    )
-    raise ValueError(f"dataset {spec!r} has no column 'prompt'; its columns are: {', '.join(columns)}.{hint}")
+    hint = f"If {likely[0]!r} holds them, rename it to 'prompt'." if likely else "Add it: text, or a list of messages."
+    raise ValueError(f"dataset {spec!r} has no column 'prompt'; its columns are: {', '.join(columns)}. {hint}")
 
 
 def is_local(spec: str) -> bool:
@@ -142,11 +140,7 @@ def _nearby(path: Path) -> str:
 def load_evaluations(given: Any) -> Any:
     """The evaluation sets of a run file, as a trainer takes them: a dataset, a suite, or several by name.
 
-    Args:
-        given: a file or hub id, or a mapping (also as text) of a suite's settings, or of names to either.
-
-    Raises:
-        FileNotFoundError, ValueError: rows that cannot be read, or settings that cannot work.
+    `given` is a file or hub id, or a mapping (also as text) of a suite's settings, or of names to either.
     """
     loaded = {name: _load_set(entry) for name, entry in _sets(given).items()}
     return loaded.get("") if set(loaded) <= {""} else loaded

@@ -41,11 +41,7 @@ class Backend:
     switches: tuple[str, ...] = ()  # flags that may be followed by True or False; the server has --no-... for False
 
     def installed(self) -> str:
-        """Version in this environment.
-
-        Raises:
-            ImportError: missing or too old.
-        """
+        """Version in this environment; `ImportError` if missing or too old."""
         try:
             found = importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
@@ -93,12 +89,7 @@ class Request:
 
 
 def serve(argv: Sequence[str], backend: Backend, plan: Callable[[Request, Mapping[str, str]], Plan]) -> int:
-    """Become a server (exec); returns only for `--help` and `--dry-run`.
-
-    Raises:
-        ValueError: arguments that cannot work, or a port that is taken.
-        ImportError: the backend is missing or too old.
-    """
+    """Become a server (exec); returns only for `--help` and `--dry-run`."""
     if not argv or "-h" in argv or "--help" in argv:
         print(backend.help)
         return 0 if argv else 2
@@ -117,12 +108,7 @@ def serve(argv: Sequence[str], backend: Backend, plan: Callable[[Request, Mappin
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> Request:
-    """Split arguments, in either spelling, into the command's and the server's.
-
-    Raises:
-        ValueError: no model, a value that is missing or wrong, a config file that cannot be read, or an open server
-            without a key.
-    """
+    """Split arguments, in either spelling, into the command's and the server's, and check them."""
     request = Request(port=backend.port, api_key=environ.get(backend.key) or None)
     words = list(argv)
     if words and not words[0].startswith("-"):

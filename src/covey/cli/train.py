@@ -57,9 +57,6 @@ def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
     Example:
         >>> take_config(["--beta", "0.1", "--config", "run.yaml"])
         ('run.yaml', ['--beta', '0.1'])
-
-    Raises:
-        ValueError: `--config` without a file.
     """
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]

@@ -44,7 +44,7 @@ What is added, unless you give the flag yourself:
   --logprobs-mode processed_logprobs   log-probs as sampled, after temperature and cuts
   --generation-config vllm             no sampling defaults of the model's own
   --worker-extension-cls, --weight-transfer-config   Covey's weight transfer
-  --enable-sleep-mode                  memory can be released between generations (not on a CPU)
+  --enable-sleep-mode                  memory can be released between rollout batches (not on a CPU)
   --max-loras 3 --max-cpu-loras 3      with --enable-lora: an adapter's current version and those still sampled from
 On a CPU also --enforce-eager, --no-enable-chunked-prefill (with it, seeds end the server), --dtype float32 where
 bfloat16 is emulated, and variables that vLLM wants there;

@@ -12,10 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
-from covey.core.transcript import Counts, as_text, count, is_conversation, is_messages, to_json
-from covey.observability.completion_table import completion_table
+from covey.core.transcript import (
+    Counts,
+    Entry,
+    Kind,
+    as_text,
+    count,
+    entries,
+    excerpt,
+    is_conversation,
+    is_messages,
+    shorten,
+    to_json,
+)
 
 Row = dict[str, Any]
 
@@ -27,6 +39,18 @@ FIXED_COLUMNS = (
     *CONVERSATION_COLUMNS,
 )
 """What Covey writes; a reward function or an extra of that name gets another column name."""
+
+
+MAX_REWARD_COLUMNS = 3
+"""With more reward functions than this, their values share one column of the table on a console."""
+
+PROMPT_CHARACTERS, COMPLETION_CHARACTERS, CONVERSATION_CHARACTERS, ERROR_CHARACTERS = 200, 400, 600, 120
+"""Shown in the table; a conversation has several messages or calls a tool."""
+
+INDENT = 2
+"""Columns before calls and results, also where their lines are wrapped."""
+
+STYLES = {Kind.CALL: "cyan", Kind.RESULT: "dim", Kind.FAILURE: "red", Kind.GAP: "dim italic"}
 
 
 class CompletionLog:
@@ -67,13 +91,9 @@ class CompletionLog:
         self.name = name.replace("/", "-").replace(os.sep, "-")
         self.rows: deque[Row] = deque(maxlen=limit)
         self.reward_names: list[str] = []
-        self.enabled = enabled
-        self._show = show
-        self._num_to_print = num_to_print
-        self._unique_prompts = unique_prompts
-        self._report_to = list(report_to)
-        self._sent_as = sent_as
-        self._unpublished = False
+        self.enabled, self._unpublished = enabled, False
+        self._show, self._num_to_print, self._unique_prompts = show, num_to_print, unique_prompts
+        self._report_to, self._sent_as = list(report_to), sent_as
 
     def add(
         self,
@@ -101,16 +121,14 @@ class CompletionLog:
                 a column if any has one.
         """
         self.reward_names = [_free_name(name, "reward") for name in rewards]
+        optional: dict[str, Sequence[Any] | None] = {"advantage": advantages, "finish": finish, "length": lengths}
+        optional |= {"error": errors if any(errors or ()) else None, "images": images if any(images or ()) else None}
         columns: dict[str, Sequence[Any]] = {
             "prompt": [as_text(prompt) for prompt in prompts],
             "completion": [as_text(completion) for completion in completions],
             **dict(zip(self.reward_names, rewards.values(), strict=True)),
             **{_free_name(name, "extra", self.reward_names): values for name, values in (extras or {}).items()},
-            **({"advantage": advantages} if advantages is not None else {}),
-            **({"finish": finish} if finish is not None else {}),
-            **({"error": errors} if errors is not None and any(errors) else {}),
-            **({"length": lengths} if lengths is not None else {}),
-            **({"images": images} if images is not None and any(images) else {}),
+            **{name: values for name, values in optional.items() if values is not None},
             **_conversation_columns(completions, counts),
         }
         for name, values in columns.items():
@@ -286,3 +304,91 @@ TRACKERS: dict[str, Callable[[Any, str, list[str], list[list[Any]], int], None]]
     "mlflow": _to_mlflow,
 }
 """Trackers that take tables: the module, the table's name, headers, rows and step in, nothing out."""
+
+
+def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: int | None = None) -> Any:
+    """A `rich.table.Table` of all rows, or `num` of them evenly spread, that is readable in 100 columns."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = _spread(rows, num)
+    steps = sorted({row["step"] for row in shown})
+    when = f", step {steps[0]}" if len(steps) == 1 else f", steps {steps[0]} to {steps[-1]}" if steps else ""
+    count = f"{len(shown)} of {len(rows)} completions" if len(shown) < len(rows) else f"{len(rows)} completions"
+    table = Table(title=count + when, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True, expand=True)
+    table.add_column("prompt", ratio=2, overflow="fold")
+    table.add_column("completion", ratio=3, overflow="fold")
+    separate = len(reward_names) <= MAX_REWARD_COLUMNS
+    for name in reward_names if separate else ["rewards"]:
+        wide = 9 if separate else 22
+        table.add_column(_header(name), justify="right" if separate else "left", width=wide, overflow="fold")
+    table.add_column("advantage", justify="right", width=9)
+    for row in shown:
+        values = [_number(row.get(name)) for name in reward_names]
+        listed = "\n".join(f"{shorten(name, 15)} {value}" for name, value in zip(reward_names, values, strict=True))
+        images = None if "<image>" in row["prompt"] else _counted(None, row.get("images"))
+        table.add_row(
+            Text((f"[{images}] " if images else "") + shorten(row["prompt"], PROMPT_CHARACTERS)),
+            _completion(row, Text(_ending(row), style="yellow")),
+            *(values if separate else [escape(listed)]),
+            Text(_number(row["advantage"], signed=True), style=_colour(row["advantage"])),
+        )
+    return table
+
+
+def _ending(row: Row) -> str:
+    if row.get("finish") in (None, "stop"):
+        return ""
+    error = row.get("error")
+    return f" [{row['finish']}: {shorten(error, ERROR_CHARACTERS)}]" if error else f" [{row['finish']}]"
+
+
+def _completion(row: Row, ending: Any) -> Any:
+    """A completion, or an excerpt of a conversation, as a renderable."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    messages = json.loads(row.get("messages") or "[]")
+    if not is_conversation(messages):
+        return Text(shorten(row["completion"], COMPLETION_CHARACTERS)) + ending
+    shown = excerpt(entries(messages), CONVERSATION_CHARACTERS)
+    texts = [_styled(entry) for entry in shown]
+    texts[-1] += ending
+    indents = [0 if entry.kind is Kind.MESSAGE else INDENT for entry in shown]
+    return Group(*(Padding(text, (0, 0, 0, indent)) for text, indent in zip(texts, indents, strict=True)))
+
+
+def _styled(entry: Entry) -> Any:
+    """An entry in its colour; in a message, only the role is bold."""
+    from rich.text import Text
+
+    if entry.kind is not Kind.MESSAGE:
+        return Text(dedent(entry.text), style=STYLES[entry.kind])
+    who, colon, what = entry.text.partition(":")
+    return Text.assemble((who + colon, "bold"), what)
+
+
+def _spread(rows: list[Any], num: int | None) -> list[Any]:
+    if num is None or num >= len(rows):
+        return rows
+    return [rows[index * len(rows) // num] for index in range(num)]
+
+
+def _header(name: str) -> str:
+    """A reward function's name that wraps between its words."""
+    from rich.markup import escape
+
+    return escape(name.removesuffix("_reward").replace("_", " "))
+
+
+def _number(value: float | None, signed: bool = False) -> str:
+    if value is None or value != value:
+        return "–"
+    return f"{value:+.2f}" if signed and value else f"{value:.2f}"
+
+
+def _colour(advantage: float) -> str:
+    return "green" if advantage > 0 else "red" if advantage < 0 else "dim"

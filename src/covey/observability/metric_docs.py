@@ -7,9 +7,9 @@ carry the prefix `eval_`.
 import re
 
 METRIC_MEANINGS: dict[str, str] = {
-    "reward": "Mean total reward of the sampled completions: each function's reward times its weight, added up. "
-    "The curve to watch. With dynamic_sample, this and all metrics of rewards and completions describe the first "
-    "round of sampling, before groups were refilled: those kept for their rewards would mislead.",
+    "reward": "Mean total reward of the sampled completions: each function's reward times its weight, added up. The "
+    "curve to watch. With dynamic_sample, this and all metrics of rewards and completions describe the first round of "
+    "sampling, before groups were refilled: those kept for their rewards would mislead.",
     "reward_std": "Standard deviation of the total reward over all completions of a rollout batch. Near 0 there is "
     "little left to learn from.",
     "frac_reward_zero_std": "Share of groups whose completions all got the same reward (whose steps did, where steps "
@@ -24,22 +24,20 @@ METRIC_MEANINGS: dict[str, str] = {
     "steps; a number among them counts as one.",
     "steps/{name}/mean": "Mean reward of a step of that function, before its weight. Unlike rewards/{name}/mean it "
     "does not grow with the number of steps.",
-    "rewards/{name}/failures": "Samples for which that function raised an error or returned nonsense. They get "
-    "no reward from it.",
+    "rewards/{name}/failures": "Samples for which that function raised an error or returned nonsense. They get no "
+    "reward from it.",
     "rewards/{name}/timeouts": "Samples that function had not scored when its time was up.",
     "rewards/{name}/seconds": "Seconds per call of that function; where it scores rollouts as they end, of its calls "
     "for a whole rollout batch added up.",
     "environment/{name}": "Mean of a reward or metric that an environment of verifiers gives in addition to its "
     "weighted sum.",
     "dynamic_sampling/first_signal": "Share of groups with a signal (an advantage other than 0) as first sampled, "
-    "before "
-    "any refilling, with dynamic_sample.",
+    "before any refilling, with dynamic_sample.",
     "dynamic_sampling/trained_signal": "Share of the groups trained on that have a signal; 1 when every group without "
     "one could be replaced.",
     "dynamic_sampling/rounds": "Mean number of rounds of refilling per rollout batch, at most max_resample_times.",
     "dynamic_sampling/unfilled_groups": "Mean number of groups per rollout batch that were trained on without a "
-    "signal, "
-    "because the rounds ran out. They give no gradient.",
+    "signal, because the rounds ran out. They give no gradient.",
     "dynamic_sampling/cost": "Completions sampled for each one trained on. When it comes near 1 + max_resample_times "
     "with trained_signal below 1, the prompts are too easy or too hard for refilling to help.",
     "difficulty/seen_fraction": "Share of the prompts whose difficulty is known, with prompt_sampler difficulty.",
@@ -58,18 +56,18 @@ METRIC_MEANINGS: dict[str, str] = {
     "reward_low": "Lower end of the 95% confidence interval of the mean reward over prompts, in evaluation suites.",
     "reward_high": "Upper end of that interval.",
     "prompts": "Prompts that an evaluation suite used.",
-    "completions/mean_length": "Mean number of tokens that the model wrote per completion; tokens of tool "
-    "results are not counted.",
+    "completions/mean_length": "Mean number of tokens that the model wrote per completion; tokens of tool results are "
+    "not counted.",
     "completions/min_length": "Length of the shortest completion.",
     "completions/max_length": "Length of the longest completion.",
     "completions/clipped_ratio": "Share of completions that were cut off rather than ended by the model. When it "
     "rises, raise max_completion_length or reward brevity.",
-    "completions/mean_terminated_length": "Mean length of the completions that the model ended itself; 0 if "
-    "there are none.",
-    "completions/min_terminated_length": "Length of the shortest completion that the model ended itself; "
-    "0 if there are none.",
-    "completions/max_terminated_length": "Length of the longest completion that the model ended itself; "
-    "0 if there are none.",
+    "completions/mean_terminated_length": "Mean length of the completions that the model ended itself; 0 if there are "
+    "none.",
+    "completions/min_terminated_length": "Length of the shortest completion that the model ended itself; 0 if there "
+    "are none.",
+    "completions/max_terminated_length": "Length of the longest completion that the model ended itself; 0 if there are "
+    "none.",
     "rollouts/turns": "Mean number of turns that the model took in a rollout, with tools, an environment or a "
     "rollout_func.",
     "rollouts/seconds": "Mean seconds from the beginning of a rollout to its end, waiting for other rollouts and for "
@@ -83,28 +81,27 @@ METRIC_MEANINGS: dict[str, str] = {
     "tools/failures/{name}": "Share of tool calls that failed in one way: malformed (not to be read), unknown_tool, "
     "wrong_argument, exception (raised by the tool), timeout (longer than tool_timeout), too_many (beyond those that "
     "one turn may make).",
-    "tools/seconds": "Mean seconds that a rollout waited for its tools. Compare with rollouts/seconds: while a "
-    "rollout waits, others are sampled, as long as there are enough of them.",
+    "tools/seconds": "Mean seconds that a rollout waited for its tools. Compare with rollouts/seconds: while a rollout "
+    "waits, others are sampled, as long as there are enough of them.",
     "num_tokens": "Tokens processed since the run began: prompts and what the model wrote, of all processes, what "
     "dynamic_sample did not keep included; tokens of tool results are not counted.",
     "step_time": "Seconds per optimizer step, sampling and scoring included.",
     "sync/seconds": "Seconds it took to bring an engine of its own to the policy's weights.",
-    "sync/bytes": "Bytes of weights that were sent to it: all of the model's, or an adapter's, and the model's under it"
-    " where a server lacked that.",
+    "sync/bytes": "Bytes of weights that were sent to it: all of the model's, or an adapter's, and the model's under "
+    "it where a server lacked that.",
     "phase/{name}": "Seconds between two logs spent on one phase: sync (sending weights to an engine), generate "
     "(sampling), reward (reward functions: of those that score rollouts as they end, only what is left when everything "
     "is sampled), score (log-probabilities under the old and the reference policy), train (forward, backward and "
     "optimizer), wait (with max_staleness: for samples that are not there yet; near 0 when training is what takes the "
     "time).",
     "overlap/reward": "Seconds between two logs in which reward functions worked while rollouts of the same rollout "
-    "batch "
-    "were still under way: time that phase/reward would have cost in addition. With functions marked per_completion, "
-    "or stream_rewards.",
+    "batch were still under way: time that phase/reward would have cost in addition. With functions marked "
+    "per_completion, or stream_rewards.",
     "passes/count": "Forward and backward passes per optimizer step in one process. Unlike gradient_accumulation_steps "
     "it follows from the tokens there are to train on.",
     "passes/tokens": "Mean number of tokens in such a pass, prompts included; max_tokens_per_micro_batch bounds it.",
-    "passes/skipped_rollouts": "Share of rollouts that were not run because their advantage, and so their gradient, "
-    "is 0.",
+    "passes/skipped_rollouts": "Share of rollouts that were not run because their advantage, and so their gradient, is "
+    "0.",
     "loss": "Value of the objective. It hovers around 0 whether or not the model learns, because advantages are "
     "centred in each group: judge a run by its reward.",
     "grad_norm": "Norm of the gradient before clipping. Spikes call for a lower learning rate.",
@@ -119,11 +116,11 @@ METRIC_MEANINGS: dict[str, str] = {
     "policy_loss": "The loss without the entropy bonus.",
     "aux_loss": "The load-balancing loss of a mixture of experts over an optimizer step, before router_aux_loss_coef: "
     "experts per token where the load is even, more where some experts get most tokens.",
-    "kl": "Mean divergence per token of the policy from the reference model, with beta above 0. How far the "
-    "model has moved.",
+    "kl": "Mean divergence per token of the policy from the reference model, with beta above 0. How far the model has "
+    "moved.",
     "kept_token_fraction": "Share of tokens that pass the filters off_policy_mask_threshold and top_entropy_quantile.",
-    "clip_ratio/low_mean": "Share of tokens (sequences, with sequence-level ratios) with a negative advantage "
-    "whose ratio fell below 1 - epsilon and gives no gradient.",
+    "clip_ratio/low_mean": "Share of tokens (sequences, with sequence-level ratios) with a negative advantage whose "
+    "ratio fell below 1 - epsilon and gives no gradient.",
     "clip_ratio/low_min": "Smallest clip_ratio/low_mean of a completion.",
     "clip_ratio/high_mean": "Share of tokens (or sequences) with a positive advantage whose ratio rose above 1 + "
     "epsilon_high and gives no gradient.",

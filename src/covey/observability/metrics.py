@@ -165,20 +165,8 @@ def _deviation(values_N: Tensor) -> float:
 class PhaseTimer:
     """Sums of the wall-clock seconds spent in named phases. A phase inside another pauses the outer one.
 
-    Work on a GPU is counted where the host waits for it. For use by one thread.
-
-    Args:
-        clock: seconds since some fixed moment.
-        notice: called with the name of each phase that begins or continues.
-        span: called with name, begin and end of every interval that is charged to a phase.
-
-    Example:
-        >>> phases = PhaseTimer()
-        >>> with phases("train"):
-        ...     with phases("generate"):
-        ...         pass
-        >>> sorted(phases.drain())
-        ['generate', 'train']
+    Work on a GPU is counted where the host waits for it. For use by one thread. `notice` is called with the name of
+    each phase that begins or continues, `span` with name, begin and end of every interval that is charged to a phase.
     """
 
     def __init__(

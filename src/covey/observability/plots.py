@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from covey.observability.evaluations import all_sets, prefix
 
 Series = tuple[list[float], list[float]]
@@ -78,8 +80,8 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
     reward, *others = PANELS
     panels = [_with_evaluations(reward, log_history), *others, *_reward_panels(log_history)]
     panels = [panel for panel in panels if any(series(log_history, name)[1] for name in panel.curves)]
-    phases, overlap = _phases(log_history), _phases(log_history, "overlap/")
-    count = len(panels) + bool(phases[1])
+    timed = [entry for entry in log_history if any(key.startswith("phase/") for key in entry)]
+    count = len(panels) + bool(timed)
     if not count:
         raise ValueError("the logs hold no metric to draw; was anything logged (logging_steps, logging_strategy)?")
     columns = min(count, COLUMNS)
@@ -88,9 +90,8 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
     axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
     for axis, panel in zip(axes, panels, strict=False):
         _draw_panel(axis, log_history, panel)
-    if phases[1]:
-        _draw_phases(axes[-1], *phases)
-        _draw_overlap(axes[-1], *overlap)
+    if timed:
+        _draw_phases(axes[-1], timed)
     return save(figure, path)
 
 
@@ -164,8 +165,7 @@ def _reward_panels(log_history: list[dict[str, Any]]) -> list[Panel]:
 def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:
     _style(axis, panel.title)
     _draw_band(axis, log_history, panel)
-    drawn = 0
-    last = 0.0
+    drawn, last = 0, 0.0
     for colour, (name, label) in zip(_cycle(len(panel.curves)), panel.curves.items(), strict=True):
         steps, values = series(log_history, name)
         if not values:
@@ -206,44 +206,30 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _phases(log_history: list[dict[str, Any]], start: str = "phase/") -> tuple[list[float], dict[str, list[float]]]:
-    """Steps of the logs that hold times, and the seconds of every phase there."""
-    entries = [entry for entry in log_history if any(key.startswith("phase/") for key in entry)]
-    names = dict.fromkeys(key for entry in entries for key in entry if key.startswith(start))
-    steps = [float(entry.get("step", index)) for index, entry in enumerate(entries)]
-    return steps, {name.removeprefix(start): [entry.get(name, 0.0) for entry in entries] for name in names}
-
-
-def _widths(steps: list[float]) -> list[float]:
-    """Optimizer steps that each log is about."""
-    widths = [step - before for step, before in zip(steps, [0.0, *steps[:-1]], strict=True)]
-    return [width if width > 0 else 1.0 for width in widths]
-
-
-def _draw_overlap(axis: Any, steps: list[float], seconds: dict[str, list[float]]) -> None:
-    """Draw overlapped work as a line across the bars, since it does not add to their height."""
-    widths = _widths(steps)
-    for name, values in seconds.items():
-        per_step = [value / width for value, width in zip(values, widths, strict=True)]
-        if any(per_step):
-            begins = [step - width for step, width in zip(steps, widths, strict=True)]
-            axis.hlines(per_step, begins, steps, color=INK, linewidth=1.2, linestyle=":", label=f"{name} overlapped")
-            axis.legend(fontsize=7.5, frameon=False, ncols=3, loc="upper left", labelcolor=INK, columnspacing=1)
-
-
-def _draw_phases(axis: Any, steps: list[float], seconds: dict[str, list[float]]) -> None:
-    """Seconds per optimizer step, phases stacked."""
+def _draw_phases(axis: Any, entries: list[dict[str, Any]]) -> None:
+    """Seconds per optimizer step, phases stacked; overlapped work as lines, since it does not add to their height."""
     _style(axis, "Seconds per step by phase")
-    widths = _widths(steps)
-    ordered = sorted(seconds, key=lambda name: -sum(seconds[name]))
-    base = [0.0] * len(steps)
-    for colour, name in zip(_cycle(len(ordered)), ordered, strict=True):
-        heights = [value / width for value, width in zip(seconds[name], widths, strict=True)]
-        left = [step - width / 2 for step, width in zip(steps, widths, strict=True)]
-        axis.bar(left, heights, width=widths, bottom=base, color=colour, label=name, linewidth=0)
-        base = [low + height for low, height in zip(base, heights, strict=True)]
-    axis.set_ylim(0, max(base) * 1.3 or 1.0)
-    axis.legend(fontsize=7.5, frameon=False, ncols=len(ordered), loc="upper left", labelcolor=INK, columnspacing=1)
+    steps = np.array([float(entry.get("step", index)) for index, entry in enumerate(entries)])
+    widths = np.diff(steps, prepend=0.0)  # optimizer steps that each log is about
+    widths[widths <= 0] = 1.0
+    names = dict.fromkeys(key for entry in entries for key in entry if key.startswith(("phase/", "overlap/")))
+    per_step = {name: np.array([entry.get(name, 0.0) for entry in entries]) / widths for name in names}
+    phases = sorted(
+        (name for name in names if name.startswith("phase/")), key=lambda name: -sum(per_step[name] * widths)
+    )
+    base = np.zeros(len(steps))
+    style = {"fontsize": 7.5, "frameon": False, "loc": "upper left", "labelcolor": INK, "columnspacing": 1}
+    for colour, name in zip(_cycle(len(phases)), phases, strict=True):
+        label = name.removeprefix("phase/")
+        axis.bar(steps - widths / 2, per_step[name], widths, base, color=colour, label=label, linewidth=0)
+        base += per_step[name]
+    axis.set_ylim(0, base.max() * 1.3 or 1.0)
+    axis.legend(ncols=len(phases), **style)
+    for name in (name for name in names if name not in phases):
+        if per_step[name].any():
+            label = f"{name.removeprefix('overlap/')} overlapped"
+            axis.hlines(per_step[name], steps - widths, steps, color=INK, linewidth=1.2, linestyle=":", label=label)
+            axis.legend(ncols=3, **style)
 
 
 def _style(axis: Any, title: str) -> None:

@@ -49,11 +49,9 @@ def write_report(
     summary: Mapping[str, Any] | None = None,
     advice: Sequence[str] = (),
 ) -> Path:
-    """Write the page.
+    """Write the page; its folder is created.
 
     Args:
-        path: of the HTML file; its folder is created.
-        title: heading.
         config: settings to list.
         log_history: as in `Trainer.state.log_history`.
         figures: PNG files to embed.
@@ -126,10 +124,8 @@ def _card(sample: Sample | None, when: str, with_prompt: bool) -> str:
 
 
 def _prompt(sample: Sample) -> str:
-    encoded = (base64.b64encode(one).decode() for one in sample.images)
-    pictures = "".join(
-        f'<img class="shown" alt="what the model was shown" src="data:image/png;base64,{one}">' for one in encoded
-    )
+    start = '<img class="shown" alt="what the model was shown" src="data:image/png;base64,'
+    pictures = "".join(f'{start}{base64.b64encode(one).decode()}">' for one in sample.images)
     return f'<div class="prompt">{pictures}{_long(sample.prompt, MAX_PROMPT)}</div>'
 
 
@@ -146,16 +142,17 @@ def _metrics(log_history: list[dict[str, Any]]) -> str:
     sets = all_sets(log_history)
     rows = []
     explained: set[str] = set()
-    for name in sorted(name for name in names if not _has_other_spelling(name, names)):
+    for name in sorted(names):
+        if "reward/" in name and name.replace("reward/", "rewards/", 1) in names:
+            continue  # the same value under its other spelling
         values = series(log_history, name)[1]
         if values:
-            numbers = "".join(
-                f"<td>{_value(value)}</td>" for value in (values[0], values[-1], min(values), max(values))
-            )
+            shown = (values[0], values[-1], min(values), max(values))
+            numbers = "".join(f"<td>{_value(value)}</td>" for value in shown)
             text = _meaning(name, sets)
-            shown = "as above" if name.startswith("phase/") and text in explained else text
+            again = name.startswith("phase/") and text in explained
             explained.add(text)
-            rows.append(f"<tr><th>{_text(name)}</th>{numbers}<td>{_text(shown)}</td></tr>")
+            rows.append(f"<tr><th>{_text(name)}</th>{numbers}<td>{_text('as above' if again else text)}</td></tr>")
     if not rows:
         return ""
     head = "<tr><th>metric</th><th>first</th><th>last</th><th>lowest</th><th>highest</th><th>meaning</th></tr>"
@@ -163,11 +160,6 @@ def _metrics(log_history: list[dict[str, Any]]) -> str:
         f'<section><h2>Metrics</h2><div class="scroll"><table class="metrics"><thead>{head}</thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>\n"
     )
-
-
-def _has_other_spelling(name: str, names: set[str]) -> bool:
-    """True for `reward/...` where the equal `rewards/...` is listed."""
-    return "reward/" in name and name.replace("reward/", "rewards/", 1) in names
 
 
 def _meaning(name: str, sets: list[str]) -> str:

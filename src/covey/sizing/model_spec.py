@@ -113,15 +113,13 @@ def count_parameters(
     head = {id(p) for p in base.get_output_embeddings().parameters()}
     vocabulary = (text.vocab_size, text.hidden_size)
     embeddings = [id(p) in head for p in model.parameters() if tuple(p.shape) == vocabulary and p.requires_grad]
+    numbers = [layer.weight.numel() for layer in quantised.values()]
+    sizes = [_quantised_bytes(layer, quantization) for layer in quantised.values()]
     return ModelSpec(
         model.num_parameters(),
         model.num_parameters(only_trainable=True),
         _packed(linear),
-        QuantisedWeights(
-            sum(layer.weight.numel() for layer in quantised.values()),
-            sum(_quantised_bytes(layer, quantization) for layer in quantised.values()),
-            max((layer.weight.numel() for layer in quantised.values()), default=0),
-        ),
+        QuantisedWeights(sum(numbers), sum(sizes), max(numbers, default=0)),
         _saved_activations(base, text, in_int8=bool(quantised) and quantization.load_in_8bit),
         len(embeddings),
         any(embeddings),

@@ -130,19 +130,16 @@ def _occupied(memory: MemoryEstimate, args: Any) -> tuple[int, str]:
 
 
 def _advice(memory: MemoryEstimate, args: Any) -> str:
-    ways = []
+    advice = ""
     if not args.vllm_enable_sleep_mode:
-        ways.append("set vllm_enable_sleep_mode=True, so that vLLM and training take turns")
+        advice = "set vllm_enable_sleep_mode=True, so that vLLM and training take turns, "
     elif not args.offload_optimizer and memory.optimizer:
-        ways.append("set offload_optimizer=True")
+        advice = "set offload_optimizer=True, "
     elif not args.offload_model:
-        ways.append("set offload_model=True")
-    ways.append("split vLLM's model over GPUs (vllm_tensor_parallel_size)")
-    if memory.trainable == memory.parameters:
-        ways.append("train an adapter (peft)")
-    ways.append("or run vLLM as a server (vllm_mode='server')")
-    text = ", ".join(ways)
-    return text[0].upper() + text[1:] + "."
+        advice = "set offload_model=True, "
+    adapter = "train an adapter (peft), " if memory.trainable == memory.parameters else ""
+    advice += f"split vLLM's model over GPUs (vllm_tensor_parallel_size), {adapter}or run vLLM as a server"
+    return f"{advice[0].upper()}{advice[1:]} (vllm_mode='server')."
 
 
 def cpu_cache_bytes(engine: EngineMemory, free: int) -> int:

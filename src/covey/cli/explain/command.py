@@ -87,11 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def explain(run: ExplainedRun) -> str:
-    """Explain a run.
-
-    Raises:
-        ValueError: the batch sizes do not divide for the number of processes.
-    """
+    """Explain a run; `ValueError` if its batch sizes do not divide for the number of processes."""
     contents = {
         "Batches": sections.batches(run),
         "On- or off-policy": sections.policy(run),
@@ -146,9 +142,6 @@ def take_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the flags that are no settings of a run, and return the other arguments.
 
     The result has a `cluster`, with the machine of `--gpu`; None: each process has all of the model.
-
-    Raises:
-        ValueError: a flag without a value, or with a wrong one.
     """
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world_size", "--world-size", "--num_processes", "--num-processes", type=_whole(1))
@@ -187,19 +180,15 @@ def _image_size(text: str) -> tuple[int, int]:
 
 
 def _machine(name: str) -> str:
-    if name not in MACHINES:
-        raise argparse.ArgumentTypeError(
-            f"{name!r} is not known; it is one of {', '.join(MACHINES)}.{closest(name, MACHINES)}"
-        )
-    return name
+    if name in MACHINES:
+        return name
+    raise argparse.ArgumentTypeError(
+        f"{name!r} is not known; it is one of {', '.join(MACHINES)}.{closest(name, MACHINES)}"
+    )
 
 
 def sharding_of(config: str) -> tuple[str, int]:
-    """Sharding (a key of `SHARDED`) and number of processes of an accelerate config, by its name or path.
-
-    Raises:
-        ValueError: there is no such config, or Covey does not train with its sharding.
-    """
+    """Sharding (a key of `SHARDED`) and number of processes of an accelerate config, by its name or path."""
     path = find_config(config)
     try:
         values = yaml.safe_load(path.read_text())

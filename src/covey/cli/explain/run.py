@@ -98,9 +98,8 @@ def model_plan(run: RunConfig, images: int, image_size: tuple[int, int]) -> Mode
     except (OSError, ValueError) as error:
         return ModelPlan(missing=f"the config of {run.model!r} is not on this machine ({str(error).splitlines()[0]})")
     if not hasattr(config.get_text_config(), "num_attention_heads"):
-        return ModelPlan(
-            missing=f"{config.model_type} has no attention, and the formulas are for layers with attention"
-        )
+        reason = "has no attention, and the formulas are for layers with attention"
+        return ModelPlan(missing=f"{config.model_type} {reason}")
     quantization = _quantization(run, config) if run.peft is not None else None
     if not sees_images(config):
         return ModelPlan(config, "", run.peft, quantization)
@@ -129,11 +128,7 @@ def _quantization(run: RunConfig, config: Any) -> Any:
 
 
 def images_of_prompt(model: str, config: Any, number: int, size: tuple[int, int]) -> Images:
-    """Tokens, patches and pixels of a prompt's images, each of `size` (width, height).
-
-    Raises:
-        ValueError: the processor of the model is missing, or cannot be used.
-    """
+    """Tokens, patches and pixels of a prompt's images; `ValueError` if the model's processor cannot be used."""
     from transformers import AutoProcessor
 
     try:
