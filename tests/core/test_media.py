@@ -1,8 +1,10 @@
 """How inputs of single samples become those of a batch."""
 
+from types import SimpleNamespace
+
 import torch
 
-from covey.core.model import media_inputs, placeholder_ids, reading, stray_placeholders
+from covey.core.model import image_inputs, media_inputs, placeholder_ids
 from covey.core.records import Media, unexpanded
 
 
@@ -32,14 +34,16 @@ def test_rows_of_text_have_no_inputs():
 
 def test_images_are_looked_for_only_where_there_are_images():
     """Token 9 stands for an image; at the end of the first row and in the second the policy wrote it."""
-    ids = torch.tensor([[1, 9, 9, 5, 9], [9, 2, 3, 9, 0]])
-    strays = stray_placeholders(ids, [(media(1, 2),), ()], torch.tensor([9]))
-    assert strays.nonzero().tolist() == [[0, 4], [1, 0], [1, 3]]
     embedding = torch.nn.Embedding(10, 2)
-    with reading(embedding, ids, strays, 4) as seen:
+    model = SimpleNamespace(config=SimpleNamespace(image_token_id=9), get_input_embeddings=lambda: embedding)
+    ids = torch.tensor([[1, 9, 9, 5, 9], [9, 2, 3, 9, 0]])
+    with image_inputs(model, ids, [(media(1, 2),), ()], 4) as inputs:
+        seen = inputs["input_ids"]
         assert seen.tolist() == [[1, 9, 9, 5, 4], [4, 2, 3, 4, 0]]
         assert torch.equal(embedding(seen), embedding.weight[ids])  # they are read as what they are
     assert torch.equal(embedding(seen), embedding.weight[seen])
+    with image_inputs(model, ids[:1, :4], [(media(1, 2),)], 4) as inputs:
+        assert inputs["input_ids"].tolist() == ids[:1, :4].tolist()
 
 
 def test_servers_get_one_token_for_each_image():

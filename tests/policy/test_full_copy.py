@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from covey.policy.full_copy import FullCopy
+from covey.policy.replicas import FullCopy
 from tests.support import tiny
 
 IDS = torch.tensor([[5, 6, 7, 8]])

@@ -5,7 +5,7 @@ import torch
 
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
-from covey.policy.layout_selection import choose_layout, slowest
+from covey.policy.layouts import choose_layout, slowest
 from covey.policy.scoring import TokenScorer
 from tests.support import tiny
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from covey.policy.attention import TokenTree, flex, merged, packed_attention, tree
-from covey.policy.attention.merged import merged_attention
+from covey.policy.attention import TokenTree, flex, packed_attention, tree
+from covey.policy.attention.tree import merged_attention
 
 GROUP = TokenTree([3, 2, 4], [-1, 0, 0])
 """A prompt of three tokens with completions of two and of four."""
@@ -120,7 +120,7 @@ def test_rectangles_cover_what_is_visible_exactly_once(seed, window, monkeypatch
 @pytest.mark.parametrize("sinks", [False, True])
 def test_merged_rectangles_are_the_softmax_over_all(seed, window, cap, sinks, monkeypatch):
     monkeypatch.setattr(tree, "BAND_BLOCK", 4)
-    monkeypatch.setattr(merged, "SCORES_AT_ONCE", 200)
+    monkeypatch.setattr(tree, "SCORES_AT_ONCE", 200)
     assert_same(merged_attention, random_tree(seed), window=window, cap=cap, sinks=sinks)
 
 

@@ -1,9 +1,10 @@
 """`TrainBatch`, the flat and unpadded training data of a rollout batch, and its construction from rollouts."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class TrainBatch:
         tokens = token_index(rows, self.lengths)
         prompts, groups = self.groups[rows].unique(return_inverse=True)
         return TrainBatch(
-            **self._per_token(lambda values: values[tokens]),
+            **self._each(TOKEN_FIELDS, itemgetter(tokens)),
             lengths=self.lengths[rows],
             prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
             prompt_lengths=self.prompt_lengths[prompts],
@@ -107,16 +108,14 @@ class TrainBatch:
         return [self.select(rows) for rows in order.split(rows_per_part)] if len(self) else []
 
     def to(self, device: torch.device | str) -> "TrainBatch":
-        """A copy whose tensors live on `device`."""
-        return TrainBatch(**self._on(device))
+        return TrainBatch(**self._each(self.__slots__, methodcaller("to", device)))
 
-    def _on(self, device: torch.device | str) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
-
-    def _per_token(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in TOKEN_FIELDS}
-        return {name: None if value is None else change(value) for name, value in values.items()}
+    def _each(self, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        values = {}
+        for name in names:
+            value = getattr(self, name)
+            values[name] = change(value) if isinstance(value, Tensor) else value
+        return values
 
     def without_signal_dropped(self) -> "TrainBatch":
         """Drop the rollouts whose advantages are all 0; metrics still count them.
@@ -138,7 +137,7 @@ class TrainBatch:
         """A dummy rollout of one token with weight 0, for ranks that must run as many micro-batches as others."""
         length = torch.ones(1, dtype=torch.long, device=self.lengths.device)
         return TrainBatch(
-            **self._per_token(lambda values: values.new_zeros(1)),
+            **self._each(TOKEN_FIELDS, methodcaller("new_zeros", 1)),
             lengths=length,
             prompt_ids=torch.zeros_like(length),
             prompt_lengths=length,
@@ -148,7 +147,7 @@ class TrainBatch:
 
     def state(self) -> dict[str, Any]:
         """Plain containers and tensors on the CPU, from which `TrainBatch.of_state` makes an equal batch."""
-        state = self._on("cpu")
+        state = self._each(self.__slots__, Tensor.cpu)
         if self.media is not None:  # rollouts of a group share their images, in the restored batch as well
             distinct = list({id(item): item for media in self.media for item in media}.values())
             index = {id(item): number for number, item in enumerate(distinct)}
@@ -201,7 +200,7 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         token_ids=torch.tensor(token_ids, dtype=torch.long),
         lengths=torch.tensor(lengths, dtype=torch.long),
         sampled=torch.tensor(sampled, dtype=torch.bool),
-        prompt_ids=_flat(list(prompts)),
+        prompt_ids=torch.tensor(list(chain.from_iterable(prompts)), dtype=torch.long),
         prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long),
         groups=torch.tensor(groups, dtype=torch.long),
         # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
@@ -237,15 +236,11 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     return TrainBatch(
         **per_token,
         lengths=torch.cat([batch.lengths for batch in batches]),
-        prompt_ids=_flat(list(prompts)).to(device),
+        prompt_ids=torch.tensor(list(chain.from_iterable(prompts)), dtype=torch.long, device=device),
         prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long, device=device),
         groups=torch.cat(groups),
         media=media if any(batch.media is not None for batch in batches) else None,
     )
-
-
-def _flat(prompts: list[tuple[int, ...]]) -> Tensor:
-    return torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.long)
 
 
 # ---- flat sequences: values [N] with lengths [B] ---------------------------------------------------------------------

@@ -5,7 +5,7 @@ into further inputs of the model (`pixel_values`, `image_grid_thw`, `image_sizes
 model family and is not interpreted here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,18 @@ from torch import Tensor, nn
 from covey.core.records import Media
 
 
+def without_adapter(model: Any) -> Any:
+    """The transformers model inside a PEFT model; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def decoder_of(model: Any) -> nn.Module:
     """The part of a model that its head reads.
 
     transformers finds it by name, and for some models (Llama 4, ModernBERT's decoder) returns the whole model or the
     head; for these it is the child that holds the input embeddings.
     """
-    base = _without_adapter(model)
+    base = without_adapter(model)
     decoder: nn.Module = model.get_decoder()
     embeddings = model.get_input_embeddings()
     for module in (decoder, *base.children()) if decoder is not base else base.children():
@@ -32,7 +37,7 @@ def decoder_of(model: Any) -> nn.Module:
 
 def name_of(model: Any) -> str:
     """Class name of a model, without an adapter's wrapper."""
-    return type(_without_adapter(model)).__name__
+    return type(without_adapter(model)).__name__
 
 
 def sdpa_suits(model: Any) -> bool:
@@ -53,9 +58,18 @@ def inference_mode_of(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _without_adapter(model: Any) -> nn.Module:
-    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return base
+@contextmanager
+def patched_forward(module: Any, replacement: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Replace a module's forward within the context, with its hooks; gives the original."""
+    original, patched = module.forward, "forward" in vars(module)
+    module.forward = replacement
+    try:
+        yield original
+    finally:
+        if patched:
+            module.forward = original
+        else:
+            del module.forward
 
 
 def placeholder_ids(config: Any) -> list[int]:
@@ -87,32 +101,28 @@ def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.devi
     return inputs
 
 
-def stray_placeholders(ids: Tensor, rows: Sequence[Sequence[Media]], placeholders: Tensor) -> Tensor:
-    """Mask of placeholder tokens without an image, [sequences, width], in padded `ids`: a policy may sample one."""
-    strays = torch.isin(ids, placeholders)
+@contextmanager
+def image_inputs(model: Any, ids: Tensor, rows: Sequence[Sequence[Media]], filler: int) -> Iterator[dict[str, Tensor]]:
+    """Inputs, with images, of forward passes within this context over padded `ids` that begin at column 0.
+
+    A model looks for the image of each placeholder, and one that the policy sampled has none. Engines continue from it
+    as from any other token, so the model is given `filler` in its place, with the embedding of the real token.
+    """
+    strays = torch.isin(ids, torch.tensor(placeholder_ids(model.config), device=ids.device))
     for row, media in enumerate(rows):
         for item in media:
             strays[row, item.start : item.start + item.length] = False
-    return strays
-
-
-@contextmanager
-def reading(embedding: nn.Module, ids: Tensor, strays: Tensor, filler: int) -> Iterator[Tensor]:
-    """Context for a forward pass on the tokens that it yields, with stray placeholders as ordinary tokens.
-
-    A model looks for the image of each placeholder, and a sampled placeholder has none. Engines continue from it as
-    from any other token, so the model is given `filler` in its place, with the `embedding` of the real token.
-    """
+    shown = media_inputs(rows, ids.shape[1], ids.device)
     if not strays.any():
-        yield ids
+        yield {"input_ids": ids, **shown}
         return
 
     def real(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return (ids, *args[1:]) if args and args[0].shape == ids.shape else None
 
-    hook = embedding.register_forward_pre_hook(real)
+    hook = model.get_input_embeddings().register_forward_pre_hook(real)
     try:
-        yield ids.masked_fill(strays, filler)
+        yield {"input_ids": ids.masked_fill(strays, filler), **shown}
     finally:
         hook.remove()
 
@@ -120,11 +130,9 @@ def reading(embedding: nn.Module, ids: Tensor, strays: Tensor, filler: int) -> I
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate along the first dimension, the others padded with zeros to the largest."""
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-    filled = []
-    for part in parts:
-        if list(part.shape[1:]) != largest:
-            whole = part.new_zeros(part.shape[0], *largest)
-            whole[(slice(None), *(slice(size) for size in part.shape[1:]))] = part
-            part = whole
-        filled.append(part)
-    return torch.cat(filled)
+
+    def filled(part: Tensor) -> Tensor:
+        missing = [most - size for most, size in zip(largest, part.shape[1:], strict=True)]
+        return nn.functional.pad(part, [end for most in reversed(missing) for end in (0, most)])
+
+    return torch.cat([filled(part) for part in parts])

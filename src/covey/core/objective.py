@@ -4,7 +4,7 @@
 in one micro-batch or in ten, because every average is already in the weights.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,19 +83,17 @@ class LossInputs:
     def of(
         cls, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, entropy_coef: float = 0.0
     ) -> "LossInputs":
-        """Join a batch with the policy's scores of it."""
         assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
-        shared = {field.name: getattr(batch, field.name) for field in fields(cls) if hasattr(batch, field.name)}
+        shared = {name: getattr(batch, name) for name in cls.__slots__ if hasattr(batch, name)}
         return cls(logprobs=logprobs, entropies=entropies, entropy_coef=entropy_coef, **shared)
 
     def silenced(self) -> "LossInputs":
         """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in anything."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        silent: dict[str, Any] = {
-            name: torch.where(self.sampled, value, 0.0)
-            for name, value in values.items()
-            if isinstance(value, Tensor) and name not in ("sampled", "lengths")
-        }
+        silent: dict[str, Any] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and name not in ("sampled", "lengths"):
+                silent[name] = torch.where(self.sampled, value, 0.0)
         return replace(self, **silent)
 
 
@@ -116,7 +114,10 @@ def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
     inputs = inputs.silenced()
     old = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     log_ratio = objective.ratio_level(inputs.logprobs, old, inputs.sampled, inputs.lengths)
-    rho, corrected = _mismatch(inputs, objective, old)
+    rho = inputs.mismatch_weights
+    corrected: dict[str, Stat] = {}
+    if rho is None and inputs.engine_logprobs is not None and objective.correction is not None:
+        rho, corrected = objective.correction(old, inputs.engine_logprobs, inputs.sampled, inputs.lengths)
     skipped = inputs.skipped_tokens, inputs.skipped_rows
     x = SurrogateInputs(
         log_ratio, inputs.logprobs, old, inputs.advantages, inputs.sampled, inputs.lengths, rho, *skipped
@@ -140,14 +141,6 @@ def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
         if inputs.entropy_weights is not None:
             loss = loss - inputs.entropy_coef * _weighted(inputs.entropy_weights, inputs.entropies)
     return LossResult(loss, stats, without_bonus)
-
-
-def _mismatch(inputs: LossInputs, objective: Objective, old_logprobs: Tensor) -> tuple[Tensor | None, dict[str, Stat]]:
-    """The engine/trainer mismatch weights, [N] or None, and the metrics of those that are worked out here."""
-    given, engine = inputs.mismatch_weights, inputs.engine_logprobs
-    if given is not None or engine is None or objective.correction is None:
-        return given, {}
-    return objective.correction(old_logprobs, engine, inputs.sampled, inputs.lengths)
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:

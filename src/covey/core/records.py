@@ -204,7 +204,7 @@ class Rollout:
                     f"a Rollout of {tokens} completion_ids was given {len(values)} {name}: give one for each token of"
                     " the completion, those of tool results included."
                 )
-        if not all(0 <= end < tokens for end in self.turn_ends):
+        if self.turn_ends and not 0 <= min(self.turn_ends) <= max(self.turn_ends) < tokens:
             raise ValueError(
                 f"a Rollout of {tokens} completion_ids was given turn_ends={self.turn_ends}: give the index of the last"
                 " token of each turn among completion_ids, from 0 on."
@@ -247,7 +247,6 @@ class Scores:
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
-        """Concatenate the scores of several processes or rounds, in this order."""
         return cls(
             torch.cat([part.rewards for part in parts]),
             [steps for part in parts for steps in part.steps],

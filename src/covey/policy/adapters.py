@@ -15,12 +15,7 @@ NEED_INPUTS = ("POLY", "XLORA", "CPT")
 
 
 def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> Any:
-    """Add a trainable adapter to a transformers model.
-
-    Args:
-        model: base of the adapter.
-        peft_config: PEFT config of the adapter.
-        frozen: parts of a vision-language model without adapters: "vit", "aligner", "llm".
+    """Add a trainable adapter to a transformers model, but not to `frozen` parts ("vit", "aligner", "llm").
 
     Raises:
         ValueError: no PEFT config, or one that cannot be trained or does not suit the model.
@@ -52,11 +47,7 @@ def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> 
 
 
 def check_adapters(model: Any) -> None:
-    """Check that the adapters of a model are those of a PeftModel and can be trained.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Refuse (ValueError) adapters that are not those of a PeftModel or cannot be trained."""
     adapters = getattr(model, "peft_config", None)
     if adapters is None:
         return
@@ -113,16 +104,11 @@ def base_model(model: Any) -> Any:
 
 
 def has_adapter(model: Any) -> bool:
-    """True for a PEFT model."""
     return _is_peft(unwrapped(model))
 
 
 def active_adapter(model: Any) -> str:
-    """Name of the one active adapter.
-
-    Raises:
-        ValueError: there is none, or more than one.
-    """
+    """Name of the one active adapter; ValueError if there is none, or more than one."""
     if not _is_peft(model):
         raise ValueError(
             f"only an adapter can be sent by itself, and {type(model).__name__} has none. Send the whole model, or"
@@ -176,7 +162,6 @@ def why_not_alone(model: Any) -> str | None:
 
 
 def _json_value(value: Any) -> Any:
-    """Setting as a JSON value."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, (set, frozenset)):

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from covey.core.model import patched_forward
 from covey.policy.loading import has_dropout
 from covey.policy.vlm_parts import image_encoder
 
@@ -30,19 +31,15 @@ _in_order: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 @contextmanager
 def deduplicated_images(model: Any) -> Iterator[None]:
-    """Within this context, forward passes of a vision-language model encode each image once.
+    """Within this context, forward passes of an unwrapped vision-language model encode each image once.
 
     Not for encoders with active dropout, whose output for an image varies, nor for those whose output is not in the
     order of their input, which is checked on the first image.
-
-    Args:
-        model: unwrapped, a transformers or PEFT model.
     """
     encoder = image_encoder(model)
     if encoder is None or (encoder.training and has_dropout(encoder)):
         yield
         return
-    forward, patched = encoder.forward, "forward" in vars(encoder)
 
     def once(*args: Any, **kwargs: Any) -> Any:
         images = _Images.of(args, kwargs)
@@ -55,32 +52,20 @@ def deduplicated_images(model: Any) -> Iterator[None]:
             return forward(*args, **kwargs)
         return images.expand(images.encode(forward, first), first, indices)
 
-    encoder.forward = once
-    try:
+    with patched_forward(encoder, once) as forward:
         yield
-    finally:
-        if patched:
-            encoder.forward = forward
-        else:
-            del encoder.forward
 
 
 @dataclass(frozen=True)
 class _Images:
-    """The arguments of an encoder, image by image.
+    """The arguments of an encoder, image by image."""
 
-    Attributes:
-        args, kwargs: of the encoder's forward.
-        pixels: rows of an image or a tile each, or of a patch, with a grid [images, 3] of the patches of each image.
-        sizes: rows of each image.
-        others: other tensors with a row for each image: masks, the grid.
-    """
-
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # of the encoder's forward
     kwargs: dict[str, Any]
+    # rows of an image or a tile each, or of a patch, with a grid [images, 3] of the patches of each image
     pixels: Tensor
-    sizes: list[int]
-    others: list[Tensor]
+    sizes: list[int]  # rows of each image
+    others: list[Tensor]  # other tensors with a row for each image: masks, the grid
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Images | None":
@@ -98,8 +83,6 @@ class _Images:
         return cls(args, kwargs, pixels, sizes, others)
 
     def encode(self, forward: Callable[..., Any], chosen: list[int]) -> Any:
-        """Output of an encoder for some of the images."""
-
         def select(given: Any) -> Any:
             if given is self.pixels:
                 parts = given.split(self.sizes)
@@ -111,8 +94,7 @@ class _Images:
     def expand(self, output: Any, chosen: list[int], indices: list[int]) -> Any:
         """Output for all images from that for some: image i equals `chosen[indices[i]]`.
 
-        Raises:
-            ValueError: the output's rows cannot be assigned to images.
+        ValueError where the output's rows cannot be assigned to images.
         """
         if isinstance(output, Mapping):
             return type(output)(**{name: self.expand(value, chosen, indices) for name, value in output.items()})
@@ -147,7 +129,6 @@ class _Images:
 
 
 def _fingerprints(rows: Tensor, sizes: list[int]) -> list[int]:
-    """Hash of 64 bits for each image."""
     words = rows.detach().contiguous().view(INTEGERS[rows.element_size()]).reshape(len(rows), -1)
     parts = [part.reshape(-1).long() for part in words.split(sizes)]
     generator = torch.Generator().manual_seed(0)

@@ -2,19 +2,21 @@
 
 A layout turns prompts and completions into model inputs and gives, for every completion token, the hidden state that
 predicts it. To add one, write a function of the signature `Layout` and add it to `LAYOUTS`. The layouts that put many
-sequences in one row need a decoder that goes through transformers' attention interface, which
-`covey.policy.layout_selection` checks.
+sequences in one row need a decoder that goes through transformers' attention interface, which `choose_layout` tries.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch, expand, segment_starts
-from covey.policy.attention import TokenTree
+from covey.core.model import decoder_of, name_of, sdpa_suits
+from covey.policy.attention import PACKED_ATTENTION, TokenTree
+from covey.runtime.process_memory import is_out_of_memory
 
 WORTH_SHARING = 8
 """Fewest common tokens for which completions share a branch: each branch costs attention two more calls."""
@@ -22,18 +24,14 @@ WORTH_SHARING = 8
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """One forward pass.
+    """One forward pass."""
 
-    Attributes:
-        kwargs: keyword arguments of the model's forward; `input_ids` is [rows, width].
-        predictors: [N] int64: for each completion token, the flat position (row * width + column) of the hidden
-            state that predicts it.
-        sum_over_readers: from a number per rollout [B] to the sum, for each position [rows * width], over the rollouts
-            that contain its token: all of a group's for a shared prompt, 0 for padding.
-    """
-
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any]  # keyword arguments of the model's forward; `input_ids` is [rows, width]
+    # [N] int64: for each completion token, the flat position (row * width + column) of the hidden state that predicts
+    # it
     predictors: Tensor
+    # from a number per rollout [B] to the sum, for each position [rows * width], over the rollouts that contain its
+    # token: all of a group's for a shared prompt, 0 for padding
     sum_over_readers: Callable[[Tensor], Tensor]
 
 
@@ -45,15 +43,10 @@ Span = tuple[int, int]
 
 
 class Segment(NamedTuple):
-    """Adjacent tokens of a row.
+    """Adjacent tokens of a row."""
 
-    Attributes:
-        spans: ranges of the batch's tokens.
-        parent: index of the segment that it continues, or -1.
-    """
-
-    spans: tuple[Span, ...]
-    parent: int = -1
+    spans: tuple[Span, ...]  # ranges of the batch's tokens
+    parent: int = -1  # index of the segment that it continues, or -1
 
 
 def padded(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
@@ -69,11 +62,7 @@ def padded(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
     within = torch.arange(batch.num_tokens, device=first.device) - expand(segment_starts(batch.lengths), batch.lengths)
     filled = column < (prompt_lengths + batch.lengths)[:, None]
     return ModelInputs(
-        kwargs={
-            "input_ids": input_ids,
-            "attention_mask": filled.long(),
-            "position_ids": column.expand(len(rows), -1),
-        },
+        kwargs={"input_ids": input_ids, "attention_mask": filled.long(), "position_ids": column.expand(len(rows), -1)},
         predictors=expand(first, batch.lengths) + within,
         sum_over_readers=lambda numbers: (filled * numbers[:, None]).flatten(),
     )
@@ -116,14 +105,10 @@ class _Forest:
     def __init__(self, batch: TrainBatch, spans: list[Span]):
         self.spans = spans
         self.segments: list[Segment] = []
-        self.paths: list[list[int]] = []
-        self.tokens: list[list[int]] = []
-        for completion in batch.completions():
-            self.tokens.append(completion.tolist())
-            self.paths.append([])
+        self.tokens: list[list[int]] = list(map(Tensor.tolist, batch.completions()))
+        self.paths: list[list[int]] = [[] for _ in self.tokens]
 
     def add(self, spans: tuple[Span, ...], parent: int, rollouts: list[int]) -> int:
-        """Add a segment of these rollouts; returns its index."""
         index = len(self.segments)
         self.segments.append(Segment(spans, parent))
         for rollout in rollouts:
@@ -159,34 +144,19 @@ class _Forest:
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Number of first tokens that are equal: `[1, 2, 3], [1, 2, 4, 5] -> 2`."""
-    if a is b:
-        return len(a)
-    length = min(len(a), len(b))
-    for index in range(length):
-        if a[index] != b[index]:
-            return index
-    return length
+    shorter = min(len(a), len(b))
+    return next((index for index in range(shorter) if a[index] != b[index]), shorter) if a is not b else shorter
 
 
 def _one_row(batch: TrainBatch, segments: Sequence[Segment], paths: Sequence[Sequence[int]]) -> ModelInputs:
     """Lay segments in one row whose tokens attend within their segment and its ancestors.
 
-    Args:
-        batch: source of the tokens.
-        segments: none empty, in depth-first order.
-        paths: per rollout, the segments of its prompt and completion, in order.
+    None is empty, and they are in depth-first order; paths has, per rollout, the segments of its prompt and completion.
     """
     device = batch.token_ids.device
-    lengths, parents, sources = [], [], []
-    for spans, parent in segments:
-        length = 0
-        for start, stop in spans:
-            length += stop - start
-            sources.append(torch.arange(start, stop))
-        lengths.append(length)
-        parents.append(parent)
-    tree = TokenTree(lengths, parents)
-    order = torch.cat(sources).to(device)
+    lengths = [sum(stop - start for start, stop in segment.spans) for segment in segments]
+    tree = TokenTree(lengths, [segment.parent for segment in segments])
+    order = torch.cat([torch.arange(*span) for segment in segments for span in segment.spans]).to(device)
 
     def sum_over_readers(numbers: Tensor) -> Tensor:
         visits = [(rollout, segment) for rollout, path in enumerate(paths) for segment in path]
@@ -213,8 +183,7 @@ def _predictors(batch: TrainBatch, tree: TokenTree, paths: Sequence[Sequence[int
     predictors = []
     for group, length, path in zip(batch.groups.tolist(), batch.lengths.tolist(), paths, strict=True):
         positions = torch.cat([torch.arange(tree.starts[segment], tree.stops[segment]) for segment in path])
-        first = prompts[group] - 1
-        predictors.append(positions[first : first + length])
+        predictors.append(positions[prompts[group] - 1 :][:length])
     return torch.cat(predictors)
 
 
@@ -224,3 +193,142 @@ def _prompt_and_completion_spans(batch: TrainBatch) -> tuple[list[Span], list[Sp
         stops = (lengths.cumsum(0) + first).tolist()
         spans.append(list(zip([first, *stops[:-1]], stops, strict=True)) if stops else [])
     return spans[0], spans[1]
+
+
+# ---- selection: the fastest layout that gives the log-probs of padded rows, found by trials, once for every model ----
+# The trials use synthetic rollouts: all processes run the same forward passes, and single rollouts can be packed too.
+
+LONGEST_WINDOW = 512
+"""Longest sliding window that trials exceed; the layouts treat longer ones no differently."""
+
+Score = Callable[[str, TrainBatch], Tensor]
+"""(layout, batch) -> the model's log-probs [N] in that layout."""
+
+
+def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -> str:
+    """Choose the layout of an unwrapped model in inference mode: "auto", or one that the user insists on.
+
+    Raises:
+        ValueError: the user insists on a layout that gives wrong log-probs.
+    """
+    if wanted == "padded":
+        return wanted
+    if wanted != "auto":
+        _check_insisted(wanted, model, score, device)
+        return wanted
+    chosen = model.config._attn_implementation
+    is_default = not sdpa_suits(model) if chosen == "eager" else chosen in ("sdpa", PACKED_ATTENTION)
+    if not is_default:  # the user chose it
+        if chosen != "eager":
+            _warn(
+                f"{name_of(model)} runs with attn_implementation='{chosen}', as was asked for, so it is scored"
+                " with padded rows. Leave it out to let completions share their prompt, or set attn_layout='padded' to"
+                " silence this."
+            )
+        return "padded"
+    reasons = []
+    expected, noise = _padded_scores(model, score, device)
+    for layout in [name for name in LAYOUTS if name != "padded"]:
+        reason = _objection(layout, model, score, expected, noise)
+        if reason is None:
+            return layout
+        reasons.append(reason)
+    model.set_attn_implementation(chosen)
+    _warn(
+        f"{name_of(model)} cannot use the packed layouts ({'; '.join(dict.fromkeys(reasons))}); scoring with"
+        " padded rows instead. Set attn_layout='padded' to silence this."
+    )
+    return "padded"
+
+
+def slowest(layouts: Iterable[str]) -> str:
+    """Slowest of the layouts that the processes have found, which suits all of them."""
+    return max(layouts, key=list(LAYOUTS).index)
+
+
+def synthetic_rollouts(config: Any, device: torch.device) -> TrainBatch:
+    """Two random completions for each of two prompts, one longer than the window, so that any leak is visible."""
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None) or 0
+    room = (getattr(config, "max_position_embeddings", None) or LONGEST_WINDOW) - 8
+    long = max(1, min(window + 5 if window <= LONGEST_WINDOW else 19, room))
+    prompts, lengths = torch.tensor([long, min(5, room)]), torch.tensor([7, 4, 6, 3])
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: Tensor) -> Tensor:
+        return torch.randint(config.vocab_size, (int(count.sum()),), generator=generator)
+
+    return TrainBatch(
+        token_ids=tokens(lengths),
+        lengths=lengths,
+        sampled=torch.ones(int(lengths.sum()), dtype=torch.bool),
+        prompt_ids=tokens(prompts),
+        prompt_lengths=prompts,
+        groups=torch.tensor([0, 0, 1, 1]),
+    ).to(device)
+
+
+def _padded_scores(model: Any, score: Score, device: torch.device) -> tuple[Tensor, float]:
+    """Log-probs of padded rows, and their mean change when each rollout is scored alone: rounding."""
+    few = synthetic_rollouts(model.config, device)
+    expected = score("padded", few)
+    alone = torch.cat([score("padded", one) for one in few.split(1)])
+    return expected, (alone - expected).abs().mean().item()
+
+
+def _objection(layout: str, model: Any, score: Score, expected: Tensor, noise: float) -> str | None:
+    """Reason why a layout does not suit a model, or None."""
+    named = decoder_of(model).named_modules()  # state-space models and hybrids have convolutions
+    if convolution := next((name for name, module in named if isinstance(module, nn.Conv1d)), None):
+        return f"'{convolution}' is a convolution along the row, which mixes neighbouring sequences"
+    try:
+        actual = score(layout, synthetic_rollouts(model.config, expected.device))
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise  # not the layout's fault
+        return f"{layout} fails with {type(error).__name__}: {error}"
+    difference = (actual - expected).abs().mean().item()
+    # Not "difference > ...", which is False for NaN.
+    if not difference <= tolerance(model, noise):
+        return f"log-probs differ by {difference:.2g} on average with {layout}, by {noise:.2g} through rounding alone"
+    leak = _leak(layout, model, score, actual)
+    # Nothing but the changed tokens differs, so most models give the same bits; experts may round differently.
+    if not leak <= noise + (1e-6 if _precision(model).itemsize >= 4 else 1e-3):
+        return f"log-probs differ by {leak:.2g} on average with {layout} when another rollout of the row changes"
+    return None
+
+
+def _leak(layout: str, model: Any, score: Score, actual: Tensor) -> float:
+    """Mean change of the other rollouts' log-probs when only the first one's tokens change."""
+    changed = synthetic_rollouts(model.config, actual.device)
+    first = int(changed.lengths[0])
+    changed.token_ids[:first] = (changed.token_ids[:first] + 1) % model.config.get_text_config().vocab_size
+    return (score(layout, changed) - actual)[first:].abs().mean().item()
+
+
+def _check_insisted(layout: str, model: Any, score: Score, device: torch.device) -> None:
+    if (objection := _objection(layout, model, score, *_padded_scores(model, score, device))) is None:
+        return
+    message = f"attn_layout='{layout}' is wrong for {name_of(model)}: {objection}."
+    if _precision(model).itemsize < 4 and objection.startswith("log-probs differ"):
+        _warn(f"{message} If that is more than half precision explains, set attn_layout='auto' or 'padded'.")
+    else:
+        raise ValueError(f"{message} Set attn_layout='auto' or 'padded'.")
+
+
+def tolerance(model: Any, noise: float) -> float:
+    """Largest mean difference of log-probs between layouts, in nats, given the model's rounding noise.
+
+    Half precision has a floor: where two experts nearly tie, rounding decides which one a token is routed to.
+    """
+    return 5 * noise + (1e-5 if _precision(model).itemsize >= 4 else 0.05)
+
+
+def _precision(model: Any) -> torch.dtype:
+    """Floating-point dtype of the model's products, autocast included."""
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=5)

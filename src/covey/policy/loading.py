@@ -39,12 +39,10 @@ def load_policy(
     frozen: Collection[str] = (),
     check_quantization: Callable[[Any], None] = lambda quantization: None,
 ) -> Any:
-    """Load the model to train.
+    """Load the model to train: a hub id or folder, or a transformers or PEFT model.
 
     Args:
-        model: hub id or folder; or a transformers or PEFT model.
-        init_kwargs: further arguments of `from_pretrained`; only with an id or folder.
-        trust_remote_code: run the code that comes with the model.
+        init_kwargs, trust_remote_code: of `from_pretrained`; only with an id or folder.
         quantization_config: loads the base in fewer bits; only with an id or folder, and with `peft_config`.
         peft_config: adds a trainable adapter.
         frozen: parts of a vision-language model to freeze, without adapters: "vit", "aligner", "llm".
@@ -142,34 +140,28 @@ def _config_of(name: str, kwargs: dict[str, Any]) -> Any:
 
 
 def _auto_class(config: Any) -> Any:
-    """Auto class of a model: vision-language models have their own."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if config is not None and sees_images(config) else AutoModelForCausalLM
 
 
 def _location(init_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for location and access."""
     names = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only", "proxies")
     return {name: init_kwargs[name] for name in names if name in init_kwargs}
 
 
 def sees_images(config: Any) -> bool:
-    """True for the config of a vision-language model."""
     from transformers import AutoModelForImageTextToText
 
     return type(config) in AutoModelForImageTextToText._model_mapping and bool(placeholder_ids(config))
 
 
 def as_dtype(dtype: Any) -> torch.dtype | str:
-    """Dtype for `from_pretrained`: float32 for None, a floating-point dtype, or "auto".
+    """Dtype for `from_pretrained`: float32 for None, a floating-point dtype, or "auto"; ValueError for others.
 
     Example:
         >>> as_dtype("bfloat16"), as_dtype(None)
         (torch.bfloat16, torch.float32)
-
-    Raises:
-        ValueError: not a floating-point dtype.
     """
     if dtype is None or dtype == "auto":
         return dtype or torch.float32
@@ -183,7 +175,6 @@ def as_dtype(dtype: Any) -> torch.dtype | str:
 
 
 def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) -> str:
-    """Error text for a model that transformers could not load."""
     reason = _first_line(error)
     if "trust_remote_code" in str(error):
         return (
@@ -210,7 +201,6 @@ def _first_line(error: Exception, width: int = 300) -> str:
 
 
 def _check_generates(model: Any) -> None:
-    """Refuse models that cannot generate text token by token."""
     if isinstance(model, type) or not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__}: {model!r:.80}"
         raise ValueError(
@@ -230,7 +220,6 @@ def _check_generates(model: Any) -> None:
 
 
 def _check_trains(model: Any) -> None:
-    """Refuse a policy without trainable weights; warn about float16 weights."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         adapter = hasattr(model, "peft_config")
@@ -274,11 +263,7 @@ def load_processing_class(
 ) -> Any:
     """Load the policy's tokenizer, or the processor of a vision-language model, and set its padding token.
 
-    Args:
-        processing_class: a tokenizer or processor, or None to load that of `model`.
-        model: the loaded policy, with the name to load from.
-        trust_remote_code: run the code that comes with them.
-        init_kwargs: arguments of the model's loading, for revision, cache and so on.
+    `processing_class` is one of these, or None to load that of `model`; `init_kwargs` are those of the model's loading.
 
     Raises:
         ValueError: none is found, it has no end-of-sequence token, is another model's, or is a processor for a model
@@ -339,7 +324,6 @@ def _check_is_tokenizer(tokenizer: Any) -> None:
 
 
 def _check_vocabulary(tokenizer: Any, model: Any) -> None:
-    """Refuse a tokenizer with more tokens than the model; warn about one with far fewer."""
     vocabulary = full_shape(model.get_input_embeddings().weight)[0]
     if len(tokenizer) > vocabulary:
         raise ValueError(
@@ -388,14 +372,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 
 def convert_gguf(path: str | Path, folder: str | Path) -> Path:
-    """Convert a GGUF file into a float32 model folder; done once, then reused.
-
-    Args:
-        path: the .gguf file.
-        folder: of the converted model; nothing happens if it is complete already.
-
-    Returns:
-        `folder`, which is created atomically.
+    """Convert a GGUF file into a float32 model folder, atomically; a folder that is complete is reused.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -15,39 +15,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from covey.core.model import decoder_of
+from covey.core.model import decoder_of, without_adapter
 
 
 class RouterLoads(NamedTuple):
-    """Sums over tokens and layers; each token counts once per rollout that contains it.
+    """Sums over tokens and layers; each token counts once per rollout that contains it."""
 
-    Attributes:
-        chosen: [E], times each expert was among a token's k; no gradient.
-        probability: [E], of each expert's probability; with gradient.
-        pairs: number of (token, layer) pairs.
-    """
-
-    chosen: Tensor
-    probability: Tensor
-    pairs: Tensor
+    chosen: Tensor  # [E], times each expert was among a token's k; no gradient
+    probability: Tensor  # [E], of each expert's probability; with gradient
+    pairs: Tensor  # number of (token, layer) pairs
 
     @classmethod
     def of_all(cls, parts: "Sequence[RouterLoads]") -> "RouterLoads":
-        """Loads of several batches together."""
         return cls(*(torch.stack(column).sum(0) for column in zip(*parts, strict=True)))
 
     def without_gradient(self) -> "RouterLoads":
-        """Loads detached from the graph."""
         return RouterLoads(*(value.detach() for value in self))
 
 
 def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> RouterLoads:
-    """Sum the router decisions of all layers.
+    """Sum the router decisions of all layers, whose logits are [T, E] or [rows, width, E].
 
-    Args:
-        router_logits: of each layer, [T, E] or [rows, width, E].
-        readers: [T], weight of each position: 0 for padding, G for a prompt that G rollouts share.
-        top_k: k.
+    readers [T] weighs each position: 0 for padding, G for a prompt that G rollouts share.
     """
     experts = router_logits[0].shape[-1]
     layers = []
@@ -62,14 +51,10 @@ def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> Ro
 
 
 def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
-    """Contribution of a part of an optimizer step to its loss E · Σₑ fₑ Pₑ.
+    """Contribution of a part of an optimizer step (the whole) to its loss E · Σₑ fₑ Pₑ.
 
     fₑ is the share of tokens that expert e was chosen for and Pₑ its mean probability, both over the whole step and all
     layers. f has no gradient and P is a sum over tokens, so parts add up to the whole: value and gradient.
-
-    Args:
-        whole: loads of the step.
-        part: loads of some of its tokens.
 
     Example:
         Two experts, one choice: 3 of 4 tokens go to the first, whose probability is 0.7 on average, the second's 0.3.
@@ -105,11 +90,7 @@ def captured_router_logits(model: Any) -> Iterator[list[Tensor]]:
 
 
 def check_router_logits(model: Any, router_logits: list[Tensor]) -> None:
-    """Check that there are router logits with gradient.
-
-    Raises:
-        ValueError: the model gives none, or gives them without gradient, as reentrant checkpointing does.
-    """
+    """Refuse (ValueError) missing router logits, or ones without gradient, as reentrant checkpointing gives."""
     if not router_logits:
         raise ValueError(
             f"router_aux_loss_coef: {type(model).__name__} returns no router logits, so the load of its experts cannot"
@@ -125,8 +106,7 @@ def check_router_logits(model: Any, router_logits: list[Tensor]) -> None:
 
 def has_balancing_loss(model: Any) -> bool:
     """True if transformers computes a load-balancing loss for models of this class."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    modules = [sys.modules.get(kind.__module__) for kind in type(base).__mro__]
+    modules = [sys.modules.get(kind.__module__) for kind in type(without_adapter(model)).__mro__]
     return experts_per_token(model) is not None and any(hasattr(m, "load_balancing_loss_func") for m in modules)
 
 

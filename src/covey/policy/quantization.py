@@ -30,11 +30,7 @@ def quantization_method(model: Any) -> str | None:
 
 
 def quantization_config_of(given: Any, init_kwargs: dict[str, Any]) -> Any:
-    """Quantization config given as an argument or among those of `from_pretrained`; None without one.
-
-    Raises:
-        ValueError: it is given in both places.
-    """
+    """Quantization config given as an argument or among those of `from_pretrained`; ValueError if in both places."""
     inside = init_kwargs.get("quantization_config")
     if given is not None and inside is not None:
         raise ValueError(
@@ -44,29 +40,16 @@ def quantization_config_of(given: Any, init_kwargs: dict[str, Any]) -> Any:
 
 
 def check_installed(quantization: Any) -> None:
-    """Check that bitsandbytes is installed if it is needed.
-
-    Raises:
-        ImportError: it is not.
-    """
     wanted = any(_setting(quantization, name) for name in ("load_in_4bit", "load_in_8bit"))
     if wanted and importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError("quantising to 4 or 8 bits needs bitsandbytes: pip install 'covey[quantization]'")
 
 
 def check_shardable(quantization: Any, sharding: str, computes_in: str | None) -> None:
-    """Check that quantised weights can be sharded.
+    """Refuse (ValueError) quantised weights that `sharding` ("FSDP2", "ZeRO-3" or "") cannot shard.
 
     FSDP2 shards 4-bit weights that bitsandbytes stores as floating-point numbers; those stored as integers stay whole
-    in each process.
-
-    Args:
-        quantization: transformers' quantization config, or None.
-        sharding: "FSDP2", "ZeRO-3" or "".
-        computes_in: dtype to which weights are cast for products, such as "bfloat16", or None.
-
-    Raises:
-        ValueError: they cannot.
+    in each process. `computes_in` is the dtype to which weights are cast for products, such as "bfloat16", or None.
     """
     if quantization is None or not sharding:
         return
@@ -134,7 +117,6 @@ def dequantized_specs(layer: Any) -> dict[str, Tensor]:
 
 
 def _state_of(layer: Any) -> Any:
-    """Quantization state of a 4-bit layer; None for 8 bits."""
     return getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
 
 
@@ -152,7 +134,6 @@ def dequantized_state(layer: Any) -> dict[str, Tensor]:
 
 
 def dequantized_layer(layer: Any) -> nn.Linear:
-    """Frozen linear layer with the dequantised weight."""
     state = dequantized_state(layer)
     plain = nn.Linear(layer.in_features, layer.out_features, bias="bias" in state, device="meta")
     for name, tensor in state.items():
@@ -161,11 +142,7 @@ def dequantized_layer(layer: Any) -> nn.Linear:
 
 
 def unquantized_tuner(kind: type) -> type:
-    """PEFT's class of the same adapter for an unquantised linear layer.
-
-    Raises:
-        ValueError: Covey knows none.
-    """
+    """PEFT's class of the same adapter for an unquantised linear layer; ValueError if Covey knows none."""
     from peft.tuners import lora
 
     if issubclass(kind, lora.LoraLayer):

@@ -6,11 +6,8 @@ adapters are written. See also `covey.trainer.checkpoint`, from which runs resum
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from covey.core.engine import TensorSpec
 from covey.policy.adapters import has_adapter, unwrapped
@@ -22,14 +19,12 @@ FILE_BYTES = 5 * 10**9
 
 
 def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: int = FILE_BYTES) -> None:
-    """Write the policy's weights and config. Collective: every process calls it.
+    """Write the policy's weights and config. Collective: every process calls it, and one of them `writes`.
 
-    Args:
-        policy: a transformers or PEFT model, sharded.
-        folder: created if it is missing.
-        writes: True in the process that writes.
-        file_bytes: most bytes of a file, and of the writing process's memory.
+    file_bytes: most bytes of a file, and of the writing process's memory.
     """
+    from safetensors.torch import save_file
+
     policy, folder = unwrapped(policy), Path(folder)
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,8 +32,15 @@ def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: i
         _save_adapters(policy, folder, writes)
         return
     update = weight_update(policy, 0)
-    files = plan_files(update.specs, file_bytes)
-    _write_files(update.tensors(), files, folder, writes)
+    files, tensors = plan_files(update.specs, file_bytes), update.tensors()
+    for file, specs in files.items():
+        state = {}
+        for _ in specs:
+            name, tensor = next(tensors)  # in the order of their specs
+            if writes:
+                state[name] = tensor.cpu().contiguous()
+        if writes:
+            save_file(state, folder / file, metadata={"format": "pt"})
     if not writes:
         return
     if len(files) > 1:
@@ -62,22 +64,6 @@ def plan_files(specs: tuple[TensorSpec, ...], file_bytes: int) -> dict[str, list
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-def _write_files(
-    tensors: Iterator[tuple[str, Tensor]], files: dict[str, list[TensorSpec]], folder: Path, writes: bool
-) -> None:
-    from safetensors.torch import save_file
-
-    for file, specs in files.items():
-        state = {}
-        for spec in specs:
-            name, tensor = next(tensors)
-            assert name == spec.name, "tensors come in the order of their specs"
-            if writes:
-                state[name] = tensor.cpu().contiguous()
-        if writes:
-            save_file(state, folder / file, metadata={"format": "pt"})
 
 
 def _save_config(model: Any, folder: Path) -> None:

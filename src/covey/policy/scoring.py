@@ -15,23 +15,13 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.model import (
-    decoder_of,
-    inference_mode_of,
-    media_inputs,
-    name_of,
-    placeholder_ids,
-    reading,
-    stray_placeholders,
-)
+from covey.core.model import decoder_of, image_inputs, inference_mode_of, name_of
 from covey.core.records import Rollout
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.image_dedup import deduplicated_images
-from covey.policy.layout_selection import choose_layout, synthetic_rollouts
-from covey.policy.layouts import LAYOUTS
-from covey.policy.lm_head.scores import TokenScores, head_of, score_hidden
+from covey.policy.layouts import LAYOUTS, choose_layout, synthetic_rollouts
+from covey.policy.lm_head.scores import TokenScores, head_of, score_hidden, score_in_head_call
 from covey.policy.moe import RouterLoads, captured_router_logits, check_router_logits, loads_of
-from covey.policy.sharded_head import score_in_head_call
 
 
 class Unwrap:
@@ -97,12 +87,7 @@ class TokenScorer:
         self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def __call__(self, model: Any, batch: TrainBatch, *, entropy: bool = False) -> TokenScores:
-        """Score the learned tokens of a batch.
-
-        Args:
-            model: the policy or the reference, wrapped or not.
-            batch: on the model's device.
-            entropy: also return entropies.
+        """Score the learned tokens of a batch, which is on the device of the model, wrapped or not.
 
         Returns:
             logprobs [N] float32 and entropies [N] float32 or None; gradients flow where enabled. Both are 0 where
@@ -113,13 +98,9 @@ class TokenScorer:
     def with_loads(
         self, model: Any, batch: TrainBatch, top_k: int, *, entropy: bool = False
     ) -> tuple[TokenScores, RouterLoads]:
-        """Score a batch, and sum the router loads of a mixture of experts.
+        """Score a batch, and sum the router loads of a mixture of experts with `top_k` experts per token.
 
         All tokens of rollouts with learned tokens count: prompts, completions and tool results.
-
-        Args:
-            model, batch, entropy: as in `__call__`.
-            top_k: experts per token.
 
         Raises:
             ValueError: the model gives no router logits, or no gradient through them.
@@ -139,7 +120,6 @@ class TokenScorer:
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Score at another temperature within the context."""
         previous, self.temperature = self.temperature, temperature
         try:
             yield
@@ -181,9 +161,11 @@ class TokenScorer:
         if blank and self.blank is not None:
             batch, counted = with_blank(batch, self.blank), torch.cat([counted, counted.new_zeros(1)])
         inputs = LAYOUTS[layout](batch, self.pad_token_id)
-        shown: AbstractContextManager[dict[str, Any]] = nullcontext(inputs.kwargs)
-        if self.vision:
-            shown = inputs_with_media(inner, inputs.kwargs, batch, self.pad_token_id)
+        kwargs = dict(inputs.kwargs)
+        shown: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
+        if self.vision:  # the model computes the positions, as it knows those of images
+            del kwargs["position_ids"]
+            shown = image_inputs(inner, kwargs["input_ids"], batch.media or [()] * len(batch), self.pad_token_id)
         if layout != "padded" and inner.config._attn_implementation != PACKED_ATTENTION:
             # It stays, as backward passes may recompute layers; calls without a token tree are plain SDPA under it.
             inner.set_attn_implementation(PACKED_ATTENTION)
@@ -202,7 +184,8 @@ class TokenScorer:
             router = captured_router_logits(inner)
         # A compiled model would be compiled again for every forward pass.
         dedup = deduplicated_images(inner) if self.vision and not hasattr(model, "_orig_mod") else nullcontext()
-        with router as router_logits, shown as kwargs, dedup:
+        with router as router_logits, shown as images, dedup:
+            kwargs |= images
             if self.inside_head_call:
 
                 def score_all(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
@@ -238,28 +221,6 @@ class TokenScorer:
             )
 
 
-@contextmanager
-def inputs_with_media(
-    model: Any, kwargs: dict[str, Any], batch: TrainBatch, pad_token_id: int
-) -> Iterator[dict[str, Any]]:
-    """Inputs of padded rows with their images, for forward passes within this context.
-
-    The model computes the positions, as it knows those of images.
-
-    Args:
-        model: unwrapped.
-        kwargs: of padded rows, one per rollout of the batch.
-        batch: source of the images.
-        pad_token_id: replaces sampled tokens that equal image placeholders.
-    """
-    ids: Tensor = kwargs["input_ids"]
-    media = batch.media or [()] * len(batch)
-    strays = stray_placeholders(ids, media, torch.tensor(placeholder_ids(model.config), device=ids.device))
-    with reading(model.get_input_embeddings(), ids, strays, pad_token_id) as read:
-        shown = media_inputs(media, ids.shape[1], ids.device)
-        yield {"input_ids": read, "attention_mask": kwargs["attention_mask"], **shown}
-
-
 def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:
     """Batch of text with one more rollout at its end: a prompt with an image, without completion."""
     device = batch.lengths.device
@@ -282,11 +243,7 @@ def first_and_last(batch: TrainBatch) -> Tensor:
 
 
 def _check_head(model: Any, inputs: dict[str, Any], float32: bool, inside_head_call: bool) -> None:
-    """Check that `Head` gives the model's own logits.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise a ValueError unless `Head` gives the model's own logits."""
     head, ours = head_of(model, float32=float32), []
     if inside_head_call:
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 
 def is_sharded(model: Any) -> bool:
-    """True if reading the weights is collective."""
     return any(is_shard(parameter) for parameter in model.parameters())
 
 
@@ -33,7 +32,6 @@ def reshard(model: nn.Module) -> None:
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
-    """Shape of all shards together."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
@@ -44,11 +42,9 @@ def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather a tensor from all its shards, on the device of the collective. Collective.
+    """Gather a tensor from all its shards, or take an unsharded one, on the device of the collective. Collective.
 
-    Args:
-        tensor: a shard, or an unsharded tensor.
-        dtype: of the receiver: shards are cast to their `sent_dtype` before they are gathered.
+    `dtype` is the receiver's: shards are cast to their `sent_dtype` before they are gathered.
     """
     if hasattr(tensor, "ds_id"):
         return _gathered_from_zero(tensor, dtype)
@@ -60,7 +56,6 @@ def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _gathered_from_zero(parameter: Any, dtype: torch.dtype | None) -> Tensor:
-    """Gather a parameter of ZeRO-3: with DeepSpeed, unless it is cast to a narrower dtype."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
     shape, shard, group = parameter.ds_shape, parameter.ds_tensor, parameter.ds_process_group

@@ -12,31 +12,22 @@ from typing import Any
 
 from torch import nn
 
+from covey.core.model import without_adapter
+
 ALIGNERS = ("merger", "projector", "connector", "aligner", "newline")
 """Substrings of the names of modules and parameters between the image encoder and the language model."""
 
 
 def image_encoder(model: Any) -> nn.Module | None:
     """Image encoder of a transformers or PEFT model, or None."""
-    base = _base(model)
+    base = without_adapter(model)
     encoder = base.get_encoder(modality="image") if hasattr(base, "get_encoder") else None
     return encoder if isinstance(encoder, nn.Module) and encoder not in (base, getattr(base, "model", None)) else None
 
 
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
 def part_names(model: Any) -> dict[str, str]:
-    """Part of each parameter, by name: "vit", "aligner" or "llm".
-
-    Args:
-        model: a transformers or PEFT model.
-
-    Raises:
-        ValueError: it has no image encoder.
-    """
-    base, encoder = _base(model), image_encoder(model)
+    """Part of each parameter, by name: "vit", "aligner" or "llm"; ValueError without an image encoder."""
+    base, encoder = without_adapter(model), image_encoder(model)
     if encoder is None:
         raise ValueError(
             f"{type(base).__name__} has no image encoder that Covey finds, so freeze_vit and freeze_aligner have"
@@ -57,24 +48,12 @@ def part_names(model: Any) -> dict[str, str]:
 
 
 def adapted_parts(model: Any) -> set[str]:
-    """Parts of a PEFT model with low-rank matrices.
-
-    Raises:
-        ValueError: it has no image encoder.
-    """
+    """Parts of a PEFT model with low-rank matrices; ValueError without an image encoder."""
     return {part for name, part in part_names(model).items() if "lora_" in name}
 
 
 def freeze_parts(model: Any, frozen: Collection[str]) -> None:
-    """Freeze some parts; the others stay as they are.
-
-    Args:
-        model: a transformers model.
-        frozen: of "vit", "aligner" and "llm".
-
-    Raises:
-        ValueError: the model has no image encoder.
-    """
+    """Freeze some parts ("vit", "aligner", "llm") of a transformers model; the others stay as they are."""
     parts = part_names(model)
     for name, parameter in model.named_parameters():
         if parts[name] in frozen:
@@ -84,13 +63,8 @@ def freeze_parts(model: Any, frozen: Collection[str]) -> None:
 def exclude_parts(model: Any, peft_config: Any, frozen: Collection[str]) -> Any:
     """PEFT config without adapters in some parts of a model. (PEFT would train the adapter of a frozen part.)
 
-    Args:
-        model: a transformers model.
-        peft_config: the requested config.
-        frozen: of "vit", "aligner" and "llm".
-
     Raises:
-        ValueError: this kind of adapter cannot exclude modules.
+        ValueError: the model has no image encoder, or this kind of adapter cannot exclude modules.
     """
     if not hasattr(peft_config, "exclude_modules"):
         raise ValueError(

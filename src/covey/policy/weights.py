@@ -7,9 +7,7 @@ module at a time into copies; the policy's own parameters are never changed. See
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +67,10 @@ def weight_update(
     return dataclasses.replace(alone, base=_update(version, _as_in_checkpoint(base, _model_parts(base, False)), dtype))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Tensors that are computed together.
+class _Part(NamedTuple):
+    """Tensors that are computed together: tensors without data, or as stored, by name, and what makes them.
 
-    Attributes:
-        like: empty tensors on the meta device, by name.
-        make: (receiver's dtype) -> the tensors with data, gathered. Where casting before gathering gives the same as
-            after it, they are in that dtype already.
+    `make` takes the receiver's dtype. Where casting before gathering gives the same as after it, it casts.
     """
 
     like: dict[str, Tensor]
@@ -99,87 +93,66 @@ def _update(version: int, parts: list[_Part], dtype: torch.dtype | None) -> Weig
     return WeightUpdate(version, specs, tensors)
 
 
-# ---- the whole model ------------------------------------------------------------------------------------------------
-
-
 def _model_parts(base: nn.Module, merge: bool) -> list[_Part]:
     """One part per module with tensors; tied ones once."""
     tied: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
     seen: dict[int, Tensor] = {}
     parts = []
-    for prefix, source in _sources(base, merge):
-        names = []
-        for key, tensor in source.specs().items():
+    for prefix, stored in _modules(base, merge):
+        names = {}
+        for key, tensor in stored.like.items():
             name = checkpoint_name(f"{prefix}.{key}" if prefix else key)
             if not (name in tied and id(tensor) in seen):
-                names.append((key, name))
+                names[key] = name
             seen[id(tensor)] = tensor
         if names:
-            parts.append(_module_part(source, names))
+            parts.append(_gathered(stored, names))
     return parts
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Access to a module's tensors.
+def _gathered(stored: _Part, names: dict[str, str]) -> _Part:
+    """Whole tensors, under other names, from those that a module stores, perhaps as shards."""
 
-    Attributes:
-        stored: by name, as stored: perhaps shards, and without adapters.
-        merged: copies with active adapters added; None without adapters.
-        like: tensors of the same names and shapes, where computing `stored` is expensive.
-    """
-
-    stored: Callable[[], dict[str, Tensor]]
-    merged: Callable[[], dict[str, Tensor]] | None = None
-    like: Callable[[], dict[str, Tensor]] | None = None
-
-    def specs(self) -> dict[str, Tensor]:
-        """Tensors of the right names, shapes and dtypes."""
-        return (self.like or self.stored)()
-
-
-def _module_part(source: _Source, names: list[tuple[str, str]]) -> _Part:
     def make(dtype: torch.dtype | None) -> dict[str, Tensor]:
-        state = (source.merged or source.stored)()  # merged ones are whole, and were merged without casts
-        return {name: full_tensor(state[key], dtype) for key, name in names}
+        state = stored.make(dtype)  # merged ones are whole, and were merged without casts
+        return {name: full_tensor(state[key], dtype) for key, name in names.items()}
 
-    state = source.specs()
-    return _Part({name: _meta(state[key]) for key, name in names}, make)
+    return _Part({name: _meta(stored.like[key]) for key, name in names.items()}, make)
 
 
-def _sources(module: nn.Module, merge: bool, prefix: str = "") -> Iterator[tuple[str, _Source]]:
-    """Modules with own tensors and their names, depth first; a module that PEFT adapted counts as one."""
+def _modules(module: nn.Module, merge: bool, prefix: str = "") -> Iterator[tuple[str, _Part]]:
+    """Names of modules with their tensors as stored, depth first; a module that PEFT adapted counts as one."""
     if any(hasattr(module, mark) for mark in ("base_layer", "modules_to_save", "token_adapter")):
         yield prefix, _adapted(module, merge)
         return
     if is_quantized_layer(module):
-        yield prefix, _Source(partial(dequantized_state, module), like=partial(dequantized_specs, module))
+        yield prefix, _Part(dequantized_specs(module), lambda dtype: dequantized_state(module))
         return
-    if _own_state(module):
-        yield prefix, _Source(partial(_own_state, module))
+    if own := _own_state(module):
+        yield prefix, _Part(own, lambda dtype: _own_state(module))
     for name, child in module.named_children():
-        yield from _sources(child, merge, f"{prefix}.{name}" if prefix else name)
+        yield from _modules(child, merge, f"{prefix}.{name}" if prefix else name)
 
 
 def _own_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a module without its children."""
     transient = module._non_persistent_buffers_set
     own: dict[str, Tensor] = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
     own |= {name: t for name, t in module._buffers.items() if t is not None and name not in transient}
     return own
 
 
-def _adapted(module: Any, merge: bool) -> _Source:
+def _adapted(module: Any, merge: bool) -> _Part:
     if hasattr(module, "modules_to_save"):
         saved = [name for name in module.active_adapters if name in module.modules_to_save]
         used = module.modules_to_save[saved[0]] if merge and saved else module.original_module
-        return _Source(partial(used.state_dict, keep_vars=True))
+        return _Part(used.state_dict(keep_vars=True), lambda dtype: used.state_dict(keep_vars=True))
     tuner = getattr(module, "token_adapter", module)
-    merged = (lambda: _merged(tuner).state_dict()) if merge and tuner.active_adapters else None
     layer = tuner.get_base_layer()
-    if is_quantized_layer(layer):
-        return _Source(partial(dequantized_state, layer), merged, partial(dequantized_specs, layer))
-    return _Source(partial(layer.state_dict, keep_vars=True), merged)
+    quantized = is_quantized_layer(layer)
+    like = dequantized_specs(layer) if quantized else layer.state_dict(keep_vars=True)
+    if merge and tuner.active_adapters:
+        return _Part(like, lambda dtype: _merged(tuner).state_dict())
+    return _Part(like, lambda dtype: dequantized_state(layer) if quantized else layer.state_dict(keep_vars=True))
 
 
 def _merged(tuner: Any) -> nn.Module:
@@ -212,7 +185,6 @@ def _twin(module: nn.Module) -> Any:
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute without `nn.Module.__setattr__` and its overrides."""
     object.__setattr__(module, name, value)
 
 
@@ -284,23 +256,13 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[k].shape == b[k].shape and a[k].dtype == b[k].dtype for k in a)
 
 
-# ---- an adapter -----------------------------------------------------------------------------------------------------
-
-
 def _adapter_parts(model: Any, name: str) -> list[_Part]:
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(
         model, state_dict=model.state_dict(keep_vars=True), adapter_name=name, save_embedding_layers=False
     )
-    return [_tensor_part(checkpoint_name(key), tensor) for key, tensor in state.items()]
-
-
-def _tensor_part(name: str, tensor: Tensor) -> _Part:
-    return _Part({name: _meta(tensor)}, lambda dtype: {name: full_tensor(tensor, dtype)})
-
-
-# ---- checks ---------------------------------------------------------------------------------------------------------
+    return [_gathered(_Part(state, lambda dtype: state), {key: checkpoint_name(key)}) for key in state]
 
 
 def _check_can_be_whole(base: Any, is_adapted: bool) -> None:
@@ -349,7 +311,6 @@ def _added_to(module: Any) -> set[int]:
 
 
 def checkpoint_name(name: str) -> str:
-    """Name of a parameter without the prefixes of wrappers."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -26,7 +26,7 @@ from covey.observability.diagnostics import Advice, LogEnds
 from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
 from covey.policy.loading import disable_dropout, load_policy, max_context
 from covey.policy.quantization import check_shardable
-from covey.policy.reference import Reference, starts_as_identity
+from covey.policy.replicas import Reference, starts_as_identity
 from covey.policy.scoring import TokenScorer, Unwrap
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward

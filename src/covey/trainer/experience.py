@@ -14,9 +14,9 @@ from covey.core.model import inference_mode_of
 from covey.core.records import Mean, RankShard, Rollout, Scores, Stat
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
-from covey.policy.layout_selection import slowest
+from covey.policy.layouts import slowest
 from covey.policy.loading import has_dropout
-from covey.policy.reference import Reference
+from covey.policy.replicas import Reference
 from covey.policy.scoring import TokenScorer
 from covey.rewards import RewardSuite
 from covey.trainer.context import RunContext

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
-from covey.policy.full_copy import FullCopy
 from covey.policy.layouts import LAYOUTS
 from covey.policy.loading import load_policy
 from covey.policy.quantization import check_shardable
+from covey.policy.replicas import FullCopy
 from covey.policy.scoring import TokenScorer
 from covey.policy.sharded_tensors import is_shard
 from covey.policy.weights import weight_update

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
-from covey.core.model import inference_mode_of, media_inputs, placeholder_ids, reading, stray_placeholders
+from covey.core.model import image_inputs, inference_mode_of
 from covey.core.records import Completion
 from covey.engines.native.inference_contexts import attention_implementation, packed_linears, sampling_attention
 from covey.engines.native.sampling import Batch, SequenceState, sequences_of
@@ -116,10 +116,8 @@ class RecurrentEngine:
         tokens = torch.tensor([request.prompt_ids], device=device)
         if not request.media:
             return self._forward(tokens, None)
-        media = [request.media]
-        strays = stray_placeholders(tokens, media, torch.tensor(placeholder_ids(model.config), device=device))
-        with reading(model.get_input_embeddings(), tokens, strays, self._filler_id) as read:
-            return self._forward(read, None, **media_inputs(media, tokens.shape[1], device))
+        with image_inputs(model, tokens, [request.media], self._filler_id) as inputs:
+            return self._forward(inputs.pop("input_ids"), None, **inputs)
 
     def _forward(self, tokens: Tensor, cache: Any, **images: Tensor) -> tuple[Tensor, Any]:
         """Forward pass over tokens [S, T] behind a cache: logits of the last position [S, V], and the cache."""

@@ -13,8 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from covey.policy.attention.merged import merged_attention
-from covey.policy.attention.tree import TokenTree
+from covey.policy.attention.tree import TokenTree, merged_attention
 
 PACKED_ATTENTION = "covey_packed"
 """Argument of `model.set_attn_implementation`."""
@@ -36,21 +35,12 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within the sequences of a row, or an ordinary call.
+    """Causal attention within the sequences of a row, or an ordinary call without a token tree; [B, T, heads, D].
 
     Args:
-        module: the attention layer.
-        query: [B, heads, T, D]; key, value: [B, kv_heads, S, D]; with a tree, B is 1 and S is T.
-        attention_mask: for ordinary calls; ignored with a tree.
-        dropout: probability of dropping an attention weight.
-        scaling: multiplies the scores; by default 1 / sqrt(D).
-        token_tree: visibility; None: an ordinary call.
-        softcap: soft-capping of the scores.
-        s_aux: [heads], attention sinks.
+        query: [B, heads, T, D]; key, value: [B, kv_heads, S, D]; with a tree, B is 1, S is T and the mask is ignored.
+        softcap, s_aux: soft-capping of the scores; attention sinks [heads].
         kwargs: `sliding_window`, the number of last tokens that a token sees, and arguments that attention may ignore.
-
-    Returns:
-        [B, T, heads, D] and None.
 
     Raises:
         ValueError: the layer attends in a way that cannot be laid out in a row.
@@ -143,7 +133,6 @@ def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
 
 
 def _layer_type(module: nn.Module) -> str | None:
-    """Type of this layer in the config, if it is given."""
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     layer = getattr(module, "layer_idx", None)
     return layer_types[layer] if layer_types and isinstance(layer, int) and layer < len(layer_types) else None

@@ -1,12 +1,25 @@
-"""Visibility between the tokens of one row: a forest of segments, each attending to itself and to its ancestors.
+"""Attention of a token tree, on any device, as a few rectangles merged by log-sum-exp.
 
-Segments are in depth-first order, so the descendants of a segment follow it directly, and two numbers per token define
-visibility: query q sees key k exactly if `k <= q < reach[k]` and, in a window, `position[q] - position[k] < window`.
-Packed sequences are roots without children; completions that share a prompt are the children of the prompt's segment.
-See also `merged.py` (attention on any device) and `flex.py` (on CUDA).
+A `TokenTree` describes visibility between the tokens of one row: a forest of segments in depth-first order, each
+attending to itself and to its ancestors. The descendants of a segment follow it directly, so two numbers per token
+define visibility: query q sees key k exactly if `k <= q < reach[k]` and, in a window,
+`position[q] - position[k] < window`. Packed sequences are roots without children; completions that share a prompt are
+the children of the prompt's segment.
+
+`merged_attention` is exact, and saves nothing quadratic. A softmax over the union of key sets A and B is the average of
+the softmaxes over A and over B, weighted by their shares `exp(lse_A - lse)` and `exp(lse_B - lse)` of the normaliser
+(as in FlashAttention, arXiv 2205.14135 §3.1, and Hydragen, arXiv 2402.05099 §3.1). Its gradient with respect to the
+scores of A needs the merged output o and normaliser alone: `dS = P * (dO V^T - rowsum(dO * o))`, `P = exp(S - lse)`.
+So the backward pass gives each rectangle the merged o and lse, and no gradient flows through a log-sum-exp. Two kernels
+compute a rectangle: torch's flash attention for the CPU, and an explicit one with soft-capping and dropout. See also
+`flex.py` (CUDA).
+
+Shapes: H key heads, R query heads for each of them, Q queries, K keys, D features (values may have another number, D').
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import attrgetter, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +33,12 @@ class Part(NamedTuple):
     """A rectangle of the row's attention matrix, all of whose queries see at least one of its keys.
 
     Query i of the part sees its key j if `0 <= i + shift - j < window`.
-
-    Attributes:
-        queries, keys: ranges of the row.
-        causal: exactly the lower triangle is visible; the part is square.
-        band: (shift, window) where a sliding window cuts, or None.
     """
 
-    queries: slice
+    queries: slice  # ranges of the row
     keys: slice
-    causal: bool = False
-    band: tuple[int, int] | None = None
+    causal: bool = False  # exactly the lower triangle is visible; the part is square
+    band: tuple[int, int] | None = None  # (shift, window) where a sliding window cuts, or None
 
     def visible(self, device: torch.device) -> Tensor | None:
         """[queries, keys] bool, or None where every query sees every key."""
@@ -45,15 +53,10 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The attention of a row as rectangles.
+    """The attention of a row as rectangles."""
 
-    Attributes:
-        own: attention of segments to themselves; the queries cover the row exactly once.
-        ancestors: attention of segments to their ancestors.
-    """
-
-    own: list[Part]
-    ancestors: list[Part]
+    own: list[Part]  # attention of segments to themselves; the queries cover the row exactly once
+    ancestors: list[Part]  # attention of segments to their ancestors
 
 
 class TokenTree:
@@ -61,30 +64,20 @@ class TokenTree:
 
     Neither a dataclass nor a tuple, so that wrappers that move or cast tensors leave it alone.
 
-    Attributes:
-        starts, stops: each segment's range of the row.
-        parents: the segment that each continues, or -1.
-        offsets: the position of each segment's first token in its sequence.
-        reaches: end of the descendants of each segment.
-
     Example:
         A prompt of 3 tokens with completions of 2 and 4: `TokenTree([3, 2, 4], [-1, 0, 0])`.
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int]):
         """Lengths [S] >= 1 and parents [S] in depth-first order: a parent before its children, families together."""
-        self.parents = list(parents)
-        self.starts: list[int] = []
-        self.stops: list[int] = []
-        self.offsets: list[int] = []
-        start = 0
-        for length, parent in zip(lengths, parents, strict=True):
-            self.starts.append(start)
-            start += length
-            self.stops.append(start)
+        self.parents = list(parents)  # the segment that each continues, or -1
+        self.stops = list(accumulate(lengths))  # each segment's range of the row
+        self.starts = list(map(sub, self.stops, lengths))
+        self.size = self.stops[-1] if self.stops else 0
+        self.offsets: list[int] = []  # the position of each segment's first token in its sequence
+        for parent in parents:
             self.offsets.append(0 if parent < 0 else self.offsets[parent] + lengths[parent])
-        self.size = start
-        self.reaches = list(self.stops)
+        self.reaches = list(self.stops)  # end of the descendants of each segment
         for segment in reversed(range(len(self.parents))):
             parent = self.parents[segment]
             if parent >= 0:
@@ -149,3 +142,238 @@ class TokenTree:
             band = (first + gap - low, window)
             parts.append(Part(slice(at + first, at + last), slice(base + low, base + high), band=band))
         return parts
+
+
+SCORES_AT_ONCE = 1 << 22
+"""Most elements of the score matrix that the explicit kernel holds."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class FlashCPU:
+    """Torch's flash attention on the CPU; key heads are shared by a stride of zero, never copied."""
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def forward(self, part: Part, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Softmax over the part's keys alone, and its log-sum-exp.
+
+        query [H, R, Q, D], key [H, 1, K, D], value [H, 1, K, D'] -> output [H, R, Q, D'], log-sum-exp [H, R, Q].
+        """
+        repeats = query.shape[1]
+        key, value = key.expand(-1, repeats, -1, -1), value.expand(-1, repeats, -1, -1)
+        return _flash(query, key, value, 0.0, part.causal, attn_mask=_additive(part, query), scale=self.scale)
+
+    def backward(
+        self, part: Part, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key [H, 1, K, D] and value; grad, out and lse are those of the softmax over all keys."""
+        repeats = query.shape[1]
+        key, value = key.expand(-1, repeats, -1, -1), value.expand(-1, repeats, -1, -1)
+        mask = _additive(part, query)
+        d_query, d_key, d_value = _flash_backward(
+            grad, query, key, value, out, lse, 0.0, part.causal, attn_mask=mask, scale=self.scale
+        )
+        return d_query, d_key.sum(1, keepdim=True), d_value.sum(1, keepdim=True)
+
+
+class Explicit:
+    """Explicit scores, a block of queries at a time, in float32 at least; nothing quadratic is saved for backward.
+
+    With cap c, scores are c tanh(s / c), whose derivative is 1 - (capped / c)^2.
+    """
+
+    def __init__(self, scale: float, cap: float | None = None, dropout: float = 0.0):
+        self.scale = scale
+        self.cap = cap
+        self.dropout = dropout
+        self.seed = int(torch.randint(2**62, ())) if dropout else 0
+
+    def forward(self, part: Part, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        key, value = key.to(wide), value.to(wide)
+        out, lse = [], []
+        generator = self._generator(part, query.device)
+        for rows in _blocks(query, key):
+            scores = self._scores(part, rows, query[:, :, rows].to(wide), key)
+            total = scores.logsumexp(-1)
+            weights = self._drop(scores.sub_(total[..., None]).exp_(), generator)
+            out.append(weights @ value)
+            lse.append(total)
+        return torch.cat(out, dim=2), torch.cat(lse, dim=2)
+
+    def backward(
+        self, part: Part, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        key, value = key.to(wide), value.to(wide)
+        d_query = []
+        d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+        generator = self._generator(part, query.device)
+        for rows in _blocks(query, key):
+            q, g = query[:, :, rows].to(wide), grad[:, :, rows].to(wide)
+            scores = self._scores(part, rows, q, key)
+            slope = None if self.cap is None else 1 - (scores / self.cap).square_().nan_to_num_(posinf=1.0)
+            weights = scores.sub_(lse[:, :, rows, None]).exp_()
+            dropout_mask = self._drop(torch.ones_like(weights), generator) if self.dropout else None
+            d_weights = g @ value.mT
+            if dropout_mask is not None:
+                d_weights.mul_(dropout_mask)
+            d_scores = d_weights.sub_((g * out[:, :, rows].to(wide)).sum(-1, keepdim=True)).mul_(weights)
+            if slope is not None:
+                d_scores.mul_(slope)
+            d_scores.mul_(self.scale)
+            d_query.append(d_scores @ key)
+            d_key += (d_scores.mT @ q).sum(1, keepdim=True)
+            d_value += ((weights if dropout_mask is None else weights * dropout_mask).mT @ g).sum(1, keepdim=True)
+        return torch.cat(d_query, dim=2), d_key, d_value
+
+    def _scores(self, part: Part, rows: slice, query: Tensor, key: Tensor) -> Tensor:
+        """[H, R, rows, K], capped and masked."""
+        scores = (query @ key.mT).mul_(self.scale)
+        if self.cap is not None:
+            scores = scores.div_(self.cap).tanh_().mul_(self.cap)
+        visible = part.visible(query.device)
+        return scores if visible is None else scores.masked_fill_(~visible[rows], -torch.inf)
+
+    def _generator(self, part: Part, device: torch.device) -> torch.Generator | None:
+        """Generator with the same seed in forward and backward; None without dropout."""
+        if not self.dropout:
+            return None
+        return torch.Generator(device).manual_seed(hash((self.seed, part.queries.start, part.keys.start)) % 2**62)
+
+    def _drop(self, weights: Tensor, generator: torch.Generator | None) -> Tensor:
+        if generator is None:
+            return weights
+        random = torch.rand(weights.shape, generator=generator, device=weights.device)
+        return weights.mul_((random >= self.dropout).to(weights.dtype).div_(1 - self.dropout))
+
+
+def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
+    """Ranges of queries whose scores have at most `SCORES_AT_ONCE` elements."""
+    heads, repeats, queries, _ = query.shape
+    rows = max(16, SCORES_AT_ONCE // (heads * repeats * key.shape[2]))
+    return (slice(first, min(first + rows, queries)) for first in range(0, queries, rows))
+
+
+def _additive(part: Part, query: Tensor) -> Tensor | None:
+    """Additive mask for flash attention; None where `causal` suffices or nothing is hidden."""
+    if part.band is None:
+        return None
+    hidden = ~part.visible(query.device)  # type: ignore[operator]  # a band always has a mask
+    return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+
+
+def merged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: TokenTree,
+    *,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention within a token tree.
+
+    Args:
+        query: [1, heads, T, D]; key: [1, kv_heads, T, D]; value: [1, kv_heads, T, D'].
+        scale, cap: factor of the scores; their soft-capping, or None.
+        window: how far back a token sees, or None for everything.
+        sinks: [heads], one more score per head that takes probability and contributes no value, or None.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        [1, T, heads, D'].
+    """
+    plain = cap is None and not dropout and query.shape[-1] == value.shape[-1]
+    kernel = FlashCPU(scale) if plain and query.device.type == "cpu" else Explicit(scale, cap, dropout)
+    return _Merged.apply(query, key, value, sinks, tree, window, kernel)
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        tree: TokenTree,
+        window: int | None,
+        kernel: FlashCPU | Explicit,
+    ) -> Tensor:
+        q, k, v = _by_head(query, key, value)
+        kv_heads, repeats, tokens, _ = q.shape
+        own, ancestors = tree.parts(window)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        result = lse.new_empty(1, tokens, kv_heads * repeats, v.shape[-1])
+        out = _grouped(result, kv_heads)
+        with torch.autocast(query.device.type, enabled=False):
+            for index, part in enumerate([*own, *ancestors]):
+                at, of = part.queries, part.keys
+                result_of_part = kernel.forward(part, q[:, :, at], k[:, :, of], v[:, :, of])
+                if index < len(own):
+                    out[:, :, at], lse[:, :, at] = result_of_part
+                else:
+                    _merge(out[:, :, at], lse[:, :, at], *result_of_part)
+        if sinks is not None:
+            sink_lse = sinks.to(lse.dtype).view(kv_heads, repeats, 1).expand_as(lse)
+            _merge(out, lse, out.new_zeros(()), sink_lse)
+        result = result.to(value.dtype)
+        ctx.save_for_backward(query, key, value, sinks, result, lse)
+        ctx.parts, ctx.kernel = (own, ancestors), kernel
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, result, lse = ctx.saved_tensors
+        q, k, v = _by_head(query, key, value)
+        kv_heads, repeats, _, _ = q.shape
+        grad, out = _grouped(grads[0], kv_heads), _grouped(result, kv_heads)
+        own, ancestors = ctx.parts
+        # Squares on the diagonal cover everything once, so they may be written rather than added.
+        squares = all(map(attrgetter("causal"), own))
+        new = torch.empty if squares else torch.zeros
+        d_q, d_k, d_v = totals = (  # sums over rectangles are taken in float32 at least
+            new(q.shape, dtype=lse.dtype, device=q.device),
+            new(k.shape, dtype=lse.dtype, device=k.device),
+            new(v.shape, dtype=lse.dtype, device=v.device),
+        )
+        with torch.autocast(query.device.type, enabled=False):
+            for index, part in enumerate([*own, *ancestors]):
+                at, of = part.queries, part.keys
+                gradients = ctx.kernel.backward(
+                    part, grad[:, :, at], q[:, :, at], k[:, :, of], v[:, :, of], out[:, :, at], lse[:, :, at]
+                )
+                for total, span, gradient in zip(totals, (at, of, of), gradients, strict=True):
+                    if squares and index < len(own):
+                        total[:, :, span] = gradient
+                    else:
+                        total[:, :, span] += gradient
+        d_sinks = None
+        if sinks is not None:
+            share = torch.exp(sinks.to(lse.dtype).view(kv_heads, repeats, 1) - lse)
+            d_sinks = -(share * (grad * out).sum(-1)).sum(-1).view(-1).to(sinks.dtype)
+        d_query, d_key, d_value = d_q.flatten(0, 1)[None], d_k[:, 0][None], d_v[:, 0][None]
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, None, None, None
+
+
+def _by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [kv_heads, repeats, T, D], [kv_heads, 1, T, D] and [kv_heads, 1, T, D'] of [1, heads, T, D]."""
+    return query[0].unflatten(0, (key.shape[1], -1)), key[0][:, None], value[0][:, None]
+
+
+def _grouped(rows: Tensor, kv_heads: int) -> Tensor:
+    return rows[0].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Add further keys to a softmax, in place: exp(other_lse - total) is their share."""
+    share = torch.sigmoid(other_lse - lse)[..., None]
+    out.lerp_(other_out.to(out.dtype).expand_as(out), share)
+    torch.logaddexp(lse, other_lse, out=lse)

@@ -27,34 +27,22 @@ TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 
 
 class Plan(NamedTuple):
-    """Tile sizes and dtypes of one call.
+    """Tile sizes and dtypes of one call."""
 
-    Attributes:
-        curve: from products to logits.
-        entropy: also compute entropies.
-        compute: dtype of matrix products.
-        wide: float32 or wider, dtype of sums.
-        tokens: n, most tokens in a tile.
-        words: v, most vocabulary entries in a tile.
-        usual: n and v of a call with many tokens, by which arithmetic is chosen; the same in every call.
-        gradient_in_forward: compute the hidden states' gradient in the forward pass; see `LinearHead`.
-    """
-
-    curve: Curve
-    entropy: bool
-    compute: torch.dtype
-    wide: torch.dtype
-    tokens: int
-    words: int
-    usual: tuple[int, int]
-    gradient_in_forward: bool
+    curve: Curve  # from products to logits
+    entropy: bool  # also compute entropies
+    compute: torch.dtype  # dtype of matrix products
+    wide: torch.dtype  # float32 or wider, dtype of sums
+    tokens: int  # n, most tokens in a tile
+    words: int  # v, most vocabulary entries in a tile
+    usual: tuple[int, int]  # n and v of a call with many tokens, by which arithmetic is chosen; the same in every call
+    gradient_in_forward: bool  # compute the hidden states' gradient in the forward pass; see `LinearHead`
 
 
 class Tile(NamedTuple):
-    """Tokens `first` to `last`, their x = gain * (hidden @ weight.T + bias) [n, v], and their targets."""
+    """Some tokens, their x = gain * (hidden @ weight.T + bias) [n, v], and their targets."""
 
-    first: int
-    last: int
+    part: slice
     x: Tensor
     targets: TargetColumns
 
@@ -69,12 +57,7 @@ def plan_of(
     compute: torch.dtype,
     chunk_size: int,
 ) -> Plan:
-    """Tile sizes and types for hidden [N, H], weight [V, H] and bias [V].
-
-    Args:
-        compute: dtype of matrix products.
-        chunk_size: most tokens in a tile.
-    """
+    """Tile sizes and types for hidden [N, H], weight [V, H] and bias [V]."""
     wide = torch.promote_types(compute, torch.float32)
     size = TILE_BYTES.get(hidden.device.type, TILE_BYTES["cuda"]) // wide.itemsize
     tokens = max(1, min(chunk_size, len(hidden)))
@@ -114,7 +97,6 @@ class LinearHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden, weight and bias, each in its own dtype."""
         hidden, weight, bias, targets, log_z, logprobs, entropies, others = ctx.saved_tensors
         rows = RowGradients.of(log_z, logprobs, entropies, *grads)
         if others is not None:
@@ -148,14 +130,14 @@ class _Tiles:
         gain = self.plan.curve.gain
         bias = None if self.bias is None else self.bias[start : start + len(words)].to(self.plan.compute)
         for first in range(0, len(self.inputs), self.plan.tokens):
-            inputs = self.inputs[first : first + self.plan.tokens]
-            last = first + len(inputs)
+            part = slice(first, first + self.plan.tokens)
+            inputs = self.inputs[part]
             x = self.buffer[: len(inputs) * len(words)].view(len(inputs), len(words))
             if bias is None:
                 torch.addmm(x, inputs, words.T, beta=0, alpha=gain, out=x)
             else:
                 torch.addmm(bias, inputs, words.T, beta=gain, alpha=gain, out=x)
-            yield Tile(first, last, x, TargetColumns.of(self.targets[first:last], start, len(words)))
+            yield Tile(part, x, TargetColumns.of(self.targets[part], start, len(words)))
 
     def sums(self) -> tuple[RowSums, Tensor | None]:
         """Sums of each row's softmax; with `gradient_in_forward` also sum_v p_v weight_v without the target, [N, H]."""
@@ -163,10 +145,8 @@ class _Tiles:
         sums = RowSums.empty(len(self.hidden), self.hidden.new_empty(0, dtype=plan.wide), plan.entropy)
         others = torch.zeros_like(self.hidden, dtype=plan.wide) if plan.gradient_in_forward else None
         for words, tiles in self:
-            for tile in tiles:
-                part = slice(tile.first, tile.last)
-                rows = sums.rows(tile.first, tile.last)
-                added = self.arithmetic.add(tile.x, tile.targets, rows, others=plan.gradient_in_forward)
+            for part, x, targets in tiles:
+                added = self.arithmetic.add(x, targets, sums.rows(part), others=plan.gradient_in_forward)
                 if others is not None and added is not None:
                     weights, shrink = added
                     others[part].mul_(shrink[:, None])
@@ -190,13 +170,12 @@ class _Tiles:
             # A slice is summed over its tiles in the wide dtype: in place if the gradient has it.
             target = None if d_weight is None else d_weight[start:stop]
             sums = target if target is None or target.dtype == wide else torch.empty_like(target, dtype=wide)
-            for tile in tiles:
-                part = slice(tile.first, tile.last)
-                grad = self.arithmetic.gradient(tile.x, tile.targets, rows.rows(tile.first, tile.last))
+            for part, x, targets in tiles:
+                grad = self.arithmetic.gradient(x, targets, rows.rows(part))
                 if d_hidden is not None:
                     _add_product(d_hidden[part], grad, words)
                 if sums is not None:
-                    _add_product(sums, grad.T, scaled[part], start=tile.first == 0)
+                    _add_product(sums, grad.T, scaled[part], start=part.start == 0)
                 if d_bias is not None:
                     d_bias[start:stop].add_(grad.T.to(wide) @ factor[part, 0])
             if target is not None and sums is not None and sums is not target and len(self.hidden):

@@ -6,7 +6,7 @@ on the head, quantised weights, a module with hooks) is called as a module, a ch
 again in the backward pass.
 
 The weight is the head's at the time of scoring: under DDP the parameter itself, after the model's forward pass. Where
-the head is whole only while it is called (FSDP2, ZeRO-3), scoring takes place inside its call (sharded_head.py).
+the head is whole only while it is called (FSDP2, ZeRO-3), scoring takes place inside its call (`score_in_head_call`).
 Gradients go to that parameter by autograd, so a tied embedding gets both of its parts.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from covey.core.model import patched_forward
 from covey.policy.lm_head.linear import LinearHead, plan_of
 from covey.policy.lm_head.torch_tiles import Curve, RowGradients, RowSums, TargetColumns, TorchTiles
 
@@ -42,20 +43,13 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """Map from hidden states [n, H] to logits [n, V].
+    """Map from hidden states [n, H] to logits [n, V]."""
 
-    Attributes:
-        module: the model's output embedding.
-        scale: multiplies the module's output.
-        soft_cap: then z -> cap * tanh(z / cap), if any.
-        float32: multiply in float32 whatever the weights' dtype.
-        forward: the module's forward without its hooks, for code that runs inside its call.
-    """
-
-    module: Callable[[Tensor], Tensor]
-    scale: float = 1.0
-    soft_cap: float | None = None
-    float32: bool = False
+    module: Callable[[Tensor], Tensor]  # the model's output embedding
+    scale: float = 1.0  # multiplies the module's output
+    soft_cap: float | None = None  # then z -> cap * tanh(z / cap), if any
+    float32: bool = False  # multiply in float32 whatever the weights' dtype
+    # the module's forward without its hooks, for code that runs inside its call
     forward: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -67,12 +61,7 @@ class Head:
 
 
 def head_of(model: Any, *, float32: bool = False) -> Head:
-    """Head of a model, with its scaling and soft-capping.
-
-    Args:
-        model: an unwrapped causal language model.
-        float32: multiply in float32 whatever the weights' dtype (`cast_lm_head_to_fp32`).
-    """
+    """Head of an unwrapped causal language model, with its scaling and soft-capping."""
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
@@ -81,21 +70,11 @@ def head_of(model: Any, *, float32: bool = False) -> Head:
 
 
 def score_hidden(
-    hidden: Tensor,
-    targets: Tensor,
-    head: Head,
-    *,
-    temperature: float,
-    entropy: bool,
-    chunk_size: int,
+    hidden: Tensor, targets: Tensor, head: Head, *, temperature: float, entropy: bool, chunk_size: int
 ) -> TokenScores:
     """Score targets [N] given the hidden states [N, H] that predict them.
 
-    Args:
-        head: hidden [n, H] -> logits [n, V].
-        temperature: divides the logits.
-        entropy: also return the entropy of each position's distribution.
-        chunk_size: most positions whose logits are in memory at once.
+    `chunk_size`: most positions whose logits are in memory at once.
 
     Accuracy: sums are taken in float32, or float64 with float64 weights. With half-precision weights the products are
     accumulated in float32 and rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or 2^-11
@@ -126,9 +105,7 @@ def score_hidden(
 def plain_linear(module: Any, *, called: bool = False) -> nn.Linear | None:
     """The module, if calling it is hidden @ weight.T + bias and nothing else; else None.
 
-    Args:
-        module: a model's head.
-        called: inside its call, where hooks have run already and `forward` may be patched.
+    `called`: inside its call, where hooks have run already and `forward` may be patched.
     """
     if not _is_linear(module) or type(module.weight.data) is not Tensor:  # quantised tensors multiply differently
         return None
@@ -146,7 +123,6 @@ def _is_linear(module: Any) -> bool:
 def _score_by_calls(
     hidden: Tensor, targets: Tensor, head: Head, temperature: float, entropy: bool, chunk_size: int
 ) -> TokenScores:
-    """Score by calling the head as a module."""
     size = chunk_size
     if words := getattr(head.module, "out_features", None):
         size = max(1, min(chunk_size, CHUNK_BYTES // (4 * words)))
@@ -178,8 +154,7 @@ class LogprobAndEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """logits [n, V], targets [n] int64 -> log-probs [n] and entropies [n] or None, float32 or wider.
 
-        Args:
-            cached: receives the rows' sums, so that a recomputation in the backward pass need not sum again.
+        `cached` receives the rows' sums, so that a recomputation in the backward pass need not sum again.
         """
         ctx.curve = Curve.of(1.0, None, temperature)
         if not cached:
@@ -193,7 +168,6 @@ class LogprobAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradient of the logits, [n, V]."""
         logits, targets, log_z, logprobs, entropies = ctx.saved_tensors
         rows = RowGradients.of(log_z, logprobs, entropies, *grads)
         x = _scaled(logits, ctx.curve)
@@ -209,7 +183,6 @@ def _scaled(logits: Tensor, curve: Curve) -> Tensor:
 
 
 def _tiles_for(x: Tensor) -> TorchTiles:
-    """Arithmetic on whole rows that are scaled already."""
     return TorchTiles(Curve(), minus_inf=True, size=x.numel(), wide=x.dtype, device=x.device)
 
 
@@ -222,3 +195,49 @@ def _float32_linear(head: Any, hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         bias = None if head.bias is None else head.bias.float()
         return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+
+ScoreFunction = Callable[[Tensor, Callable[[Tensor], Tensor]], TokenScores]
+"""(hidden states [rows, width, H], the head's own forward) -> scores."""
+
+
+def score_in_head_call(model: Any, head: Any, score: ScoreFunction, **inputs: Any) -> TokenScores:
+    """Run a model forward with `score` of its head's input in place of its head's logits, for sharded models.
+
+    FSDP2 and DeepSpeed work by hooks: a module is whole while it is called, and in the backward pass from the arrival
+    of its output's gradient until that of its input is computed. So the head's forward is replaced by one that returns
+    scores: it gets all hidden states, its weight is whole, and every hook of the model, its head and its wrapper runs
+    as in any other forward and backward pass.
+
+    Raises:
+        ValueError: the model does not call its head once.
+    """
+    found: list[TokenScores] = []
+
+    def forward_with_scores(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found.append(score(hidden, forward))
+        return found[-1].logprobs.sum().to(hidden.dtype).expand(1, 1, 1).clone()  # hooks need a gradient of it
+
+    with patched_forward(head, forward_with_scores) as forward:
+        output = model(**inputs, use_cache=False)
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__} calls its head {len(found)} times in a forward pass; only models that call it once"
+            " can be trained with FSDP or DeepSpeed. Train it with DDP, and please report the model."
+        )
+    logprobs, entropies = _WithOutput.apply(output.logits, *found[0])
+    return TokenScores(logprobs, entropies)
+
+
+class _WithOutput(torch.autograd.Function):
+    """Identity on scores that ties them to the model's output, so that its backward hooks run; its gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        ctx.like = torch.empty(output.shape, dtype=output.dtype, device="meta"), output.device
+        return logprobs.view_as(logprobs), None if entropies is None else entropies.view_as(entropies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        like, device = ctx.like
+        return torch.zeros_like(like, device=device), *grads

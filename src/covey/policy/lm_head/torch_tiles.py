@@ -39,18 +39,12 @@ class RowSums(NamedTuple):
 
     Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867): sums are relative to the largest logit so far, and
     shrink by exp(old peak - new peak) with a larger one.
-
-    Attributes:
-        peak: the largest logit.
-        total: sum of exp(z - peak).
-        moment: sum of exp(z - peak) * (z - peak); None if no entropy is wanted.
-        chosen: the logit of the target, once its tile has been seen.
     """
 
-    peak: Tensor
-    total: Tensor
-    moment: Tensor | None
-    chosen: Tensor
+    peak: Tensor  # the largest logit
+    total: Tensor  # sum of exp(z - peak)
+    moment: Tensor | None  # sum of exp(z - peak) * (z - peak); None if no entropy is wanted
+    chosen: Tensor  # the logit of the target, once its tile has been seen
 
     @classmethod
     def empty(cls, tokens: int, like: Tensor, entropy: bool) -> "RowSums":
@@ -58,10 +52,10 @@ class RowSums(NamedTuple):
         peak, total, moment, chosen = torch.zeros(4, tokens, dtype=like.dtype, device=like.device)
         return cls(peak.fill_(torch.finfo(like.dtype).min), total, moment if entropy else None, chosen)
 
-    def rows(self, start: int, stop: int) -> "RowSums":
+    def rows(self, part: slice) -> "RowSums":
         """View of some rows, for updates in place."""
-        moment = None if self.moment is None else self.moment[start:stop]
-        return RowSums(self.peak[start:stop], self.total[start:stop], moment, self.chosen[start:stop])
+        moment = None if self.moment is None else self.moment[part]
+        return RowSums(self.peak[part], self.total[part], moment, self.chosen[part])
 
     def results(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """log Z, log p of the targets, and entropies H = log Z - E[z] in nats or None, all [n].
@@ -74,20 +68,13 @@ class RowSums(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """Values of each row for the logits' gradient, all [n], float32 or wider.
+    """Values of each row for the logits' gradient, all [n], float32 or wider."""
 
-    Attributes:
-        log_z: log sum exp of the logits.
-        by_logprob: gradient of the loss by the log-prob of the target.
-        by_entropy: gradient by the entropy; None without one.
-        entropy: the entropy itself; None likewise.
-        at_target: the entry of `TorchTiles.gradient` at the target, where the general formula would round 1 - p_y away.
-    """
-
-    log_z: Tensor
-    by_logprob: Tensor
-    by_entropy: Tensor | None
-    entropy: Tensor | None
+    log_z: Tensor  # log sum exp of the logits
+    by_logprob: Tensor  # gradient of the loss by the log-prob of the target
+    by_entropy: Tensor | None  # gradient by the entropy; None without one
+    entropy: Tensor | None  # the entropy itself; None likewise
+    # the entry of `TorchTiles.gradient` at the target, where the general formula would round 1 - p_y away
     at_target: Tensor
 
     @classmethod
@@ -109,12 +96,8 @@ class RowGradients(NamedTuple):
         at_target = by_logprob * torch.expm1(log_p) + by_entropy * log_p.exp() * (log_p + entropy)
         return cls(log_z, by_logprob, by_entropy, entropy, at_target)
 
-    def rows(self, start: int, stop: int) -> "RowGradients":
-        """View of some rows."""
-        some = slice(start, stop)
-        by_entropy = None if self.by_entropy is None else self.by_entropy[some]
-        entropy = None if self.entropy is None else self.entropy[some]
-        return RowGradients(self.log_z[some], self.by_logprob[some], by_entropy, entropy, self.at_target[some])
+    def rows(self, part: slice) -> "RowGradients":
+        return RowGradients(*(None if values is None else values[part] for values in self))  # type: ignore[arg-type]
 
     def factor(self) -> Tensor:
         """Factor [n] that completes the rows of `TorchTiles.gradient`."""
@@ -143,11 +126,8 @@ class TargetColumns(NamedTuple):
 class TorchTiles:
     """Tile arithmetic in torch operations.
 
-    Args:
-        curve: from the tile's entries to logits.
-        minus_inf: the head may give logits of -inf; costs one more operation with entropies.
-        size: entries of the largest tile.
-        wide: float32 or wider, the dtype of all sums.
+    `minus_inf`: the head may give logits of -inf; costs one more operation with entropies. `size`: entries of the
+    largest tile. `wide`: float32 or wider, the dtype of all sums.
     """
 
     def __init__(self, curve: Curve, *, minus_inf: bool, size: int, wide: torch.dtype, device: torch.device):
@@ -161,16 +141,10 @@ class TorchTiles:
     def add(
         self, x: Tensor, targets: TargetColumns, sums: RowSums, *, others: bool = False
     ) -> tuple[Tensor, Tensor] | None:
-        """Add a tile to the sums of its rows.
+        """Add a tile x = gain * raw [n, v], which is overwritten, to the sums of its rows.
 
-        Args:
-            x: gain * raw, [n, v]; overwritten.
-            sums: of these rows; updated in place.
-            others: also return the weights of a mean over all words but the target.
-
-        Returns:
-            With `others`: exp(z - peak) [n, v], 0 at targets, valid until the next call; and the factor [n] by which
-            sums of earlier such tiles shrink.
+        With `others` also return the weights of a mean over all words but the target: exp(z - peak) [n, v], 0 at
+        targets, valid until the next call; and the factor [n] by which sums of earlier such tiles shrink.
         """
         z = self._logits(x)
         chosen = z.gather(1, targets.column[:, None])[:, 0]

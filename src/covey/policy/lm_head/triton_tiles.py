@@ -8,6 +8,7 @@ torch_tiles.py, the reference.
 
 import functools
 import warnings
+from typing import NamedTuple
 
 import torch
 import triton
@@ -138,23 +139,30 @@ def _size(words: int) -> int:
     return min(BLOCK, triton.next_power_of_2(words))
 
 
+class Case(NamedTuple):
+    """A kind of call: tokens and vocabulary entries of a full tile, the dtype of its entries, and what is wanted."""
+
+    shape: tuple[int, int]
+    compute: torch.dtype
+    curve: Curve
+    entropy: bool
+    device: torch.device
+
+    def tiles(self, kind: type[TorchTiles]) -> TorchTiles:
+        size = self.shape[0] * self.shape[1]
+        return kind(self.curve, minus_inf=False, size=size, wide=torch.float32, device=self.device)
+
+
 @functools.cache
 def fastest_tiles(
     shape: tuple[int, int], compute: torch.dtype, curve: Curve, entropy: bool, device: torch.device
 ) -> type[TorchTiles]:
-    """TritonTiles if it agrees with torch on this device and is not slower, else TorchTiles.
-
-    Args:
-        shape: tokens and vocabulary entries of a full tile.
-        compute: the type of its entries.
-        entropy: entropies are wanted.
-    """
+    """TritonTiles if it agrees with torch on this device and is not slower, else TorchTiles; see `Case`."""
+    case = Case(shape, compute, curve, entropy, device)
     try:
-        gap = disagreement(shape, compute, curve, entropy, device)
+        gap = disagreement(*case)
         if gap <= TOLERANCE:
-            ours, torchs = (
-                _seconds(kind, shape, compute, curve, entropy, device) for kind in (TritonTiles, TorchTiles)
-            )
+            ours, torchs = _seconds(TritonTiles, case), _seconds(TorchTiles, case)
             return TritonTiles if ours <= MOST_TIME * torchs else TorchTiles
         reason = f"they differ from torch's operations by {gap:.2g}"
     except torch.OutOfMemoryError:
@@ -171,63 +179,43 @@ def disagreement(
     shape: tuple[int, int], compute: torch.dtype, curve: Curve, entropy: bool, device: torch.device
 ) -> float:
     """Largest difference between the two, over max(1, size), on two random tiles of a row's vocabulary."""
-    outcomes = [_trial(kind, shape, compute, curve, entropy, device) for kind in (TorchTiles, TritonTiles)]
+    case = Case(shape, compute, curve, entropy, device)
+    outcomes = [_trial(kind, case) for kind in (TorchTiles, TritonTiles)]
     gaps = [((a - b).abs() / a.abs().clamp_min(1.0)).max() for a, b in zip(*outcomes, strict=True)]
     # Gradients in half precision may be rounded to either side.
     return (torch.stack(gaps).max() - (0 if compute == torch.float32 else torch.finfo(compute).eps)).item()
 
 
-def _trial(
-    kind: type[TorchTiles],
-    shape: tuple[int, int],
-    compute: torch.dtype,
-    curve: Curve,
-    entropy: bool,
-    device: torch.device,
-) -> list[Tensor]:
-    """Sums and gradients of one implementation."""
-    tokens, words = shape
-    generator = torch.Generator(device).manual_seed(0)
-    spread = 4.0 if curve.cap is None else 1.0
-    first, second = (torch.randn(shape, generator=generator, device=device).mul_(spread).to(compute) for _ in range(2))
-    targets = torch.randint(2 * words, (tokens,), generator=generator, device=device)
-    by_logprob, by_entropy = torch.randn(2, tokens, generator=generator, device=device)
-    tiles = _tiles(kind, shape, curve, device)
-    sums = RowSums.empty(tokens, by_logprob[:0], entropy)
+def _trial(kind: type[TorchTiles], case: Case) -> list[Tensor]:
+    (tokens, words), device = case.shape, case.device
+    random = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
+    spread = 4.0 if case.curve.cap is None else 1.0
+    first, second = (random(case.shape).mul_(spread).to(case.compute) for _ in range(2))
+    targets = torch.randint(2 * words, (tokens,), generator=random.keywords["generator"], device=device)
+    by_logprob, by_entropy = random(2, tokens)
+    tiles = case.tiles(kind)
+    sums = RowSums.empty(tokens, by_logprob[:0], case.entropy)
     tiles.add(first.clone(), TargetColumns.of(targets, 0, words), sums)
     tiles.add(second.clone(), TargetColumns.of(targets, words, words), sums)
     log_z, logprobs, entropies = sums.results()
-    rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy if entropy else None)
+    rows = RowGradients.of(log_z, logprobs, entropies, by_logprob, by_entropy if case.entropy else None)
     grad = tiles.gradient(second, TargetColumns.of(targets, words, words), rows).float()
     outcomes = [log_z, logprobs, grad] + ([] if entropies is None else [entropies])
-    if not entropy and curve.cap is None:
+    if not case.entropy and case.curve.cap is None:
         added = tiles.add(first, TargetColumns.of(targets, 0, words), sums, others=True)
         assert added is not None
         outcomes += [part.float() for part in added]
     return outcomes
 
 
-def _tiles(kind: type[TorchTiles], shape: tuple[int, int], curve: Curve, device: torch.device) -> TorchTiles:
-    return kind(curve, minus_inf=False, size=shape[0] * shape[1], wide=torch.float32, device=device)
-
-
-def _seconds(
-    kind: type[TorchTiles],
-    shape: tuple[int, int],
-    compute: torch.dtype,
-    curve: Curve,
-    entropy: bool,
-    device: torch.device,
-    rounds: int = 10,
-) -> float:
+def _seconds(kind: type[TorchTiles], case: Case, rounds: int = 10) -> float:
     """Seconds of a tile's forward and backward arithmetic on a CUDA device."""
-    tokens, words = shape
-    x = torch.zeros(shape, dtype=compute, device=device)
-    targets = torch.zeros(tokens, dtype=torch.int64, device=device)
-    tiles, columns = _tiles(kind, shape, curve, device), TargetColumns.of(targets, 0, words)
-    ones = torch.ones(tokens, device=device)
+    (tokens, words), device = case.shape, case.device
+    x = torch.zeros(case.shape, dtype=case.compute, device=device)
+    columns = TargetColumns.of(torch.zeros(tokens, dtype=torch.int64, device=device), 0, words)
+    tiles, ones = case.tiles(kind), torch.ones(tokens, device=device)
     rows = RowGradients.of(ones, -ones, ones, ones, None)
-    sums = RowSums.empty(tokens, ones[:0], entropy)
+    sums = RowSums.empty(tokens, ones[:0], case.entropy)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for round_ in range(rounds + 3):
         if round_ == 3:  # after warm-up

@@ -1,7 +1,7 @@
 """Sharding of weights, gradients and optimizer state by accelerate: FSDP2 and DeepSpeed's ZeRO.
 
 `Sharding` says which passes need all processes, and which side averages gradients. See also `covey.policy.weights` and
-`covey.policy.full_copy`, which gather sharded weights.
+`covey.policy.replicas`, which gather sharded weights.
 """
 
 import copy

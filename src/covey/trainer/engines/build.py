@@ -9,8 +9,8 @@ from covey.core.engine import RolloutEngine
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.inference_contexts import Lockstep
 from covey.engines.native.recurrent_engine import RecurrentEngine, needs_recurrent_engine
-from covey.policy.full_copy import FullCopy
 from covey.policy.loading import end_token_ids
+from covey.policy.replicas import FullCopy
 from covey.rollout.vision import Vision
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import sharding_of

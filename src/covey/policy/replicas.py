@@ -1,0 +1,201 @@
+"""Replicas of the policy: its reference for the KL penalty, and a full copy of a sharded policy for sampling.
+
+The reference is the policy at the start of training. For a whole model it is a frozen copy, sharded like the policy,
+which may follow the policy slowly (`sync_ref_model`). For a model with a new adapter it is the model with the adapter
+off; for one with a trained adapter, the model with the initial adapter in place while it is scored.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from covey.policy.quantization import is_quantized_layer
+from covey.policy.sharded_tensors import full_shape, full_tensor, reshard, sent_dtype
+from covey.policy.weights import checkpoint_name
+
+
+class Reference:
+    """Source of the reference model.
+
+    Args:
+        model: the unwrapped policy before training; copied unless it is a PEFT model.
+        prepare: moves a copy to its devices, sharded or whole; collective.
+        adapter_is_new: a PEFT model's adapter changes nothing yet (`starts_as_identity`).
+    """
+
+    def __init__(
+        self, model: Any, prepare: Callable[[Any], Any] = lambda model: model, *, adapter_is_new: bool = False
+    ):
+        self.has_adapter = hasattr(model, "disable_adapter")  # the reference shares its base
+        self.stores_adapter = self.has_adapter and not adapter_is_new
+        self._copy = None if self.has_adapter else prepare(_frozen_copy(model))
+        self._adapter: dict[str, Tensor] | None = None  # this process's shards at the start of training
+
+    @contextmanager
+    def model(self, policy: Any) -> Iterator[Any]:
+        """The reference, within the context. `policy` is the unwrapped policy."""
+        if not self.has_adapter:
+            yield self._copy
+        elif not self.stores_adapter:
+            with policy.disable_adapter():
+                yield policy
+        else:  # the trained parameters of the first call, within the context
+            current = _trained_shards(policy)
+            self._adapter = current if self._adapter is None else self._adapter
+            _set_shards(policy, self._adapter)
+            try:
+                yield policy
+            finally:
+                _set_shards(policy, current)
+
+    @torch.no_grad()
+    def follow(self, policy: Any, alpha: float) -> None:
+        """reference = (1 - alpha) reference + alpha policy: TR-DPO's soft update (arXiv 2404.09656, eq. 2)."""
+        assert self._copy is not None, "checked with the config: an adapter's reference cannot follow it"
+        reshard(self._copy)
+        reshard(policy)
+        for copied, current in zip(self._copy.parameters(), policy.parameters(), strict=True):
+            shard = _own_shard(copied)
+            shard.lerp_(_own_shard(current).to(shard), alpha)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """This process's shards of the copy, or of the adapter; None if the reference has the adapter off."""
+        if self._copy is None:
+            return self._adapter
+        reshard(self._copy)
+        buffers = dict(self._copy.named_buffers())
+        shards = {name: _own_shard(parameter) for name, parameter in self._copy.named_parameters()}
+        return {name: tensor.detach().clone() for name, tensor in {**shards, **buffers}.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.stores_adapter:
+            self._adapter = state
+            return
+        assert self._copy is not None, "only a copy has its own weights"
+        _set_shards(self._copy, state)
+        for name, buffer in self._copy.named_buffers():
+            buffer.copy_(state[name])
+
+
+def starts_as_identity(peft_config: Any) -> bool:
+    """True if a new adapter changes nothing, and disabling it gives the model before training.
+
+    That holds for a LoRA whose second matrix begins with zeros. With trained biases of the base, or an adapter that
+    begins with a part of the base (PiSSA, OLoRA, ...), disabling it gives another model.
+    """
+    kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
+    begins = getattr(peft_config, "init_lora_weights", None)
+    return kind == "LORA" and begins in (True, "gaussian") and peft_config.bias == "none"
+
+
+@torch.no_grad()
+def _trained_shards(policy: Any) -> dict[str, Tensor]:
+    reshard(policy)
+    return {name: _own_shard(p).detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def _set_shards(policy: Any, shards: dict[str, Tensor]) -> None:
+    reshard(policy)
+    for name, parameter in policy.named_parameters():
+        if name in shards:
+            _own_shard(parameter).copy_(shards[name])
+
+
+def _own_shard(parameter: Any) -> Tensor:
+    """Data of a parameter in this process: its shard, if it is sharded."""
+    if hasattr(parameter, "ds_tensor"):
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+            parameter.partition()  # small parameters stay gathered; they are gathered again when used
+        return parameter.ds_tensor
+    return getattr(parameter, "_local_tensor", parameter)
+
+
+def _frozen_copy(model: Any) -> Any:
+    """Frozen copy of the model; parameters that ZeRO-3 sharded on loading are gathered one by one."""
+    copies: dict[int, nn.Parameter] = {}
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_id"):
+            copies[id(parameter)] = nn.Parameter(full_tensor(parameter), requires_grad=False)
+            parameter.convert_to_zero_parameters(param_list=[copies[id(parameter)]])
+    duplicate: Any = copy.deepcopy(model, dict(copies))
+    return duplicate.requires_grad_(False).eval()
+
+
+class FullCopy:
+    """Full copy of a sharded policy: a model without hooks, so that each process can run it any number of times.
+
+    See also `weights.py`, which gathers weights one by one to send them to other engines.
+
+    Args:
+        model: the policy before sharding; its modules are copied, not its weights.
+        policy: gives the sharded policy.
+        dtype: of the policy's computations, to which wider matrices are cast; None: no casts.
+
+    Example:
+        >>> with copy.weights():  # collective: every process enters
+        ...     copy.model(input_ids=ids)
+    """
+
+    def __init__(self, model: Any, policy: Callable[[], Any], dtype: torch.dtype | None = None):
+        self._policy = policy
+        self._dtype = dtype
+        empty = {
+            id(p): nn.Parameter(torch.empty(full_shape(p), dtype=p.dtype, device="meta"), requires_grad=False)
+            for p in model.parameters()
+        }
+        quantized = {name: module for name, module in model.named_modules() if is_quantized_layer(module)}
+        shared = {id(layer.quant_state): layer.quant_state for layer in quantized.values()}
+        self.model: Any = copy.deepcopy(model, {**empty, **shared}).eval()
+        """The copy; it has weights within `weights()` only."""
+        self._owners = _owners(self.model)
+        self._packed = {f"{name}.weight" for name in quantized}
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Give the copy the policy's present weights within the context. Collective."""
+        policy = self._policy()
+        reshard(policy)
+        try:
+            with torch.no_grad():
+                self._gather(policy)
+            yield
+        finally:
+            for owners in self._owners.values():
+                for module, name, empty in owners:
+                    module._parameters[name] = empty
+
+    def _gather(self, policy: Any) -> None:
+        missing = set(self._owners)
+        for name, parameter in policy.named_parameters():
+            name = checkpoint_name(name)
+            dtype = None if name in self._packed else self._dtype  # 4-bit weights are bytes, whatever their dtype
+            tensor = full_tensor(parameter, dtype).as_subclass(Tensor)
+            copied = nn.Parameter(tensor.to(sent_dtype(tensor, dtype)), requires_grad=False)
+            for module, key, _ in self._owners[name]:
+                module._parameters[key] = copied
+            missing.discard(name)
+        assert not missing, f"the policy has no {sorted(missing)[:3]}"
+        modules = dict(self.model.named_modules())
+        for name, module in policy.named_modules():
+            twin = modules.get(checkpoint_name(f"{name}.").rstrip("."))
+            if twin is not None:
+                twin._buffers.update(module._buffers)
+
+
+def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str, nn.Parameter]]]:
+    """All modules that share a parameter, by its first name in `named_parameters`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {name: [] for name in names.values()}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[names[id(parameter)]].append((module, key, parameter))
+    return owners
