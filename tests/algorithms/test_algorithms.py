@@ -1,12 +1,15 @@
 """A config becomes an `Algorithm`: which advantages, which loss, which average."""
 
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from covey.algorithms import LOSS_TYPES, grpo, register_loss, rloo
+from covey.config.grpo import GRPOConfig
 from covey.core import losses
 from covey.core.losses import SurrogateInputs
 from covey.core.objective import LossInputs, policy_loss
@@ -321,6 +324,17 @@ def test_a_registered_loss_averages_over_tokens_by_default_and_cannot_take_a_nam
 
 
 BUILT_IN = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gmpo", "rloo")
+
+
+def test_a_published_loss_is_complete():
+    """Its row names the options that it reads; the help of `loss_type`, the page and `BUILT_IN` name the loss."""
+    registered = register_loss.__module__  # rows of `register_loss` belong to scripts
+    rows = {name: row for name, row in LOSS_TYPES.items() if row.surrogate.__module__ != registered}
+    assert sorted(rows) == sorted(BUILT_IN)
+    assert [name for name, row in rows.items() if row.reads is None] == []
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    words = set(re.findall(r"\w+", GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"]))
+    assert [name for name in rows if f"| `{name}` |" not in page or name not in words | {"rloo"}] == []
 
 
 @pytest.mark.parametrize("loss_type", BUILT_IN)

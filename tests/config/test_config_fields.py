@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import get_type_hints
@@ -37,6 +38,25 @@ def test_every_own_field_is_described(cls):
     own = [f for f in dataclasses.fields(cls) if f.name not in inherited]
     assert len(own) > 80
     assert all(f.metadata.get("help") for f in own)
+
+
+WITHOUT_EFFECT = {
+    "cache_implementation",
+    "transformers_continuous_batching_config",
+    "use_transformers_paged",
+    "vllm_importance_sampling_cap",
+}
+"""Fields that are accepted for scripts that set them."""
+
+
+def test_every_own_field_is_read_somewhere():
+    """A rule about a field is not a reader."""
+    config = Path(hardware.__file__).parent
+    outside = [path for path in config.parent.rglob("*.py") if path.parent != config]
+    source = "".join(path.read_text() for path in [*outside, config / "base.py"])
+    inherited = {f.name for f in dataclasses.fields(TrainingArguments)}
+    own = {f.name for f in dataclasses.fields(RLOOConfig)} - inherited
+    assert {name for name in own if not re.search(rf'\.{name}\b|"{name}"', source)} == WITHOUT_EFFECT
 
 
 def test_rloo_has_every_field_of_grpo():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
+from covey.observability.metric_docs import meaning
 from covey.trainer.distributed.exchange import RolloutIndex
 from tests.support import runs, tiny
 from tests.support.engines import CopyEngine
@@ -43,6 +44,7 @@ def test_every_promised_metric_is_logged(tmp_path, method):
     trained.train()
     logged = trained.state.log_history[0]
     assert (METRICS | {"kl"}) - set(logged) == set()
+    assert {name for name in logged if meaning(name) is None} <= {"epoch", "step"}  # metric_docs has all others
     assert logged["num_tokens"] > 0
 
 

@@ -56,6 +56,7 @@ class LossType:
         zero_without_advantage: an advantage of 0 makes the token loss 0, so such rollouts need not be run.
         credits_tokens: each token is trained with its own advantage, which rewards of steps need. None: determined by
             the ratio level.
+        reads: options of the config that the surrogate reads, so that others are pointed out; None: it may read any.
     """
 
     surrogate: Callable[[Any], Surrogate]
@@ -65,6 +66,7 @@ class LossType:
     mismatch_in_surrogate: bool = False
     zero_without_advantage: bool = True
     credits_tokens: bool | None = None
+    reads: frozenset[str] | None = None
 
 
 LOSS_TYPES: Registry[LossType] = Registry("loss_type")

@@ -82,17 +82,28 @@ def _gmpo(config: Any) -> Surrogate:
     return partial(gmpo, epsilon_low=config.epsilon, epsilon_high=config.resolved_epsilon_high)
 
 
-LOSS_TYPES.register("grpo", LossType(_clip, mean_per_sequence, _clip_stats))
-LOSS_TYPES.register("bnpo", LossType(_clip, mean_per_micro_batch, _clip_stats))
-LOSS_TYPES.register("dr_grpo", LossType(_clip, mean_constant_length, _clip_stats))
-LOSS_TYPES.register("dapo", LossType(_clip, mean_over_update, _clip_stats))
-LOSS_TYPES.register("luspo", LossType(_clip, sum_per_sequence, _clip_stats))
-LOSS_TYPES.register("cispo", LossType(_cispo, mean_over_update, _cispo_stats, credits_tokens=True))
-LOSS_TYPES.register("sapo", LossType(_sapo, mean_per_sequence))
-LOSS_TYPES.register(
-    "vespo", LossType(_vespo, mean_over_update, _vespo_stats, mismatch_in_surrogate=True, credits_tokens=True)
-)
-LOSS_TYPES.register("gmpo", LossType(_gmpo, mean_per_sequence, ratio_level=token_level, credits_tokens=False))
+EPSILONS = frozenset({"epsilon", "epsilon_high"})
+BOUNDS = EPSILONS | {"delta"}
+
+for _name, _row in {
+    "grpo": LossType(_clip, mean_per_sequence, _clip_stats, reads=BOUNDS),
+    "bnpo": LossType(_clip, mean_per_micro_batch, _clip_stats, reads=BOUNDS),
+    "dr_grpo": LossType(_clip, mean_constant_length, _clip_stats, reads=BOUNDS),
+    "dapo": LossType(_clip, mean_over_update, _clip_stats, reads=BOUNDS),
+    "luspo": LossType(_clip, sum_per_sequence, _clip_stats, reads=BOUNDS),
+    "cispo": LossType(_cispo, mean_over_update, _cispo_stats, credits_tokens=True, reads=frozenset({"epsilon_high"})),
+    "sapo": LossType(_sapo, mean_per_sequence, reads=frozenset({"sapo_temperature_pos", "sapo_temperature_neg"})),
+    "vespo": LossType(
+        _vespo,
+        mean_over_update,
+        _vespo_stats,
+        mismatch_in_surrogate=True,
+        credits_tokens=True,
+        reads=frozenset({"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"}),
+    ),
+    "gmpo": LossType(_gmpo, mean_per_sequence, ratio_level=token_level, credits_tokens=False, reads=EPSILONS),
+}.items():
+    LOSS_TYPES.register(_name, _row)
 
 
 def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
-from covey.algorithms.grpo import credit_mix, objective
+from covey.algorithms.grpo import EPSILONS, credit_mix, objective
 from covey.core.advantages import leave_one_out, weighted_total
 from covey.core.credit import Steps, steps_leave_one_out, steps_weighted
 from covey.core.losses import Surrogate, SurrogateStats, clip, clip_stats, mean_per_sequence, sequence_sum_level
@@ -26,7 +26,9 @@ def _clip_stats(config: Any) -> SurrogateStats:
 
 
 # With one advantage a rollout the token losses are all equal to the rollout's, so their mean is the rollout's loss.
-LOSS_TYPES.register("rloo", LossType(_clip, mean_per_sequence, _clip_stats, ratio_level=sequence_sum_level))
+LOSS_TYPES.register(
+    "rloo", LossType(_clip, mean_per_sequence, _clip_stats, ratio_level=sequence_sum_level, reads=EPSILONS)
+)
 
 
 def algorithm(config: Any) -> Algorithm:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING
 
+from covey.algorithms import LOSS_TYPES
 from covey.config.fields import Limits, describe_fields, limited
 from covey.config.messages import ignored, warn
 from covey.core.credit import COMPARED_WITH
@@ -123,22 +124,12 @@ describe_fields(__name__)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
-CLIPPED = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
-BUILT_IN = CLIPPED | {"cispo", "sapo", "vespo", "gmpo", "rloo"}
-
-READ_BY = {
-    "epsilon": CLIPPED | {"gmpo", "rloo"},
-    "epsilon_high": CLIPPED | {"gmpo", "rloo", "cispo"},
-    "delta": CLIPPED,
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), frozenset({"sapo"})),
-    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), frozenset({"vespo"})),
-}
-"""Options by the built-in losses that read them; a loss registered by a user may read any."""
+CLIPPED = frozenset(name for name, row in LOSS_TYPES.items() if row.reads and "delta" in row.reads)
+BUILT_IN = frozenset(name for name, row in LOSS_TYPES.items() if row.reads is not None)
+LOSS_OPTIONS = frozenset().union(*(LOSS_TYPES[name].reads or () for name in BUILT_IN))
 
 
 def loss_type_is_known(args: "OnlineConfig") -> None:
-    from covey.algorithms import LOSS_TYPES
-
     advice = "To add your own, call covey.algorithms.register_loss before making the config."
     Limits(choices=tuple(sorted(LOSS_TYPES)), advice=advice).check("loss_type", args.loss_type)
     if args.method == "grpo" and args.loss_type == "rloo":
@@ -180,16 +171,14 @@ def cispo_has_its_cap(args: "OnlineConfig") -> None:
 
 def loss_options_are_read(args: "OnlineConfig") -> None:
     """Options of a loss are read by the chosen one; on-policy, every ratio is 1 and no bound acts."""
-    from covey.algorithms import LOSS_TYPES
-
-    if args.loss_type in BUILT_IN:
-        unread = [name for name, losses in READ_BY.items() if args.loss_type not in losses]
-        ignored(args, unread, f"loss_type={args.loss_type!r} does not read it")
-    if LOSS_TYPES[args.loss_type].ratio_level is not None:
+    row = LOSS_TYPES[args.loss_type]
+    if row.reads is not None:
+        ignored(args, sorted(LOSS_OPTIONS - row.reads), f"loss_type={args.loss_type!r} does not read it")
+    if row.ratio_level is not None:
         ignored(args, ["importance_sampling_level"], f"loss_type={args.loss_type!r} prescribes its own")
     on_policy = args.algebra().on_policy
-    if on_policy and args.loss_type in BUILT_IN - {"cispo"}:  # its cap is no distance from 1
-        bounds = [name for name in ("epsilon", "epsilon_high", "delta") if args.loss_type in READ_BY[name]]
+    if on_policy and row.reads is not None and args.loss_type != "cispo":  # its cap is no distance from 1
+        bounds = [name for name in ("epsilon", "epsilon_high", "delta") if name in row.reads]
         ignored(args, bounds, "this run is on-policy, so every importance ratio is 1; see `covey explain`")
     if on_policy and not args.max_staleness:
         ignored(args, ["off_policy_mask_threshold"], "this run is on-policy, so no completion is stale")

@@ -98,7 +98,7 @@ class WeightApi(ABC):
 
     @abstractmethod
     async def read_version(self, server: ServerClient, deadline: float) -> str | None:
-        """Version of its weights that the server reports; None if it keeps none."""
+        """Version of its weights that the server reports; an update fails where it is not the one that was sent."""
 
     @abstractmethod
     async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
