@@ -5,15 +5,18 @@ import dataclasses
 import json
 import pickle
 import re
+import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import get_type_hints
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
-from covey.config import hardware
+from covey.config import fields, hardware
 from covey.config.base import OnlineConfig
+from covey.config.fields import describe_fields, limited
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
 
@@ -38,6 +41,24 @@ def test_every_own_field_is_described(cls):
     own = [f for f in dataclasses.fields(cls) if f.name not in inherited]
     assert len(own) > 80
     assert all(f.metadata.get("help") for f in own)
+
+
+def test_limits_are_known_without_source_files(monkeypatch):
+    def no_source(module):
+        raise OSError("could not get source code")
+
+    @dataclasses.dataclass
+    class Group:
+        a_number: int = limited(1, ge=1)
+
+    monkeypatch.setattr("inspect.getsource", no_source)
+    monkeypatch.setattr("covey.config.fields.LIMITS", {})
+    module = ModuleType(__name__)
+    module.Group = Group
+    monkeypatch.setitem(sys.modules, __name__, module)
+    describe_fields(__name__)
+    assert fields.LIMITS["a_number"].ge == 1
+    assert Group.__dataclass_fields__["a_number"].metadata == {"help": ""}  # argparse is given all of it
 
 
 WITHOUT_EFFECT = {

@@ -12,7 +12,7 @@ from covey.config import engines, objective, rules, sampling, training
 from covey.config.algebra import PLANNED_WORLD_SIZE, BatchAlgebra, steps_of
 from covey.config.aliases import AcceptsAliases
 from covey.config.hardware import by_deepspeed, has_accelerator, launched, multiplies_bf16
-from covey.config.parsing import as_dict, as_memory_share, as_scale, as_urls
+from covey.config.parsing import as_dict, as_memory_share, as_urls
 from covey.config.secrets import DICT_FIELDS, HidesSecrets
 
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
@@ -147,7 +147,8 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     def _normalise(self) -> None:
         for name in DICT_FIELDS:
             setattr(self, name, as_dict(name, getattr(self, name)))
-        self.scale_rewards = as_scale(self.scale_rewards)
+        scale = str(self.scale_rewards)  # True and "true" mean "group", their opposites "none"
+        self.scale_rewards = {"true": "group", "false": "none"}.get(scale.lower(), scale)
         self.vllm_gpu_memory_utilization = as_memory_share(self.vllm_gpu_memory_utilization)
         for name in ("vllm_server_base_url", "sglang_base_url"):
             setattr(self, name, as_urls(name, getattr(self, name)))

@@ -40,11 +40,6 @@ def as_urls(name: str, value: str | list[str] | None) -> str | None:
     return ",".join(urls)
 
 
-def as_scale(value: str | bool) -> str:
-    """`scale_rewards` as a word: True, "True" and "true" mean "group", their opposites "none"."""
-    return {"true": "group", "false": "none"}.get(str(value).lower(), str(value))
-
-
 def as_memory_share(value: float | str | None) -> float | str:
     """`vllm_gpu_memory_utilization` as a number or "auto"."""
     if value in (None, "auto"):

@@ -28,10 +28,7 @@ RULES: "tuple[Callable[[OnlineConfig], None], ...]" = tuple(
     for name, rule in vars(theme).items()
     if inspect.isfunction(rule) and rule.__module__ == theme.__name__ and not name.startswith("_")
 )
-"""All rules that need the batch sizes settled, in the order in which they are checked."""
-
-MAY_BE_NONE = frozenset(field.name for field in dataclasses.fields(TrainingArguments))
-"""Fields of transformers, some of which it lets be None whatever their type says."""
+MAY_BE_NONE = frozenset(field.name for field in dataclasses.fields(TrainingArguments))  # some are, whatever their type
 
 
 def check(args: "OnlineConfig") -> None:

@@ -9,7 +9,6 @@ from typing import Any, Self
 from transformers import TrainingArguments
 
 KEYS = ("vllm_server_api_key", "sglang_api_key")
-
 DICT_FIELDS = (
     "model_init_kwargs",
     "generation_kwargs",
@@ -18,10 +17,7 @@ DICT_FIELDS = (
     "vllm_engine_kwargs",
     "sglang_server_args",
 )
-"""Fields that hold dictionaries, which may hold secrets in their turn."""
-
-SECRET = re.compile(r"(.*[_-])?(token|key|secret|password)")
-"""Names of secret entries in `DICT_FIELDS`, where they hold text."""
+SECRET = re.compile(r"(.*[_-])?(token|key|secret|password)")  # entries of those dictionaries, where they are text
 
 
 class HidesSecrets(TrainingArguments):
