@@ -374,8 +374,10 @@ def test_losses_that_would_lose_the_credit_are_refused(tmp_path, settings):
         trained.train()
 
 
-@pytest.mark.parametrize("level", ["sequence_token", "token"])
-@pytest.mark.parametrize("loss_type", ["cispo", "vespo", "sapo", "dapo"])
+@pytest.mark.parametrize(
+    ("loss_type", "level"),
+    [("cispo", "token"), ("vespo", "sequence_token"), ("sapo", "token"), ("dapo", "sequence_token")],
+)
 def test_losses_that_keep_it_are_not(tmp_path, loss_type, level):
     settings = {"loss_type": loss_type, "importance_sampling_level": level, "max_steps": 1, "epsilon_high": 5.0}
     runs.trainer(tmp_path, parts={"reward_funcs": places}, **settings).train()

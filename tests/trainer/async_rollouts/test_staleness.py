@@ -85,7 +85,7 @@ def test_staleness_counts_optimizer_steps_also_where_a_generation_feeds_several(
         ]
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("staleness", [0, 4])
 def test_two_runs_are_equal(tmp_path, staleness):
     first, second = (ahead(tmp_path / str(i), staleness, CopyEngine(tiny.model())) for i in range(2))
     first.train()
@@ -208,8 +208,7 @@ def kept_batches(trainer):
     return kept
 
 
-@pytest.mark.parametrize("cut", [{}, CYCLE], ids=["on-policy", "several updates"])
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@pytest.mark.parametrize(("cut", "method"), [({}, "grpo"), (CYCLE, "rloo")], ids=["on-policy", "several updates"])
 def test_stale_tokens_weigh_the_weights_that_train_over_those_that_sampled(tmp_path, cut, method):
     model = tiny.model()
     settings = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
@@ -281,7 +280,7 @@ def test_the_samples_for_the_check_change_nothing_about_the_run(tmp_path):
 # ---- evaluation, checkpoints -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("staleness", [3])
 def test_an_evaluation_sees_current_weights_and_leaves_the_run_as_it_was(tmp_path, staleness):
     engine = CopyEngine(tiny.model())
     parts = {"eval_dataset": tiny.rows(2)}
