@@ -117,7 +117,7 @@ def test_each_loss_type_has_its_surrogate(loss_type, expected):
     assert loss_of(config(loss_type=loss_type, resolved_epsilon_high=high), [2.0]) == pytest.approx(expected)
 
 
-def test_the_ratio_level_is_the_configs_unless_the_loss_prescribes_one():
+def test_the_ratio_level_is_the_configs_unless_the_loss_has_one():
     for level in ("token", "sequence", "sequence_token"):
         settings = {"importance_sampling_level": level}
         assert grpo.objective(config(**settings)).ratio_level is losses.RATIO_LEVELS[level]
@@ -125,7 +125,7 @@ def test_the_ratio_level_is_the_configs_unless_the_loss_prescribes_one():
         assert grpo.objective(config(loss_type="rloo", **settings)).ratio_level is losses.sequence_sum_level
 
 
-def test_clip_fractions_count_sequences_where_the_ratio_is_the_sequences():
+def test_clip_fractions_count_sequences_for_sequence_ratios():
     """Ratios 4 and 1: one of two tokens is clipped; their geometric mean 2 is one clipped sequence of one."""
     expected = {"token": (1, 2), "sequence": (1, 1), "sequence_token": (2, 2)}
     for level, (clipped, count) in expected.items():
@@ -177,7 +177,7 @@ def test_vespo_alone_applies_the_mismatch_weights_itself():
     assert loss_of(config(loss_type="vespo"), [logprob], mismatch_weights=half) == pytest.approx(-phi * 0.1)
 
 
-def test_grpo_computes_group_relative_advantages_of_the_weighted_total():
+def test_grpo_advantages_are_of_the_weighted_total():
     rewards = torch.tensor([[[0.0, 5.0], [1.0, 5.0]]])  # the second function does not tell them apart
     weights = torch.tensor([2.0, 1.0])
     assert grpo.algorithm(config(scale_rewards="none")).advantages(rewards, weights, None).tolist() == [[-1, 1]]
@@ -192,7 +192,7 @@ def test_grpo_scales_by_batch_on_request():
     assert got[0, 1].item() == pytest.approx(1 / (math.sqrt(2 / 3) + 1e-4))
 
 
-def test_grpo_normalises_each_reward_on_request_whatever_scale_rewards():
+def test_grpo_normalises_each_reward_whatever_scale_rewards():
     rewards = torch.tensor([[[0.0, 100.0], [1.0, 0.0]]])  # equal say: they cancel up to ε
     for scale in ("group", "batch", "none"):
         method = grpo.algorithm(config(multi_objective_aggregation="normalize_then_sum", scale_rewards=scale))
@@ -201,14 +201,14 @@ def test_grpo_normalises_each_reward_on_request_whatever_scale_rewards():
         assert only_first.tolist() == [pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=1e-3)]
 
 
-def test_grpo_puts_the_kl_penalty_in_the_loss_and_rloo_in_the_reward():
+def test_grpo_has_the_kl_penalty_in_the_loss_rloo_in_the_reward():
     in_loss, in_reward = grpo.algorithm(config(beta=0.1)), rloo.algorithm(rloo_config(beta=0.1))
     assert (in_loss.name, in_loss.beta, in_loss.objective.beta) == ("GRPO", 0.1, 0.1)
     assert (in_reward.name, in_reward.beta, in_reward.objective.beta) == ("RLOO", 0.1, 0.0)
     assert not in_loss.kl_in_reward and in_reward.kl_in_reward
 
 
-def test_rloo_clips_the_reward_then_subtracts_kl_then_leaves_one_out():
+def test_rloo_clips_rewards_subtracts_kl_and_leaves_one_out():
     """Rewards 9, 1, 0 clip to 2, 1, 0; KL 0, 2, 4 times 0.5 makes 2, 0, -2; siblings' means -1, 0, 1."""
     rewards = torch.tensor([[[9.0], [1.0], [0.0]]])
     method = rloo.algorithm(rloo_config(reward_clip_range=(0.0, 2.0), beta=0.5))
@@ -302,7 +302,7 @@ def test_rloo_can_minimise_any_other_loss():
     assert method.weighting is losses.mean_over_update
 
 
-def test_a_registered_loss_is_selected_by_its_name_and_works_with_every_option(new_name):
+def test_a_registered_loss_works_with_every_option(new_name):
     def reinforce(x: SurrogateInputs):
         return -x.advantages * x.logprobs
 
@@ -316,7 +316,7 @@ def test_a_registered_loss_is_selected_by_its_name_and_works_with_every_option(n
     assert loss_of(settings, [0.1, 0.1], -1.0) == 0
 
 
-def test_a_registered_loss_averages_over_tokens_by_default_and_cannot_take_a_name_twice(new_name):
+def test_a_registered_loss_averages_over_tokens_by_default(new_name):
     register_loss(new_name, lambda x: -x.ratio * x.advantages)
     assert LOSS_TYPES[new_name].weighting is losses.mean_over_update
     with pytest.raises(ValueError, match="loss_type 'grpo' is already registered"):
@@ -338,7 +338,7 @@ def test_a_published_loss_is_complete():
 
 
 @pytest.mark.parametrize("loss_type", BUILT_IN)
-def test_without_an_advantage_a_built_in_loss_has_no_gradient_so_the_rollout_may_be_skipped(loss_type):
+def test_built_in_losses_without_advantage_have_no_gradient(loss_type):
     objective = grpo.objective(config(loss_type=loss_type))
     x = inputs([0.3, 1.0, 4.0], 0.0)
     result = policy_loss(x, objective)
@@ -348,7 +348,7 @@ def test_without_an_advantage_a_built_in_loss_has_no_gradient_so_the_rollout_may
     assert not gradient.any()
 
 
-def test_rollouts_without_an_advantage_are_needed_by_a_kl_term_and_by_losses_that_promise_nothing(new_name):
+def test_kl_and_other_losses_need_rollouts_without_advantage(new_name):
     assert grpo.objective(config(beta=0.1)).needs_every_rollout
     assert not rloo.algorithm(rloo_config(beta=0.1)).objective.needs_every_rollout
     register_loss(new_name, lambda x: (x.ratio - 1) ** 2 - x.ratio * x.advantages)

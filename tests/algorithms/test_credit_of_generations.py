@@ -36,7 +36,7 @@ def test_outcomes_are_the_same_for_all_tokens():
     assert credit.has_signal().tolist() == [True, True]
 
 
-def test_a_number_of_a_process_function_is_one_step_at_the_last_token():
+def test_a_number_of_a_process_function_is_one_last_step():
     """Steps 3 and 0 and the number 1: mean 4/3; to go 5/3 - 4/3 and -4/3, and -1/3."""
     given = scores([[3.0], [1.0]], [{0: [(1, 3.0), (2, 0.0)]}, {}])
     credit = assign_credit(algorithm(), ONE, given, 2)
@@ -88,7 +88,7 @@ def test_rloos_penalty_acts_where_steps_alone_are_rewarded():
     assert tokens(credit, 2) == [[1] * 4, [-1] * 4]
 
 
-def test_it_acts_in_those_groups_alone_that_have_no_outcome_and_on_scored_completions():
+def test_it_acts_only_in_groups_without_an_outcome():
     """Group 0 has an outcome for one completion, which has nobody to be compared with; in group 1 nobody scored one."""
     steps = [{0: [(0, 1.0)]}] * 5 + [{}]
     given = scores([[1.0, 2.0], [1.0, NAN], [1.0, NAN], *[[1.0, NAN]] * 2, [NAN, NAN]], steps)

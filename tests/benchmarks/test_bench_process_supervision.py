@@ -12,7 +12,7 @@ def test_the_answer_goes_on_with_the_alphabet():
     assert rights([A, END], "abcd") == [True, False]
 
 
-def test_a_task_is_learnt_when_five_steps_in_a_row_are_right_often_enough():
+def test_a_task_is_learnt_after_five_right_steps_in_a_row():
     assert steps_to_master([0.0, 0.9, 0.9, 0.9, 0.9, 0.9, 0.0]) == 6
     assert steps_to_master([0.0, 1.0, 1.0, 1.0, 1.0]) is None  # mean 0.8
     assert steps_to_master([1.0] * 4) is None

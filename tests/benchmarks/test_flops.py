@@ -18,7 +18,7 @@ def test_size_is_read_from_the_config_of_the_model():
     assert size_of(config) == ModelSize(body=3 * 108, head=28, layers=3, width=4)
 
 
-def test_the_prompt_counts_once_and_the_last_token_of_a_completion_never():
+def test_prompts_count_once_and_last_tokens_never():
     assert positions(5, [3, 1]) == 5 + 2 + 0
 
 

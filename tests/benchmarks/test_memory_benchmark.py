@@ -8,7 +8,7 @@ ENOUGH = ("full", "full, checkpointed layers", "full, a reference, several passe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENOUGH)
-def test_the_predicted_peak_is_within_15_percent_of_the_measured_one(name):
+def test_the_predicted_peak_is_within_15_percent(name):
     from covey.cli.demo import model_folder
 
     found = memory.measure(str(model_folder()), memory.CONFIGURATIONS[name])

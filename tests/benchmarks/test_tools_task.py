@@ -39,7 +39,7 @@ def says(text):
         ([says("148356")], False),
     ],
 )
-def test_the_right_call_is_the_only_one_and_names_tool_and_numbers(completion, is_right):
+def test_the_right_call_is_the_only_one_with_tool_and_numbers(completion, is_right):
     (score,) = tools.right_calls([completion], calls=[ONE["calls"]])
     assert (score == 1) == is_right
 

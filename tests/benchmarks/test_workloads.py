@@ -49,7 +49,7 @@ def test_a_tokenizer_that_gives_other_lengths_is_refused():
         rows(Workload("w", 8, 1, 2, 5), by_letters, steps=1)
 
 
-def test_rewards_differ_within_a_group_with_signal_and_nowhere_else():
+def test_rewards_differ_only_within_groups_with_signal():
     work = Workload("w", 8, 2, 4, 5, with_signal=2)
     signal = [True] * 4 + [False] * 4
     assert reward_for(work)(["text"] * 8, signal) == [0, 0.25, 0.5, 0.75, 0.5, 0.5, 0.5, 0.5]

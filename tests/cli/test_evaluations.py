@@ -71,7 +71,7 @@ def test_eval_samples_scores_prints_and_writes(folder, tiny_folder, capsys):
     assert "Suite votes: 6 completion(s) of each prompt." in explained
 
 
-def test_the_report_of_a_run_tells_estimates_with_their_intervals():
+def test_the_report_of_a_run_has_estimates_and_intervals():
     entry = {"eval_hard_reward": 0.5, "eval_hard_runtime": 1.0, "eval_hard_pass@8": 0.75, "step": 3}
     figures = key_figures([{**entry, "eval_hard_pass@8_low": 0.5, "eval_hard_pass@8_high": 0.875}])
     assert figures["pass@8 hard"] == "75.0% (50.0 to 87.5)" and figures["Reward in evaluation hard"] == 0.5

@@ -88,7 +88,7 @@ def test_normalize_then_sum_gives_each_objective_the_same_say():
     assert got[1].tolist() == pytest.approx([0, 0], abs=1e-3)
 
 
-def test_an_objective_that_abstains_for_one_completion_leaves_the_other_to_judge_it():
+def test_an_abstaining_objective_leaves_the_other_to_judge():
     """Second objective answers for two completions only: z = [-a, 0, a] and [NaN, -b, b], with a ≈ 1, b ≈ 1/√2."""
     rewards = torch.stack([table([[0, 1, 2]]), table([[NAN, 0, 1]])], -1)
     a, b = 1 / (1 + 1e-4), 0.5 / (math.sqrt(0.5) + 1e-4)
@@ -97,7 +97,7 @@ def test_an_objective_that_abstains_for_one_completion_leaves_the_other_to_judge
     assert normalize_then_sum(rewards, torch.ones(2)).tolist() == approx(expected.tolist())
 
 
-def test_weights_of_objectives_count_before_the_last_normalisation():
+def test_objective_weights_count_before_the_last_normalisation():
     # second objective silent: only the first one's sign is left
     rewards = torch.stack([table([[0, 1]]), table([[1, 0]])], -1)
     assert normalize_then_sum(rewards, torch.tensor([2.0, 1.0])).sign().tolist() == [[-1, 1]]

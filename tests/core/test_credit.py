@@ -50,7 +50,7 @@ def test_an_infinite_reward_is_refused(reward):
 # --- by eye ------------------------------------------------------------------------------------------------------
 
 
-def test_process_supervision_normalises_over_all_steps_of_the_group():
+def test_process_supervision_normalises_over_all_steps():
     """Rewards 1, 0 of one completion and 0.5 of the other: mean 0.5, deviation sqrt(0.5 / 2) = 0.5."""
     steps = gather_steps([[(1, 1.0), (2, 0.0)], [(1, 0.5)]], [4, 2])
     a = 0.5 / (0.5 + EPSILON)
@@ -69,7 +69,7 @@ def test_turns_are_compared_with_the_same_turn_of_the_siblings():
     assert steps_relative(steps, longs([0, 0]), scale="none").tolist() == [-5, 4, -3, 4]
 
 
-def test_mt_grpo_gives_the_first_turn_its_own_and_the_outcomes_credit():
+def test_mt_grpo_gives_the_first_turn_two_credits():
     """Two turns, of which the first is rewarded: A_1 = A^T + λ A^O and A_2 = A^O (arXiv 2505.11821)."""
     lengths, groups = longs([3, 2]), longs([0, 0])
     steps = gather_steps([[(1, 1.0)], [(0, 0.0)]], lengths.tolist())
@@ -81,7 +81,7 @@ def test_mt_grpo_gives_the_first_turn_its_own_and_the_outcomes_credit():
     assert got.tolist() == pytest.approx(expected)
 
 
-def test_the_baseline_of_rloo_leaves_out_all_steps_of_the_completion():
+def test_the_baseline_of_rloo_leaves_out_the_whole_completion():
     # completion 0: its siblings' steps are 4 and 6, mean 5; the others: (1+3+6)/3 and (1+3+4)/3
     steps = gather_steps([[(0, 1.0), (1, 3.0)], [(0, 4.0)], [(0, 6.0)]], [2, 1, 1])
     got = steps_leave_one_out(steps, longs([0, 0, 0]))
@@ -185,7 +185,7 @@ def test_an_abstaining_step_still_takes_a_step():
     assert token_advantages(steps, torch.tensor([0.0, 4.0]), longs([2]), mix=CreditMix(discount=0.5)).tolist() == [2, 4]
 
 
-def test_steps_may_end_in_a_tool_result_and_credit_what_was_sampled_before_it():
+def test_steps_ending_in_a_tool_result_credit_what_was_sampled():
     """Tokens 0-1 sampled, 2-4 a tool's, 5 sampled; the step ends in the middle of the result."""
     steps = gather_steps([[(3, 0.0)]], [6])
     got = token_advantages(steps, torch.tensor([1.0]), longs([6]))

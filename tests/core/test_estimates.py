@@ -23,7 +23,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def test_pass_at_k_of_many_samples_neither_overflows_nor_rounds_away():
+def test_pass_at_k_of_many_samples_does_not_overflow_or_round():
     assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01)  # 1 - C(9999, 100) / C(10000, 100) = 100 / 10000
     assert pass_at_k(10_000, 0, 100) == 0.0 and pass_at_k(10_000, 9_950, 100) == 1.0
 
@@ -96,7 +96,7 @@ def test_zeros_and_ones_give_wilsons_interval():
     assert high == pytest.approx((1 + 2 * math.sqrt(0.026)) / 1.4)
 
 
-def test_more_samples_of_each_prompt_narrow_the_interval_and_never_beyond_their_number():
+def test_more_samples_of_a_prompt_narrow_the_interval():
     one = interval_of_share([1.0, 0.0] * 10)
     alike = interval_of_share([0.5] * 20, draws=8)
     counted_alone = interval_of_share([1.0, 0.0] * 80)  # 20 * 8 independent samples

@@ -87,7 +87,7 @@ def test_merge_all_adds_new_names_and_works_in_place():
     assert into == {"a": Sum(3.0), "b": Max(5.0)}
 
 
-def test_an_unknown_name_is_answered_with_the_closest_and_with_all():
+def test_an_unknown_name_lists_the_closest_and_all():
     shapes: Registry[int] = Registry("shape")
     shapes.register("square", 4)
     shapes.register("triangle", 3)

@@ -13,7 +13,7 @@ def media(start, length, marks=(), **tensors):
     return Media(("image",), tensors, marked, start, length, (7,))
 
 
-def test_inputs_stand_one_after_the_other_and_smaller_ones_are_filled_up():
+def test_inputs_are_concatenated_and_smaller_ones_padded():
     """Three tiles beside one: [1, 3] and [1, 1] become [2, 3] with zeros; sizes [n, 2] need nothing."""
     one = media(0, 2, tiles=torch.ones(1, 3), sizes=torch.tensor([[4, 5]]))
     two = media(1, 2, tiles=torch.full((1, 1), 2.0), sizes=torch.tensor([[6, 7], [8, 9]]))

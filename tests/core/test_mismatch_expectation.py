@@ -65,18 +65,18 @@ def error(*settings):
     return (expected_gradient(*settings) - WANTED).norm().item()
 
 
-def test_what_is_wanted_is_the_gradient_of_the_expected_advantage():
+def test_the_target_is_the_gradient_of_the_expected_advantage():
     table = POLICY.clone().requires_grad_()
     (-(probabilities(table) * ADVANTAGES).sum()).backward()
     torch.testing.assert_close(WANTED, table.grad.flatten())
 
 
-def test_uncorrected_samples_of_another_distribution_teach_something_else():
+def test_uncorrected_samples_of_another_distribution_are_biased():
     assert error() > 0.1 * WANTED.norm()
 
 
 @pytest.mark.parametrize("action", ["truncate", "mask"])
-def test_sequence_weights_without_bounds_give_exactly_the_wanted_gradient(action):
+def test_unbounded_sequence_weights_give_the_exact_gradient(action):
     assert error(f"sequence_{action}") < 1e-12
 
 

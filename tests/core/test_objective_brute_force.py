@@ -103,7 +103,7 @@ def test_other_seeds_and_shapes_agree(loss_type, seed):
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_drift_is_measured_from_the_old_policy_where_the_engine_is_silent(loss_type):
+def test_drift_is_from_the_old_policy_without_engine_log_probs(loss_type):
     compare(Options(loss_type, off_policy_threshold=0.05), engine=False)
 
 

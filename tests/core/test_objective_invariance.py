@@ -59,7 +59,7 @@ def test_spreading_over_ranks_changes_nothing(loss_type, world, per_device):
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_bnpo_and_the_others_do_not_care_which_rank_holds_a_micro_batch(loss_type):
+def test_the_rank_of_a_micro_batch_does_not_matter(loss_type):
     """Two ranks with two micro-batches each, or one rank with four: the nominal micro-batches are the same."""
     two = random_generation(3, updates=1)
     one = Generation([[row for rank in two.rows for row in rank]], two.per_device, 4)
@@ -136,7 +136,7 @@ def test_a_ratio_beyond_float32_leaves_the_gradient_finite(loss_type, advantage,
     assert logprobs.grad.isfinite()
 
 
-def test_a_step_without_trained_tokens_has_no_loss_and_no_gradient():
+def test_a_step_without_trained_tokens_has_no_gradient():
     """One empty completion and one truncated one."""
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     inputs = LossInputs(

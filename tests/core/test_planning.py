@@ -42,7 +42,7 @@ def test_siblings_share_a_pass_and_passes_are_even():
     assert rows(pack_micro_batches(batch, 45, "shared_prefix")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_a_group_beyond_the_budget_is_cut_and_each_part_repeats_the_prompt():
+def test_parts_of_a_cut_group_repeat_the_prompt():
     batch = batch_of((10, [5, 5, 5, 5]))
     plan = pack_micro_batches(batch, 20, "shared_prefix")  # 10 + 2 * 5 fit
     assert [len(part) for part in plan] == [2, 2]

@@ -38,7 +38,7 @@ def test_masked_means_are_means_of_the_kept_items(lists, data):
     torch.testing.assert_close(got, expected)
 
 
-def test_a_masked_mean_ignores_what_it_masks_even_if_it_is_infinite():
+def test_a_masked_mean_ignores_even_infinite_masked_values():
     values = torch.tensor([1.0, float("inf"), float("nan"), 3.0], requires_grad=True)
     mask = torch.tensor([True, False, False, True])
     mean = masked_segment_mean(values, mask, torch.tensor([4]))

@@ -36,7 +36,7 @@ def test_log_ratios_of_each_level(level, expected, gradient):
     assert logprobs.grad.tolist() == gradient
 
 
-def test_the_sequence_level_shares_the_gradient_and_sequence_token_does_not():
+def test_sequence_level_shares_the_gradient_sequence_token_not():
     logprobs = torch.tensor([1.0, 9.0, 3.0, 5.0], dtype=torch.float64, requires_grad=True)
     shared = torch.autograd.grad(levels("sequence", logprobs)[0], logprobs)[0]
     own = torch.autograd.grad(levels("sequence_token", logprobs)[0], logprobs)[0]
@@ -156,7 +156,7 @@ def test_numbers_that_are_none_do_not_spread(mode):
     assert all(math.isfinite(stat.value()) for stat in stats.values())
 
 
-def test_mismatch_metrics_of_two_parts_merge_to_those_of_the_whole():
+def test_mismatch_metrics_of_parts_merge_to_those_of_the_whole():
     old, engine = torch.zeros(5), torch.linspace(-1, 1, 5)
 
     def stats(part, lengths):

@@ -60,7 +60,7 @@ def test_delta_bounds_what_clipping_lets_through():
     assert gradient(loss, x) == [0, 0]
 
 
-def test_cispo_keeps_the_gradient_of_every_token_and_caps_its_weight():
+def test_cispo_keeps_every_tokens_gradient_and_caps_its_weight():
     x = inputs([8.0, 8.0, 0.1], [1, -1, 1])
     loss = cispo(x, epsilon_high=5.0)
     log8 = math.log(8)
@@ -68,7 +68,7 @@ def test_cispo_keeps_the_gradient_of_every_token_and_caps_its_weight():
     assert gradient(loss, x) == pytest.approx([-5, 5, -0.1])
 
 
-def test_sapo_gates_by_a_sigmoid_whose_temperature_follows_the_sign():
+def test_sapo_gates_by_a_sigmoid_with_a_temperature_by_sign():
     x = inputs([1.0, 1.0, 2.0], [1, -1, 1])
     loss = sapo(x, temperature_pos=1.0, temperature_neg=2.0)
     sigmoid1 = 1 / (1 + math.exp(-1))
@@ -100,7 +100,7 @@ def test_vespo_is_one_on_policy_and_finite_at_the_extremes():
     assert phi.max() < 1e-6
 
 
-def test_vespo_gives_an_advantage_of_zero_neither_loss_nor_gradient():
+def test_vespo_gives_zero_advantage_no_loss_and_no_gradient():
     x = inputs([2.0, 0.5], [0.0, -0.0])
     loss = vespo(x, **KERNEL)
     assert loss.abs().tolist() == [0, 0]
@@ -141,7 +141,7 @@ def test_clip_fractions_count_only_the_side_that_binds():
     )
 
 
-def test_clip_fractions_of_sequences_count_each_once_and_empty_ones_never():
+def test_clip_fractions_count_each_non_empty_sequence_once():
     # lengths 3, 1, 0 and an untrained one: of two sequences that count, the long one is clipped
     x = inputs(
         [2.0, 2.0, 2.0, 1.0, 2.0],
@@ -154,7 +154,7 @@ def test_clip_fractions_of_sequences_count_each_once_and_empty_ones_never():
     assert stats["clip_ratio/low_mean"] == 0
 
 
-def test_extremes_of_clip_fractions_are_over_completions_however_they_are_cut():
+def test_clip_extremes_are_over_completions_however_cut():
     # Completions of 2, 2 and 1 tokens, of which 1, 2 and 0 fall below the bound.
     ratios, credit = [0.5, 1.0, 0.5, 0.5, 1.0], [-1.0] * 5
     whole = clip_stats(inputs(ratios, credit, lengths=[2, 2, 1]), low=0.8, high=1.3)
@@ -167,7 +167,7 @@ def test_extremes_of_clip_fractions_are_over_completions_however_they_are_cut():
     assert values(both)["clip_ratio/low_min"] == pytest.approx(1 / 2)
 
 
-def test_completions_that_were_skipped_are_unclipped_in_the_extremes():
+def test_skipped_completions_are_unclipped_in_the_extremes():
     x = inputs([0.5, 0.5], [-1.0, -1.0], lengths=[2])
     assert values(clip_stats(x, low=0.8, high=1.3))["clip_ratio/low_min"] == 1.0
     skipped = replace(x, skipped_tokens=3, skipped_rows=1)
@@ -178,6 +178,6 @@ def test_no_trained_token_no_clip_fraction():
     assert clip_stats(inputs([2.0], [1], sampled=[False]), low=0.8, high=1.3) == {}
 
 
-def test_cispo_clip_ratio_is_the_share_of_trained_tokens_rewarded_beyond_the_cap():
+def test_cispo_clip_ratio_is_the_share_rewarded_beyond_the_cap():
     x = inputs([6.0, 6.0, 1.0, 6.0], [1, -1, 1, 1], sampled=[True, True, True, False])
     assert values(cispo_stats(x, epsilon_high=5.0)) == pytest.approx({"cispo_clip_ratio": 1 / 3})

@@ -67,21 +67,21 @@ def test_collate_stores_tokens_in_a_row_and_each_prompt_once():
     assert (len(batch), batch.num_tokens) == (3, 3)
 
 
-def test_a_rollout_without_log_probs_has_nan_beside_those_that_have_some():
+def test_a_rollout_without_log_probs_has_nan_beside_others():
     silent = rollout([1], [11], logprobs=False)
     engine = collate([rollout([1], [10]), silent]).engine_logprobs
     assert engine[0] == -10 / 64 and engine[1].isnan()
     assert collate([silent, silent]).engine_logprobs is None
 
 
-def test_a_rollout_without_tokens_says_nothing_of_what_the_engine_reports():
+def test_a_rollout_without_tokens_implies_no_engine_fields():
     """One that failed before its first token has an empty list, whether the engine reports log-probs or not."""
     silent = rollout([1], [11], logprobs=False)
     assert collate([rollout([1], []), silent]).engine_logprobs is None
     assert collate([rollout([1], []), rollout([1], [11])]).engine_logprobs.tolist() == [-11 / 64]
 
 
-def test_joining_fills_up_what_an_engine_reported_to_one_process_alone():
+def test_joining_fills_up_what_one_engine_alone_reported():
     told, untold = collate([rollout([1], [10])]), collate([rollout([2], [11], logprobs=False)])
     told.mismatch_weights = torch.tensor([0.5])
     both = join([told, untold])
@@ -91,7 +91,7 @@ def test_joining_fills_up_what_an_engine_reported_to_one_process_alone():
 
 
 @pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TOOL_BUDGET])
-def test_nothing_is_learned_from_truncated_completions_if_so_asked(finish):
+def test_nothing_is_learned_from_masked_truncated_completions(finish):
     cut, whole = rollout([1], [10, 11], finish=finish), rollout([1], [12])
     assert collate([cut, whole], mask_truncated=True).sampled.tolist() == [False, False, True]
     assert collate([cut, whole]).sampled.tolist() == [True, True, True]
@@ -105,7 +105,7 @@ def test_siblings_may_begin_differently_and_strangers_alike():
 
 
 @given(sampled=rollouts(), data=st.data())
-def test_shares_of_processes_join_to_what_one_would_have_collated(sampled, data):
+def test_shares_of_processes_join_to_the_batch_of_one(sampled, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sampled)), max_size=2)))
     edges = [0, *cuts, len(sampled)]
     whole = collate(sampled)
@@ -157,7 +157,7 @@ def test_split_cuts_into_consecutive_parts_that_add_up(sampled, size):
     assert all(len(part) == size for part in parts[:-1])
 
 
-def test_selection_keeps_absent_fields_absent_and_passes_the_threshold_on():
+def test_selection_keeps_absent_fields_and_the_threshold():
     batch = collate([rollout([1], [10], logprobs=False)])
     batch.entropy_threshold = 0.25
     part = batch.select(torch.tensor([0]))

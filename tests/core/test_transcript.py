@@ -111,7 +111,7 @@ def test_images_and_keys_that_are_no_text_do_not_stop_json():
     assert json.loads(to_json([{"role": "tool", "content": "4", ("a", "b"): 1}])) == [{"role": "tool", "content": "4"}]
 
 
-def test_an_excerpt_keeps_the_first_call_the_first_error_and_the_answer():
+def test_an_excerpt_keeps_first_call_first_error_and_answer():
     texts = [entry.text for entry in excerpt(entries(rounds(12)), 500)]
     assert '  → search(query="q0")' in texts
     assert "  ✗ search: Error: KeyError: 'x'" in texts

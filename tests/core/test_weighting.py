@@ -43,7 +43,7 @@ def test_a_mean_over_tokens_has_weights_that_sum_to_one(weighting):
     assert (weighting(COUNTS) * COUNTS.tokens).sum().item() == pytest.approx(1)
 
 
-def test_the_mean_over_sequences_sums_to_the_share_of_those_with_tokens():
+def test_the_mean_over_sequences_sums_to_the_non_empty_share():
     assert (mean_per_sequence(COUNTS) * COUNTS.tokens).sum().item() == pytest.approx(3 / 4)
 
 
@@ -59,7 +59,7 @@ def test_a_step_without_tokens_has_finite_weights():
         assert weighting(none).isfinite().all()
 
 
-def test_updates_that_share_few_tokens_still_average_over_all_of_them():
+def test_updates_with_few_tokens_average_over_all_of_them():
     """One trained token in a generation of two updates: each divides by half a token, together they count it once."""
     counts = BatchCounts(torch.ones(1), torch.ones(1), 1, 0.5, 1, 10)
     assert mean_over_update(counts).tolist() == [2.0]

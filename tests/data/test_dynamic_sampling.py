@@ -209,7 +209,7 @@ def test_cancelling_rewards_signal_only_if_normalised_apart():
     assert judged(apart, groups, weights) == [True]
 
 
-def test_steps_that_differ_are_a_signal_though_their_sums_are_equal():
+def test_different_steps_with_equal_sums_are_a_signal():
     steps = [{0: [(0, 1.0), (2, 0.0)]}, {0: [(0, 0.0), (2, 1.0)]}, {0: [(0, 0.5)]}, {0: [(2, 0.5)]}]
     assert judged(runs.config("unused"), [[[1.0], [1.0]], [[0.5], [0.5]]], steps=steps) == [True, False]
 
@@ -286,7 +286,7 @@ def test_logs_are_of_round_0_and_token_counts_of_all_rounds(tmp_path):
     assert runs.history(refilled, "dynamic_sampling/first_signal") == [1 - share for share in silent]
 
 
-def test_what_rewards_log_goes_with_the_completions_that_are_kept(tmp_path):
+def test_logs_of_rewards_go_with_the_kept_completions(tmp_path):
     def noted(prompts, completion_ids, log_extra, **kwargs):
         log_extra("tokens", [len(ids) for ids in completion_ids])
         return odd(prompts, completion_ids)

@@ -45,7 +45,7 @@ def test_scaled_and_shifted_rewards_give_the_same_chances(scale, shift):
     assert chances[0] == pytest.approx(chances[1])
 
 
-def test_abstentions_are_left_out_and_a_group_of_them_says_nothing():
+def test_abstentions_are_left_out_also_as_whole_groups():
     nan = float("nan")
     known = history([(0, [nan, 1.0, 0.0, nan]), (1, [nan, nan])])
     assert known.means[0] == 0.5

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from covey.data.prompt_stream import PromptStream
 
 
-def test_a_pass_takes_every_row_once_and_each_pass_in_another_order():
+def test_a_pass_takes_every_row_once_in_another_order():
     stream = PromptStream(50, seed=3, name="refills", shuffle=True)
     first, second = stream.take(50), stream.take(50)
     assert sorted(first) == sorted(second) == list(range(50))
@@ -31,7 +31,7 @@ def test_avoided_rows_are_deferred_and_come_first_later():
     assert stream.take(3) == [0, 2, 4]
 
 
-def test_where_too_few_others_are_left_avoided_rows_come_all_the_same():
+def test_avoided_rows_come_where_too_few_others_are_left():
     stream = PromptStream(3, seed=0, name="refills", shuffle=False)
     assert stream.take(2, avoid={0, 1}) == [0, 1]
 

@@ -72,7 +72,7 @@ def test_a_loss_of_ones_own_takes_less_than_twenty_lines():
     assert code_lines((EXAMPLES / "custom_loss.py").read_text()) < 20
 
 
-def test_lines_of_code_leave_out_comments_docstrings_and_blank_lines():
+def test_lines_of_code_leave_out_comments_and_docstrings():
     # 2 lines: the def and the return.
     assert code_lines('"""Title."""\n\n# why\ndef f(x):\n    """What."""\n    return x  # so\n') == 2
 

@@ -63,7 +63,7 @@ def test_retries_tell_what_is_wrong_until_it_is_right(example):
     assert script["sooner_is_better"](None, tries=[1, 2, 3, None]) == [1.0, 0.5, 0.25, 0.0]
 
 
-def test_advisers_hear_what_the_policy_said_and_are_not_trained_on(example):
+def test_advisers_hear_the_policy_and_are_not_trained_on(example):
     def says(before, seed):
         if before.startswith("<bos>system: "):
             return "step 7" if "step by step" in before else "check 7"

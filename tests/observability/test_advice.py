@@ -19,12 +19,12 @@ def logs(count, **changes):
     return [{"step": step, **log, **changes} for step in range(1, count + 1)]
 
 
-def test_equal_rewards_are_told_with_their_value_and_where_to_look():
+def test_equal_rewards_are_reported_with_value_and_advice():
     text = advice(logs(5), ARGS)["equal_rewards"]
     assert "5 logs (steps 1 to 5)" in text and "every reward was 0." in text and "out/completions/" in text
 
 
-def test_rewards_that_differ_between_prompts_are_not_called_the_same():
+def test_rewards_that_differ_between_prompts_are_not_equal():
     assert "every reward" not in advice(logs(5, reward_std=0.5), ARGS)["equal_rewards"]
 
 

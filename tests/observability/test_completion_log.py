@@ -81,7 +81,7 @@ def test_conversations_have_columns_for_people_and_for_programs(tmp_path):
     assert '→ search(query="covey")' in text and "✗ search: Error:" in text and "[tool_budget]" in text
 
 
-def test_the_console_shows_the_first_call_and_the_answer_of_a_long_conversation(tmp_path):
+def test_console_shows_first_call_and_answer_of_conversations(tmp_path):
     middle = [{"role": "tool", "name": "search", "content": "words " * 200}, {"role": "assistant", "content": "Hm."}]
     log = CompletionLog(tmp_path)
     log.add(0, ["p"], [[CONVERSATION[0], *middle * 20, CONVERSATION[-1]]], {}, [0.0])
@@ -136,7 +136,7 @@ def test_names_that_are_taken_get_a_suffix(tmp_path):
     assert columns["prompt_extra"] == [1] and columns["right_extra"] == [2] and columns["right"] == [0.0]
 
 
-def test_a_column_that_only_some_generations_have_is_null_elsewhere(tmp_path):
+def test_a_column_of_some_generations_is_null_elsewhere(tmp_path):
     log = filled(tmp_path)
     log.add(4, ["a"], ["b"], rewards={"right": [0.0]}, advantages=[0.0])
     assert read(log.write(4))["parsed"] == ["4", None, None]
@@ -153,7 +153,7 @@ def test_a_disabled_log_leaves_no_trace(tmp_path):
     assert not (tmp_path / "completions").exists()
 
 
-def test_the_console_table_fits_and_shows_both_ends_of_long_texts(tmp_path):
+def test_the_console_table_fits_and_shows_both_ends_of_texts(tmp_path):
     log = CompletionLog(tmp_path)
     log.add(0, ["begin" + "x" * 900 + "end"], ["[bold]" + "y" * 2000 + "done"], {"right": [0.25]}, [1.5])
     text = rendered(log.table())

@@ -78,7 +78,7 @@ def test_lengths_of_all_and_of_terminated_completions():
     assert stats["completions/clipped_ratio"] == 0.5
 
 
-def test_rewards_by_function_under_both_names_leave_out_abstentions():
+def test_rewards_under_both_names_leave_out_abstentions():
     stats = example_stats()
     for spelling in ("reward", "rewards"):
         assert stats[f"{spelling}/right/mean"] == 0.75
@@ -86,7 +86,7 @@ def test_rewards_by_function_under_both_names_leave_out_abstentions():
         assert stats[f"{spelling}/short/mean"] == pytest.approx(4 / 3)
 
 
-def test_the_reward_is_the_weighted_sum_and_its_std_that_of_the_whole_batch():
+def test_reward_is_the_weighted_sum_with_std_of_the_whole_batch():
     stats = example_stats()
     # totals 1, 0, 2, 2: mean 1.25, squared deviations 0.0625 + 1.5625 + 0.5625 + 0.5625 = 2.75
     assert stats["reward"] == 1.25
@@ -100,7 +100,7 @@ def test_groups_of_equal_rewards_are_counted():
     assert example_stats(rewards_NF=equal)["frac_reward_zero_std"] == 1.0
 
 
-def test_terminated_lengths_are_zero_only_if_the_whole_window_has_none():
+def test_terminated_lengths_are_zero_only_if_there_are_none():
     def stats(truncated):
         return generation_stats(
             lengths=[5, 7],
@@ -138,7 +138,7 @@ def test_a_function_that_always_abstains_has_no_metric():
     assert values["reward"] == 0.5
 
 
-def test_every_process_adding_the_same_global_stats_changes_nothing():
+def test_adding_the_same_global_stats_twice_changes_nothing():
     stats = generation_stats(
         lengths=[2, 4],
         truncated=[False, True],

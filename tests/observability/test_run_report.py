@@ -137,7 +137,7 @@ def test_named_evaluation_sets_have_a_curve_and_a_meaning_each(tmp_path):
     assert METRIC_MEANINGS["loss"][:20] in re.search(r"<tr><th>eval_easy_loss</th>.*?</tr>", text).group()
 
 
-def test_the_report_lists_two_spellings_once_and_begins_with_advice(tmp_path):
+def test_the_report_begins_with_advice_and_merges_spellings(tmp_path):
     history = [{"step": 1, "rewards/a/mean": 0.1, "reward/a/mean": 0.1, "phase/a": 1.0, "phase/b": 1.0}]
     text = write_report(
         tmp_path / "x.html", title="T", config={}, log_history=history, advice=["Mind <it>"]

@@ -43,7 +43,7 @@ def test_phases_arrive_with_inner_ones_cut_out():
     assert timeline.spans(TRAINER) == [("train", (0.0, 1.0)), ("generate", (1.0, 3.0)), ("train", (3.0, 6.0))]
 
 
-def test_the_window_is_the_latest_complete_generation_and_cuts_what_passes_it():
+def test_the_window_is_the_latest_complete_generation():
     timeline = Timeline()
     assert timeline.window() is None
     for began in (0.0, 10.0, 20.0):
@@ -53,7 +53,7 @@ def test_the_window_is_the_latest_complete_generation_and_cuts_what_passes_it():
     assert timeline.spans("judge") == [("", (10.0, 12.0)), ("", (15.0, 16.0)), ("", (19.0, 20.0))]
 
 
-def test_before_the_first_generation_is_complete_the_window_is_what_there_is():
+def test_before_the_first_generation_the_window_is_what_there_is():
     timeline = Timeline()
     timeline.begin(5.0)
     timeline.add(TRAINER, "generate", [(5.0, 9.0)])

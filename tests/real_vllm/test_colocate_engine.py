@@ -62,7 +62,7 @@ def test_starting_leaves_the_process_as_it_was(vllm, state):
     assert state["after"] == state["before"]
 
 
-def test_greedy_completions_are_those_of_transformers_after_every_update(engine):
+def test_greedy_output_is_that_of_transformers_after_updates(engine):
     for version, seed in enumerate((0, 1, 0), start=1):
         policy = colocated.model(seed)
         engine.load_weights(weight_update(policy, version))
@@ -86,7 +86,7 @@ def test_log_probs_are_those_of_the_trainer(engine):
             )
 
 
-def test_a_seed_decides_its_completion_whatever_else_is_in_flight(engine):
+def test_a_seed_decides_its_completion_among_others(engine):
     seeds = [7, 2**63 - 1, 12345]
     [[alone]] = sample(engine, request(PROMPT, seeds[:1]))
     [together, _] = sample(engine, request(PROMPT, seeds), request(LONG, [1, 2, 3, 4]))
@@ -200,7 +200,7 @@ def test_sleeping_and_waking_keep_outputs_equal(vllm):
     vllm.wake_up()
 
 
-def test_a_tensor_that_is_not_as_announced_is_named_and_nothing_is_sampled_with_it(vllm):
+def test_an_unannounced_tensor_is_named_and_not_sampled_with(vllm):
     from dataclasses import replace
 
     policy = colocated.model(5)
@@ -220,7 +220,7 @@ def test_a_tensor_that_is_not_as_announced_is_named_and_nothing_is_sampled_with_
     assert completion.token_ids == greedy(policy, PROMPT, 10)
 
 
-def test_room_is_made_before_waking_and_given_back_after_sleeping(vllm):
+def test_memory_is_freed_before_waking_and_after_sleeping(vllm):
     from contextlib import contextmanager
 
     seen = []

@@ -42,7 +42,7 @@ def differences(trained):
     return [entry[name] for entry in trained.state.log_history if name in entry]
 
 
-def test_what_is_sampled_is_as_probable_to_vllm_as_to_the_trainer_after_every_update(tmp_path):
+def test_vllm_and_trainer_agree_on_log_probs_after_every_update(tmp_path):
     """The tower is trained, and rows come again: what older weights made of an image is not used any more."""
     trained = trainer(tmp_path)
     before = {name: value.clone() for name, value in trained.model.named_parameters()}
@@ -67,7 +67,7 @@ async def shown_later(row, engine):
     return episode.done()
 
 
-def test_a_prompt_with_images_that_vllm_expands_otherwise_is_refused(tmp_path):
+def test_images_that_vllm_expands_otherwise_are_refused(tmp_path):
     trained = trainer(tmp_path, vllm_engine_kwargs={"mm_processor_kwargs": {"max_pixels": 256}})
     with pytest.raises(RuntimeError, match="expands a prompt with images to"):
         trained.train()

@@ -40,7 +40,7 @@ def logged(folder, size):
     return json.loads(line.partition("LOGGED ")[2])
 
 
-def test_processes_that_share_a_model_train_like_processes_with_one_each(tmp_path):
+def test_processes_that_share_a_model_train_like_others(tmp_path):
     own, shared = logged(tmp_path / "own", 1), logged(tmp_path / "shared", 2)
     for run in (own, shared):
         assert len(run["reward"]) == 3

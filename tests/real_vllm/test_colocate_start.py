@@ -18,7 +18,7 @@ PROMPT = [5, 6, 7, 8, 9]
 LONG = list(range(10, 60))
 
 
-def test_an_adapter_alone_changes_what_is_sampled_as_it_changes_the_policy(tmp_path):
+def test_an_adapter_changes_samples_as_it_changes_the_policy(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     vllm = colocated.start(tmp_path, enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=8)
@@ -49,7 +49,7 @@ def test_what_vllm_says_when_it_does_not_start_is_passed_on(tmp_path):
         colocated.start(tmp_path, colour="blue")
 
 
-def test_the_vllm_started_last_is_the_one_there_is_and_the_process_group_outlives_it(tmp_path):
+def test_the_process_group_outlives_the_last_started_vllm(tmp_path):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)  # as a trainer has it
     try:

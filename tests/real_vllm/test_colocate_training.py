@@ -80,7 +80,7 @@ def test_the_reward_rises_and_vllm_follows_the_policy(tmp_path):
     assert engines_choice(trained) == greedy(trained.policy, PROMPT, 12)
 
 
-def test_greedy_output_is_that_of_transformers_after_each_synchronisation(tmp_path):
+def test_greedy_output_is_that_of_transformers_after_each_sync(tmp_path):
     compared = []
 
     def compare(completions, **kwargs):

@@ -41,7 +41,7 @@ def greedy_ids(running) -> list[int]:
     return sample(running, temperature=0.0)["token_ids"]
 
 
-def test_tokens_go_in_and_come_out_with_the_log_probs_they_were_drawn_with(server):
+def test_tokens_come_out_with_the_log_probs_they_were_drawn_with(server):
     choice = sample(server, temperature=0.5, seed=3)
     ids = choice["token_ids"]
     model = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32)
@@ -81,7 +81,7 @@ def test_adapters_can_be_loaded_while_it_runs(server, tmp_path):
     call(server.url, "POST", "/v1/unload_lora_adapter", {"lora_name": "a1"})
 
 
-def test_a_key_is_asked_for_on_every_route_that_matters_and_shown_nowhere(start_server):
+def test_a_key_is_required_on_every_route_and_shown_nowhere(start_server):
     key = "key-5f2c"
     running = start_server("--served_model_name=quail", env={"VLLM_API_KEY": key})
     for method, path in (
@@ -138,7 +138,7 @@ def descendants(pid: int) -> list[int]:
     return children + [one for child in children for one in descendants(child)]
 
 
-def test_a_flag_that_vllm_does_not_know_ends_it_with_vllms_own_words(tmp_path, vllm_model):
+def test_an_unknown_flag_ends_it_with_vllms_message(tmp_path, vllm_model):
     command = [sys.executable, "-m", "covey.cli.main", "vllm-serve", vllm_model, "--no-such-flag", "1", "--port=18999"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0

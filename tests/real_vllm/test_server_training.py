@@ -91,7 +91,7 @@ class Accident(TrainerCallback):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_of_two_servers_is_killed_while_it_samples_and_the_run_goes_on(server, start_server, tmp_path):
+def test_the_run_goes_on_if_one_of_two_sampling_servers_dies(server, start_server, tmp_path):
     doomed = start_server()
     trainer = make_trainer(
         doomed.model,

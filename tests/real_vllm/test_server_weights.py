@@ -149,7 +149,7 @@ def test_a_policy_in_four_bits_goes_as_the_numbers_it_stands_for(server, weights
     assert run(server, weights(), weight_update(model, 2, adapter_only=not dora)) == [expected(model)]
 
 
-def test_a_tensor_that_changed_on_its_way_is_refused_and_the_next_update_is_whole(server, weights, monkeypatch):
+def test_after_a_changed_tensor_the_next_update_is_whole(server, weights, monkeypatch):
     one, model = weights("group"), policy(1)
     run(server, one, weight_update(policy(2), 0))
     send = Group.send
@@ -168,7 +168,7 @@ def test_a_tensor_that_changed_on_its_way_is_refused_and_the_next_update_is_whol
     assert run(server, one, weight_update(model, 1)) == [expected(model)]
 
 
-def test_a_trainer_that_breaks_off_says_why_and_the_next_update_is_whole(server, weights):
+def test_after_an_aborted_update_the_next_one_is_whole(server, weights):
     one, model = weights("group"), policy(1)
     update = weight_update(model, 1)
 
@@ -183,7 +183,7 @@ def test_a_trainer_that_breaks_off_says_why_and_the_next_update_is_whole(server,
     assert run(server, one, update) == [expected(model)]
 
 
-def test_a_name_that_the_model_does_not_have_is_the_servers_error(server, weights):
+def test_an_unknown_tensor_name_is_the_servers_error(server, weights):
     update = weight_update(policy(1, num_hidden_layers=3), 1)
     with pytest.raises(ServerError, match=r"layers\.2"):
         run(server, weights("group"), update)
@@ -191,12 +191,12 @@ def test_a_name_that_the_model_does_not_have_is_the_servers_error(server, weight
     assert run(server, weights("group"), weight_update(model, 2)) == [expected(model)]
 
 
-def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(server, weights):
+def test_an_adapter_of_too_high_a_rank_is_refused_with_advice(server, weights):
     with pytest.raises(ServerError, match=r"rank.*vllm_lora_sync='merged'"):
         run(server, weights(), weight_update(adapted(0, r=16), 1, adapter_only=True))
 
 
-def test_a_server_that_is_killed_during_the_transfer_is_an_error_at_once(start_server, weights, monkeypatch):
+def test_a_server_killed_during_the_transfer_is_an_error_at_once(start_server, weights, monkeypatch):
     running = start_server()
     one = weights("group")
     run(running, one, weight_update(policy(1), 1))

@@ -104,7 +104,7 @@ def test_a_completion_is_scored_before_the_next_has_ended(context, rollout):
         assert suite(ROWS[:2], rollouts, context, stream).rewards.tolist() == [[1.0], [1.0]]
 
 
-def test_a_completion_on_which_a_function_hangs_costs_itself_alone(one_by_one, rollout):
+def test_a_hanging_completion_costs_itself_alone(one_by_one, rollout):
     @per_completion
     async def hangs_at_two(number, **kwargs):
         if number == [2]:
@@ -118,7 +118,7 @@ def test_a_completion_on_which_a_function_hangs_costs_itself_alone(one_by_one, r
     assert result.stats["rewards/hangs_at_two/timeouts"].value() == 1
 
 
-def test_a_function_that_is_marked_is_given_groups_too_but_called_once_for_each(context, rollout):
+def test_a_marked_function_is_called_once_per_completion(context, rollout):
     calls = []
 
     @per_completion

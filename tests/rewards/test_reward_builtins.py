@@ -119,7 +119,7 @@ def test_accuracy_logs_what_it_read():
     assert set(logged) == {"solution", "gold_parsed", "answer_parsed"}
 
 
-def test_an_answer_that_cannot_be_checked_is_nan_and_the_next_one_is_checked(monkeypatch):
+def test_an_uncheckable_answer_is_nan_and_the_next_is_checked(monkeypatch):
     accuracy_reward([r"\boxed{4}"], ["4"])  # the process is up
     monkeypatch.setattr("covey.rewards.accuracy.CHECK_SECONDS", 1.0)
     from covey.rewards.accuracy import verify_answers
@@ -138,7 +138,7 @@ def test_accuracy_works_off_the_main_thread():
     assert got == [[1.0]]
 
 
-def test_reasoning_accuracy_reads_what_follows_the_first_delimiter_found():
+def test_reasoning_accuracy_reads_after_the_first_delimiter():
     texts = [r"\boxed{5}</think>\boxed{4}</think>\boxed{6}", r"a</think>b<sep>\boxed{6}"]
     assert reasoning_accuracy_reward(said(*texts), ["6", "6"]) == [1.0, 1.0]
     # "<sep>" is not in the first text, so "</think>" is used there
@@ -238,7 +238,7 @@ def test_repetition_penalty_is_the_share_of_repeated_ngrams():
 # --- matching --------------------------------------------------------------------------------------------------------
 
 
-def test_exact_match_reads_either_column_and_abstains_without_a_reference():
+def test_exact_match_reads_either_column_or_abstains():
     assert exact_match_reward(said("Paris ", "Rome"), solution=["Paris", None]) == [1.0, None]
     assert exact_match_reward(["4"], answer=[4]) == [1.0]
     assert get_exact_match_reward(ignore_whitespace=False)(["a b", "a  b"], answer=["a b", "a b"]) == [1.0, 0.0]
@@ -314,14 +314,14 @@ def test_a_pair_is_compared_once_whichever_calls_it_comes_in(worker):
     assert [answer for answer, _ in worker.asked] == ["four", "4.0"]
 
 
-def test_a_check_that_failed_is_tried_again_by_the_next_call_alone(worker):
+def test_a_failed_check_is_retried_by_the_next_call_alone(worker):
     assert all(map(math.isnan, accuracy_reward(["hard", "hard"], ["4", "4"])))
     assert len(worker.asked) == 1
     assert math.isnan(accuracy_reward(["hard"], ["4"])[0])
     assert len(worker.asked) == 2
 
 
-def test_checks_that_keep_failing_are_given_less_time_until_others_succeed(worker):
+def test_failing_checks_get_less_time_until_others_succeed(worker):
     for number in range(accuracy.MAX_FAILED_CHECKS + 1):
         accuracy_reward([f"hard {number}"], ["4"])
     assert [seconds for _, seconds in worker.asked] == [5.0] * accuracy.MAX_FAILED_CHECKS + [1.0]

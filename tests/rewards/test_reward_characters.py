@@ -70,7 +70,7 @@ def first_complete(tokenizer, ids, text, characters):
 
 @each_tokenizer
 @given(data=st.data())
-def test_each_character_ends_with_the_first_token_that_completes_it(kind, data):
+def test_a_character_ends_with_the_token_that_completes_it(kind, data):
     """Random tokens: bytes of a character may lie in several of them, some are none, special tokens are skipped."""
     tokenizer = TOKENIZERS[kind]
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=12))

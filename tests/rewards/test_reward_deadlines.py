@@ -9,7 +9,7 @@ import pytest
 from covey.rewards import RewardSuite, RewardWarning
 
 
-def test_functions_that_use_alarms_work_because_they_stay_on_the_main_thread(score):
+def test_functions_with_alarms_stay_on_the_main_thread(score):
     def uses_alarm(completions):
         assert threading.current_thread() is threading.main_thread()
         return [0.0] * len(completions)
@@ -49,7 +49,7 @@ def test_the_deadline_covers_the_search_for_the_failing_sample(score):
     assert stats["rewards/slow_alone/timeouts"] == 2 and stats["rewards/slow_alone/failures"] == 0
 
 
-def test_async_functions_run_at_the_same_time_as_one_another_and_as_sync_ones(score):
+def test_async_functions_run_beside_each_other_and_sync_ones(score):
     async def first(completions):
         await asyncio.sleep(0.3)
         return [1.0]
@@ -67,7 +67,7 @@ def test_async_functions_run_at_the_same_time_as_one_another_and_as_sync_ones(sc
     assert time.monotonic() - start < 0.6  # one after another would take 0.9 s
 
 
-def test_a_coroutine_that_blocks_the_loop_does_not_block_the_next_batch(score, monkeypatch):
+def test_a_blocked_loop_does_not_block_the_next_batch(score, monkeypatch):
     monkeypatch.setattr("covey.rewards.call.LOOP_GRACE", 0.1)
     blocked = [True]
 

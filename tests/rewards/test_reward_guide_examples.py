@@ -10,7 +10,7 @@ COMPLETIONS = [" blue.", " in the sky."]
 IDS = [[6303, 13], [304, 279, 12884, 13]]
 
 
-def test_longer_completions_in_tokens_under_either_spelling_of_the_argument(score):
+def test_longer_completions_by_either_spelling_of_the_argument(score):
     def by_old_name(completions_ids, **kwargs):
         return [float(len(ids)) for ids in completions_ids]
 
@@ -52,7 +52,7 @@ def test_a_reference_from_a_dataset_column(score):
     assert score(RewardSuite(boxed), completions, ground_truth=["2", "5"])[0] == [[1.0], [0.0]]
 
 
-def test_each_function_of_a_multi_task_run_abstains_on_the_other_task(score):
+def test_functions_of_a_multi_task_run_abstain_on_the_other_task(score):
     def math_reward(prompts, completions, task, **kwargs):
         return [
             (1.0 if text == "4" else -1.0) if t == "math" else None for text, t in zip(completions, task, strict=True)

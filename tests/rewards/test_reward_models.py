@@ -73,7 +73,7 @@ def test_messages_go_through_the_models_own_chat_template(score, tokenizer):
     assert [row[0] for row in rewards] == pytest.approx([expected] * 2, abs=1e-5)
 
 
-def test_a_model_is_frozen_in_evaluation_mode_and_shares_the_list_with_functions(score, tokenizer):
+def test_a_model_is_frozen_and_stands_beside_functions(score, tokenizer):
     def length(completions, **kwargs):
         return [len(text) for text in completions]
 

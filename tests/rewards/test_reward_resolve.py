@@ -44,7 +44,7 @@ def test_anything_else_is_a_model(text):
     assert resolve_reward(text) == text
 
 
-def test_a_folder_is_a_model_even_if_it_looks_like_an_import_path(tmp_path, monkeypatch):
+def test_a_folder_like_an_import_path_is_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.model").mkdir()
     assert resolve_reward("reward.model") == "reward.model"

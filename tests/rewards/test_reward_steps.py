@@ -150,7 +150,7 @@ def test_special_tokens_within_the_text_have_no_characters():
     assert [ends([(CharEnd(n), 1.0)], one)[0] for n in (1, 2, 3, 4)] == [0, 1, 4, 5]
 
 
-def test_characters_that_the_prompt_had_begun_count_and_are_no_step():
+def test_characters_begun_by_the_prompt_count_and_are_no_step():
     one = rollout("45", prefill="so 3")
     assert ends([(CharEnd(5), 1.0)], one) == [0]
     assert ends([(CharEnd(6), 1.0)], one) == [2]
@@ -158,7 +158,7 @@ def test_characters_that_the_prompt_had_begun_count_and_are_no_step():
         ends([(CharEnd(4), 1.0)], one)
 
 
-def test_a_message_that_lacks_the_call_after_it_has_its_own_characters():
+def test_a_message_without_its_call_has_its_own_characters():
     one = rollout("Adding. <call>")
     one.completion = [{"role": "assistant", "content": "Adding.", "tool_calls": []}]
     assert ends([(CharEnd(7), 1.0)], one) == [6]
@@ -174,7 +174,7 @@ def test_a_message_that_lacks_the_call_after_it_has_its_own_characters():
     ],
     ids=["around", "after what was begun", "before a call", "after"],
 )
-def test_a_message_without_the_white_space_around_it_has_its_own_characters(sampled, prefill, seen, tokens):
+def test_a_message_without_white_space_has_its_own_characters(sampled, prefill, seen, tokens):
     """The last character of a turn without a call is its end, the token that ends it included."""
     one = rollout(sampled, prefill=prefill, conversational=True)
     one.completion = [{"role": "assistant", "content": seen}]
@@ -190,7 +190,7 @@ def test_a_text_that_the_tokens_do_not_spell_has_no_characters():
         ends([(CharEnd(2), 1.0)], one)
 
 
-def test_characters_of_several_messages_are_refused_in_favour_of_turns(context):
+def test_characters_of_several_messages_are_refused(context):
     one = rollout("abc")
     one.completion = [
         {"role": "assistant", "content": "a"},
@@ -209,13 +209,13 @@ def test_characters_need_a_tokenizer():
 # --- turns ---------------------------------------------------------------------------------------------------------
 
 
-def test_turns_end_where_the_rollout_says_and_those_without_a_reward_abstain():
+def test_turns_end_as_the_rollout_says_and_may_abstain():
     one = rollout("abcdef", turn_ends=[1, 3, 6])
     assert shown([{0: resolve([(TurnEnd(1), 2.0)], one, None)}]) == [{0: [(1, None), (3, 2.0), (6, None)]}]
     assert shown([{0: resolve([(2, 1.0)], one, None)}]) == [{0: [(2, 1.0)]}]
 
 
-def test_without_turns_there_is_one_that_ends_with_the_completion():
+def test_without_turns_one_ends_with_the_completion():
     assert resolve([(TurnEnd(0), 1.0)], rollout("abc"), None) == [(3, 1.0)]
 
 
@@ -267,7 +267,7 @@ def test_a_sample_that_fails_costs_its_own_steps_alone(context):
     assert result.stats["rewards/choosy/failures"].value() == 1
 
 
-def test_rollouts_that_failed_have_no_steps_and_move_nobody_elses(context):
+def test_failed_rollouts_have_no_steps_and_move_no_others(context):
     rollouts = [rollout(text) for text in ["1;", "2;", "1;1;"]]
     rollouts[1].finish = FinishReason.ERROR
     result = suite(lines)([{"prompt": "?"}] * 3, rollouts, context)

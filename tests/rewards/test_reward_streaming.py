@@ -91,7 +91,7 @@ def test_rewards_counts_and_logs_are_those_of_one_call(streamed, context, rollou
     assert [value for name, value in context.metrics if name == "mean_place"] == [5.5, 1.0, 4.0, 7.0, 10.0]
 
 
-def test_an_ordinary_function_scores_a_group_at_a_time_and_an_async_one_all_there_are(context, rollout):
+def test_sync_functions_score_groups_and_async_ones_batches(context, rollout):
     lock, everybody_came = threading.Lock(), asyncio.Event()
     here, most = [], []
 
@@ -120,7 +120,7 @@ def test_an_ordinary_function_scores_a_group_at_a_time_and_an_async_one_all_ther
     assert rewards.tolist() == [[0.0, 1.0]] * len(TEXTS)
 
 
-def test_a_function_that_two_generations_want_at_once_is_called_by_one_at_a_time(context, rollout):
+def test_one_generation_at_a_time_calls_a_function(context, rollout):
     inside, most, began = 0, 0, threading.Event()
 
     def counts_those_inside(completions, **kwargs):
@@ -160,7 +160,7 @@ def test_a_group_is_scored_before_the_next_is_there(context, rollout):
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_group_on_which_a_function_hangs_costs_that_group_alone(streamed, kind):
+def test_a_hanging_group_costs_that_group_alone(streamed, kind):
     def hangs(completions, **kwargs):
         if number_of(completions) == 1:
             time.sleep(30)

@@ -26,7 +26,7 @@ def constant(value):
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def test_a_function_with_kwargs_receives_everything_and_one_without_only_what_it_names(context, rollout):
+def test_functions_receive_what_they_name_or_all_with_kwargs(context, rollout):
     seen = {}
 
     def everything(**kwargs):
@@ -74,7 +74,7 @@ def spoil(value):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_nothing_that_a_function_does_to_its_arguments_reaches_anybody_else(context, rollout, asynchronous):
+def test_changed_arguments_reach_no_other_function(context, rollout, asynchronous):
     def vandal(**kwargs):
         count = len(kwargs["completions"])
         spoil({name: value for name, value in kwargs.items() if isinstance(value, list)})
@@ -115,7 +115,7 @@ def test_objects_that_are_no_plain_data_are_given_as_they_are(context, rollout):
     assert RewardSuite(reward)([{"prompt": "p"}], [rollout("a", worlds=world)], context).rewards.tolist() == [[1.0]]
 
 
-def test_keywords_bound_by_partial_stay_bound_and_the_name_is_the_functions(score):
+def test_keywords_of_a_partial_stay_bound(score):
     def scaled(completions, factor):
         return [factor * len(text) for text in completions]
 
@@ -254,7 +254,7 @@ def test_what_is_no_reward_costs_its_own_sample(score, bad, message):
     assert stats["rewards/broken/failures"] == 1
 
 
-def test_rewards_that_no_sample_can_be_told_from_are_not_asked_for_one_by_one(score):
+def test_a_batch_without_distinct_samples_is_not_retried_singly(score):
     """A function that returns one number whatever it is given would seem to work."""
     calls = []
 
@@ -337,7 +337,7 @@ def test_ctrl_c_is_no_failure(score):
         score(RewardSuite(interrupted), ["a"])
 
 
-def test_a_task_that_exits_does_not_keep_others_from_their_answers(score):
+def test_a_task_that_exits_does_not_stop_others(score):
     async def exits():
         raise SystemExit(0)
 
@@ -365,7 +365,7 @@ def test_failing_on_every_sample_from_the_start_stops_the_run(score, function):
 
 
 @pytest.mark.filterwarnings("ignore::covey.rewards.RewardWarning")
-def test_a_function_that_has_worked_may_fail_on_two_batches_in_a_row(score):
+def test_a_function_that_worked_may_fail_on_two_batches(score):
     suite = RewardSuite(parses)
     score(suite, ["1"])
     for _ in range(2):
@@ -383,7 +383,7 @@ def test_returned_nan_counts_as_a_failure(score):
     assert rewards == [[None, 0.0], [1.0, 0.0]] and stats["rewards/lambda/failures"] == 1
 
 
-def test_a_function_that_needs_the_whole_group_reports_its_own_error(score):
+def test_a_function_of_whole_groups_reports_its_own_error(score):
     def relative(completions):
         if len(completions) == 1:
             return []  # a contract broken only because the sample is alone
@@ -440,7 +440,7 @@ def test_what_is_logged_is_plain_data(score, context):
         score(RewardSuite(reward), ["bad"] * 4)
 
 
-def test_a_failed_call_logs_nothing_and_retried_samples_are_joined(score, context):
+def test_a_failed_call_logs_nothing_and_retries_are_joined(score, context):
     def logs(completions, log_extra, log_metric):
         log_extra("raw", list(completions))
         values = [float(text) for text in completions]

@@ -116,7 +116,7 @@ class Endless(Exception):
             pass
 
 
-def test_functions_run_in_order_on_one_thread_and_keep_their_errors():
+def test_functions_run_in_order_on_one_thread_with_their_errors():
     worker = WorkerThread("covey-example")
     here, there, error = (worker.submit(work) for work in (threading.get_ident, threading.get_ident, lambda: 1 / 0))
     assert here.result(10) == there.result(10) != threading.get_ident()

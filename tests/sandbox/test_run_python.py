@@ -77,7 +77,7 @@ def test_it_has_a_directory_of_its_own_that_is_gone_afterwards():
     assert not Path(folder).exists()
 
 
-def test_installed_packages_can_be_imported_and_the_environment_cannot_be_seen(monkeypatch):
+def test_installed_packages_import_and_the_environment_is_hidden(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "hunter2")
     result = run_python("import os, numpy; print(numpy.arange(3).sum(), 'SECRET_KEY' in os.environ)", memory=2048 * MIB)
     assert result.stdout == "3 False\n"

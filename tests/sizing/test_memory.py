@@ -176,7 +176,7 @@ def test_half_precision_weights_halve_what_is_stored():
     assert m.weights == 7888 * 2
 
 
-def test_adapters_train_few_parameters_and_need_no_reference_copy():
+def test_adapters_train_few_parameters_without_a_reference():
     # rank 4 on q (16 -> 16) of two layers: 2 * 4 * (16 + 16) = 256
     m = estimate(LlamaConfig(**TINY), args(beta=0.1), peft={"r": 4, "target_modules": ["q_proj"]})
     assert m.trainable == 256

@@ -98,7 +98,7 @@ def test_the_tokens_and_patches_of_an_image():
     assert processed(processor, model.config, 3, SIZE).patches == 48
 
 
-def test_rows_with_images_are_padded_and_sampled_prompt_by_prompt():
+def test_rows_with_images_are_padded_and_sampled_by_prompt():
     config = tiny_vision.make("gemma3")[0].config
     args = GRPOConfig(bf16=False, max_completion_length=8, num_generations=4, use_cpu=True)
     shown = estimate(config, args, prompt_tokens=4, images=Images(8, 16, 768))

@@ -43,7 +43,7 @@ def counted(config, length, backward=False):
 
 
 @pytest.mark.parametrize("config", [TINY, Qwen2Config(**{**TINY.to_dict(), "tie_word_embeddings": True})])
-def test_operations_of_a_forward_pass_are_those_that_torch_counts(config):
+def test_operations_of_a_forward_pass_are_those_torch_counts(config):
     # One completion of 2 tokens after a prompt of 19: 20 positions are run. Eager attention multiplies all pairs, 400,
     # where causal ones are 210; and its head all positions, where 2 are wanted.
     size, length = ModelSize.of(config), 20

@@ -33,7 +33,7 @@ def states(model, optimizer):
     return [*(p.detach() for p in model.parameters()), *optimizer_tensors(optimizer)]
 
 
-def test_training_goes_on_bit_by_bit_after_being_moved_away_and_back():
+def test_training_is_the_same_after_offloading_and_loading():
     expected = states(*trained(4))
     device = torch.device("cpu")
     moved = states(

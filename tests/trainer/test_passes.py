@@ -90,7 +90,7 @@ def test_the_budget_does_not_change_the_gradient(tmp_path, expected, layout, tok
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_memory_running_out_in_any_forward_pass_does_not_change_the_gradient(tmp_path, expected, number):
+def test_out_of_memory_in_a_forward_pass_changes_no_gradient(tmp_path, expected, number):
     trainer, ours = gradients_of_one_step(
         tmp_path, lambda t: failing(t, lambda n, batch: n == number), max_tokens_per_micro_batch=75
     )
@@ -104,7 +104,7 @@ def test_every_pass_of_more_than_one_rollout_may_fail(tmp_path, expected):
 
 
 @pytest.mark.parametrize("layers", [0, 5, 13])
-def test_memory_running_out_in_the_middle_of_a_backward_pass_leaves_no_trace(tmp_path, expected, layers):
+def test_out_of_memory_in_a_backward_pass_leaves_no_trace(tmp_path, expected, layers):
     """The failed attempt has added to some gradients and not to others."""
 
     def prepare(trainer):
@@ -224,7 +224,7 @@ FAILURES = [(1, None, None), (5, None, None), (3, 1, None), (3, 5, None), (5, 3,
     ("before", "first", "second", "third"),
     [*((False, *one) for one in FAILURES), *((True, *one) for one in FAILURES[::3])],
 )
-def test_failures_within_the_repetition_of_a_failure_leave_no_trace(before, first, second, third):
+def test_failures_in_a_repeated_pass_leave_no_trace(before, first, second, third):
     """`before`: a pass that went well came first."""
     plain, chain = Chain([]), Chain([*[None] * before, first, second, third])
     batch = batch_of(8, 3)
@@ -263,7 +263,7 @@ def test_it_is_said_once_with_the_setting_to_use(tmp_path):
     assert sum("max_tokens_per_micro_batch" in str(w.message) for w in caught) == 1
 
 
-def test_a_rollout_too_long_for_the_memory_ends_the_run_with_advice(tmp_path):
+def test_a_rollout_beyond_the_memory_ends_the_run_with_advice(tmp_path):
     trainer = runs.trainer(tmp_path)
     failing(trainer, lambda n, batch: True)
     with pytest.raises(torch.OutOfMemoryError, match=r"single rollout of .* gradient_checkpointing=True"):

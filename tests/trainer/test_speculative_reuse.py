@@ -75,7 +75,7 @@ def test_drafts_change_no_completion_and_no_weight(tmp_path, learning_rate):
 
 
 @pytest.mark.parametrize("choice", [{"dynamic_sample": True}, {"prompt_sampler": "difficulty"}], ids=str)
-def test_drafts_change_nothing_either_where_rewards_choose_the_prompts(tmp_path, choice):
+def test_drafts_change_nothing_where_rewards_choose_prompts(tmp_path, choice):
     settings = {**choice, "parts": {"reward_funcs": starts_even}, "learning_rate": 1e-3}
     reusing, completions = watched(tmp_path / "a", **settings)
     reusing.train()

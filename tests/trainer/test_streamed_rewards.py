@@ -139,7 +139,7 @@ def test_a_rollout_is_scored_while_its_siblings_go_on(tmp_path, kind):
     assert runs.history(trained, "rollouts/failed") == [0.0]
 
 
-def test_a_log_and_the_timeline_tell_what_was_scored_beside_sampling(tmp_path):
+def test_log_and_timeline_show_what_was_scored_during_sampling(tmp_path):
     @per_completion
     async def judge(completions, **kwargs):
         await asyncio.sleep(0.05)

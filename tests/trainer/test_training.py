@@ -81,7 +81,7 @@ def test_accumulation_does_not_change_the_update(tmp_path, loss_type):
         torch.testing.assert_close(whole, cut, rtol=1e-5, atol=1e-6)
 
 
-def test_skipping_rollouts_without_signal_does_not_change_the_update(tmp_path, monkeypatch):
+def test_skipping_rollouts_without_signal_changes_no_update(tmp_path, monkeypatch):
     def half(completions, prompts, **kwargs):  # constant within every other group
         return [float(len(c)) if int(p[0]) % 2 else 1.0 for c, p in zip(completions, prompts, strict=True)]
 
@@ -118,7 +118,7 @@ def test_a_reward_without_variance_changes_nothing(tmp_path):
     assert runs.history(trained, "loss") == [0.0, 0.0]
 
 
-def test_a_step_on_parts_of_two_generations_divides_by_its_share_of_both(tmp_path, monkeypatch):
+def test_a_step_over_two_generations_divides_by_its_shares(tmp_path, monkeypatch):
     # Three micro-batches a generation, two a step: the second step takes one micro-batch of each of two generations,
     # and dapo divides by a third of the one's tokens and a third of the other's.
     trained = runs.trainer(tmp_path, steps_per_generation=3, max_steps=3, max_completion_length=30, seed=3)
@@ -368,7 +368,7 @@ def test_an_epoch_goes_through_every_prompt(tmp_path):
     assert trained.state.global_step == 4  # 8 prompts x 4 completions / (4 x 2 per update)
 
 
-def test_the_bonus_is_the_difference_between_the_loss_and_the_policy_loss(tmp_path):
+def test_the_bonus_is_the_loss_minus_the_policy_loss(tmp_path):
     trained = runs.trainer(tmp_path, entropy_coef=0.1, max_steps=2)
     trained.train()
     for entry in trained.state.log_history[:2]:
@@ -401,7 +401,7 @@ def test_evaluations_of_the_same_weights_agree(tmp_path):
     assert trained.predict(tiny.rows(4)).metrics["test_reward"] == first["eval_reward"]
 
 
-def test_an_engine_that_does_not_sample_from_the_policy_is_found_out(tmp_path):
+def test_an_engine_that_samples_from_another_policy_is_detected(tmp_path):
     trained = runs.trainer(tmp_path)
     other = tiny.model(seed=1)
     trained.collector.engine._model = lambda: other
@@ -436,7 +436,7 @@ def test_the_logged_loss_is_the_formulas(tmp_path, monkeypatch, loss_type, gener
     assert runs.history(trained, "loss")[0] == pytest.approx(expected, abs=1e-5)
 
 
-def test_asking_for_transformers_continuous_batching_samples_with_the_built_in_engine(tmp_path):
+def test_continuous_batching_means_the_built_in_engine(tmp_path):
     with pytest.warns(UserWarning, match="batches continuously itself"):
         asked = runs.trainer(tmp_path / "asked", use_transformers_continuous_batching=True, speculative_reuse="exact")
     usual = runs.trainer(tmp_path / "usual", speculative_reuse="exact")

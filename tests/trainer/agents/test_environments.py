@@ -232,7 +232,7 @@ def test_an_evaluation_closes_its_environments(tmp_path):
     assert Counter.made == Counter.closed == 8
 
 
-def test_an_environment_that_cannot_be_closed_does_not_end_the_run(tmp_path):
+def test_an_environment_that_fails_to_close_ends_no_run(tmp_path):
     class Clings(Counter):
         def close(self):
             raise OSError("still there")

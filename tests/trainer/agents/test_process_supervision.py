@@ -214,7 +214,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_advantages_equal_loops_over_completions_steps_and_tokens(tmp_path, case):
+def test_advantages_equal_loops_over_steps_and_tokens(tmp_path, case):
     method, functions, weights, options = CASES[case]
     probe = Probe(tmp_path, method, functions, reward_weights=weights, **options)
     assert len(probe.lengths) == 8 and len(set(probe.lengths)) > 1
@@ -254,7 +254,7 @@ def test_one_step_at_the_last_token_is_the_outcome(tmp_path, method, settings):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_two_functions_of_single_steps_are_gdpo_of_their_outcomes(tmp_path):
+def test_two_functions_of_single_steps_are_gdpo_of_outcomes(tmp_path):
     """Normalised one by one, added up, normalised once more: with steps at the last token exactly as with numbers."""
     settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.3]}
 
@@ -309,7 +309,7 @@ def only_first(completion_ids, **kwargs):
     return [[(0, float(ids[0] % 2))] for ids in completion_ids]
 
 
-def test_a_policy_learns_from_the_tokens_that_answer_for_a_step_alone(tmp_path):
+def test_a_policy_learns_only_from_tokens_that_answer_for_a_step(tmp_path):
     """Tokens after the last step have advantage 0; with them masked out the update is the same."""
 
     def first_tokens_alone(batch):
@@ -346,7 +346,7 @@ def test_truncated_completions_are_left_out_with_their_steps(tmp_path):
         assert got == pytest.approx(tokens, rel=1e-5, abs=1e-6)
 
 
-def test_rollouts_without_any_advantage_are_skipped_and_those_with_one_token_are_not(tmp_path):
+def test_rollouts_are_skipped_if_no_token_has_an_advantage(tmp_path):
     def one_group(completion_ids, **kwargs):
         return [[(0, float(i == 1)), (len(ids) - 1, 0.5)] for i, ids in enumerate(completion_ids[:4])] + [
             [(0, 0.25)] for _ in completion_ids[4:]
@@ -417,7 +417,7 @@ def test_a_resumed_run_goes_on_with_the_credit_it_had(tmp_path):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_steps_of_generations_that_are_sampled_ahead_survive_a_checkpoint(tmp_path, streamed):
+def test_steps_of_async_rollouts_survive_a_checkpoint(tmp_path, streamed):
     """What is under way is saved as rollouts, and scored when its turn comes, or before it: the same either way."""
 
     def make(folder, **saving):
@@ -448,7 +448,7 @@ def moved(prompts, completion_ids, **kwargs):
     return out
 
 
-def test_a_group_whose_sums_are_equal_but_whose_steps_differ_has_a_signal(tmp_path):
+def test_equal_sums_of_different_steps_are_a_signal(tmp_path):
     parts = {"train_dataset": tiny.rows(16), "reward_funcs": moved}
     settings = {"dynamic_sample": True, "max_resample_times": 8, "max_steps": 3, "step_discount": 0.5}
     trained = runs.trainer(tmp_path, parts=parts, **settings)

@@ -137,7 +137,7 @@ def of(finish, count):
     return [Rollout([1], [], [], None, "", finish, error="no server" if finish is ERROR else None)] * count
 
 
-def test_the_run_ends_where_the_rollouts_of_all_processes_failed_and_not_where_those_of_one_did():
+def test_the_run_ends_if_rollouts_of_all_processes_failed():
     """One process has few rollouts, which may all fail by chance."""
     working = [[], 0, 4]
     watch = FailureMonitor(lambda mine: [mine, working])

@@ -90,7 +90,7 @@ def test_mt_grpo(tmp_path):
         assert tokens[first:] == pytest.approx([outcome] * (len(tokens) - first), abs=1e-6)
 
 
-def test_every_turn_is_compared_with_its_like_and_answers_for_those_after_it(tmp_path):
+def test_turns_compare_with_their_like_and_answer_for_later_ones(tmp_path):
     rewards = Turns()
     got = batch_of(tmp_path, rewards, ["per_turn"], step_baseline="turn", step_discount=0.5)
     firsts, seconds = (relative([pairs[turn] for pairs in rewards.of_turns]) for turn in (0, 1))

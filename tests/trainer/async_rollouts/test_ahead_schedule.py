@@ -124,7 +124,7 @@ def test_weights_are_as_old_as_they_may_be_and_never_older(cut, staleness):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_schedule_knows_when_the_training_of_every_generation_begins(cut):
+def test_the_schedule_knows_the_first_step_of_every_generation(cut):
     run = Run(1, CUTS[cut], max_steps=9)
     taken = run.go()
     assert [step for step, _ in taken] == [run.ahead.schedule.begins(flight.generation) for _, flight in taken]
@@ -150,7 +150,7 @@ def test_one_step_ahead_is_launched_before_the_step_is_trained():
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_prompts_seeds_and_content_are_those_of_the_synchronous_run(cut):
+def test_prompts_and_seeds_are_those_of_the_synchronous_run(cut):
     a = CUTS[cut]
     synchronous = []
     engine = ScriptedEngine(seeds_and_prompts)
@@ -180,7 +180,7 @@ def test_a_stream_is_read_ahead_in_its_own_order():
     assert drawn == [names[0:2], names[2:4], names[4:6], names[0:2], names[2:4]]
 
 
-def test_an_engine_that_takes_no_weights_in_flight_is_left_alone_until_it_has_answered():
+def test_weights_wait_for_answers_of_an_engine_that_needs_it():
     run = Run(4, max_steps=6, traits=EngineTraits())
     open_when_sent = []
     send = run.ahead.send_weights
@@ -195,7 +195,7 @@ def test_an_engine_that_takes_no_weights_in_flight_is_left_alone_until_it_has_an
     assert len(open_when_sent) > 1 and not any(any(flags) for flags in open_when_sent)
 
 
-def test_what_was_sampled_ahead_survives_a_checkpoint_and_what_failed_is_sampled_with_current_weights():
+def test_checkpoints_keep_rollouts_and_resample_failed_ones():
     def facts(flights):
         return [(f.generation, f.version, f.key, [r.completion_ids for r in f.rollouts()]) for f in flights]
 
@@ -241,7 +241,7 @@ def test_data_that_begin_anew_are_followed():
     run.ahead.close()
 
 
-def test_a_failure_in_the_background_surfaces_when_its_generation_is_needed():
+def test_a_background_failure_surfaces_with_its_generation():
     run = Run(1)
     second = run.a.prompts_per_generation  # the place of the second generation's first request
 

@@ -49,7 +49,7 @@ ONE_BY_DEFAULT = [pytest.param(name, marks=[pytest.mark.slow] * (name != "a grou
 
 
 @pytest.mark.parametrize("player", ONE_BY_DEFAULT)
-def test_prompts_and_completions_are_those_of_the_synchronous_run(tmp_path, player):
+def test_samples_are_those_of_the_synchronous_run(tmp_path, player):
     found = {}
     for staleness in (0, 1, 4):
         trainer = play(tmp_path / str(staleness), player, staleness)
@@ -96,7 +96,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(tmp_path, player, staleness
     same(straight, resumed, "rollouts/turns", exact=not staleness)
 
 
-def test_an_evaluation_is_played_too_and_leaves_the_run_as_it_was(tmp_path):
+def test_an_evaluation_is_played_without_effect_on_the_run(tmp_path):
     straight = play(tmp_path / "a", "one rollout", 1, CopyEngine(tiny.model()))
     straight.train()
     looks = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
@@ -130,7 +130,7 @@ def test_what_a_checkpoint_cannot_hold_is_sampled_again(tmp_path):
 
 
 @pytest.mark.parametrize("player", ["one rollout", "a group"])
-def test_first_turns_are_sampled_with_the_weights_that_the_generation_was_launched_with(tmp_path, player):
+def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player):
     """The engine has them all before it gets newer weights, though functions run on another thread, and slowly."""
 
     async def slowly(row, engine):

@@ -51,7 +51,7 @@ def threads():
 
 
 @pytest.mark.parametrize("cut", [{}, CYCLE, {"gradient_accumulation_steps": 4, "steps_per_generation": 2}])
-def test_prompts_and_completions_are_those_of_the_synchronous_run(tmp_path, cut):
+def test_samples_are_those_of_the_synchronous_run(tmp_path, cut):
     found = {}
     for staleness in (0, 1, 4):
         trainer = ahead(tmp_path / str(staleness), staleness, max_steps=7, **cut)
@@ -72,7 +72,7 @@ def test_one_step_ahead_is_one_step_old_but_for_the_first(tmp_path):
     assert runs.history(trainer, "sampling/staleness/max") == [0, 1, 1, 1, 1, 1]
 
 
-def test_staleness_counts_optimizer_steps_also_where_a_generation_feeds_several(tmp_path):
+def test_staleness_counts_optimizer_steps_of_one_generation_too(tmp_path):
     # four steps a generation: with 1, the next one is launched at the last of them; with 4, at the first
     for staleness, launched in ((1, [0, 3, 7]), (4, [0, 0, 4])):
         trainer = ahead(tmp_path, staleness, max_steps=12, **CYCLE)
@@ -117,7 +117,7 @@ def test_weights_that_an_engine_did_not_take_end_the_run(tmp_path):
 # ---- overlap ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_generation_is_sampled_while_the_one_before_it_is_trained_on(tmp_path):
+def test_a_generation_is_sampled_while_the_last_is_trained_on(tmp_path):
     # Each waits for the other: the training of step n until the requests of generation n + 1 have come, and these, from
     # generation 1 on, until the training of step n has begun. Done by turns, neither would ever go on.
     engine, waited = scripted(), []
@@ -173,7 +173,7 @@ def test_rewards_can_be_worked_out_ahead_too(tmp_path):
     assert lanes[:6] == ["MainThread"] * 6 and len(lanes) == 18 and "MainThread" not in lanes[6:]
 
 
-def test_gradients_are_off_for_engine_and_rewards_as_they_are_by_turns(tmp_path):
+def test_gradients_are_off_for_engine_and_rewards(tmp_path):
     modes = {}
     for staleness in (0, 1):
         engine, seen = scripted(), set()
@@ -209,7 +209,7 @@ def kept_batches(trainer):
 
 
 @pytest.mark.parametrize(("cut", "method"), [({}, "grpo"), (CYCLE, "rloo")], ids=["on-policy", "several updates"])
-def test_stale_tokens_weigh_the_weights_that_train_over_those_that_sampled(tmp_path, cut, method):
+def test_stale_tokens_weigh_training_over_sampling_weights(tmp_path, cut, method):
     model = tiny.model()
     settings = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
     trainer = ahead(tmp_path, 1, CopyEngine(model), method, {"model": model}, **settings, **cut)
@@ -244,7 +244,7 @@ def test_engine_and_trainer_are_compared_on_fresh_samples_alone(tmp_path):
     assert trainer.behaviour.engine_check._left == 0  # both checks were made, the second with samples of its own
 
 
-def test_an_engine_that_pretends_to_take_weights_is_found_out_after_the_first_update(tmp_path):
+def test_an_engine_that_ignores_weights_is_detected(tmp_path):
     class Pretends(CopyEngine):
         def load_weights(self, update):
             if self.version is None:
@@ -257,7 +257,7 @@ def test_an_engine_that_pretends_to_take_weights_is_found_out_after_the_first_up
     assert trainer.state.global_step == 1
 
 
-def test_a_run_whose_end_comes_before_the_second_check_ends_all_the_same(tmp_path):
+def test_a_run_may_end_before_the_second_check(tmp_path):
     # resumed at its last step, whose generation the checkpoint holds: nothing is launched, so nothing is sampled
     parts = {"eval_dataset": tiny.rows(2)}
     looks = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 3}
@@ -281,7 +281,7 @@ def test_the_samples_for_the_check_change_nothing_about_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("staleness", [3])
-def test_an_evaluation_sees_current_weights_and_leaves_the_run_as_it_was(tmp_path, staleness):
+def test_an_evaluation_has_current_weights_and_no_effect(tmp_path, staleness):
     engine = CopyEngine(tiny.model())
     parts = {"eval_dataset": tiny.rows(2)}
     looks = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
@@ -369,7 +369,7 @@ def test_a_checkpoint_of_a_run_ahead_can_go_on_less_far_ahead(tmp_path):
     assert [(step, versions) for step, _, _, versions in found] == [(3, [3]), (4, [3]), (5, [4]), (6, [5]), (7, [6])]
 
 
-def test_a_run_that_goes_on_from_weights_alone_begins_its_schedule_there(tmp_path):
+def test_a_run_resumed_from_weights_alone_begins_its_schedule(tmp_path):
     ahead(tmp_path, 2, save_strategy="steps", save_steps=3, save_only_model=True).train()
     resumed = ahead(tmp_path, 2)
     found = noted(resumed)
@@ -389,7 +389,7 @@ def test_no_thread_is_left_when_training_has_ended(tmp_path):
     assert trainer.state.global_step == 6 and threads() == []
 
 
-def test_a_lost_server_ends_the_run_with_its_own_message_when_its_samples_are_needed(tmp_path):
+def test_a_lost_server_ends_the_run_once_its_samples_are_needed(tmp_path):
     def gone(number):
         if number >= 6:  # the fourth generation
             raise ConnectionError("the server at http://localhost:8000 is gone")
@@ -412,7 +412,7 @@ class Interrupts(TrainerCallback):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of a callback")])
-def test_an_error_in_the_main_thread_does_not_wait_for_what_is_sampled(tmp_path, error):
+def test_an_error_in_the_main_thread_does_not_wait_for_sampling(tmp_path, error):
     def at_last_for_ever(number):
         return 0.0 if number < 6 else 3600.0
 
@@ -436,7 +436,7 @@ def test_a_run_that_is_stopped_early_leaves_nothing_behind(tmp_path):
 # ---- which engines ---------------------------------------------------------------------------------------------------
 
 
-def test_the_built_in_engine_cannot_sample_while_its_weights_are_trained(tmp_path):
+def test_the_built_in_engine_cannot_sample_during_training(tmp_path):
     with pytest.raises(
         ValueError, match=r"max_staleness=1 with the built-in engine.*cannot be trained at the same time"
     ):

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*was started with")
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_servers_sample_while_the_policy_trains_and_weights_arrive(tmp_path, staleness):
+def test_servers_sample_while_the_policy_trains(tmp_path, staleness):
     server = FakeVllm(tiny.model(), token_delay=0.05).start()
     given = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": [server.url], "vllm_server_timeout": 10.0}
     settings = {"max_steps": 8, "max_staleness": staleness, "max_completion_length": 12}

@@ -33,7 +33,7 @@ def test_it_is_not_swallowed_by_what_catches_exceptions():
             time.sleep(60)
 
 
-def test_without_a_reason_nothing_happens_and_the_handler_is_put_back():
+def test_without_a_reason_only_the_handler_is_restored():
     before = signal.getsignal(signal.SIGURG)
     asked = []
     with interrupted_when(lambda: asked.append(1)):

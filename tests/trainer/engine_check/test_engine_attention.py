@@ -49,7 +49,7 @@ def test_every_generation_is_sampled_from_the_policy(tmp_path, config):
     assert len(gaps) == 3 and max(gaps) < 1e-3
 
 
-def test_an_engine_that_goes_wrong_after_the_first_generation_is_found_out(tmp_path):
+def test_an_engine_wrong_after_the_first_generation_is_detected(tmp_path):
     trained = runs.trainer(tmp_path)
     collect, calls = trained.collector.collect, []
 

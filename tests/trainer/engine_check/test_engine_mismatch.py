@@ -53,7 +53,7 @@ def gathered(trainer):
 
 
 @pytest.mark.parametrize("policy", [ON_POLICY, OFF_POLICY], ids=["on-policy", "off-policy"])
-def test_tokens_weigh_as_the_trainer_finds_them_more_probable_than_the_engine_did(tmp_path, policy):
+def test_token_weights_are_trainer_over_engine_probabilities(tmp_path, policy):
     trainer = foreign(tmp_path, vllm_importance_sampling_clip_max=1.5, vllm_importance_sampling_clip_min=0.8, **policy)
     kept, surrogate, used = gathered(trainer), trainer.context.algorithm.objective.surrogate, []
 
@@ -77,7 +77,7 @@ def test_tokens_weigh_as_the_trainer_finds_them_more_probable_than_the_engine_di
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo", "gmpo"])
-def test_weights_of_the_training_pass_and_of_a_pass_before_it_make_the_same_update(tmp_path, loss_type):
+def test_training_and_scoring_pass_give_the_same_update(tmp_path, loss_type):
     results = []
     for before in (False, True):
         trainer = foreign(tmp_path, loss_type=loss_type, optim="sgd", max_grad_norm=0)
@@ -90,7 +90,7 @@ def test_weights_of_the_training_pass_and_of_a_pass_before_it_make_the_same_upda
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_cut_into_micro_batches_does_not_change_the_corrected_update(tmp_path):
+def test_micro_batches_do_not_change_the_corrected_update(tmp_path):
     results = []
     for rows, steps in ((16, 1), (2, 8)):
         trainer = foreign(
@@ -107,7 +107,7 @@ def test_the_cut_into_micro_batches_does_not_change_the_corrected_update(tmp_pat
         torch.testing.assert_close(whole, cut, rtol=1e-5, atol=1e-6)
 
 
-def test_a_mask_that_drops_everything_leaves_the_weights_as_they_are(tmp_path):
+def test_a_mask_that_drops_everything_changes_no_weight(tmp_path):
     # every log-prob is reported 5 nats too low: ρ is around e^5 and beyond the bound of 3
     model = tiny.model()
     trainer = runs.trainer(
@@ -224,7 +224,7 @@ def test_switched_off_nothing_is_weighed(tmp_path, recwarn):
 # ---- what cannot be compared -----------------------------------------------------------------------------------------
 
 
-def test_log_probs_after_a_cut_are_not_compared_with_those_before(tmp_path):
+def test_log_probs_after_and_before_a_cut_are_not_compared(tmp_path):
     trainer = runs.trainer(tmp_path, top_k=5, correct_built_in_engine=True, off_policy_mask_threshold=0.1, **OFF_POLICY)
     with pytest.warns(UserWarning, match="not corrected: it reports log-probs after top_k had their effect"):
         sample_from(
@@ -238,14 +238,14 @@ def test_log_probs_after_a_cut_are_not_compared_with_those_before(tmp_path):
     assert all(batch.engine_logprobs is None for batch, _ in kept)
 
 
-def test_without_a_cut_such_an_engine_is_corrected_like_any_other(tmp_path):
+def test_without_a_cut_the_engine_is_corrected_like_others(tmp_path):
     trainer = runs.trainer(tmp_path, temperature=0.8)
     sample_from(trainer, traits=EngineTraits(reports_after_cut=True))
     assert trainer.context.algorithm.objective.correction is not None
 
 
 @pytest.mark.parametrize("extra", ["logit_bias", "presence_penalty", "structured_outputs"])
-def test_settings_of_the_engines_own_may_reshape_the_distribution_too(tmp_path, extra):
+def test_engine_settings_may_reshape_the_distribution_too(tmp_path, extra):
     trainer = runs.trainer(tmp_path)
     trainer.rollouts.params = replace(trainer.rollouts.params, extra={extra: 1, "skip_special_tokens": False})
     with pytest.warns(UserWarning, match=f"after {extra} had"):

@@ -81,7 +81,7 @@ def test_each_cause_is_named(engine, settings, says):
 
 
 @pytest.mark.parametrize(("engine", "settings", "says"), [case[1:] for case in CAUSES], ids=[c[0] for c in CAUSES])
-def test_each_cause_is_named_whatever_stands_at_tokens_that_were_not_sampled(engine, settings, says):
+def test_each_cause_is_named_whatever_unsampled_tokens_hold(engine, settings, says):
     rollouts = batch()
     rollouts.sampled[7:10] = False
     compared = comparison(torch.where(rollouts.sampled, engine, 50.0), rollouts=rollouts, **settings)
@@ -206,7 +206,7 @@ def test_a_process_without_tokens_takes_part_and_waits_for_some():
 
 
 @pytest.mark.parametrize("untold", [0, 1])
-def test_what_the_policy_did_not_sample_and_what_nobody_told_of_are_not_compared(untold):
+def test_unsampled_and_unreported_tokens_are_not_compared(untold):
     """Results of tools have log-prob 0.0; a rollout of the user's own making may come without any."""
     engine = score(batch())
     rollouts = reporting(engine.clone())
@@ -221,7 +221,7 @@ def test_what_the_policy_did_not_sample_and_what_nobody_told_of_are_not_compared
         check()(rollouts)
 
 
-def test_rollouts_with_something_to_compare_are_found_among_others():
+def test_comparable_rollouts_are_found_among_others():
     five = rollouts_of_one_token(5)
     five.sampled[:2], five.sampled[3:] = False, False
     look, asked = counting_check()
@@ -253,7 +253,7 @@ def rollouts_of_one_token(count):
     return made
 
 
-def test_a_policy_that_is_broken_itself_is_not_blamed_on_the_engine():
+def test_a_broken_policy_is_not_blamed_on_the_engine():
     check(rescore=lambda rollouts, temperature: score(rollouts) * math.nan)(reporting(score(batch())))
 
 
@@ -265,7 +265,7 @@ def test_the_built_in_engine_is_said_to_misread_the_model():
 # ---- in a run --------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_at_another_temperature_ends_the_run_before_anything_is_trained(tmp_path):
+def test_another_temperature_ends_the_run_before_any_training(tmp_path):
     trainer = sample_from(runs.trainer(tmp_path, temperature=0.7), temperature=1.0)
     before = runs.weights(trainer)
     with pytest.raises(ValueError, match=r"temperature 1 instead of 0\.7"):
@@ -274,7 +274,7 @@ def test_an_engine_at_another_temperature_ends_the_run_before_anything_is_traine
     assert trainer.scorer.temperature == 0.7
 
 
-def test_an_engine_that_does_not_take_new_weights_is_found_out_after_the_first_update(tmp_path):
+def test_an_engine_with_old_weights_is_detected_after_one_update(tmp_path):
     trainer = runs.trainer(tmp_path, learning_rate=0.1)
     sample_from(trainer, model=perturbed(trainer.model, 0.0))
     with pytest.raises(ValueError, match="stale weights"):

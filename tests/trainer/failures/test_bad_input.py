@@ -80,7 +80,7 @@ def test_an_eval_batch_size_matters_only_with_an_eval_dataset(bench):
     bench.build({"per_device_eval_batch_size": 3})
 
 
-def test_a_run_that_ended_goes_on_from_its_checkpoint_as_if_nothing_had_happened(bench):
+def test_an_interrupted_run_resumes_exactly_from_its_checkpoint(bench):
     def breaks_at_step_two(completion_ids, trainer_state, **kwargs):
         if trainer_state.global_step == 2:
             raise KeyboardInterrupt

@@ -209,7 +209,7 @@ def test_what_may_be_a_hub_id(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_config_is_written_without_its_secrets_and_copied_with_them(tmp_path):
+def test_a_config_is_written_without_its_secrets(tmp_path):
     import copy
 
     config = runs.config(tmp_path, hub_token="hf_secret")
@@ -218,7 +218,7 @@ def test_a_config_is_written_without_its_secrets_and_copied_with_them(tmp_path):
     assert pickle.loads(pickle.dumps(config)).num_generations == config.num_generations
 
 
-def test_a_token_among_the_models_arguments_is_nowhere_to_be_read(tmp_path, tiny_folder):
+def test_a_token_among_the_models_arguments_is_never_shown(tmp_path, tiny_folder):
     settings = {
         "model_init_kwargs": {"token": "hf_secret", "dtype": "float32"},
         "save_strategy": "steps",

@@ -149,7 +149,7 @@ def test_a_trainer_needs_a_model_or_its_maker():
         GRPOTrainer(reward_funcs=runs.longer)
 
 
-def test_a_schedule_of_another_kind_gets_no_settings_of_the_first(tmp_path):
+def test_another_kind_of_schedule_gets_no_old_settings(tmp_path):
     config = runs.config(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=1)
     assert config.lr_scheduler_kwargs == {"mode": "max"}
     assert not config.with_changes(lr_scheduler_type="linear").lr_scheduler_kwargs

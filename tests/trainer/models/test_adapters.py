@@ -172,7 +172,7 @@ def test_the_reference_of_a_trained_adapter_is_that_adapter(tmp_path, method):
     assert torch.equal(trained.model(ids).logits, now)  # and the policy is itself again
 
 
-def test_resuming_a_trained_adapter_is_exact_and_keeps_its_reference(tmp_path):
+def test_resuming_an_adapter_is_exact_and_keeps_its_reference(tmp_path):
     def make():
         saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "beta": 0.1}
         return runs.trainer(tmp_path, parts={"model": with_a_trained_adapter()}, **saving)

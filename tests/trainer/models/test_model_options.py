@@ -161,7 +161,7 @@ def remote(tmp_path):
     return str(path)
 
 
-def test_code_of_a_checkpoint_runs_where_it_is_trusted_and_nowhere_else(tmp_path, remote):
+def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path, remote):
     with pytest.raises(ValueError, match=r"code of its own, .* Read it, then set trust_remote_code=True"):
         runs.trainer(tmp_path / "run", parts={"model": remote, "processing_class": None})
     trainer = trained(tmp_path / "run", remote, trust_remote_code=True)

@@ -163,7 +163,7 @@ def test_only_the_adapter_moves_and_reloads(tmp_path, folder, method, checkpoint
     torch.testing.assert_close(loaded(IDS).logits, trained.model.train()(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_it_may_be_asked_for_in_model_init_kwargs_and_resumes_exactly(tmp_path, folder):
+def test_model_init_kwargs_may_ask_for_it_and_resuming_is_exact(tmp_path, folder):
     asked = json.dumps({"quantization_config": NF4})
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "model_init_kwargs": asked}
     straight = trainer_of(folder, tmp_path, **saving)
@@ -185,7 +185,7 @@ def one_process():
     torch.distributed.destroy_process_group()
 
 
-def test_weights_that_fsdp2_shares_out_are_sent_and_sampled_from_as_whole_ones(folder, one_process):
+def test_weights_sharded_by_fsdp2_are_sent_and_sampled_whole(folder, one_process):
     from torch.distributed.fsdp import fully_shard
 
     policy = quantised(folder, {**NF4, "bnb_4bit_quant_storage": "float32"})
@@ -216,7 +216,7 @@ def test_weights_that_fsdp2_shares_out_are_sent_and_sampled_from_as_whole_ones(f
         ({**NF4, "bnb_4bit_quant_storage": "float32"}, "FSDP2", "bfloat16", "Set bnb_4bit_quant_storage='bfloat16'"),
     ],
 )
-def test_what_cannot_be_spread_over_processes_is_refused_before_it_is_loaded(settings, sharding, computes_in, says):
+def test_what_cannot_be_sharded_is_refused_before_loading(settings, sharding, computes_in, says):
     kinds = [settings] if "quant_method" in settings else [settings, BitsAndBytesConfig(**settings)]
     for quantization in kinds:
         with pytest.raises(ValueError, match=says):
@@ -231,7 +231,7 @@ def test_what_can_be_spread_is_not_refused():
     check_shardable(None, "ZeRO-3", None)
 
 
-def test_weights_quantised_by_torchao_are_trained_under_an_adapter_and_not_sent_as_a_checkpoint(folder, tmp_path):
+def test_weights_of_torchao_train_an_adapter_and_are_not_sent(folder, tmp_path):
     pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig

@@ -21,7 +21,7 @@ from tests.trainer.vision.test_vision_training import FAMILIES, codec_of, rollou
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_are_found_among_tokens_that_somebody_else_put_together(family):
+def test_images_are_found_among_tokens_of_a_rollout_function(family):
     """What is found says the same to the model as what the processor made with the text: log-probs are equal."""
     model, processor = tiny_vision.make(family)
     vision = codec_of(model, processor).vision
@@ -61,7 +61,7 @@ def collected(made):
     return kept
 
 
-def test_a_function_gets_the_rows_images_and_what_it_samples_is_scored_with_them(tmp_path):
+def test_a_function_gets_images_and_is_scored_with_them(tmp_path):
     """The prompts show the rows' pictures; the engine, which sees them, and the scorer agree."""
     seen = []
 
@@ -193,7 +193,7 @@ def test_a_picture_larger_than_the_context_costs_its_row(tmp_path):
 
 
 @pytest.mark.parametrize("expands", [True, False])
-def test_a_token_of_an_image_that_the_policy_writes_does_not_become_the_next_image(expands):
+def test_a_sampled_image_token_does_not_become_the_next_image(expands):
     """An engine that looks for images itself would find that one first; the built-in one is told where they are."""
     model, processor = tiny_vision.make("gemma3")
     codec = codec_of(model, processor)

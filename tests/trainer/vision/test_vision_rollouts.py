@@ -92,7 +92,7 @@ def test_pictures_that_tools_return_are_seen(tmp_path):
         assert not any(rollout.sampled[last.start - len(rollout.prompt_ids) :][: last.length])
 
 
-def test_the_tokens_after_a_turn_are_those_of_the_whole_conversation():
+def test_tokens_after_a_turn_are_those_of_the_conversation():
     model, processor = tiny_vision.make(GEMMA)
     codec = codec_of(model, processor)
     turns = TurnTemplate(codec.tokenizer, end_ids=[1], vision=codec.vision)

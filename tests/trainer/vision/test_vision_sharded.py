@@ -10,7 +10,7 @@ WAYS = [pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("zero3", mar
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_processes_train_on_rows_of_images_and_of_text_as_one_does(tmp_path, way):
+def test_two_processes_train_on_images_and_text_as_one_does(tmp_path, way):
     """Passes of text beside passes with images: encoding images takes both processes, so both do it in every pass."""
     alone = vision_runs.train(tmp_path / "alone")
     accelerate(way, str(HERE / "vision_runs.py"), str(tmp_path), seconds=300)

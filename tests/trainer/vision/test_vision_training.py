@@ -169,7 +169,7 @@ def test_frozen_parts_keep_their_weights(family, frozen, tmp_path):
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.values == ("qwen3_vl_moe",)])
-def test_an_image_beside_a_batch_of_text_has_no_part_in_the_load_of_experts(family):
+def test_an_added_image_does_not_count_in_the_load_of_experts(family):
     """Where encoding images takes all processes, passes over text alone show the model one more row."""
     model, processor = tiny_vision.make(family)
     batch = collate([Rollout([5, 6, 7], [8, 9], [True] * 2, None, "", FinishReason.STOP)])
