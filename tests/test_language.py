@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
+SUPPORT = sorted((ROOT / "tests" / "support").rglob("*.py"))
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 RIDDLE = re.compile(r"\s*(What|Whether|How|Who|Where|Those|That of|Not here)\b")
@@ -20,7 +21,7 @@ GLOSSARY = {
     r"shared out": "sharded, distributed",
     r"in words(?![.\]:])": "(leave it out)",
     r"on paper": "estimated",
-    r"siblings": "group",
+    r"(?<!\")siblings": "group",
     r"let go": "released",
     r"beside": "in addition to, next to",
     r"told": "given, informed; message",
@@ -48,7 +49,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@pytest.mark.parametrize("path", [*SOURCES, *SUPPORT], ids=relative)
 def test_docstrings_begin_with_a_noun_or_a_verb(path):
     tree = ast.parse(path.read_text())
     riddles = [
@@ -58,7 +59,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb(path):
     assert "Not here:" not in path.read_text()
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=relative)
+@pytest.mark.parametrize("path", [*SOURCES, *SUPPORT, *PAGES], ids=relative)
 def test_words_are_those_of_the_glossary(path):
     text = path.read_text()
     found = []
@@ -72,6 +73,13 @@ def test_private_words_are_found():
     assert re.search(r"\b(?<!in )(?<!in-)flights?\b", "a flight of two")
     assert not re.search(r"\b(?<!in )(?<!in-)flights?\b", "requests in flight, in-flight batches")
     assert RIDDLE.match("Whether it is so.") and not RIDDLE.match("Howard's formula.")
+
+
+def test_names_of_tests_have_60_characters_at_most():
+    names = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert [name for name in sorted(names) if len(name) > 60] == []
 
 
 def test_folders_are_not_crowded():

@@ -1,4 +1,4 @@
-"""Float64 all the way through a model, so that an equality can be told from a rounding."""
+"""Float64 all the way through a model, so that equality differs from rounding."""
 
 import torch
 from torch.overrides import TorchFunctionMode

@@ -155,8 +155,8 @@ class Family:
     role: str = "tool"
     shows_tools: bool = True
     calls: int = 3
-    written: Callable[[list[str]], str] = lambda words: "\n".join(
-        json.dumps({"name": "lookup", "arguments": {"q": word}}) for word in words
+    written: Callable[[list[str]], str] = lambda queries: "\n".join(
+        json.dumps({"name": "lookup", "arguments": {"q": word}}) for word in queries
     )
     broken: str = '{"name": "lookup", "arguments": {"q": '
     asks_with: str = ""
@@ -176,7 +176,9 @@ FAMILIES = {
         "<|eot_id|>",
         ("<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
         calls=1,
-        written=lambda words: "; ".join(json.dumps({"name": "lookup", "parameters": {"q": word}}) for word in words),
+        written=lambda queries: "; ".join(
+            json.dumps({"name": "lookup", "parameters": {"q": word}}) for word in queries
+        ),
         broken='<|python_tag|>{"name": "lookup"',
     ),
     "mistral": Family(
@@ -199,7 +201,7 @@ FAMILIES = {
         role="user",
         shows_tools=False,
         calls=0,
-        written=lambda words: "```tool_code\n" + "\n".join(f'lookup(q="{word}")' for word in words) + "\n```",
+        written=lambda queries: "```tool_code\n" + "\n".join(f'lookup(q="{word}")' for word in queries) + "\n```",
         broken="```tool_code\nlookup(1)\n```",
     ),
     "functiongemma": Family(

@@ -1,4 +1,4 @@
-"""Engines that are not the trainer's own, made of the built-in one: other weights, temperature or reports."""
+"""Engines other than the trainer's own, built from the built-in one: other weights, temperature or reports."""
 
 import copy
 from dataclasses import replace

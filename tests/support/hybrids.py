@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "FalconH1": {"head_dim": 8, **STATE_SPACE, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "Jamba": {**STATE_SPACE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
 }
-"""What each needs beside the sizes that all have."""
+"""Settings of each in addition to the sizes that all have."""
 
 MASKED_WHOLE: dict[str, dict[str, Any]] = {
     "Bloom": {},
@@ -47,7 +47,7 @@ MASKED_WHOLE: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 4,
     },
 }
-"""Models without a state whose rows cannot be masked one by one: biases made of a mask of whole rows, chunks."""
+"""Models without a state whose rows cannot be masked one by one: biases from a mask of whole rows, chunks."""
 
 SIZES = {
     "vocab_size": 104,

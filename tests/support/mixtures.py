@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
 }
-"""What each needs beside the sizes that all have."""
+"""Settings of each in addition to the sizes that all have."""
 
 
 def model(name: str, **changes: Any) -> Any:

@@ -35,7 +35,7 @@ def models():
 
 
 def write_models(folder):
-    """Those that are read."""
+    """Write the models that are read."""
     for kind, (model, _) in models().items():
         model.save_pretrained(folder / kind)
 

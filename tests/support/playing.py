@@ -35,23 +35,23 @@ def call(name, **arguments):
 
 
 class RecordingEngine(ScriptedEngine):
-    """Keeps the prompts that it was given, as text, in `told`."""
+    """Keeps the prompts that it was given, as text, in `received`."""
 
-    told: list[str]
+    received: list[str]
 
 
 def says(*turns):
-    """A policy that says these texts, turn after turn, and then the last of them again. Records what it was told."""
-    told = []
+    """A policy that says these texts, turn after turn, and then the last of them again. Records what it received."""
+    received = []
 
     def script(prompt_ids, seed):
         text = TOKENIZER.decode(prompt_ids)
-        told.append(text)
+        received.append(text)
         said = text.count("<bos>assistant: ") - 1
         return [*TOKENIZER(turns[min(said, len(turns) - 1)])["input_ids"], TOKENIZER.eos_token_id]
 
     engine = RecordingEngine(script)
-    engine.told = told
+    engine.received = received
     return engine
 
 
@@ -71,6 +71,6 @@ def text_agent(factory, seconds=5.0, max_turns=None, limit=None, turn_end=None):
 def play(agent, engine, rows=({"prompt": [{"role": "user", "content": "go"}]},), group=1, room=400, seconds=20.0):
     """The rollouts of `group` samples of each row."""
     codec = PromptCodec(TOKENIZER, None, None)
-    agency = RolloutSpec(agent, TurnTemplates(codec, [TOKENIZER.eos_token_id]), seconds)
+    spec = RolloutSpec(agent, TurnTemplates(codec, [TOKENIZER.eos_token_id]), seconds)
     draws = [PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(group)]
-    return Collector(engine, codec, 0, agency).collect(draws, SamplingParams(max_tokens=room), ("test", 0))
+    return Collector(engine, codec, 0, spec).collect(draws, SamplingParams(max_tokens=room), ("test", 0))

@@ -29,7 +29,7 @@ def digits(completions, **kwargs):
 
 
 def longer(completion_ids, **kwargs):
-    """One point per token, and a tenth for each of the last digit of their sum: siblings hardly ever tie."""
+    """One point per token and a tenth for each of the last digit of their sum: members of a group hardly ever tie."""
     return [len(ids) + sum(ids) % 10 / 10 for ids in completion_ids]
 
 

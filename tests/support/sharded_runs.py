@@ -115,7 +115,7 @@ SERVED = {
 }
 """Sampled from a server at `COVEY_TEST_SERVER`, which has the policy's last weights in the end."""
 
-TOLD = {
+BY_ARGUMENTS = {
     "FSDP2": {"fsdp": True, "beta": 0.05, **SAVED},
 }
 """Sharded as their own arguments say, whoever has launched them."""
@@ -127,7 +127,7 @@ QUANTISED = {
 
 
 def write_models(folder):
-    """Those that are read."""
+    """Write the models that are read."""
     tiny.folder(folder / "model")
     torch.manual_seed(5)
     LlamaForSequenceClassification(tiny.config(num_labels=1)).save_pretrained(folder / "judge")
@@ -140,7 +140,7 @@ def train(case, output, resume=None, watch=None):
     From a checkpoint if given; `watch` is shown the model.
     """
     settings = {**BASE, "per_device_train_batch_size": 8 // PROCESSES, "per_device_eval_batch_size": 8 // PROCESSES}
-    settings |= copy.deepcopy({**CASES, **MATRIX, **SERVED, **QUANTISED, **TOLD}[case])
+    settings |= copy.deepcopy({**CASES, **MATRIX, **SERVED, **QUANTISED, **BY_ARGUMENTS}[case])
     if case in SERVED:
         settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_group_port": 0, "vllm_server_timeout": 30.0}
         settings["vllm_server_base_url"] = os.environ["COVEY_TEST_SERVER"]
@@ -189,7 +189,7 @@ def saved_and_resumed(trained, case, output):
 
 
 class Passes(Traffic):
-    """What a sharded model receives in its passes, and how many there were, by case.
+    """Bytes that a sharded model receives in its passes, and their number, by case.
 
     Whole weights, put together for sampling, sync and checkpoints, are not counted.
     """
@@ -219,7 +219,7 @@ class Passes(Traffic):
         model.register_forward_pre_hook(count)
 
     def take(self):
-        """What was counted since the last time."""
+        """Counts since the last call."""
         names = ("gathered", "reduced", "passes", "forwards")
         found = {name: getattr(self, name, 0) for name in names}
         self.gathered = self.reduced = self.passes = self.forwards = 0
@@ -240,7 +240,7 @@ class IdlePasses:
         mock.patch.object(TrainBatch, "idle", idle).start()
 
     def take(self):
-        """How many there were at any process since the last time."""
+        """Numbers of all processes since the last call."""
         found = [None] * PROCESSES
         torch.distributed.all_gather_object(found, self.count)
         self.count = 0
@@ -248,7 +248,7 @@ class IdlePasses:
 
 
 def outcome(trained):
-    """What every way of holding the weights must agree on, and how they were held."""
+    """Results that every way of sharding must agree on, and the sharding."""
     policy = trained.policy
     weights = {name: tensor.clone() for name, tensor in weight_update(policy, 0).tensors()}
     names = ("loss", "reward", "grad_norm", "num_tokens", "entropy", "kl", "eval_reward", "eval_loss", "learning_rate")
@@ -265,7 +265,7 @@ def outcome(trained):
 
 
 def part_of(parameter):
-    """What this process holds of a parameter."""
+    """The part of a parameter that this process holds."""
     return getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter))
 
 

@@ -16,7 +16,7 @@ from tests.support.players import PLAYERS
 
 
 def first(text):
-    """What a completion votes for."""
+    """The vote of a completion."""
     return text[:1] or None
 
 
@@ -69,20 +69,20 @@ def perturb_reports(trainer):
 
 
 def act_as_environments(trainer):
-    """Siblings begin in three different ways, and after its first token each is told something it did not sample."""
+    """Completions of a group begin in three ways, and each gets text after its first token that it did not sample."""
     collect = trainer.collector.collect
 
-    def interrupted(values, told):
-        return None if values is None else values[:1] + told + values[1:]
+    def interrupted(values, inserted):
+        return None if values is None else values[:1] + inserted + values[1:]
 
     def collecting(draws, *args, **kwargs):
         rollouts = collect(draws, *args, **kwargs)
         for draw, rollout in zip(draws, rollouts, strict=True):
-            told = [50 + draw.sample] * (1 + draw.sample % 4)
+            inserted = [50 + draw.sample] * (1 + draw.sample % 4)
             rollout.prompt_ids = [*rollout.prompt_ids, 60 + draw.sample % 3]
-            rollout.completion_ids = interrupted(rollout.completion_ids, told)
-            rollout.sampled = interrupted(rollout.sampled, [False] * len(told))
-            rollout.entropies = interrupted(rollout.entropies, [math.nan] * len(told))
+            rollout.completion_ids = interrupted(rollout.completion_ids, inserted)
+            rollout.sampled = interrupted(rollout.sampled, [False] * len(inserted))
+            rollout.entropies = interrupted(rollout.entropies, [math.nan] * len(inserted))
             rollout.logprobs = None
         return rollouts
 

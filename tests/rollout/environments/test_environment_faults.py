@@ -206,7 +206,7 @@ def test_messages_that_an_environment_keeps_and_changes():
 
     engine = says("1")
     rollouts = play(text_agent(Keeps), engine, [{}])
-    assert board[0]["content"] == "full" and "empty" in engine.told[0]
+    assert board[0]["content"] == "full" and "empty" in engine.received[0]
     assert rollouts[0].finish is FinishReason.STOP
 
 

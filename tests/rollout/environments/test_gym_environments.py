@@ -35,7 +35,7 @@ def test_a_walk_over_the_lake():
     assert [row["seed"] for row in rows] == [0, 1]
     engine = says("down", "I go down", "right", "down or right? down", "right", "right")
     rollout, _ = play(text_agent(environment, max_turns=6), engine, rows)
-    assert engine.told[0].startswith(
+    assert engine.received[0].startswith(
         "<bos>system: Say left, down, right or up.<eos>"
         "<bos>user: Reach G. You are in brackets.\n[S]FFF\nFHFH\nFFFH\nHFFG\n<eos>"
     )

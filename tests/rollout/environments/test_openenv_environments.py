@@ -38,7 +38,7 @@ def test_an_episode():
     engine = says("hi", "bye")
     agent = text_agent(environment)
     (rollout,) = play(agent, engine, environment.dataset(1, seed=5))
-    assert engine.told[0] == "<bos>user: Talk. ready {'seed': 5}<eos><bos>assistant: "
+    assert engine.received[0] == "<bos>user: Talk. ready {'seed': 5}<eos><bos>assistant: "
     assert rollout.completion[1] == {"role": "user", "content": '{"echoed_message": "hi", "message_length": 2}'}
     assert rollout.extras["environment_reward"] == pytest.approx(0.5) and rollout.finish is FinishReason.STOP
     client = rollout.extras["environments"].client
@@ -52,7 +52,9 @@ def test_rows_may_hold_what_reset_takes():
     rows = environment.dataset(resets=[{"task": "easy"}, {"task": "hard", "seed": None}])
     engine = says("bye")
     play(text_agent(environment), engine, rows)
-    assert any("ready {'task': 'hard'}" in told for told in engine.told)  # a table holds None where a row says nothing
+    assert any(
+        "ready {'task': 'hard'}" in told for told in engine.received
+    )  # a table holds None where a row says nothing
     with pytest.raises(ValueError, match=r"either `size`.*or `resets`"):
         environment.dataset()
 

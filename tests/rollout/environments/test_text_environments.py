@@ -22,7 +22,7 @@ class Guess:
 def test_turns_alternate_with_observations():
     engine = says("1", "2", "3")
     (rollout,) = play(text_agent(Guess), engine)
-    assert engine.told[-1].startswith("<bos>user: go Guess a number.<eos><bos>assistant: ")
+    assert engine.received[-1].startswith("<bos>user: go Guess a number.<eos><bos>assistant: ")
     assert [(message["role"], message["content"]) for message in rollout.completion] == [
         ("assistant", "1"),
         ("user", "1 is wrong"),

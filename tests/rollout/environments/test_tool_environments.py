@@ -53,7 +53,7 @@ def test_a_rollout_from_reset_to_reward():
     engine = says(call("add", by=2), "done")
     agent = tool_agent(Counter)
     (rollout,) = play(agent, engine, [ROW])
-    assert engine.told[0] == (
+    assert engine.received[0] == (
         "<bos>tool: add<eos><bos>user: Count to 3. You start at 1.<eos><bos>assistant: "
     )  # the opening is added to the user's message; reset, get_reward, close and _secret are no tools
     assert [message["content"] for message in rollout.completion] == ["", "now 3", "done"]
@@ -153,7 +153,7 @@ def test_messages_of_reset_follow_the_prompt_of_the_row():
 
     engine = says("ok")
     play(tool_agent(Opens), engine, [ROW, {"start": 1}])
-    first, second = sorted(engine.told, key=len, reverse=True)
+    first, second = sorted(engine.received, key=len, reverse=True)
     opening = "<bos>system: rules<eos><bos>user: move<eos><bos>assistant: "
     assert first == "<bos>tool: read<eos><bos>user: Count to 3.<eos>" + opening
     assert second == "<bos>tool: read<eos>" + opening
@@ -162,7 +162,7 @@ def test_messages_of_reset_follow_the_prompt_of_the_row():
 def test_text_of_reset_is_the_prompt_of_a_row_without_one():
     engine = says("ok")
     (rollout,) = play(tool_agent(Counter), engine, [{"start": 7}])
-    assert engine.told == ["<bos>tool: add<eos><bos>user:  You start at 7.<eos><bos>assistant: "]
+    assert engine.received == ["<bos>tool: add<eos><bos>user:  You start at 7.<eos><bos>assistant: "]
     assert rollout.finish is FinishReason.STOP
 
 

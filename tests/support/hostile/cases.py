@@ -19,12 +19,12 @@ from covey.engines.scripted import ScriptedEngine
 from tests.support import runs, tiny
 from tests.trainer.agents.test_tools import TEMPLATE
 
-TOLD = "The call fails"
+CALL_FAILS = "The call fails"
 """The call fails, the policy reads why, and the rollout goes on."""
 SHOWN = "The call succeeds"
 """The call succeeds; what comes of its result."""
 FAILS = "The rollout fails"
-"""It gets no reward and advantage 0; its siblings are trained on."""
+"""It gets no reward and advantage 0; the others of its group are trained on."""
 UNSCORED = "No reward"
 """The completion gets none from that function."""
 ENDS = "The run ends"
@@ -100,7 +100,7 @@ class Scene:
     kept: list[Any] = field(default_factory=list)
 
     def trainer(self, parts: dict[str, Any], **settings: Any) -> Any:
-        """A trainer of a tiny model, sampled by a script; `parts` are its arguments beside the usual ones."""
+        """A trainer of a tiny model, sampled by a script; `parts` are its arguments in addition to the usual ones."""
         rewards = parts.pop("reward_funcs", [])
         arguments = {
             "model": tiny.model(max_position_embeddings=1024),
@@ -122,7 +122,7 @@ class Scene:
         return made
 
     def longer(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
-        """A reward that siblings hardly ever share."""
+        """A reward that completions of a group hardly ever share."""
         columns = {name: columns[name] for name in ("answer",)}
         self.given.append(plain({"prompts": prompts, "completions": completions, "ids": completion_ids, **columns}))
         return [len(ids) + sum(ids) % 10 / 10 for ids in completion_ids]
@@ -149,7 +149,7 @@ def plain(value: Any) -> Any:
 
 
 def acts_badly(rollout: Rollout) -> bool:
-    """Whether the rollout of `acting` is one that is hostile."""
+    """Tell whether a rollout of `acting` is hostile."""
     return bool(rollout.completion and rollout.completion[0]["tool_calls"][0]["function"]["arguments"]["bad"])
 
 
@@ -161,7 +161,7 @@ class Case:
         what: the row of the table.
         outcome: what happens, as the row begins.
         parts: the trainer's arguments that make it so.
-        says: patterns in what the policy is told, or in the error.
+        says: patterns in the response that the policy reads, or in the error.
         counted: names of metrics above 0.
         kind: of the error that ends the run.
         settings: config fields.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from covey.engines.scripted import ScriptedEngine
-from tests.support.hostile.cases import FAILS, NOTHING, SHOWN, TOLD, Case, Scene, acting, deadline
+from tests.support.hostile.cases import CALL_FAILS, FAILS, NOTHING, SHOWN, Case, Scene, acting, deadline
 from tests.support.hostile.tools import Endless, Unprintable, UnprintableError, is_full
 
 Answer = Callable[[Scene], Any]
@@ -190,7 +190,7 @@ ENVIRONMENTS = [
     ),
     Case(
         "A method of an environment raises",
-        TOLD,
+        CALL_FAILS,
         tools(act=raises(lambda: ValueError("no"))),
         ("ValueError: no",),
         ("tools/failures/exception",),

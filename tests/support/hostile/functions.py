@@ -12,7 +12,7 @@ from tests.support.hostile.cases import ENDS, FAILS, NOTHING, OWN, Case, Scene, 
 from tests.support.hostile.tools import Unprintable, UnprintableError
 
 HOSTILE = 1
-"""Which of the four siblings is."""
+"""The hostile one of a group of four."""
 
 Play = Callable[[Scene, Any, Any], Awaitable[Any]]
 

@@ -187,6 +187,6 @@ ENVIRONMENTS = [
 
 
 class Grid:
-    """What the adapter looks at of a gymnasium environment."""
+    """Attributes of a gymnasium environment that the adapter reads."""
 
     action_space = "4 directions"

@@ -144,7 +144,7 @@ def with_more_tokens():
 
 
 class Processor(ProcessorMixin):
-    """A tokenizer with something for images beside it, as vision-language models have."""
+    """A tokenizer with a processor for images in addition to it, as vision-language models have."""
 
     def __init__(self):
         self.tokenizer = tiny.tokenizer()
@@ -204,7 +204,7 @@ def alone_under_zero3(b):
 
 
 def evaluated_alone(bench):
-    """What a trainer is after it has evaluated under ZeRO-3."""
+    """A trainer after an evaluation under ZeRO-3."""
     trainer = bench.build()
     trainer.sharding = Sharding("ZeRO-3", weights=True, gradients=True, deepspeed=True)
     trainer.evaluates_alone = True

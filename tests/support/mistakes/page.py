@@ -108,7 +108,7 @@ def shown(message: str, bench: Bench) -> str:
 
 
 def same(message: str, on_page: str) -> bool:
-    """Whether two messages agree but for line breaks, fractions (measured, most of them) and what … stands for."""
+    """Compare two messages but for line breaks, fractions (measured, most of them) and what … stands for."""
 
     def plain(text: str) -> str:
         return re.sub(r"\d+\.\d+(e-?\d+)?", "#", " ".join(text.split()))

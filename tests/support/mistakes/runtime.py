@@ -16,7 +16,7 @@ from tests.support.mistakes.cases import SIZES, TRAINING, Mistake
 
 
 def stable_lm():
-    """A model whose attention is not told where the sequences of a row end."""
+    """A model whose attention does not know where the sequences of a row end."""
     torch.manual_seed(0)
     return StableLmForCausalLM(StableLmConfig(**SIZES))
 

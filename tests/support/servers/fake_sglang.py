@@ -61,7 +61,7 @@ def check_fields(body: Any, fields: dict[str, Any], what: str) -> None:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a JSON value is of a recorded type."""
+    """Tell whether a JSON value is of a recorded type."""
     if isinstance(kind, dict):
         ((form, inner),) = kind.items()
         if form == "any of":

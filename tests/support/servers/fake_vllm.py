@@ -1,4 +1,4 @@
-"""A small server that speaks like vLLM's, with a real (tiny) model behind it, and that can be told to misbehave.
+"""A small server that speaks like vLLM's, with a real (tiny) model behind it, and that misbehaves on request.
 
 It runs in a thread and answers over HTTP on 127.0.0.1. Tokens are sampled from the model and log-probs are the model's
 own. Request bodies are checked strictly: an unknown name or a wrong type is an error 400 rather than ignored. Faults
@@ -280,7 +280,7 @@ class FakeVllm:
         self.frozen = True
 
     def misbehaves(self) -> bool:
-        """Whether faults are still to come."""
+        """Tell whether faults are still to come."""
         return any(self._faults.values())
 
     def mend(self) -> None:
@@ -616,11 +616,11 @@ def main(port: int, path: str, number: int) -> None:
     server.misbehave(path, usual, number - 1)
     server.misbehave(path, hang(), 99)
     server.start()
-    told = 0
+    printed = 0
     while True:
         sleep(0.05)
-        for asked, _ in server.requests[told:]:
-            told += 1
+        for asked, _ in server.requests[printed:]:
+            printed += 1
             print(asked, flush=True)
 
 

@@ -117,7 +117,7 @@ def load() -> types.SimpleNamespace:
 
 
 def describe() -> dict[str, Any]:
-    """What the package says about requests."""
+    """Facts about requests from the package."""
     real = load()
     return {
         "release": importlib.metadata.version("sglang"),

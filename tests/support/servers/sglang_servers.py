@@ -91,7 +91,7 @@ class InThread(Fake):
         return runner
 
     def misbehaves(self) -> bool:
-        """Whether requests that are to fail are still to come."""
+        """Tell whether requests that are to fail are still to come."""
         return any(failure["times"] for failure in self.server.failures.values())
 
     def stop(self) -> None:
