@@ -210,7 +210,8 @@ def preload() -> None:
     import importlib
 
     for name in PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # optional ones
+            importlib.import_module(name)
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from tests.support import tiny
