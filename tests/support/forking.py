@@ -131,9 +131,12 @@ def _path() -> str:
     path = Path(tempfile.gettempdir(), f"covey-tests-{session}.socket")
     with FileLock(path.with_suffix(".lock")):
         if not _connection:
-            if not path.exists():
+            try:
+                _connection.append(_connect(str(path)))
+            except (FileNotFoundError, ConnectionRefusedError):  # none yet, or one that was killed
+                path.unlink(missing_ok=True)
                 _start(path)
-            _connection.append(_connect(str(path)))
+                _connection.append(_connect(str(path)))
     return str(path)
 
 
@@ -201,7 +204,8 @@ def serve(path: str) -> dict[str, Any]:
             with contextlib.suppress(OSError):
                 children[child].sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
             children.pop(child).close()
-    os.unlink(path)
+    for one in (Path(path), Path(path).with_suffix(".lock")):
+        one.unlink(missing_ok=True)
     sys.exit()
 
 
