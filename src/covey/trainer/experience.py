@@ -11,7 +11,7 @@ from torch import Tensor
 from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, step_stats
 from covey.core.batch import TrainBatch, collate, segment_sum
 from covey.core.model import inference_mode_of
-from covey.core.records import Mean, RankShard, Rollout, Scores, Stat
+from covey.core.records import Mean, RankShard, Rollout, Stat
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
 from covey.policy.layouts import slowest
@@ -23,14 +23,7 @@ from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import EngineCheck
 from covey.trainer.microbatches import MicroBatchRunner, weigh
 from covey.trainer.rollout_phase import RolloutBatch
-from covey.trainer.rollout_reports import (
-    as_logged,
-    columns_of,
-    rewards_by_name,
-    sampling_entropy,
-    summarize,
-    token_ages,
-)
+from covey.trainer.rollout_reports import GlobalBatch, sampling_entropy, summarize, token_ages
 
 
 @dataclass(eq=False)
@@ -155,38 +148,6 @@ class BehaviourScorer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["reference"] is not None and self.reference is not None:
             self.reference.load_state_dict(state["reference"])
-
-
-class GlobalBatch:
-    """The shares of all processes, joined in the order of ranks."""
-
-    def __init__(self, shards: list[RankShard], rank: int):
-        summaries, sizes, kl = [], [], []
-        self.trained_tokens = self.micro_batches = self.staleness = 0
-        for shard in shards:
-            summaries += shard.summaries
-            sizes.append(len(shard.summaries))
-            kl += [] if shard.kl is None else [shard.kl]
-            self.trained_tokens += shard.trained_tokens
-            self.micro_batches += shard.micro_batches
-            self.staleness = max(self.staleness, shard.staleness)
-        self.scores = shards[0].scores if len(shards) == 1 else Scores.joined([shard.scores for shard in shards])
-        self.kl = torch.cat(kl) if kl else None
-        self.columns = columns_of(summaries)
-        self.lengths, self.truncated = self.columns["length"], self.columns["truncated"]
-        self.processed_tokens = sum(self.lengths) + sum(self.columns["prompt_length"])
-        start = sum(sizes[:rank])
-        self.mine = slice(start, start + sizes[rank])  # this process's rollouts
-
-    def table(self, names: list[str], advantages: Tensor) -> dict[str, Any]:
-        """The completions table over all processes, as arguments of `CompletionLog.add`."""
-        logged = as_logged(self.columns)
-        for function in self.scores.process_functions:  # last token and reward of each step
-            logged["extras"][f"{names[function]}_steps"] = [
-                [[float(end), None if reward != reward else reward] for end, reward in pairs]
-                for pairs in self.scores.steps_of(function)
-            ]
-        return {**logged, "rewards": rewards_by_name(self.scores.rewards, names), "advantages": advantages.tolist()}
 
 
 @dataclass(eq=False)

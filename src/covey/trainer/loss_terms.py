@@ -12,6 +12,9 @@ from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
 from covey.core.records import Mean, Stat
 from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
+from covey.policy.scoring import TokenScorer
+from covey.trainer.context import RunContext
+from covey.trainer.experience import BehaviourScorer
 
 Survey = Callable[[TrainBatch], RouterLoads]
 """Rollouts of this process -> the loads of all processes' together, without gradient. Collective."""
@@ -62,6 +65,23 @@ def exact_quantile(values: Tensor, q: float) -> float:
     low = int(place)
     high = min(low + 1, len(values) - 1)
     return torch.lerp(ordered[low], ordered[high], place - low).item()
+
+
+def entropy_threshold(context: RunContext, behaviour: BehaviourScorer, scorer: TokenScorer, batch: TrainBatch) -> float:
+    """The entropy that a token needs to count: a quantile over the optimizer step. Collective."""
+    policy = context.loop.policy
+
+    def entropies_of(part: TrainBatch) -> Tensor:
+        scores = scorer(policy, part, entropy=True)
+        assert scores.entropies is not None, "asked for"
+        return scores.entropies
+
+    with torch.no_grad():
+        entropies = behaviour.values(policy, batch, entropies_of)[batch.sampled]
+    everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile"))
+    threshold = exact_quantile(everyone, 1 - context.args.top_entropy_quantile)
+    context.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, context.mode)
+    return threshold
 
 
 class ExpertBalance:
@@ -144,3 +164,21 @@ class ExpertBalance:
         finally:
             if self.kept:
                 config.output_router_logits = False
+
+
+def load_survey(context: RunContext, behaviour: BehaviourScorer, scorer: TokenScorer, top_k: int) -> Survey:
+    """A survey of the experts' loads under the policy."""
+
+    def survey(batch: TrainBatch) -> RouterLoads:
+        found: list[RouterLoads] = []
+
+        def look(part: TrainBatch) -> Tensor:
+            found.append(scorer.loads(context.loop.policy, part, top_k))
+            return torch.zeros_like(part.token_ids, dtype=torch.float32)  # no scores are wanted
+
+        behaviour.values(context.loop.policy, batch, look)
+        mine = [total.cpu() for total in RouterLoads.of_all(found)] if found else None
+        shares = context.collectives.gather(mine, "add up the experts' loads")
+        return RouterLoads.of_all([RouterLoads(*share) for share in shares if share is not None])
+
+    return survey

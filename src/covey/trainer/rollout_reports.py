@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.records import FinishReason, Max, Mean, Rollout, RolloutSummary, ScoredRollouts, Stat, merge_all
+from covey.core.records import (
+    FinishReason,
+    Max,
+    Mean,
+    RankShard,
+    Rollout,
+    RolloutSummary,
+    ScoredRollouts,
+    Scores,
+    Stat,
+    merge_all,
+)
 from covey.core.transcript import Counts, count, thumbnails
 from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
 from covey.rewards.call import RewardStream
@@ -201,16 +212,22 @@ def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str
 
 def columns_of(summaries: Sequence[RolloutSummary]) -> dict[str, list[Any]]:
     """The fields of summaries, each a list."""
-    return {name: [getattr(summary, name) for summary in summaries] for name in RolloutSummary._fields}
+    columns = map(list, zip(*summaries, strict=True)) if summaries else ([] for _ in RolloutSummary._fields)
+    return dict(zip(RolloutSummary._fields, columns, strict=True))
 
 
 def as_logged(columns: dict[str, list[Any]]) -> dict[str, Any]:
     """The arguments of `CompletionLog.add` that summaries know; a rollout without a cell in a column has None."""
     extras = columns["extras"]
     names = dict.fromkeys(chain.from_iterable(extras))
-    singular = {"prompts": "prompt", "completions": "completion", "errors": "error", "lengths": "length"}
     return {
-        **{name: columns[singular.get(name, name)] for name in (*singular, "finish", "counts", "images")},
+        "prompts": columns["prompt"],
+        "completions": columns["completion"],
+        "finish": columns["finish"],
+        "counts": columns["counts"],
+        "errors": columns["error"],
+        "images": columns["images"],
+        "lengths": columns["length"],
         "extras": {name: [cells.get(name) for cells in extras] for name in names},
     }
 
@@ -244,3 +261,35 @@ def rewards_by_name(rewards: Tensor, names: Sequence[str]) -> dict[str, list[flo
     """[N, F] rewards as columns of a table, with None for NaN."""
     columns = zip(names, rewards.T.tolist(), strict=True)
     return {name: [None if value != value else value for value in values] for name, values in columns}
+
+
+class GlobalBatch:
+    """The shares of all processes, joined in the order of ranks."""
+
+    def __init__(self, shards: list[RankShard], rank: int):
+        summaries, sizes, kl = [], [], []
+        self.trained_tokens = self.micro_batches = self.staleness = 0
+        for shard in shards:
+            summaries += shard.summaries
+            sizes.append(len(shard.summaries))
+            kl += [] if shard.kl is None else [shard.kl]
+            self.trained_tokens += shard.trained_tokens
+            self.micro_batches += shard.micro_batches
+            self.staleness = max(self.staleness, shard.staleness)
+        self.scores = shards[0].scores if len(shards) == 1 else Scores.joined([shard.scores for shard in shards])
+        self.kl = torch.cat(kl) if kl else None
+        self.columns = columns_of(summaries)
+        self.lengths, self.truncated = self.columns["length"], self.columns["truncated"]
+        self.processed_tokens = sum(self.lengths) + sum(self.columns["prompt_length"])
+        start = sum(sizes[:rank])
+        self.mine = slice(start, start + sizes[rank])  # this process's rollouts
+
+    def table(self, names: list[str], advantages: Tensor) -> dict[str, Any]:
+        """The completions table over all processes, as arguments of `CompletionLog.add`."""
+        logged = as_logged(self.columns)
+        for function in self.scores.process_functions:  # last token and reward of each step
+            logged["extras"][f"{names[function]}_steps"] = [
+                [[float(end), None if reward != reward else reward] for end, reward in pairs]
+                for pairs in self.scores.steps_of(function)
+            ]
+        return {**logged, "rewards": rewards_by_name(self.scores.rewards, names), "advantages": advantages.tolist()}

@@ -19,14 +19,13 @@ from covey.core.losses import mean_over_update
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
 from covey.core.records import Mean, Stat
-from covey.policy.moe import RouterLoads
 from covey.policy.scoring import TokenScorer
 from covey.trainer.checks import FiniteCheck
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_generations, pool
 from covey.trainer.distributed.gradients import average_gradients
 from covey.trainer.experience import BehaviourScorer
-from covey.trainer.loss_terms import EntropyController, ExpertBalance, exact_quantile
+from covey.trainer.loss_terms import EntropyController, ExpertBalance, entropy_threshold, load_survey
 from covey.trainer.microbatches import MicroBatchRunner, PartOfStep, RolloutBuffer, batch_counts, nominal_parts
 
 
@@ -139,7 +138,8 @@ class UpdatePhase:
         parts = self.runner.plan(kept, self.context.micro_batch_rows)
         parts += self.runner.idle(batch, len(parts))
         if self.balance is not None:
-            self._begin_balance(self.balance, kept, 1.0, len(parts))
+            survey = load_survey(self.context, self.behaviour, self.scorer, self.balance.top_k)
+            self.balance.begin(1.0, kept, survey, whole=self.context.collectives.size == 1 and len(parts) <= 1)
             self.context.metrics.add(self.balance.count(1.0 / self.context.collectives.size), self.context.mode)
         return sum(self.runner.run(part, forward).item() for part in parts)
 
@@ -193,7 +193,7 @@ class UpdatePhase:
         most = max(self.runner.count(index.select(share), rows) for share in shares) if len(shares) > 1 else 1
         mine = own.fetch(index, shares, context.collectives)
         if args.top_entropy_quantile < 1.0:
-            mine.entropy_threshold = self._entropy_threshold(mine)
+            mine.entropy_threshold = entropy_threshold(context, self.behaviour, self.scorer, mine)
         if context.accelerator.is_main_process:
             mine.skipped_tokens, mine.skipped_rows = index.skipped_tokens, index.skipped_rows
         planned = self.runner.plan(mine, rows, at_least=most)
@@ -211,7 +211,9 @@ class UpdatePhase:
             planned += [own.batch.idle() for _ in range(most - len(planned))]
         if self.balance is not None:
             taken = sum(part.micro_batches for part in self._parts_of_step)
-            self._begin_balance(self.balance, mine, taken / args.gradient_accumulation_steps, len(planned))
+            survey = load_survey(context, self.behaviour, self.scorer, self.balance.top_k)
+            whole = context.collectives.size == 1 and len(planned) <= 1
+            self.balance.begin(taken / args.gradient_accumulation_steps, mine, survey, whole=whole)
         self.buffer.spread(planned, part.micro_batches)
 
     def _whole_step(self, parts: list[PartOfStep]) -> tuple[OwnRollouts, RolloutIndex]:
@@ -238,40 +240,6 @@ class UpdatePhase:
         """Rollouts without advantage have a gradient of their own."""
         by_entropy = self.entropy is not None or self.context.args.top_entropy_quantile < 1.0
         return self.context.algorithm.objective.needs_every_rollout or by_entropy or self.balance is not None
-
-    def _entropy_threshold(self, batch: TrainBatch) -> float:
-        """The entropy that a token needs to count: a quantile over the optimizer step. Collective."""
-        context, policy = self.context, self.context.loop.policy
-
-        def entropies_of(part: TrainBatch) -> Tensor:
-            scores = self.scorer(policy, part, entropy=True)
-            assert scores.entropies is not None, "asked for"
-            return scores.entropies
-
-        with torch.no_grad():
-            entropies = self.behaviour.values(policy, batch, entropies_of)[batch.sampled]
-        everyone = torch.cat(context.collectives.gather(entropies.cpu(), "find the entropy's quantile"))
-        threshold = exact_quantile(everyone, 1 - context.args.top_entropy_quantile)
-        context.metrics.add({"entropy/threshold": Mean(threshold, 1.0)}, context.mode)
-        return threshold
-
-    def _begin_balance(self, balance: ExpertBalance, batch: TrainBatch, share: float, passes: int) -> None:
-        """Announce what is trained on to the load-balancing loss. Collective."""
-        collectives, policy = self.context.collectives, self.context.loop.policy
-
-        def survey(batch: TrainBatch) -> RouterLoads:
-            found: list[RouterLoads] = []
-
-            def look(part: TrainBatch) -> Tensor:
-                found.append(self.scorer.loads(policy, part, balance.top_k))
-                return torch.zeros_like(part.token_ids, dtype=torch.float32)  # no scores are wanted
-
-            self.behaviour.values(policy, batch, look)
-            mine = [total.cpu() for total in RouterLoads.of_all(found)] if found else None
-            shares = collectives.gather(mine, "add up the experts' loads")
-            return RouterLoads.of_all([RouterLoads(*share) for share in shares if share is not None])
-
-        balance.begin(share, batch, survey, whole=collectives.size == 1 and passes <= 1)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -166,18 +166,18 @@ class Collectives:
 
     def _others_failure(self) -> str | None:
         """Message for this process when another fails while it is busy; None while none has failed."""
-        return self._described("was at work when another process failed") if self._failure() else None
+        if (failure := self._failure()) is None:
+            return None
+        here = f"step {self._step()}: rank {self.rank} of {self.size} was at work when another process failed."
+        return f"{here}\n{self._report(failure)}"
 
     def _broken(self, what: str, error: BaseException) -> CollectiveError:
         reason = str(error).split("\n")[0][:300]
         return self._error(what, "another process failed" if self._failure() else f"the connection broke ({reason})")
 
     def _error(self, what: str, problem: str) -> CollectiveError:
-        return CollectiveError(self._described(f"waited to {what}, but {problem}"))
-
-    def _described(self, situation: str) -> str:
-        report = self._report(self._failure())
-        return f"step {self._step()}: rank {self.rank} of {self.size} {situation}.\n{report}"
+        here = f"step {self._step()}: rank {self.rank} of {self.size} waited to {what}, but {problem}."
+        return CollectiveError(f"{here}\n{self._report(self._failure())}")
 
     def _report(self, failure: dict[str, Any] | None) -> str:
         """The process that failed, if known, and the last activity of every process."""

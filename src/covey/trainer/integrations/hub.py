@@ -53,9 +53,8 @@ def create_model_card(
     config = self.policy.config
     base = finetuned_from or hub_id(getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None))
     trained_on = getattr(getattr(self.train_dataset, "info", None), "dataset_name", None)
-    datasets = _listed(dataset_name or dataset or dataset_tags) or _listed(
-        None if trained_on in NO_DATA_SETS else trained_on
-    )
+    trained_on = None if trained_on in ("", *NO_DATA_SETS) else trained_on
+    datasets = _listed(dataset_name or dataset or dataset_tags) or _listed(trained_on)
     facts = CardFacts(
         name=_name_on_hub(self, model_name),
         base=base,
