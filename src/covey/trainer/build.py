@@ -49,8 +49,7 @@ from covey.trainer.loss_terms import EntropyController
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
 
-UNLIMITED = 2**31
-"""`max_completion_length=None`: only the model's context ends a completion."""
+UNLIMITED = 2**31  # `max_completion_length=None`: only the model's context ends a completion
 
 
 def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any:

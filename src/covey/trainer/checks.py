@@ -22,8 +22,7 @@ from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
 
-MOST_NAMED = 3
-"""Parameters that a message names."""
+MOST_NAMED = 3  # parameters that a message names
 
 MOST_SKIPPED = 30
 """Optimizer steps that the loss scaling of float16 may skip in a row; each halves the scale, which starts at 2^16."""

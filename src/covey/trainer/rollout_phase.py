@@ -30,8 +30,7 @@ from covey.trainer.rollout_reports import (
 )
 from covey.trainer.weight_sync import WeightSync
 
-PROBE_ROWS, PROBE_TOKENS = 4, 32
-"""Completions that are sampled for the engine check alone, and their length at most."""
+PROBE_ROWS, PROBE_TOKENS = 4, 32  # completions that are sampled for the engine check alone, and their length at most
 
 GenerationKey = tuple[str | int, ...]
 """("train" or "eval", number of the generation, and of the refill if any); samples are seeded with it."""

@@ -33,8 +33,7 @@ from covey.rollout.tools.toolbox import call_stats
 from covey.rollout.user_functions import RolloutError
 from covey.trainer.build_rollouts import plays_functions
 
-FAILED_BATCHES = 3
-"""After this many generations in a row in which every rollout failed, the run stops."""
+FAILED_BATCHES = 3  # after this many generations in a row in which every rollout failed, the run stops
 
 
 class RolloutWarning(UserWarning):

@@ -27,14 +27,10 @@ from covey.trainer.distributed.interruption import PeerFailure, interrupted_when
 
 T = TypeVar("T")
 
-LOOK_EVERY = 1.0
-"""Seconds between two checks for failures of other processes, while waiting."""
-STORE_SECONDS = 10.0
-"""Deadline of the store, which ends with the process that holds it."""
-GROUP_GRACE = 5.0
-"""Seconds by which gloo's own deadline is later than ours, so that ours is the one that is reported."""
-ALIGNMENT = 16
-"""Bytes; tensors in a message begin at multiples of it, as views of any dtype require."""
+LOOK_EVERY = 1.0  # seconds between two checks for failures of other processes, while waiting
+STORE_SECONDS = 10.0  # deadline of the store, which ends with the process that holds it
+GROUP_GRACE = 5.0  # seconds by which gloo's own deadline is later than ours, so that ours is the one that is reported
+ALIGNMENT = 16  # bytes; tensors in a message begin at multiples of it, as views of any dtype require
 
 _numbers = itertools.count()
 

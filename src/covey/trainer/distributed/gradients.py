@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BUCKET_BYTES = 64 * 2**20
-"""Size of the gradients in one collective."""
+BUCKET_BYTES = 64 * 2**20  # size of the gradients in one collective
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> None:

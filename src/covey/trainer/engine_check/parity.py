@@ -27,14 +27,11 @@ ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 """Mixed precisions by accelerate's names."""
 
-TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5)
-"""Temperatures that models' generation configs name."""
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5)  # temperatures that models' generation configs name
 
-FIRST = 4
-"""Tokens that count as the beginning of a completion."""
+FIRST = 4  # tokens that count as the beginning of a completion
 
-Rescore = Callable[[TrainBatch, float], Tensor]
-"""(rollouts, temperature) -> the policy's log-probs [N]."""
+Rescore = Callable[[TrainBatch, float], Tensor]  # (rollouts, temperature) -> the policy's log-probs [N]
 
 
 def tolerance(*dtypes: torch.dtype | None) -> float:

@@ -25,8 +25,7 @@ from covey.sizing.model_spec import ModelSpec
 from covey.trainer.engine_check.parity import AUTOCAST
 from covey.trainer.engines import offload
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Maximum ranks that vLLM can be configured with."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM can be configured with
 
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 """vLLM's own variable for the size of its cache on a CPU, in GiB; takes precedence over Covey's estimate."""

@@ -18,11 +18,9 @@ from covey.trainer.integrations.model_card import CardFacts, hub_id, model_card
 if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
 
-NO_DATA_SETS = ("csv", "json", "pandas", "parquet", "text", "generator")
-"""Names of builders rather than of datasets."""
+NO_DATA_SETS = ("csv", "json", "pandas", "parquet", "text", "generator")  # names of builders rather than of datasets
 
-PUSH_EVERY = 120.0
-"""Seconds between two uploads of completions; the hub limits the rate of commits."""
+PUSH_EVERY = 120.0  # seconds between two uploads of completions; the hub limits the rate of commits
 
 
 def create_model_card(
