@@ -19,18 +19,12 @@ Script = Callable[[Sequence[int], int], list[int]]  # (prompt ids, seed of the c
 
 @dataclass(slots=True)
 class ServedRequest:
-    """A request with its times.
-
-    Attributes:
-        request: as received.
-        version: of the weights at its arrival.
-        began, ended: by `time.monotonic`; `ended` is None while it is in progress.
-    """
+    """A request with its times by `time.monotonic`."""
 
     request: SampleRequest
-    version: int
+    version: int  # of the weights at its arrival
     began: float
-    ended: float | None = None
+    ended: float | None = None  # None while it is in progress
 
 
 class ScriptedEngine:

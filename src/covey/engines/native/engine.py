@@ -41,34 +41,22 @@ Item = TypeVar("Item")
 
 
 class NativeEngine:
-    """Samples from a transformers causal language model.
-
-    Args:
-        model: returns the unwrapped model to sample from.
-        eos_token_ids: tokens that end a completion.
-        pad_token_id: fills the gaps of a prefill batch; any id of the vocabulary will do.
-        max_sequences: most completions decoded at once.
-        max_context: most tokens of prompt and completion together; None when unlimited.
-        forward_context: entered around sampling (mixed precision, gathered parameters).
-        check_interval: decoding steps between checks for ended sequences; None: 1 on a CPU, 8 elsewhere.
-        device: of the model's inputs; None: that of its weights.
-        whole_calls: only call the model as a whole, as some wrappers need; drafts cannot be verified then.
-    """
+    """Samples from a transformers causal language model."""
 
     traits = EngineTraits(shares_policy=True)
 
     def __init__(
         self,
-        model: Callable[[], Any],
+        model: Callable[[], Any],  # the unwrapped model to sample from
         *,
-        eos_token_ids: set[int],
-        pad_token_id: int,
-        max_sequences: int = 64,
-        max_context: int | None = None,
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        check_interval: int | None = None,
-        device: torch.device | None = None,
-        whole_calls: bool = False,
+        eos_token_ids: set[int],  # tokens that end a completion
+        pad_token_id: int,  # fills the gaps of a prefill batch; any id of the vocabulary will do
+        max_sequences: int = 64,  # most completions decoded at once
+        max_context: int | None = None,  # most tokens of prompt and completion together
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,  # mixed precision, gathered weights
+        check_interval: int | None = None,  # steps between checks for ended sequences; None: 1 on a CPU, 8 elsewhere
+        device: torch.device | None = None,  # of the model's inputs; None: that of its weights
+        whole_calls: bool = False,  # call the model as a whole alone, as some wrappers need; without drafts
     ):
         self._model = model
         self.eos_token_ids = eos_token_ids

@@ -138,10 +138,6 @@ def refuse_reserved(extra: dict[str, Any], reserved: frozenset[str]) -> None:
         )
 
 
-def single_request(request: SampleRequest, index: int) -> SampleRequest:
-    return replace(request, n=1, seeds=[request.seeds[index]], drafts=None, draft_logprobs=None)
-
-
 def sent_ids(request: SampleRequest) -> list[int]:
     return unexpanded(request.prompt_ids, request.media) if request.media else request.prompt_ids
 
@@ -165,9 +161,7 @@ def check_expanded(url: str, request: SampleRequest, count: Any) -> None:
     if count != len(request.prompt_ids):
         images = sum(len(media.images) for media in request.media)
         made = "does not report how many tokens it makes" if count is None else f"makes {count} tokens"
-        raise ServerRefused(
-            url,
-            "sample with images",
-            f"it {made} of a prompt with {images} images, and the trainer's processor makes {len(request.prompt_ids)}",
-            "Start it with the model that is trained and the same settings of its processor.",
-        )
+        ours = f"the trainer's processor makes {len(request.prompt_ids)}"
+        hint = "Start it with the model that is trained and the same settings of its processor."
+        message = f"it {made} of a prompt with {images} images, and {ours}"
+        raise ServerRefused(url, "sample with images", message, hint)

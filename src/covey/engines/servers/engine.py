@@ -18,7 +18,7 @@ import torch
 
 from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.records import Completion
-from covey.engines.servers.completions import PartialCompletion, check_answer, single_request
+from covey.engines.servers.completions import PartialCompletion, check_answer
 from covey.engines.servers.errors import RETRIED, BadAnswer, DeadlineExceeded, NoServerLeft, ServerError
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk, ServerApi, ServerFacts
@@ -113,20 +113,15 @@ class RemoteEngine:
         return pool
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        """Sample `request.n` completions of one prompt; drafts are ignored.
-
-        Raises:
-            ServerRefused: a server refused the request.
-            ServerError: answers could not be used, several times.
-            NoServerLeft: all servers failed and none came back.
-        """
+        """Sample `request.n` completions of one prompt; drafts are ignored. Errors are those of `ServerPool.run`."""
         return await asyncio.wrap_future(self._thread.start(self._generate(request)))
 
     async def _generate(self, request: SampleRequest) -> list[Completion]:
         params = replace(request.params, max_tokens=request.token_budget(self._max_context))
         request = replace(request, params=params, drafts=None, draft_logprobs=None)
         answer, version = await self._request(request)
-        finished = (self._finish(single_request(request, i), chunk, version) for i, chunk in enumerate(answer))
+        single = [replace(request, n=1, seeds=[seed]) for seed in request.seeds]
+        finished = (self._finish(one, chunk, version) for one, chunk in zip(single, answer, strict=True))
         return list(await asyncio.gather(*finished))
 
     async def _request(self, request: SampleRequest) -> tuple[list[SampledChunk], int | None]:
@@ -171,11 +166,8 @@ class RemoteEngine:
     def load_weights(self, update: WeightUpdate) -> None:
         """Bring every server that answers to `update`; completions in flight are continued with the new weights.
 
-        A server that fails is left out, the others go on. Where all have failed, one that comes back in time suffices.
-
-        Raises:
-            ServerError: a server that answers failed; with the version, the tensor and the server's message.
-            NoServerLeft: no server answers, or comes back in time.
+        A server that fails is left out, the others go on. Where all have failed, one that comes back in time suffices;
+        else `NoServerLeft`, or the `ServerError` of one that answers, is raised.
         """
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         limit = self._sync_timeout + 4 * QUICK_SECONDS  # requests that began in time may end a little later

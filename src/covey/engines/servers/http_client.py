@@ -21,15 +21,7 @@ SHOWN = 2000  # characters of a server's answer that an error repeats
 
 
 class ServerClient:
-    """Client of one server, with a connection pool for every event loop that calls it.
-
-    Args:
-        url: as in http://127.0.0.1:8000, without a path.
-        api_key: sent as a bearer token, never shown.
-
-    Raises:
-        ValueError: the URL is invalid.
-    """
+    """Client of one server, with a connection pool for every event loop that calls it; its key is never shown."""
 
     def __init__(self, url: str, api_key: str | None = None):
         if not re.match(r"https?://[^/\s]+/?$", url):

@@ -14,7 +14,6 @@ import urllib.request
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from covey.runtime.child_process import ChildProcess
 
@@ -107,9 +106,7 @@ class ServerProcess:
     def __enter__(self) -> "ServerProcess":
         return self if self.running else self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _wait(self, child: ChildProcess, until: float) -> None:

@@ -185,9 +185,8 @@ class SglangApi:
             return
         info = await server_info(server, deadline)
         if not info.get("enable_memory_saver"):
-            raise ServerRefused(
-                server.url, "put it to sleep", "it was started without", "Start it with --enable-memory-saver."
-            )
+            hint = "Start it with --enable-memory-saver."
+            raise ServerRefused(server.url, "put it to sleep", "it was started without", hint)
         weights = level > 1 or bool(info.get("enable_weights_cpu_backup"))
         tags = [KV, GRAPHS, *([WEIGHTS] if weights else [])]
         await self.pause(server, deadline)

@@ -175,9 +175,8 @@ async def check_release(server: ServerClient, deadline: float) -> None:
         raise ServerRefused(server.url, "train with this server", message, "Update it: pip install -U vllm.")
 
 
-async def read_world_size(server: ServerClient, deadline: float) -> int:
+async def read_world_size(server: ServerClient, deadline: float, doing: str = "ask for its number of processes") -> int:
     """Number of processes that hold weights; a server without the routes for training is refused."""
-    doing = "ask for its number of processes"
     with advised(DEV_MODE, "HTTP 404", message="it was started without them", doing="use the routes for training"):
         answer = await server.call("GET", "/get_world_size", doing, deadline)
     size = answer.get("world_size") if isinstance(answer, dict) else None

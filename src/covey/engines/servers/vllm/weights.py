@@ -60,9 +60,9 @@ class VllmWeightApi(WeightApi):
         self._groups = 0
 
     async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
-        with advised(self.method_hint, message="its routes for weights are closed ({})", doing="take weights"):
-            processes = await read_world_size(server, until.left(server))
         doing = "find out how it takes weights"
+        with advised(self.method_hint, message="its routes for weights are closed ({})", doing="take weights"):
+            processes = await read_world_size(server, until.left(server), doing)
         try:
             facts = (await call_workers(server, "covey_facts", doing, until.left(server)))[0]
         except (DeadlineExceeded, ServerUnreachable):

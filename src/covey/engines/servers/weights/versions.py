@@ -246,12 +246,8 @@ class ServerWeights:
         _, _, rest = stamp.partition("covey-")
         run, _, version = rest.partition("-")
         if run and self.sends and run != self._run:
-            raise ServerRefused(
-                member.url,
-                "sample for this run",
-                f"another run has sent it weights (it is stamped {stamp!r})",
-                "Give every run servers of its own.",
-            )
+            message = f"another run has sent it weights (it is stamped {stamp!r})"
+            raise ServerRefused(member.url, "sample for this run", message, "Give every run servers of its own.")
         return version == str(member.version)
 
     async def wait_for_update(self, version: int | None) -> None:
