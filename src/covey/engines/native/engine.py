@@ -154,8 +154,6 @@ class NativeEngine:
             if not isinstance(error, Exception):
                 raise
 
-    # ---- admission -------------------------------------------------------------------------------------------------
-
     def _admit(self) -> None:
         """Prefill waiting sequences once several can be admitted together: each prefill is a full forward pass."""
         free = self.max_sequences - len(self._running)
@@ -328,8 +326,6 @@ class NativeEngine:
         if not cache.attended or not difference <= allowed * expected.abs().max():
             return f"its attention reads a shared prompt wrongly (logits differ by {difference.item():.2g})"
         return None
-
-    # ---- decoding --------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         """Sample one token for every running sequence; finished ones leave."""

@@ -109,8 +109,6 @@ class SharedPrefixCache(Cache):
         self._fixed_slot_map: SlotMap | None = None
         self._fixed_column: Tensor | None = None
 
-    # ---- membership ------------------------------------------------------------------------------------------------
-
     def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
         """Take right-padded prompts (None when all are empty); handles are valid until sequences leave."""
         first = len(self._prompt_lengths)
@@ -204,8 +202,6 @@ class SharedPrefixCache(Cache):
             self._own[layer] = (keys, values)
         return self._own[layer]
 
-    # ---- a decoding step -------------------------------------------------------------------------------------------
-
     def begin_step(self, positions: Tensor, config: Any) -> Any:
         """Open a column for tokens at `positions` [S]; returns the additive mask(s) [S, 1, 1, prompt + columns]."""
         self.open_column()
@@ -293,8 +289,6 @@ class SharedPrefixCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._column
-
-    # ---- attention -------------------------------------------------------------------------------------------------
 
     def attend(
         self,
