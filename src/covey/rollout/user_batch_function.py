@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +35,7 @@ class _Sampler:
     calls: int = 0
 
     def complete(self, prompts: Sequence[Any], changes: dict[str, Any]) -> list[tuple[list[int], Completion]]:
-        known = {field.name for field in fields(SamplingParams)}
+        known = {one.name for one in fields(SamplingParams)}
         if unknown := sorted(set(changes) - known):
             raise RolloutError(
                 f"no such sampling setting: {', '.join(unknown)}. There are: {', '.join(sorted(known))}."
@@ -71,6 +71,7 @@ _CURRENT: ContextVar[_Sampler | None] = ContextVar("covey_sampling", default=Non
 """Sampler of the function that calls this code."""
 
 
+@dataclass(eq=False)
 class BatchFunction:
     """A user's `(prompts, trainer) -> dict`, for all prompts of a batch at once.
 
@@ -80,19 +81,13 @@ class BatchFunction:
     other field goes to the reward functions, an element per prompt.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        trainer: Any,
-        timeout: float,
-        codec: PromptCodec,
-        limits: RolloutValidator,
-        end_ids: Collection[int],
-    ):
-        self._function, self._trainer, self._timeout = function, trainer, timeout
-        self._codec, self._limits = codec, limits
-        self._end_ids = frozenset(end_ids)  # any other last token means that a completion was cut off
-        self._samplers: list[_Sampler] = []
+    function: Callable[..., Any]
+    trainer: Any
+    timeout: float  # seconds
+    codec: PromptCodec
+    limits: RolloutValidator
+    end_ids: Collection[int]  # any other last token means that a completion was cut off
+    _samplers: list[_Sampler] = field(default_factory=list, init=False)
 
     @contextmanager
     def sampling(
@@ -130,13 +125,13 @@ class BatchFunction:
         def run() -> list[Rollout]:
             shared = {id(image): image for shown in images for image in shown}
             own_prompts = copy.deepcopy(list(prompts), shared)
-            return self._rollouts(prompts, images, self._function(own_prompts, self._trainer))
+            return self._rollouts(prompts, images, self.function(own_prompts, self.trainer))
 
         try:
-            return await run_in_thread(run, self._timeout)
+            return await run_in_thread(run, self.timeout)
         except CallTimeout:
             raise RolloutError(
-                f"rollout_func took longer than rollout_timeout={self._timeout:g} s for {len(prompts)} prompts. Raise"
+                f"rollout_func took longer than rollout_timeout={self.timeout:g} s for {len(prompts)} prompts. Raise"
                 " rollout_timeout, or find out what it waits for."
             ) from None
         except UserCodeError as raised:
@@ -160,7 +155,7 @@ class BatchFunction:
                     f"rollout_func returned {count} elements in {name!r} for {len(prompts)} prompts; it needs one for"
                     " each (every prompt comes as many times as it is to be completed)."
                 )
-        vision = self._codec.vision
+        vision = self.codec.vision
         read = (*needed, "env_mask", *(["images"] if vision is not None else []))
         extras = {name: values for name, values in returned.items() if name not in read}
         rollouts = []
@@ -181,12 +176,12 @@ class BatchFunction:
                 completion_ids=completion_ids,
                 sampled=sampled,
                 logprobs=logprobs,
-                completion=self._codec.decode(prompt, completion_ids),
-                finish=FinishReason.STOP if set(completion_ids[-1:]) & self._end_ids else FinishReason.LENGTH,
+                completion=self.codec.decode(prompt, completion_ids),
+                finish=FinishReason.STOP if set(completion_ids[-1:]) & set(self.end_ids) else FinishReason.LENGTH,
                 extras={name: _item(values, i) for name, values in extras.items()},
                 turn_ends=[end for end, (now, then) in enumerate(pairwise([*sampled, False])) if now and not then],
             )
-            rollout = self._limits.checked(rollout)
+            rollout = self.limits.checked(rollout)
             if vision is not None:
                 own_images = _item(returned.get("images"), i)
                 rollout.media = _find_media(vision, rollout, own_images, images[i] if images else (), i)

@@ -6,7 +6,7 @@ started here, and environments with MCP tools are not supported.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from covey.core.records import Message
@@ -15,6 +15,7 @@ from covey.rollout.environments.interface import instructed, library
 NOT_SHOWN = frozenset({"done", "reward", "metadata"})  # fields of an observation that the policy is not shown
 
 
+@dataclass(eq=False)
 class OpenEnvironment:
     """Opens sessions of an OpenEnv server; gives the rows that they start from.
 
@@ -33,23 +34,16 @@ class OpenEnvironment:
             otherwise); rollouts wait for one. None: one for each rollout.
     """
 
-    def __init__(
-        self,
-        client: str | Callable[[], Any],
-        action: str | Callable[[str], Any],
-        *,
-        show: Callable[[Any], str | list[Message]] | None = None,
-        instructions: str = "",
-        system: str | None = None,
-        invalid_reward: float = 0.0,
-        turn_rewards: bool = False,
-        max_turns: int | None = None,
-        max_environments: int | None = None,
-    ):
-        self.client, self.action, self.show = client, action, show or shown
-        self.instructions, self.system = instructions, system
-        self.invalid_reward, self.turn_rewards = invalid_reward, turn_rewards
-        self.max_turns, self.max_environments = max_turns, max_environments
+    client: str | Callable[[], Any]
+    action: str | Callable[[str], Any]
+    _: KW_ONLY
+    show: Callable[[Any], str | list[Message]] | None = None
+    instructions: str = ""
+    system: str | None = None
+    invalid_reward: float = 0.0
+    turn_rewards: bool = False
+    max_turns: int | None = None
+    max_environments: int | None = None
 
     def __call__(self) -> "OpenEnvText":
         """A new session; it is opened by the first `reset`."""
@@ -60,7 +54,7 @@ class OpenEnvironment:
         else:
             client = self.client()
         client = client.sync() if hasattr(client, "sync") else client
-        return OpenEnvText(client, parse, self.show, self.invalid_reward)
+        return OpenEnvText(client, parse, self.show or shown, self.invalid_reward)
 
     def dataset(
         self, size: int | None = None, seed: int = 0, resets: Sequence[Mapping[str, Any]] | None = None
