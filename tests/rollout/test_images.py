@@ -6,7 +6,8 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from covey.rollout.images import ImageError, images_of, read_image, with_images
+from covey.rollout.images import ImageError, read_image, with_images
+from covey.rollout.prompts import row_images
 
 CAT = Image.new("RGB", (3, 2), (255, 0, 0))
 
@@ -94,9 +95,9 @@ def test_unreadable_images_are_named_in_the_error(given):
 
 
 def test_columns_hold_one_image_or_several_or_none():
-    assert images_of({"image": "a"}) == ["a"]
-    assert images_of({"images": ["a", "b"], "image": None}) == ["a", "b"]
-    assert images_of({"images": [], "image": None}) == images_of({}) == []
+    assert row_images({"image": "a"}) == ["a"]
+    assert row_images({"images": ["a", "b"], "image": None}) == ["a", "b"]
+    assert row_images({"images": [], "image": None}) == row_images({}) == []
 
 
 def text(words):

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
 from covey.core.records import PromptSample as PromptSample
 from covey.core.records import Rollout, SampleGroup
-from covey.rollout.images import embed_images, images_of
-from covey.rollout.prompts import PromptCodec, sample_seed
+from covey.rollout.images import embed_images
+from covey.rollout.prompts import PromptCodec, row_images, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.runner import GroupRunner, RolloutCallbacks, failed_rollout
 from covey.rollout.runner import RolloutSpec as RolloutSpec
@@ -174,7 +174,7 @@ class Collector:
             try:
                 if self.codec.vision is not None:
                     self.codec.read_row(row)
-                    prompt, shown = embed_images(prompt, images_of(row))
+                    prompt, shown = embed_images(prompt, row_images(row))
             except ValueError as error:
                 rollouts[group.number] = self._unreadable(group, error)
             else:

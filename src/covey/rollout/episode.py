@@ -13,8 +13,7 @@ from typing import Any
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import Completion, FinishReason, Media, Message, Rollout
-from covey.rollout.images import images_of
-from covey.rollout.prompts import LONGEST_TOKEN, Prompt, characters, is_conversational, prefill, sample_seed
+from covey.rollout.prompts import LONGEST_TOKEN, Prompt, characters, is_conversational, prefill, row_images, sample_seed
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.vision import Encoded
 
@@ -113,7 +112,7 @@ class EpisodeEngine:
         """
         codec = self.templates.codec
         tools = codec.tools if tools is None else tools
-        images = images_of(self.row) if prompt is None else ()
+        images = row_images(self.row) if prompt is None else ()
         own_prompt: Any = self.row.get("prompt") if prompt is None else prompt
         encoded = codec.read(own_prompt, self.row.get("chat_template_kwargs"), tools, images)
         path: tuple[int | str, ...] = ("episode", len(self.episodes)) if self.episodes else ()

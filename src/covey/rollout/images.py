@@ -8,7 +8,6 @@ from typing import Any
 
 from covey.core.records import Message
 
-COLUMNS = ("image", "images")  # columns of a dataset that hold the images of a row: one, or a list of them
 SOURCES = ("image", "path", "url", "base64", "image_url")  # keys of an image part that may name the image
 
 UNSUPPORTED = ("video", "video_url", "audio", "audio_url", "input_audio")
@@ -19,19 +18,6 @@ FORMS = "a PIL image, the path of a file, its bytes, or {'bytes': ..., 'path': .
 
 class ImageError(ValueError):
     """An image that cannot be read, or that no message shows."""
-
-
-def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """The images in a row's columns, as they are given; [] without any."""
-    found: list[Any] = []
-    for name in COLUMNS:
-        value = row.get(name)
-        if value is None or (isinstance(value, list | tuple) and not value):
-            continue
-        if found:
-            raise ImageError("both columns, 'image' and 'images', hold images. Put a row's images into one of them.")
-        found = list(value) if isinstance(value, list | tuple) else [value]
-    return [image for image in found if image is not None] if found else found
 
 
 def read_image(source: Any, name: str = "an image") -> Any:

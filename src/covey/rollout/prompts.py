@@ -1,14 +1,16 @@
 """Prompts to tokens and back. One that does not fit the model's context is an error: prompts are never truncated."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from covey.core.records import Message
-from covey.rollout.images import ImageError, has_images, images_of, refuse_unsupported_parts, with_images
+from covey.rollout.images import ImageError, has_images, refuse_unsupported_parts, with_images
 from covey.rollout.vision import Encoded, Vision
 
 Prompt = str | list[Message]
+
+IMAGE_COLUMNS = ("image", "images")  # columns of a dataset that hold the images of a row: one, or a list of them
 
 LONGEST_TOKEN = 256
 """Most characters that one token stands for. Text of more than this many characters for each free token is refused
@@ -34,6 +36,19 @@ def characters(prompt: Any) -> int:
     return 0
 
 
+def row_images(row: Mapping[str, Any]) -> list[Any]:
+    """The images in a row's columns, as they are given; [] without any."""
+    found: list[Any] = []
+    for name in IMAGE_COLUMNS:
+        value = row.get(name)
+        if value is None or (isinstance(value, list | tuple) and not value):
+            continue
+        if found:
+            raise ImageError("both columns, 'image' and 'images', hold images. Put a row's images into one of them.")
+        found = list(value) if isinstance(value, list | tuple) else [value]
+    return [image for image in found if image is not None] if found else found
+
+
 class PromptCodec:
     """Encodes prompts and decodes completions with one tokenizer."""
 
@@ -52,7 +67,7 @@ class PromptCodec:
 
     def read_row(self, row: dict[str, Any]) -> Encoded:
         """Tokens of a dataset row's prompt, with the images in its columns. Raises ValueError as `read`."""
-        return self.read(row.get("prompt"), row.get("chat_template_kwargs"), images=images_of(row))
+        return self.read(row.get("prompt"), row.get("chat_template_kwargs"), images=row_images(row))
 
     def encode(self, prompt: Prompt | None, row_kwargs: dict[str, Any] | None = None) -> list[int]:
         """Tokens of a prompt, as `read` finds them."""
