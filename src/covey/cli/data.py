@@ -28,10 +28,6 @@ def load_rows(spec: str, split: str | None = "train") -> Any:
             configuration after a colon where the data set has several: `openai/gsm8k:main`.
         split: name of the split, possibly sliced: `train[:1000]`. None takes the first of `EVAL_SPLITS` that exists. A
             single file is all `train`.
-
-    Raises:
-        FileNotFoundError: there is no such file, folder or data set.
-        ValueError: it cannot be read, has no such split, no rows or no prompts.
     """
     loaded = _load_local(Path(spec).expanduser()) if is_local(spec) else _load_hub(spec)
     rows = _pick(loaded, split, spec)

@@ -140,8 +140,7 @@ def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str |
 
 def preloads() -> list[str]:
     """Allocator and OpenMP library that vLLM uses on CPUs, if installed."""
-    allocators = sorted(glob("/usr/lib/*/libtcmalloc_minimal.so.4")) + sorted(
-        glob("/usr/lib64/libtcmalloc_minimal.so.4")
-    )
+    folders = ("/usr/lib/*", "/usr/lib64")
+    allocators = [path for folder in folders for path in sorted(glob(f"{folder}/libtcmalloc_minimal.so.4"))]
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     return allocators[:1] + ([str(openmp)] if openmp.exists() else [])
