@@ -121,17 +121,23 @@ class CompletionLog:
                 a column if any has one.
         """
         self.reward_names = [_free_name(name, "reward") for name in rewards]
-        optional: dict[str, Sequence[Any] | None] = {"advantage": advantages, "finish": finish, "length": lengths}
-        optional |= {"error": errors if any(errors or ()) else None, "images": images if any(images or ()) else None}
-        columns: dict[str, Sequence[Any]] = {
-            "prompt": [as_text(prompt) for prompt in prompts],
-            "completion": [as_text(completion) for completion in completions],
+        given: dict[str, Sequence[Any] | None] = {
+            "prompt": [*map(as_text, prompts)],
+            "completion": [*map(as_text, completions)],
             **dict(zip(self.reward_names, rewards.values(), strict=True)),
             **{_free_name(name, "extra", self.reward_names): values for name, values in (extras or {}).items()},
-            **{name: values for name, values in optional.items() if values is not None},
+            "advantage": advantages,
+            "finish": finish,
+            "error": errors if any(errors or ()) else None,
+            "length": lengths,
+            "images": images if any(images or ()) else None,
             **_conversation_columns(completions, counts),
         }
-        for name, values in columns.items():
+        columns: dict[str, Sequence[Any]] = {}
+        for name, values in given.items():
+            if values is None:
+                continue
+            columns[name] = values
             if len(values) != len(completions):
                 raise ValueError(
                     f"column {name!r} of the completions table has {len(values)} values for {len(completions)} "

@@ -149,7 +149,7 @@ def generation_stats(
 
 def _length_stats(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, Stat]:
     terminated = [length for length, cut in zip(lengths, truncated, strict=True) if not cut]
-    stats: dict[str, Stat] = {"completions/clipped_ratio": Mean.of([float(cut) for cut in truncated])}
+    stats: dict[str, Stat] = {"completions/clipped_ratio": Mean.of([*map(float, truncated)])}
     for suffix, values in (("length", lengths), ("terminated_length", terminated)):
         stats[f"completions/mean_{suffix}"] = Mean(float(sum(values)), len(values))
         stats[f"completions/min_{suffix}"] = Min(float(min(values, default=math.nan)))
@@ -182,10 +182,6 @@ class PhaseTimer:
         self._open: list[str] = []
         self._since = 0.0
 
-    @property
-    def current(self) -> str | None:
-        return self._open[-1] if self._open else None
-
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Charge the time inside the `with` block, without that of inner phases, to `name`."""
@@ -197,8 +193,8 @@ class PhaseTimer:
         finally:
             self._settle()
             self._open.pop()
-        if self.current:  # not after an exception: the last notice then names the phase that failed
-            self._notice(self.current)
+        if self._open:  # not after an exception: the last notice then names the phase that failed
+            self._notice(self._open[-1])
 
     def drain(self) -> dict[str, float]:
         """Seconds by phase since the last call; an open phase is counted up to now."""
@@ -209,7 +205,8 @@ class PhaseTimer:
     def _settle(self) -> None:
         """Charge the time since the last change to the innermost open phase."""
         now = self._clock()
-        if name := self.current:
+        if self._open:
+            name = self._open[-1]
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
             self._span(name, self._since, now)
         self._since = now
