@@ -21,8 +21,9 @@ hypothesis.settings.register_profile("nightly", hypothesis.settings.get_profile(
 hypothesis.settings.load_profile(os.environ.get("COVEY_TEST_EXAMPLES", "steady"))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _quick():
+    """Before each module, because what earlier ones leave would be gone through by every trainer that starts."""
     tiny.quick()
 
 
