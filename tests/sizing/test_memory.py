@@ -146,6 +146,23 @@ def test_a_rollout_is_never_cut():
     assert m.activations == (4 + 8) * (2 * 272 + 176) * 4
 
 
+def test_passes_grow_with_the_memory_of_a_gpu():
+    # 64 rollouts in groups of a prompt of 4 and 4 completions of 8: 16 * 36 = 576 tokens; 8 padded rollouts are 96.
+    batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "gradient_checkpointing": False}
+
+    def planned(gpu_bytes, **changes):
+        return estimate(
+            LlamaConfig(**TINY), args(**batch, **changes), prompt_tokens=4, device="cuda", gpu_bytes=gpu_bytes
+        )
+
+    small, large = planned(2**20), planned(2**34)
+    assert (small.room, small.pass_tokens, small.passes) == (0, 72, 8)
+    assert (large.pass_tokens, large.passes) == (576, 1)
+    some = planned(2**29)
+    assert some.training - some.activations + some.room * some.activations // some.pass_tokens <= 2**29
+    assert planned(2**34, max_tokens_per_micro_batch=100).pass_tokens == 72
+
+
 def test_a_cpu_in_float32_samples_from_packed_weights(monkeypatch):
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     config, half = LlamaConfig(**TINY), {"model_init_kwargs": {"dtype": "bfloat16"}}

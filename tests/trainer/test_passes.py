@@ -312,3 +312,13 @@ def test_nominal_micro_batches_take_their_rows_from_every_rank():
 )
 def test_the_derived_budget(rows, longest, largest, device, tokens):
     assert derived_budget(rows, longest, largest, device) == tokens
+
+
+@pytest.mark.parametrize(
+    ("room", "tokens"),
+    [(0, 1536), (1000, 1536), (6000, 6000), (50_000, 16_384)],
+    ids=["unknown", "little", "some", "much"],
+)
+def test_room_in_gpu_memory_enlarges_passes(room, tokens):
+    assert derived_budget(8, 192, 1088, "cuda", room) == tokens
+    assert derived_budget(8, 192, 1088, "cpu", 0) == 1088

@@ -78,9 +78,9 @@ class BatchFields:
     """Micro-batches that one rollout batch is cut into. Unset: gradient_accumulation_steps, so that one rollout batch
     feeds one update. Give this or `generation_batch_size`."""
     max_tokens_per_micro_batch: int | None = limited(None, ge=1)
-    """Most tokens of one forward and backward pass: the knob for memory. Unset: at most what
-    per_device_train_batch_size rollouts take when padded, and no more than keeps the hardware busy. Results do not
-    depend on it."""
+    """Most tokens of one forward and backward pass: the knob for memory. Unset: what per_device_train_batch_size
+    rollouts take when padded, or more where a GPU's memory suffices; never more than keeps the hardware busy. Results
+    do not depend on it."""
     num_iterations: int = limited(1, ge=1)
     """Passes over each rollout batch (mu in the GRPO paper). More than 1 reuses completions of an older policy."""
     shuffle_dataset: bool | None = True

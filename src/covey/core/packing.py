@@ -44,15 +44,18 @@ def pass_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> int:
     return _Costs(batch, layout).of(rows)
 
 
-def derived_budget(rows: int, longest: int, largest: int, device_type: str) -> int:
+def derived_budget(rows: int, longest: int, largest: int, device_type: str, room: int = 0) -> int:
     """Default for the tokens of a micro-batch: enough to keep the device busy, within the user's batch size.
 
     Args:
         rows, longest: rollouts of a nominal micro-batch, and the most tokens of one: padded, they are the upper bound.
         largest: tokens of the largest group, which is not cut below that bound.
         device_type: "cpu", "cuda", ...
+        room: tokens for which the device's memory suffices by the memory plan: up to these, a micro-batch is as large
+            as keeps the device busy, whatever the user's batch size. 0: unknown.
     """
-    return min(rows * longest, max(ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"]), largest))
+    enough = ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"])
+    return max(min(rows * longest, max(enough, largest)), min(enough, room))
 
 
 def pack_micro_batches(batch: RolloutSizes, budget: int, layout: str, at_least: int = 1) -> list[Tensor]:

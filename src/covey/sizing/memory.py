@@ -13,6 +13,7 @@ import torch
 
 from covey.core.packing import derived_budget
 from covey.engines.native.inference_contexts import MOST_ROWS
+from covey.policy.adapters import base_model, has_adapter
 from covey.policy.lm_head.linear import TILE_BYTES
 from covey.policy.loading import sees_images
 from covey.sizing.model_spec import (
@@ -29,6 +30,9 @@ ASSUMED_PROMPT_TOKENS = 256
 
 LOGIT_COPIES = 2
 """Tiles of float32 numbers that the head holds at once: logits and probabilities."""
+
+FILLED = 0.8
+"""Share of a GPU's memory up to which micro-batches are made larger than the user's batch size asks for."""
 
 SHARDED = {
     "multi_gpu": (False, False, False),
@@ -108,6 +112,7 @@ class MemoryEstimate:
     copy: int = 0  # of sharded weights, all of them while the built-in engine samples
     passes: int = 2  # micro-batches of an optimizer step; with several, gradients are there in addition to activations
     pass_tokens: int = 0  # T
+    room: int = 0  # tokens of a micro-batch for which a GPU's memory suffices; 0 where that is not known
     completion_tokens: int = 0  # of the longest completion
     stored_bytes: int = 4  # s
     computed_bytes: int = 4  # c
@@ -145,6 +150,8 @@ def estimate(
     counts: ModelSpec | None = None,
     spread: ShardCounts | None = None,
     device: str | None = None,
+    gpu_bytes: int | None = None,
+    room: int | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a run.
 
@@ -157,6 +164,8 @@ def estimate(
         counts: the model's parameters, if they are known; otherwise it is built to count them.
         spread: shards of the model; None: each process has all of it.
         device: "cpu" or "cuda"; None: this machine's.
+        gpu_bytes: memory of a GPU; None: what this machine's has left.
+        room: tokens of a micro-batch for which it suffices; None: found by an estimate without.
     """
     text, vision, whole = config.get_text_config(), sees_images(config), peft is None
     spread, images, device = spread or ShardCounts(), images or Images(), device or args.device.type
@@ -164,7 +173,7 @@ def estimate(
     precision = _precision(config, args, counts, sharded=spread.weights > 1, whole=whole)
     prompt = prompt_tokens + images.tokens
     completion = args.max_completion_length or (text.max_position_embeddings - prompt)
-    tokens, passes = tokens_of_passes(args, prompt, completion, device, padded=vision)
+    tokens, passes = tokens_of_passes(args, prompt, completion, device, padded=vision, room=room or 0)
     rollouts = tokens // (prompt + completion)
     shown = rollouts if args.torch_compile else -(-rollouts // args.num_generations)
     trainable, unquantised = counts.trainable, counts.parameters - counts.quantised.numbers
@@ -195,11 +204,37 @@ def estimate(
         copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
         passes=passes,
         pass_tokens=tokens,
+        room=room or 0,
         completion_tokens=completion,
         stored_bytes=stored,
         computed_bytes=computed,
     )
-    return replace(sampled, kv_cache=0, packed=0, copy=0) if args.samples_elsewhere else sampled
+    found = replace(sampled, kv_cache=0, packed=0, copy=0) if args.samples_elsewhere else sampled
+    alone = not (args.use_vllm and args.vllm_mode == "colocate")  # vLLM takes what the trainer leaves
+    if room is not None or device != "cuda" or vision or spread.gradients > 1 or not alone:
+        return found
+    room = _room(found, gpu_bytes if gpu_bytes is not None else _gpu_bytes())
+    given = {"images": images, "peft": peft, "quantization": quantization, "counts": counts, "spread": spread}
+    return estimate(config, args, prompt_tokens=prompt_tokens, device=device, room=room, **given)
+
+
+def estimate_of(args: Any, model: Any) -> MemoryEstimate:
+    """Estimate the memory of a run with the parameters of its loaded model."""
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    counts = ModelSpec(sum(p.numel() for p in model.parameters()), trainable, packed=0)
+    return estimate(base_model(model).config, args, peft={} if has_adapter(model) else None, counts=counts)
+
+
+def _room(estimated: MemoryEstimate, gpu_bytes: int) -> int:
+    """Tokens whose activations fit beside everything else; in thousands, so that runs on one machine agree."""
+    fixed = estimated.resident + estimated.gradients + estimated.casts + LOGIT_COPIES * TILE_BYTES["cuda"]
+    per_token = estimated.activations // estimated.pass_tokens
+    return max(0, int(FILLED * gpu_bytes) - fixed) // per_token // 1024 * 1024
+
+
+def _gpu_bytes() -> int:
+    """Bytes that this process has or can still get of the GPU; 0 without one."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
 def _packed_numbers(counts: ModelSpec, images: Images) -> int:
@@ -240,7 +275,9 @@ def _vocabulary_gradients(
     return each * head, each * (at_end - head) if device == "cpu" else 0
 
 
-def tokens_of_passes(args: Any, prompt: int, completion: int, device: str, padded: bool = False) -> tuple[int, int]:
+def tokens_of_passes(
+    args: Any, prompt: int, completion: int, device: str, padded: bool = False, room: int = 0
+) -> tuple[int, int]:
     """Tokens of the largest micro-batch, and micro-batches of an optimizer step, in one process.
 
     Groups stay whole if they fit; a layout that shares prompts counts each once. Images are `padded`, without sharing.
@@ -248,7 +285,7 @@ def tokens_of_passes(args: Any, prompt: int, completion: int, device: str, padde
     group, sequence = args.num_generations, prompt + completion
     shares_prompts = args.attn_layout in ("auto", "shared_prefix") and not padded
     whole = prompt + group * completion if shares_prompts else sequence
-    derived = derived_budget(args.per_device_train_batch_size, sequence, whole, device)
+    derived = derived_budget(args.per_device_train_batch_size, sequence, whole, device, room)
     budget = max(args.max_tokens_per_micro_batch or derived, sequence)
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     total = rows * whole // group if shares_prompts else rows * sequence

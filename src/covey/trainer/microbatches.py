@@ -21,6 +21,7 @@ from covey.core.batch import TrainBatch, token_index
 from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
 from covey.core.packing import RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.runtime.process_memory import is_out_of_memory
+from covey.sizing.memory import estimate_of
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes
 
@@ -42,6 +43,7 @@ class MicroBatchRunner:
     # collective: passes of this process -> most of any, where a forward pass takes all; others run idle ones
     most: Callable[[int], int] | None = None
     repeats: bool = True  # a pass that ran out of memory may be run again in parts: no other process takes part
+    room: int = 0  # tokens for which the device's memory suffices by the memory plan; 0: unknown
 
     def __post_init__(self) -> None:
         self.limit: int | None = None  # most tokens of a pass, learned from running out of memory; in checkpoints
@@ -57,6 +59,7 @@ class MicroBatchRunner:
             context.args.max_tokens_per_micro_batch,
             most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
             repeats=not sharding.gradients,
+            room=_room(context) if context.device.type == "cuda" and not sharding.gradients else 0,
         )
 
     def budget(self, batch: RolloutSizes, rows: int) -> int:
@@ -68,7 +71,7 @@ class MicroBatchRunner:
             if self._padded_until_proven() == "shared_prefix":
                 whole = batch.prompt_lengths.index_add(0, batch.groups, batch.lengths)
             longest, largest = (int(sizes.max()) if len(sizes) else 1 for sizes in (sequences, whole))
-            wanted = derived_budget(rows, longest, largest, self.device_type)
+            wanted = derived_budget(rows, longest, largest, self.device_type, self.room)
         return wanted if self.limit is None else min(wanted, self.limit)
 
     def plan(self, batch: TrainBatch, rows: int, at_least: int = 1) -> list[TrainBatch]:
@@ -191,6 +194,14 @@ def _with_skipped(whole: TrainBatch, parts: list[TrainBatch]) -> list[TrainBatch
     if parts:
         parts[0].skipped_tokens, parts[0].skipped_rows = whole.skipped_tokens, whole.skipped_rows
     return parts
+
+
+def _room(context: RunContext) -> int:
+    """Tokens of a micro-batch that fit into the GPU by the memory plan; 0 for models that it does not know."""
+    try:
+        return estimate_of(context.args, context.loop.policy).room
+    except (AttributeError, ValueError):
+        return 0
 
 
 def _grad_state(parameter: nn.Parameter) -> tuple[int, int]:

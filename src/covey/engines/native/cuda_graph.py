@@ -16,8 +16,9 @@ from covey.runtime.process_memory import is_out_of_memory
 
 LEAST_SEQUENCES = 8  # fewer sequences are computed as this many
 
-Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
-"""Captures a function; returns a function that replays it, and the tensor that holds the result after a replay."""
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor, Tensor]]
+"""Runs a function, then captures it; returns a function that replays it, the tensor that holds the result after a
+replay, and the result of the ordinary run."""
 
 
 class CaptureError(RuntimeError):
@@ -64,9 +65,9 @@ class GraphStep:
             raise CaptureError(error) from error
 
     def _capture_step(self, size: int) -> None:
-        expected = self._run()[:size].clone()
-        self._replay, self._logits = self._capture(self._run)
+        self._replay, self._logits, ordinary = self._capture(self._run)
         self._replay()
+        expected = ordinary[:size]
         difference = (self._logits[:size] - expected).abs().max()
         if not difference <= 0.02 * expected.abs().max():
             raise RuntimeError(f"the replayed step's logits differ from an ordinary run's by {difference.item():.3g}")
@@ -76,14 +77,14 @@ class GraphStep:
         return self._forward(self._tokens[:, None], self._positions[:, None], masks)
 
 
-def capture_cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+def capture_cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor, Tensor]:
     """Run `step` once on a side stream, as capturing requires, then capture it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step()
+        ordinary = step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = step()
-    return graph.replay, result
+    return graph.replay, result, ordinary

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex_attention_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -48,8 +48,12 @@ def flex_tree_attention(
     """
     attend = attend or compiled_flex()
     mask = block_mask_of(tree, window, query.device)
-    settings = {"score_mod": _capped(cap), "block_mask": mask, "scale": scale, "enable_gqa": True}
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    settings = {"score_mod": _capped(cap, query.device), "block_mask": mask, "scale": scale, "enable_gqa": True}
+    # Whole blocks, and at least two: sizes of 1 and sizes that blocks do not divide would be compiled separately.
+    padding = (0, 0, 0, _blocks(tree) * BLOCK - tree.size)
+    query, key, value = (nn.functional.pad(x, padding).contiguous() for x in (query, key, value))
+    for x in (query, key, value):  # else a number of blocks equal to one of heads would be compiled as the same symbol
+        torch._dynamo.mark_static(x, [0, 1, 3])
     if sinks is None:
         out = attend(query, key, value, **settings)
     else:
@@ -57,7 +61,7 @@ def flex_tree_attention(
         out, lse = _with_lse(attend, query, key, value, settings)
         share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
         out = (out * share[..., None]).to(out.dtype)
-    return out.transpose(1, 2).contiguous()
+    return out[:, :, : tree.size].transpose(1, 2).contiguous()
 
 
 def block_mask_of(tree: TokenTree, window: int | None, device: torch.device) -> BlockMask:
@@ -70,7 +74,7 @@ def block_mask_of(tree: TokenTree, window: int | None, device: torch.device) -> 
             *_listed(full, device),
             BLOCK_SIZE=BLOCK,
             mask_mod=_mask_of(tree, window, device),
-            seq_lengths=(tree.size, tree.size),
+            seq_lengths=(len(partial) * BLOCK, len(partial) * BLOCK),
         )
     return tree.cache[name]
 
@@ -80,7 +84,7 @@ def blocks_of(tree: TokenTree, window: int | None) -> tuple[Tensor, Tensor]:
 
     Disjoint. Built from the segments, so that the cost grows with the blocks, not the tokens.
     """
-    count = -(-tree.size // BLOCK)
+    count = _blocks(tree)
     touched = torch.zeros(count, count, dtype=torch.bool)
     full = torch.zeros(count, count, dtype=torch.bool)
     back = window or tree.size
@@ -121,9 +125,13 @@ def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return counts[None, None].to(device), order[None, None].to(device)
 
 
+def _blocks(tree: TokenTree) -> int:
+    return max(2, -(-tree.size // BLOCK))
+
+
 def _mask_of(tree: TokenTree, window: int | None, device: torch.device) -> Callable[..., Tensor]:
-    reach = tree.reach().to(device)
-    position = tree.positions().to(device)
+    padding = (0, _blocks(tree) * BLOCK - tree.size)  # a reach of 0 is seen by no query
+    reach, position = (nn.functional.pad(x, padding).to(device) for x in (tree.reach(), tree.positions()))
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < reach[k])
@@ -137,7 +145,8 @@ def _mask_of(tree: TokenTree, window: int | None, device: torch.device) -> Calla
     return visible_in_window
 
 
-def _capped(cap: float | None) -> Callable[..., Tensor] | None:
+def _capped(cap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
     if cap is None:
         return None
-    return lambda score, batch, head, q, k: cap * torch.tanh(score / cap)
+    bound = torch.tensor(cap, device=device)  # compiled for dynamic shapes, a number would be a symbol that fails
+    return lambda score, batch, head, q, k: bound * torch.tanh(score / bound)

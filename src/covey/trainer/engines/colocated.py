@@ -21,7 +21,6 @@ from covey.policy.loading import end_token_ids
 from covey.policy.sharded_tensors import original_class
 from covey.rollout.vision import Vision
 from covey.sizing import memory, vllm_memory
-from covey.sizing.model_spec import ModelSpec
 from covey.trainer.engine_check.parity import AUTOCAST
 from covey.trainer.engines import offload
 
@@ -136,11 +135,8 @@ def memory_arguments(args: Any, model: Any, device: torch.device) -> dict[str, A
 
 def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.EngineMemory]:
     """Memory of the run as `covey explain` estimates it, with the parameters of the loaded model."""
-    config = base_model(model).config
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    counts = ModelSpec(sum(p.numel() for p in model.parameters()), trainable, packed=0)
-    estimate = memory.estimate(config, args, peft={} if has_adapter(model) else None, counts=counts)
-    return estimate, vllm_memory.engine_memory(estimate, config, args)
+    estimate = memory.estimate_of(args, model)
+    return estimate, vllm_memory.engine_memory(estimate, base_model(model).config, args)
 
 
 def sleeps(args: Any, device: torch.device) -> bool:
