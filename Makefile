@@ -21,7 +21,7 @@ SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec py
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
 .PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed test-trackers lint package \
-	constraints bench bench-tools clean
+	constraints bench bench-tools gpu clean
 
 .venv/torch.done:
 	@echo "Setting up .venv; the first time takes a few minutes."
@@ -140,6 +140,12 @@ test-trackers: .venv-trackers/covey.done
 # About three hours on two cores; it goes on where it stopped. BENCH holds options: make bench BENCH='--part step --rounds 1'
 bench: .venv/bench.done
 	$(BIN)/python -m benchmarks $(BENCH)
+
+# On a machine with a CUDA device: nine minutes a part at most, and it goes on where it stopped. BENCH holds options:
+# make gpu BENCH='--part step'; BENCH=--quick runs everything in miniature, on a CPU as well. The tables go into the docs.
+gpu: .venv/dev.done
+	$(BIN)/python -m benchmarks.gpu $(BENCH)
+	$(BIN)/python -m benchmarks.gpu.table
 
 # SmolLM2-135M-Instruct learns to use tools, with three seeds: about five minutes each on two free cores.
 bench-tools: .venv/demo.done

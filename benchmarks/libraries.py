@@ -9,6 +9,8 @@ each row gets its length as its limit, and no token ends it. Tokens are drawn at
 code in every case. The lengths that came out are compared with those that were asked for after each step.
 """
 
+import functools
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +144,12 @@ def _trainer_class(library: str) -> tuple[Any, Any]:
 def _force_covey(trainer: Any, forced: Forced) -> None:
     from covey.engines.native import sampling as native
 
-    engine, make_row = trainer.collector.engine, native.SequenceState
+    engine, make_row = trainer.collector.engine, inspect.unwrap(native.SequenceState)  # not an earlier trainer's
     engine.eos_token_ids = set()
     limits: dict[int, int] = {}
     generate, collect = engine.generate, trainer.collector.collect
 
+    @functools.wraps(make_row)
     def row(request: Any, index: int, budget: int, *rest: Any) -> Any:
         return make_row(request, index, limits.get(request.seeds[index], budget), *rest)
 
@@ -208,14 +211,15 @@ class _EndsAt:
 def _limit_requests(forced: Forced) -> None:
     from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-    add_request = ContinuousBatchingManager.add_request
+    add_request = inspect.unwrap(ContinuousBatchingManager.add_request)
 
+    @functools.wraps(add_request)
     def limited(self: Any, input_ids: list[int], request_id: str, **kwargs: Any) -> Any:
         number = int(request_id.rsplit("_", 1)[1])
         kwargs.update(max_new_tokens=forced.lengths[number], eos_token_id=-1)
         return add_request(self, input_ids, request_id=request_id, **kwargs)
 
-    ContinuousBatchingManager.add_request = limited  # type: ignore[method-assign]
+    ContinuousBatchingManager.add_request = limited  # type: ignore[method-assign, assignment]
 
 
 def _leave_out(trainer: Any, probe: str, forced: Forced) -> None:

@@ -16,9 +16,8 @@ from covey.runtime.process_memory import is_out_of_memory
 
 LEAST_SEQUENCES = 8  # fewer sequences are computed as this many
 
-Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor, Tensor]]
-"""Runs a function, then captures it; returns a function that replays it, the tensor that holds the result after a
-replay, and the result of the ordinary run."""
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
+"""Captures a function; returns a function that replays it, and the tensor that holds the result after a replay."""
 
 
 class CaptureError(RuntimeError):
@@ -65,26 +64,31 @@ class GraphStep:
             raise CaptureError(error) from error
 
     def _capture_step(self, size: int) -> None:
-        self._replay, self._logits, ordinary = self._capture(self._run)
-        self._replay()
-        expected = ordinary[:size]
-        difference = (self._logits[:size] - expected).abs().max()
-        if not difference <= 0.02 * expected.abs().max():
-            raise RuntimeError(f"the replayed step's logits differ from an ordinary run's by {difference.item():.3g}")
+        self.cache.fused = False
+        expected = self._run()[:size].clone()
+        for fused in (True, False):
+            self.cache.fused = fused
+            self._replay, self._logits = self._capture(self._run)
+            self._replay()
+            difference = (self._logits[:size] - expected).abs().max()
+            # One kernel rounds less often than torch's operations, and half precision alone moves logits by a tenth.
+            if difference <= (0.2 if self.cache.fused_layers else 0.02) * expected.abs().max():
+                return
+        raise RuntimeError(f"the replayed step's logits differ from an ordinary run's by {difference.item():.3g}")
 
     def _run(self) -> Tensor:
         masks = self.cache.masks(self._positions, self._config)
         return self._forward(self._tokens[:, None], self._positions[:, None], masks)
 
 
-def capture_cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor, Tensor]:
+def capture_cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
     """Run `step` once on a side stream, as capturing requires, then capture it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        ordinary = step()
+        step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = step()
-    return graph.replay, result, ordinary
+    return graph.replay, result

@@ -21,7 +21,12 @@ from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.model import decoder_of, inference_mode_of, name_of
 from covey.core.records import Completion
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
-from covey.engines.native.inference_contexts import attention_implementation, packed_linears, sampling_attention
+from covey.engines.native.inference_contexts import (
+    attention_implementation,
+    fused_norms,
+    packed_linears,
+    sampling_attention,
+)
 from covey.engines.native.per_sequence_cache import PerSequenceCache
 from covey.engines.native.prefill import PrefixStore, compute_dtype, continue_prompts, logit_tiles, verify_drafts
 from covey.engines.native.sampling import (
@@ -125,6 +130,7 @@ class NativeEngine:
                 torch.no_grad(),
                 self._forward_context(),
                 packed_linears(model),
+                fused_norms(model),
                 attention_implementation(model, sampling_attention(model)),  # a packed layout's has no masks
             ):
                 yield

@@ -1,5 +1,6 @@
 """Contexts in which a model samples: its attention implementation, packed CPU weights, processes in lockstep."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +81,52 @@ def _packed_forward(module: Any) -> Callable[[Tensor], Tensor]:
         return torch.ops.mkl._mkl_linear(x, packed[0], weight, bias, rows)
 
     return forward
+
+
+@contextmanager
+def fused_norms(model: nn.Module) -> Iterator[None]:
+    """Compute the model's plain RMS norms on a GPU by torch's own operation: one kernel instead of six."""
+    patched: list[Any] = []
+    try:
+        known: dict[tuple[type, torch.Size], bool] = {}
+        for module in model.modules():
+            weight = getattr(module, "weight", None)
+            if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not weight.is_cuda:
+                continue
+            if "forward" in vars(module) or type(weight) is not nn.Parameter:
+                continue
+            kind = (type(module), weight.shape)
+            if kind not in known:
+                known[kind] = _is_plain_norm(module)
+            if known[kind]:
+                patched.append(module)
+                module.forward = _norm_forward(module)  # type: ignore[method-assign]
+        yield
+    finally:
+        for module in patched:
+            del module.forward
+
+
+def _norm_forward(module: Any) -> Callable[[Tensor], Tensor]:
+    weight, eps = module.weight.detach(), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+    def forward(x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    return forward
+
+
+def _is_plain_norm(module: Any) -> bool:
+    """True if the module is a function of one tensor, x / rms(x) * weight; Gemma's, say, adds 1 to the weight."""
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    x = torch.linspace(-1, 2, 4 * len(module.weight), device=module.weight.device).view(4, -1)
+    with torch.no_grad(), torch.autocast("cuda", enabled=False):
+        try:
+            theirs, ours = module(x), _norm_forward(module)(x.to(module.weight.dtype))
+        except (TypeError, RuntimeError):
+            return False
+    return isinstance(theirs, Tensor) and torch.allclose(theirs.float(), ours.float(), rtol=1e-2, atol=1e-3)
 
 
 class Lockstep:

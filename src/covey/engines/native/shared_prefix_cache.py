@@ -8,6 +8,7 @@ argument `prefix_cache` of the model's forward pass.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -108,6 +109,10 @@ class SharedPrefixCache(Cache):
         self._slot_map: SlotMap | None = None  # None: sequences have come or gone since
         self._fixed_slot_map: SlotMap | None = None
         self._fixed_column: Tensor | None = None
+        self.fused = False
+        """Attend by one kernel in steps of fixed shapes, where one is available and the layer is plain."""
+        self.fused_layers = 0
+        """Layers of the current run of a step that did."""
 
     def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
         """Take right-padded prompts (None when all are empty); handles are valid until sequences leave."""
@@ -257,7 +262,9 @@ class SharedPrefixCache(Cache):
         assert self._slot_map is not None, "a step has begun"
         slot_map = self._slot_map
         fixed = self._fixed_column is not None
-        self._everything_visible = slot_map.uniform and not fixed and not getattr(config, "sliding_window", None)
+        self.fused_layers = 0
+        self._windowed = bool(getattr(config, "sliding_window", None))
+        self._everything_visible = slot_map.uniform and not fixed and not self._windowed
         columns = (0, self.capacity) if fixed else (self._visible_from, self._column)
         own = torch.arange(*columns, device=positions.device)
         starts, lengths = slot_map.starts[:, None], slot_map.lengths[:, None]
@@ -314,6 +321,23 @@ class SharedPrefixCache(Cache):
         query = query.reshape(size, kv_heads, heads // kv_heads, dim)
         assert self._slot_map is not None, "a step has begun"
         width = self._slot_map.width
+        if width and not softcap and sinks is None and self._fuses(query, keys, values):
+            from covey.engines.native.decode_kernel import decode_attention
+
+            assert self._fixed_column is not None, "steps have fixed shapes"
+            self.fused_layers += 1
+            slot_map, prompt = self._slot_map, self._prompts[layer]
+            out = decode_attention(
+                query.to(self._dtype),
+                prompt,
+                (keys, values),
+                slot_map.order,
+                slot_map.slots,
+                slot_map.lengths,
+                slot_map.starts,
+                self._fixed_column,
+            )
+            return out.reshape(size, 1, heads, -1)
         scores = query @ keys.transpose(2, 3)
         if width:
             prompt_keys, prompt_values = self._prompts[layer]
@@ -334,6 +358,15 @@ class SharedPrefixCache(Cache):
         if width:
             out += self._from_slots(self._to_slots(weights[..., :width]) @ prompt_values[:, :, :width])
         return out.reshape(size, 1, heads, -1)
+
+    def _fuses(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        """True where one kernel attends: a plain layer in half precision on a GPU, in a step of fixed shapes."""
+        fixed = self.fused and self._fixed_column is not None and not self._windowed
+        if not fixed or not query.is_cuda or keys.shape[3] != values.shape[3] or find_spec("triton") is None:
+            return False
+        from covey.engines.native.decode_kernel import decode_kernel_works
+
+        return decode_kernel_works(*query.shape[1:], self._dtype, query.device)
 
     def _to_slots(self, x: Tensor) -> Tensor:
         """[S, kv_heads, q, n] -> [kv_heads, groups, slots * q, n], q query heads per key/value head."""
