@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,8 @@ class Run:
                 self.start = time.perf_counter()
 
         self.trainer.add_callback(Measure())
-        try:
+        with suppress(Finished):
             self.trainer.train()
-        except Finished:
-            pass
         yield from records
 
     def measured(self, number: int, seconds: float) -> dict[str, Any]:

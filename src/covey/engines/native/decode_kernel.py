@@ -28,7 +28,9 @@ TOLERANCE = 2e-2
 
 
 @triton.jit
-def _step(q, keys, values, key_stride, value_stride, first, stop, peak, total, out, DIM: tl.constexpr, SIZE: tl.constexpr):
+def _step(
+    q, keys, values, key_stride, value_stride, first, stop, peak, total, out, DIM: tl.constexpr, SIZE: tl.constexpr
+):
     """Attend to the keys `first` to `stop`, with the running maximum, sum and output of the softmax."""
     dims = tl.arange(0, DIM)
     for base in range(first, stop, SIZE):
