@@ -176,9 +176,8 @@ def decode_attention(
     size, kv_heads, queries, dim = query.shape
     keys = prompt[0].shape[2] + own[0].shape[2]
     splits = max(1, min(triton.cdiv(PROGRAMS, size * kv_heads), triton.cdiv(keys, LEAST_KEYS)))
-    wide = {"dtype": torch.float32, "device": query.device}
-    parts = torch.empty(size, kv_heads, queries, splits, dim, **wide)
-    peaks, totals = torch.empty(2, size, kv_heads, queries, splits, **wide)
+    parts = torch.empty(size, kv_heads, queries, splits, dim, dtype=torch.float32, device=query.device)
+    peaks, totals = torch.empty(2, *parts.shape[:-1], dtype=torch.float32, device=query.device)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     with torch.cuda.device_of(query):
         _attend_kernel[(size, kv_heads, splits)](

@@ -100,7 +100,7 @@ def fused_norms(model: nn.Module) -> Iterator[None]:
                 known[kind] = _is_plain_norm(module)
             if known[kind]:
                 patched.append(module)
-                module.forward = _norm_forward(module)  # type: ignore[method-assign]
+                module.forward = _norm_forward(module)
         yield
     finally:
         for module in patched:
