@@ -25,7 +25,7 @@ class Stopwatch:
     @property
     def current(self) -> str:
         """The innermost open phase; `other` when none is."""
-        return self.phase.current or "other"
+        return self.phase.open[-1] if self.phase.open else "other"
 
     def wrap(self, owner: Any, method: str, name: str, inside: dict[str, str] | None = None) -> None:
         """Let every call of `owner.method` count towards `name`.

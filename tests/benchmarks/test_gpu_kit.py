@@ -54,6 +54,7 @@ def records(tmp_path_factory):
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 def test_every_part_is_measured_and_has_a_table(records):
     assert {record["part"] for record in records} == set(PARTS) - {"correct"}
     text = table.summary({"machine": MACHINE, "records": records})
@@ -62,6 +63,7 @@ def test_every_part_is_measured_and_has_a_table(records):
         assert made in text
 
 
+@pytest.mark.slow
 def test_phases_of_a_step_add_up_to_its_time(records):
     steps = [record for record in records if record["part"] == "step"]
     assert {record["job"] for record in steps} >= {"covey_default", "covey_best"}
@@ -71,6 +73,7 @@ def test_phases_of_a_step_add_up_to_its_time(records):
         assert 0 < record["mfu_step"] < 1
 
 
+@pytest.mark.slow
 def test_both_ways_agree_on_log_probs_and_attention(records):
     for record in records:
         if record["part"] in ("head", "attention"):
@@ -78,12 +81,14 @@ def test_both_ways_agree_on_log_probs_and_attention(records):
                 assert record[name]["difference"] < 0.02  # bf16 has 8 bits
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 def test_both_libraries_sample_the_same_lengths(records):
     rates = {r["job"]: r for r in records if r["part"] == "step" and r["case"] == "W3"}
     assert set(rates) == set(table.NAMES)
 
 
+@pytest.mark.slow
 def test_a_run_continues_where_it_stopped(tmp_path):
     out = tmp_path / "results.json"
     arguments = ("-m", "benchmarks.gpu", "--quick", "--device", "cpu", "--part", "head", "--out", str(out))
@@ -99,7 +104,7 @@ def test_a_run_continues_where_it_stopped(tmp_path):
 
 @pytest.fixture
 def kit(tmp_path):
-    given = argparse.Namespace(out=tmp_path / "r.json", quick=True, only=None, minutes=1.0, device="cpu")
+    given = argparse.Namespace(out=tmp_path / "r.json", quick=True, only=None, case=None, minutes=1.0, device="cpu")
     return Kit(Results(given.out), given)
 
 

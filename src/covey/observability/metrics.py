@@ -179,22 +179,22 @@ class PhaseTimer:
         self._notice = notice
         self._span = span
         self._seconds: dict[str, float] = {}
-        self._open: list[str] = []
+        self.open: list[str] = []  # phases, the innermost last
         self._since = 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Charge the time inside the `with` block, without that of inner phases, to `name`."""
         self._settle()
-        self._open.append(name)
+        self.open.append(name)
         try:
             self._notice(name)
             yield
         finally:
             self._settle()
-            self._open.pop()
-        if self._open:  # not after an exception: the last notice then names the phase that failed
-            self._notice(self._open[-1])
+            self.open.pop()
+        if self.open:  # not after an exception: the last notice then names the phase that failed
+            self._notice(self.open[-1])
 
     def drain(self) -> dict[str, float]:
         """Seconds by phase since the last call; an open phase is counted up to now."""
@@ -205,8 +205,8 @@ class PhaseTimer:
     def _settle(self) -> None:
         """Charge the time since the last change to the innermost open phase."""
         now = self._clock()
-        if self._open:
-            name = self._open[-1]
+        if self.open:
+            name = self.open[-1]
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
             self._span(name, self._since, now)
         self._since = now

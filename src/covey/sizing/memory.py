@@ -226,7 +226,7 @@ def estimate_of(args: Any, model: Any) -> MemoryEstimate:
 
 
 def _room(estimated: MemoryEstimate, gpu_bytes: int) -> int:
-    """Tokens whose activations fit beside everything else; in thousands, so that runs on one machine agree."""
+    """Tokens whose activations fit in addition to everything else; in thousands, so that runs on one machine agree."""
     fixed = estimated.resident + estimated.gradients + estimated.casts + LOGIT_COPIES * TILE_BYTES["cuda"]
     per_token = estimated.activations // estimated.pass_tokens
     return max(0, int(FILLED * gpu_bytes) - fixed) // per_token // 1024 * 1024
