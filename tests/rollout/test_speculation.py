@@ -12,7 +12,7 @@ from covey.core.engine import SamplingParams
 from covey.core.records import Completion, FinishReason, Mean, Rollout
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.prompts import PromptCodec
-from covey.rollout.speculation import DraftKey, Speculation, fingerprint, reuse_stats
+from covey.rollout.speculation import Speculation, fingerprint, reuse_stats
 
 PARAMS = SamplingParams(max_tokens=12)
 EOS = 1
@@ -23,7 +23,7 @@ def store(max_tokens=100, with_logprobs=True):
 
 
 def key(prompt, sample=0, tokens=(7,)):
-    return DraftKey(prompt, fingerprint(tokens), sample)
+    return prompt, fingerprint(tokens), sample
 
 
 # ---- the store -------------------------------------------------------------------------------------------------------

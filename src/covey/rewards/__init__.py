@@ -1,10 +1,7 @@
-"""Reward functions: calling them, and the built-in ones.
+"""Reward functions: calling them, and the built-in ones, imported on first use.
 
-`RewardSuite` runs the reward functions of a training run; `resolve_reward` finds one by name. The built-in rewards
-live in modules by theme (`accuracy`, `format`, `length`, `matching`) and are ordinary reward functions: anything that
-is called with keyword arguments and returns one number per completion (or rewards of its steps, whose ends `CharEnd`
-and `TurnEnd` name) is one. A `..._reward` or `get_...` that is listed here also has its name on the command line.
-Everything is imported on first use.
+A reward function is called with keyword arguments and returns one number per completion, or rewards of its steps. A
+`..._reward` or `get_...` that is listed here also has its name on the command line.
 """
 
 # ruff: noqa: F401  (imports for type checkers; `__getattr__` gives the objects)

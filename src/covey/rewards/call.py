@@ -1,11 +1,7 @@
 """One call of a reward function on a batch, under a deadline, with failures isolated to their samples.
 
-If the call on the whole batch raises, every sample is tried alone, so that one bad sample costs only itself; the
-deadline covers both. A result that cannot be divided among samples (`RewardError`) fails all of them, and a function
-that asks for an argument that does not exist (`MissingArgument`) stops the run.
-
-A `RewardStream` calls functions as rollouts end, while others are still sampled: an async function for all that have
-ended concurrently, an ordinary one call after call on a thread of its own. Reward models wait for the whole batch.
+If the call on the whole batch raises, every sample is tried alone, under the same deadline. A `RewardStream` calls
+functions as rollouts end, while others are still sampled.
 """
 
 import asyncio
@@ -203,8 +199,6 @@ def _samples_to_retry(whole: CallResult, batch: RewardBatch) -> list[RewardBatch
     return [batch.take([index]) for index in range(len(batch))]
 
 
-# --- rollouts as they end --------------------------------------------------------------------------------------------
-
 MAX_LATE_CALLS = 3  # after this many late calls an ordinary function is not called for the rest of the batch
 Span = tuple[float, float]  # begin and end of a call (`time.perf_counter`)
 
@@ -212,8 +206,7 @@ Span = tuple[float, float]  # begin and end of a call (`time.perf_counter`)
 class RewardStream:
     """Scores the rollouts of one batch. A context manager: leaving it cancels calls that have not begun.
 
-    Functions by their index among all: `each` score single rollouts, `groups` complete groups. Calls of `on_rollouts`
-    and `on_group` may come in any order; `start` is the index of the first rollout in the batch.
+    Functions by their index among all: `each` score single rollouts, `groups` complete groups.
     """
 
     def __init__(
@@ -246,11 +239,9 @@ class RewardStream:
         return index in self._lanes
 
     def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Score rollouts that have ended with the functions for single rollouts."""
         self._score(self._each, start, rows, rollouts)
 
     def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Score a complete group with the other functions."""
         self._score(self._groups, start, rows, rollouts)
 
     def _score(
@@ -291,8 +282,7 @@ class _AsyncLane:
         left = begun + self._timeout - time.monotonic()
         return collect_async(self._loop, future, size, left, self._timeout)
 
-    def close(self) -> None:
-        """Do nothing: the loop belongs to the suite."""
+    def close(self) -> None: ...  # the loop belongs to the suite
 
 
 class _ThreadLane:

@@ -27,17 +27,11 @@ NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})  # columns
 
 @dataclass(frozen=True)
 class RewardContext:
-    """Arguments of reward functions in addition to the samples.
+    """Arguments of reward functions in addition to the samples."""
 
-    Attributes:
-        trainer_state: the transformers `TrainerState`, or None outside training.
-        log_extra: `log_extra(column, values)`, one value per sample: adds a column to the completions table.
-        log_metric: `log_metric(name, value)`: logs a number.
-    """
-
-    trainer_state: Any
-    log_extra: Callable[[str, list], None]
-    log_metric: Callable[[str, float], None]
+    trainer_state: Any  # the transformers `TrainerState`, or None outside training
+    log_extra: Callable[[str, list], None]  # of a column and one value per sample, for the completions table
+    log_metric: Callable[[str, float], None]  # of a name and a number
 
 
 @dataclass(frozen=True)
@@ -157,12 +151,9 @@ class Log:
         return cls(sum(log.size for log in logs), extras, [metric for log in logs for metric in log.metrics])
 
 
-# --- calls and results ----------------------------------------------------------------------------------------------
-
 Value = float | None | StepRewards
 Values = Sequence[Value]
 """One value per sample: a number, None where the function abstains, NaN where it failed, or rewards of its steps."""
-
 
 _NOT_A_NUMBER = object()
 
@@ -179,12 +170,7 @@ class Unusable(float):
 
 
 def function_name(function: Callable) -> str:
-    """Name of a callable in metrics: its `__name__`, that of the function in a `partial`, or its class's.
-
-    Example:
-        >>> function_name(functools.partial(max, 1))
-        'max'
-    """
+    """Name of a callable in metrics: its `__name__`, that of the function in a `partial`, or its class's."""
     inner = unwrap_partial(function)
     name = getattr(function, "__name__", None) or getattr(inner, "__name__", None) or type(inner).__name__
     return name.strip("<>")  # "<lambda>" would be an odd metric name

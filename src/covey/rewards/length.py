@@ -12,10 +12,6 @@ from covey.rewards.text import completion_text
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
     """0 up to the cache, down to -1 linearly within it, -1 beyond (DAPO, arXiv 2503.14476, equation 13).
 
-        0                                    if length <= max - cache
-        ((max - cache) - length) / cache     if max - cache < length <= max
-        -1                                   if length > max
-
     Example:
         >>> [soft_overlong_punishment(length, 100, 20) for length in (80, 90, 100, 101)]
         [0.0, -0.5, -1.0, -1.0]
@@ -64,11 +60,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 def cosine_scaled(length: int, max_len: int, at_zero: float, at_max: float) -> float:
-    """Half a cosine wave from `at_zero` at length 0 to `at_max` at `max_len`, constant beyond.
-
-        at_max + (at_zero - at_max) * (1 + cos(pi * min(length / max_len, 1))) / 2
-
-    (Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373, section 4)
+    """Half a cosine wave from `at_zero` at length 0 to `at_max` at `max_len`, constant beyond (arXiv 2502.03373, 4).
 
     Example:
         >>> [round(cosine_scaled(length, 100, 1.0, 0.5), 2) for length in (0, 50, 100, 200)]

@@ -1,7 +1,4 @@
-"""Matching: exact and numeric comparison with an `answer` (or `solution`) column.
-
-For algebra, units and sets see `covey.rewards.accuracy`.
-"""
+"""Exact and numeric comparison with a column `answer` or `solution`; for algebra, units and sets see `accuracy`."""
 
 import re
 from collections.abc import Callable
@@ -91,15 +88,7 @@ _MAX_DIGITS = 1000  # longer runs of digits are noise, and slow to convert
 
 
 def last_number(text: str) -> Fraction | None:
-    """Exact value of the last number in `text`, or None.
-
-    Reads signs, thousands separators, decimals, exponents, `a/b` and LaTeX fractions; currency signs are skipped.
-
-    Example:
-        >>> texts = ["so 1,234.50 EUR.", "10-3 makes -$7", r"$-\\frac{3}{4}$", "2 / 4", "none"]
-        >>> [str(last_number(text)) for text in texts]
-        ['2469/2', '-7', '-3/4', '1/2', 'None']
-    """
+    """Exact value of the last number in `text`, or None; currency signs are skipped."""
     found = None
     for found in _NUMBER.finditer(text.replace("{,}", ",").replace("\\$", "").replace("$", "")):  # noqa: B007
         pass

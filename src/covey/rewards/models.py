@@ -1,7 +1,4 @@
-"""Sequence classifiers as reward functions: text in, one logit per sample out.
-
-A reward model has its own tokenizer and chat template; it never sees the policy's tokens.
-"""
+"""Sequence classifiers as reward functions, with their own tokenizers: text in, one logit per sample out."""
 
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -23,12 +20,7 @@ def is_reward_model(candidate: Any) -> bool:
 
 
 def model_name(model_id: str) -> str:
-    """Name of a model in metrics: the last part of its id or path.
-
-    Example:
-        >>> model_name("org/reward-model"), model_name("./runs/rm/")
-        ('reward-model', 'rm')
-    """
+    """Name of a model in metrics: the last part of its id or path."""
     return model_id.replace("\\", "/").rstrip("/").rpartition("/")[2] or model_id
 
 

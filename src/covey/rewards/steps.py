@@ -1,7 +1,6 @@
 """Rewards of steps: (end, reward) pairs that a reward function returns for a completion, and the tokens they end with.
 
-`as_steps` validates a list of pairs when the function returns; `resolve` finds the tokens when the completions are
-known. See also `covey.core.credit` for the advantages of steps.
+See also `covey.core.credit` for the advantages of steps.
 """
 
 import math
@@ -66,12 +65,7 @@ def as_steps(pairs: "list | tuple", number: Callable[[Any], Any]) -> StepRewards
 
 
 def total(steps: StepRewards) -> float | None:
-    """Sum of the rewards, for logs; None where all steps abstain.
-
-    Example:
-        >>> total([(3, 1.0), (7, 0.5), (9, math.nan)]), total([(3, math.nan)]), total([])
-        (1.5, None, 0)
-    """
+    """Sum of the rewards, for logs; None where all steps abstain."""
     known = [reward for _, reward in steps if not math.isnan(reward)]
     return sum(known) if known or not steps else None
 
@@ -180,10 +174,8 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}" + ("" if count == 1 else "s")
 
 
-# --- tokens that the characters of a decoded completion end with -----------------------------------------------------
 # Characters and tokens need not align. The bytes of tokens are read from their names, as byte-level and byte-fallback
 # tokenizers write them, and used only if they give the text that the tokenizer decodes; else prefixes are decoded.
-
 MALFORMED = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no text
 
 

@@ -1,9 +1,8 @@
 """All reward functions of a run behind one call: rollouts in, a matrix of rewards (and the rewards of steps) out.
 
-`RewardSuite` runs the functions under a deadline (async ones concurrently) and applies the failure policy: a sample
-that cannot be scored becomes NaN, is counted, and is shown once. Only a function that asks for a missing argument, or
-that fails on all samples, stops the run. To add a kind of reward, write a class like `FunctionReward` and a case in
-`_adapt`.
+A sample that cannot be scored becomes NaN, is counted, and is shown once. Only a function that asks for a missing
+argument, or that fails on all samples, stops the run. A new kind of reward is a class like `FunctionReward`, and a case
+in `_adapt`.
 """
 
 import math
@@ -121,11 +120,9 @@ class RewardSuite:
 
     def stream(self, trainer_state: Any, groups: bool = False) -> RewardStream | None:
         """Scorer of rollouts as they end; None if no function can use it."""
-        each: dict[int, FunctionReward] = {}
-        whole: dict[int, FunctionReward] = {}
-        for index, function in enumerate(self.functions):
-            if isinstance(function, FunctionReward) and (function.per_completion or groups):
-                (each if function.per_completion else whole)[index] = function
+        known = {index: one for index, one in enumerate(self.functions) if isinstance(one, FunctionReward)}
+        each = {index: one for index, one in known.items() if one.per_completion}
+        whole = {index: one for index, one in known.items() if groups and not one.per_completion}
         return RewardStream(each, whole, self._loop, trainer_state, self.timeout) if each or whole else None
 
     def __call__(
@@ -150,9 +147,8 @@ class RewardSuite:
         assert len(rows) == len(rollouts), "one dataset row per rollout"
         rewards = torch.full((len(rollouts), len(self.names)), math.nan, dtype=torch.float32)
         steps: list[dict[int, StepRewards]] = [{} for _ in rollouts]
-        batch = RewardBatch(rows, rollouts)
-        scorable = batch.scorable
-        batch = batch.take(scorable)
+        scorable = RewardBatch(rows, rollouts).scorable
+        batch = RewardBatch(rows, rollouts).take(scorable)
         if not len(batch):
             return RewardResult(rewards, steps, self._stats([CallResult([], [], Log(0))] * len(self.names)))
         results = self._score_all(batch, context.trainer_state, streamed)
@@ -236,22 +232,13 @@ class RewardSuite:
                     + f": {reason}. First sample:\n{batch.describe(0)}"
                 ) from result.error
         if result.failures:
-            self._warn_once(
-                name,
-                "failures",
-                f"reward function {name!r} failed on {result.failures} of {size} samples "
-                f"({reason}); they get no reward from it and are counted in "
-                f"rewards/{name}/failures. The first of them:\n{batch.describe(result.culprit)}",
-            )
+            text = f"reward function {name!r} failed on {result.failures} of {size} samples ({reason}); they get no"
+            text += f" reward from it and are counted in rewards/{name}/failures. The first of them:\n"
+            self._warn_once(name, "failures", text + batch.describe(result.culprit))
         if result.timeouts:
-            self._warn_once(
-                name,
-                "timeouts",
-                f"reward function {name!r} did not score {result.timeouts} of {size} samples within "
-                f"{self.timeout:g} s; they get no reward from it and are counted in rewards/{name}/timeouts. First "
-                "sample of the batch:\n"
-                f"{batch.describe(0)}",
-            )
+            text = f"reward function {name!r} did not score {result.timeouts} of {size} samples within"
+            text += f" {self.timeout:g} s; they get no reward from it and are counted in rewards/{name}/timeouts. First"
+            self._warn_once(name, "timeouts", f"{text} sample of the batch:\n{batch.describe(0)}")
 
     def _warn_once(self, name: str, kind: str, message: str) -> None:
         if (name, kind) not in self._warned:
@@ -277,12 +264,7 @@ def _name(candidate: Any) -> str:
 
 
 def unique_names(names: list[str]) -> list[str]:
-    """Distinct names: the second of a kind gets `_1`, and so on.
-
-    Example:
-        >>> unique_names(["length", "length", "format", "length"])
-        ['length', 'length_1', 'format', 'length_2']
-    """
+    """Distinct names: the second of a kind gets `_1`, and so on."""
     unique: list[str] = []
     for name in names:
         candidate, suffix = name, 0

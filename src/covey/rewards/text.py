@@ -30,12 +30,7 @@ def completion_text(completion: Any) -> str:
 
 
 def content_text(content: Any) -> str:
-    """Text of one message's content: a string, text parts joined, or nothing (a bare tool call).
-
-    Example:
-        >>> content_text([{"type": "image"}, {"type": "text", "text": "a "}, {"type": "text", "text": "cat"}])
-        'a cat'
-    """
+    """Text of one message's content: a string, text parts joined, or nothing (a bare tool call)."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,8 +1,6 @@
-"""Collector: turns prompt samples into finished rollouts with one engine.
+"""Collector: turns prompt samples into finished rollouts with one engine, which batches what is in flight.
 
-Everything is in flight at once and the engine batches what it is given. Samples of one prompt are one request, so that
-the prompt is computed once; with a `RolloutSpec` (tools, an environment, a rollout function) every rollout is a
-coroutine of its own. A rollout that fails is a result (`FinishReason.ERROR`); an exception of the engine ends all.
+A rollout that fails is a result (`FinishReason.ERROR`); an exception of the engine ends all.
 """
 
 import asyncio
@@ -28,14 +26,7 @@ T = TypeVar("T")
 
 
 class Collector:
-    """Runs batches of prompt samples to finished rollouts.
-
-    Args:
-        engine, codec: sample tokens; encode prompts and decode completions.
-        seed: with the key of a batch, the prompt and the sample index, it decides every sample; with exact reuse,
-            without the key.
-        spec: plays the rollouts; None: each is one completion.
-    """
+    """Runs batches of prompt samples to finished rollouts, each one completion or, with a `spec`, a coroutine."""
 
     def __init__(self, engine: RolloutEngine, codec: PromptCodec, seed: int, spec: RolloutSpec | None = None):
         self.engine, self.codec, self.seed, self.spec = engine, codec, seed, spec
@@ -69,11 +60,7 @@ class Collector:
         submitted: Callable[[], None] | None = None,
         callbacks: RolloutCallbacks | None = None,
     ) -> list[Rollout]:
-        """The same as a coroutine, which only reads `reuse`.
-
-        `submitted` is called when the engine has every request: the first ones of rollouts that make several, if they
-        do so soon.
-        """
+        """The same as a coroutine, which only reads `reuse`; calls `submitted` when the engine has every request."""
         with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
             groups, spec = sample_groups(samples), self.spec
             if spec is not None and isinstance(spec.play, BatchFunction):

@@ -1,8 +1,4 @@
-"""Episodes: rollouts of several turns as token-exact conversations, and the engine that samples them.
-
-An `Episode` only ever grows: `sample` appends a turn of the policy as it was sampled, `write` appends other messages as
-the chat template renders them. Nothing is decoded and encoded again.
-"""
+"""Episodes: rollouts of several turns as token-exact conversations that only grow, and the engine that samples them."""
 
 import asyncio
 import copy
@@ -19,8 +15,7 @@ from covey.rollout.vision import Encoded
 
 Generate = Callable[[SampleRequest], Coroutine[Any, Any, list[Completion]]]
 
-_REPORTED = ("_logprobs", "_entropies", "_versions")
-"""Attributes of an episode with a value for each token, as the engine reports them."""
+_REPORTED = ("logprobs", "_entropies", "_versions")  # one value for each token, as the engine reports them
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +40,13 @@ class Reply:
         return cls(text, list(completion.token_ids), completion.finish, completion.logprobs)
 
 
+@dataclass(eq=False)
 class EpisodeEngine:
     """The engine of one rollout.
 
-    Args:
-        generate: samples a request.
-        templates: renders prompts and turns.
-        params: sampling parameters; `max_tokens` bounds a whole completion.
-        seed_key: names this sample: another key gives other tokens.
-        row: the dataset row.
-        sibling: index of this rollout among those of its prompt, 0 ... G-1.
-        expands_images: the engine itself searches for tokens that stand for images.
-
     Attributes:
-        row, sibling: as above; the row is the rollout's own copy.
+        row: the rollout's own copy of the dataset row.
+        sibling: index of this rollout among those of its prompt, 0 ... G-1.
         tokenizer: of the policy.
         episodes: every episode begun so far, in order.
         failure: the exception of the engine, if it failed: no fault of the rollout's.
@@ -75,30 +63,21 @@ class EpisodeEngine:
                 return episode.done()
     """
 
-    def __init__(
-        self,
-        generate: Generate,
-        templates: TurnTemplates,
-        params: SamplingParams,
-        seed_key: tuple[int | str, ...],
-        row: dict[str, Any],
-        sibling: int,
-        expands_images: bool = False,
-    ):
-        self.row, self.sibling = row, sibling
-        self.templates, self.params, self.seed_key = templates, params, seed_key
-        self.expands_images = expands_images
-        self.tokenizer = templates.codec.tokenizer
-        self.episodes: list[Episode] = []
-        self.failure: BaseException | None = None
-        self.timeout: asyncio.Timeout | None = None
-        self._generate = generate
-        self._generate_calls = 0
-        self._closed = False
+    _generate: Generate  # samples a request
+    templates: TurnTemplates
+    params: SamplingParams  # `max_tokens` bounds a whole completion
+    seed_key: tuple[int | str, ...]  # names this sample: another key gives other tokens
+    row: dict[str, Any]
+    sibling: int
+    expands_images: bool = False  # the engine itself searches for tokens that stand for images
+    episodes: "list[Episode]" = field(default_factory=list, init=False)
+    failure: BaseException | None = field(default=None, init=False)
+    timeout: asyncio.Timeout | None = field(default=None, init=False)
+    _generate_calls: int = field(default=0, init=False)
+    _closed: bool = field(default=False, init=False)
 
-    @property
-    def shows_images(self) -> bool:
-        return self.templates.codec.vision is not None
+    def __post_init__(self) -> None:
+        self.tokenizer = self.templates.codec.tokenizer
 
     def begin(self, prompt: Prompt | None = None, tools: Sequence[dict[str, Any]] | None = None) -> "Episode":
         """Start an episode.
@@ -160,8 +139,7 @@ class EpisodeEngine:
     def paused_timeout(self) -> Iterator[None]:
         """Stop the rollout's clock within this context, where it waits for other rollouts."""
         loop, timeout = asyncio.get_running_loop(), self.timeout
-        until = None if timeout is None else timeout.when()
-        if timeout is None or until is None:
+        if timeout is None or (until := timeout.when()) is None:
             yield
             return
         left = until - loop.time()
@@ -192,6 +170,7 @@ class Episode:
         completion_ids: all tokens after the prompt.
         sampled: True where the policy chose the token.
         messages: the completion as messages: turns of the policy and the messages written between them.
+        logprobs: of every completion token, 0.0 where it was not sampled; None if the engine reports none.
         turn_ends: index of the last token of each turn of the policy.
         finish: why the episode can go no further, or None: LENGTH where no room is left. A turn that the policy ended
             itself leaves it None, since something may be written after it.
@@ -213,7 +192,7 @@ class Episode:
     calls: dict[str, int] = field(default_factory=dict)
     tool_seconds: float = 0.0
     media: tuple[Media, ...] = ()
-    _logprobs: list[float] | None = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)
     _entropies: list[float] | None = field(default_factory=list)
     _versions: list[int] | None = field(default_factory=list)
     _samples: int = 0
@@ -221,11 +200,6 @@ class Episode:
     _turn_start: int | None = None  # index where the last turn of the policy begins; None where the policy goes on next
     _open: bool = False  # that turn was cut off by its own limit, and may go on
     _sampling: bool = False
-
-    @property
-    def logprobs(self) -> list[float] | None:
-        """Log-prob of every completion token, 0.0 where it was not sampled; None if the engine reports none."""
-        return self._logprobs
 
     @property
     def room(self) -> int:
@@ -389,7 +363,7 @@ class Episode:
             prompt_ids=self.prompt_ids,
             completion_ids=list(self.completion_ids),  # a copy: code that failed may still be at work on the original
             sampled=list(self.sampled),
-            logprobs=self._logprobs,
+            logprobs=self.logprobs,
             completion=list(self.messages) if is_conversational(self.prompt) else text,
             finish=finish or self.finish or (FinishReason.LENGTH if self._open else FinishReason.STOP),
             entropies=self._entropies,
@@ -404,7 +378,6 @@ class Episode:
         )
 
     def _append(self, token_ids: list[int], sampled: bool, *reported: list[Any] | None) -> None:
-        """Append tokens with their log-probs, entropies and versions."""
         self.completion_ids += token_ids
         self.sampled += [sampled] * len(token_ids)
         for name, values in zip(_REPORTED, reported, strict=True):

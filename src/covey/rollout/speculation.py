@@ -1,7 +1,6 @@
 """Speculative reuse: the last completions of a prompt serve as drafts when it comes again.
 
-When a prompt comes again (another epoch), the policy has changed little, and would mostly sample the same tokens. The
-engine verifies such a draft in one parallel pass and decodes from the first token that it rejects (SPEC-RL, arXiv
+The engine verifies such a draft in one parallel pass and decodes from the first token that it rejects (SPEC-RL, arXiv
 2509.23232; `SampleRequest.drafts`). A missing draft costs time and never changes a result.
 """
 
@@ -10,20 +9,13 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from covey.core.engine import SampleRequest
 from covey.core.records import Mean, Rollout, Stat
 
-
-class DraftKey(NamedTuple):
-    """Key of a completion."""
-
-    prompt: int  # number in the dataset, which distinguishes equal prompts
-    fingerprint: int  # of its tokens, which distinguishes prompts of different datasets
-    sample: int
+DraftKey = tuple[int, int, int]  # prompt number (tells equal prompts apart), fingerprint (tells datasets apart), sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +80,7 @@ class Speculation:
         known = len(state["logprobs"]) == len(state["token_ids"])
         logprobs = state["logprobs"].split(lengths) if known else [None] * len(lengths)
         for key, ids, values in zip(state["keys"].tolist(), tokens, logprobs, strict=True):
-            self.put(DraftKey(*key), ids.tolist(), None if values is None else values.tolist())
+            self.put(tuple(key), ids.tolist(), None if values is None else values.tolist())
 
     def seed_key(self, key: tuple[int | str, ...], prompt_ids: Sequence[int]) -> tuple[int | str, ...]:
         """Key that seeds a prompt's samples with their index: `key` (the batch), or the prompt itself when exact."""
@@ -97,7 +89,7 @@ class Speculation:
     def with_drafts(self, request: SampleRequest, prompt: int, samples: Sequence[int]) -> SampleRequest:
         """The request of prompt number `prompt`, with drafts of completions `samples` where there are any."""
         mark = fingerprint(request.prompt_ids)
-        drafts = [self.get(DraftKey(prompt, mark, sample)) for sample in samples]
+        drafts = [self.get((prompt, mark, sample)) for sample in samples]
         if not any(drafts):
             return request
         logprobs = [draft.logprobs.tolist() if draft and draft.logprobs else None for draft in drafts]
@@ -111,7 +103,7 @@ class Speculation:
     def remember(self, prompts: Sequence[int], samples: Sequence[int], rollouts: Sequence[Rollout]) -> None:
         """Store finished rollouts as drafts, each with its prompt's number and its index in the group."""
         for prompt, sample, rollout in zip(prompts, samples, rollouts, strict=True):
-            key = DraftKey(prompt, fingerprint(rollout.prompt_ids), sample)
+            key = prompt, fingerprint(rollout.prompt_ids), sample
             self.put(key, rollout.completion_ids, rollout.logprobs)
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -15,13 +16,13 @@ from covey.rollout.tools.toolbox import Toolbox, count_outcomes
 Agent = Callable[[dict[str, Any], EpisodeEngine], Awaitable[Rollout]]  # (dataset row, engine) -> the finished rollout
 
 
+@dataclass(eq=False)
 class ToolAgent:
     """Lets the policy call tools until it answers without a call."""
 
-    def __init__(self, toolbox: Toolbox, parser: ToolParser, max_iterations: int | None = None):
-        self.toolbox = toolbox
-        self.parser = parser
-        self.max_iterations = max_iterations
+    toolbox: Toolbox
+    parser: ToolParser
+    max_iterations: int | None = None
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
         episode = engine.begin(tools=self.toolbox.schemas)
@@ -46,7 +47,7 @@ class ToolAgent:
                 results = await toolbox.answer(turn, executed)
             finally:
                 episode.tool_seconds += perf_counter() - began
-            if not episode.engine.shows_images:
+            if episode.engine.templates.codec.vision is None:
                 results = [result.without_images() for result in results]
             rounds, executed = rounds + 1, executed + len(results)
             episode.calls = dict(Counter(episode.calls) + count_outcomes(results))

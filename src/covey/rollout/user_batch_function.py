@@ -1,7 +1,4 @@
-"""Users' rollout functions that play a whole batch at once: `def rollout(prompts, trainer) -> dict`.
-
-They run on a thread of their own and sample with `trainer.generate_completions`. Their results are validated.
-"""
+"""Users' rollout functions that play a whole batch at once, on a thread: `def rollout(prompts, trainer) -> dict`."""
 
 import asyncio
 import copy

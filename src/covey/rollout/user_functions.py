@@ -1,11 +1,4 @@
-"""Users' rollout functions that play one rollout or one group, isolated from the run.
-
-- `async def rollout(row, engine) -> Rollout` plays one rollout (`RolloutFunction`).
-- `async def rollouts(row, engine, n) -> list[Rollout]` plays the n completions of a prompt together (`GroupFunction`):
-  branches of one tree, players of one game.
-
-They run on an event loop of their own, so that one that blocks delays only others of its kind, and under a deadline.
-"""
+"""Users' rollout functions that play one rollout or one group, on an event loop of their own and under a deadline."""
 
 import asyncio
 import inspect
@@ -156,19 +149,12 @@ def form_of(function: Callable[..., Any]) -> str:
     return "rollout" if len(needed) == 2 else "group"
 
 
-# --- validation ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RolloutValidator:
-    """Limits of the tokens of a rollout: how many the model knows, and most of them together (None: unlimited).
+    """Limits of a rollout's tokens. `checked` runs code of the user's values: call it under the user's deadline."""
 
-    A user's values may be anything (lists that are changed later, objects, NaN), and `checked` runs their code, so call
-    it under the deadline of the user's code.
-    """
-
-    vocabulary: int
-    context: int | None
+    vocabulary: int  # tokens that the model knows
+    context: int | None  # most tokens of a rollout; None: unlimited
 
     def checked(self, rollout: Rollout) -> Rollout:
         """A copy of the rollout with plain values; those of `extras` are shared."""

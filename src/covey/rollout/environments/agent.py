@@ -1,7 +1,4 @@
-"""Agents for environments: they play the rollout from `reset` to its reward.
-
-An environment is taken from the pool when a rollout begins; it comes back when the rewards are scored.
-"""
+"""Agents for environments: they take one from the pool and play the rollout from `reset` to its reward."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence

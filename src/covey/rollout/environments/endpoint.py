@@ -8,6 +8,7 @@ trained on are the sampled ones and never a rendering of them. The server listen
 import json
 import secrets
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -29,18 +30,18 @@ class RequestError(Exception):
         self.code = code
 
 
+@dataclass(eq=False)
 class ChatSession:
     """The conversation of one rollout."""
 
-    def __init__(self, engine: EpisodeEngine, parser: ToolParser):
-        self.episode: Episode | None = None
-        self.full = False
-        self.refused: str | None = None
-        self._engine = engine
-        self._parser = parser
-        self._request: list[Message] = []
-        self._response: dict[str, Any] | None = None
-        self._reply: Message = {}
+    engine: EpisodeEngine
+    parser: ToolParser
+    episode: Episode | None = None
+    full: bool = False
+    refused: str | None = None
+    _request: list[Message] = field(default_factory=list)
+    _response: dict[str, Any] | None = None
+    _reply: Message = field(default_factory=dict)
 
     async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """The response to a request, both in OpenAI's format. The same request again gets the same response."""
@@ -64,7 +65,7 @@ class ChatSession:
     def _extend_episode(self, messages: list[Message], tools: list[dict[str, Any]]) -> Episode:
         """The episode with the messages that the program has added."""
         if self.episode is None:
-            self.episode = self._engine.begin(messages, tools=tools)
+            self.episode = self.engine.begin(messages, tools=tools)
             return self.episode
         known = [*self._request, self._reply]
         if messages[: len(known)] != known or len(messages) == len(known):
@@ -82,7 +83,7 @@ class ChatSession:
     def _respond(self, episode: Episode, reply: Reply) -> dict[str, Any]:
         message: Message = {"role": "assistant", "content": reply.text}
         if episode.tools:
-            turn = read_turn(episode.engine.tokenizer, reply.token_ids, self._parser, episode.tools)
+            turn = read_turn(episode.engine.tokenizer, reply.token_ids, self.parser, episode.tools)
             message = episode.messages[-1] = as_message(turn, reply.text)
         number = len(episode.turn_ends)
         calls = [

@@ -37,9 +37,6 @@ def instructed(adapter: Any) -> list[Message]:
     return [*system, {"role": "user", "content": adapter.instructions}]
 
 
-# --- methods ---------------------------------------------------------------------------------------------------------
-
-
 def tool_methods(environment: Any) -> list[Callable[..., Any]]:
     """Public methods of an object, without `NOT_TOOLS`, in the order in which its class and its bases define them."""
     names = {
@@ -89,9 +86,6 @@ def library(name: str, extra: str) -> ModuleType:
         raise ImportError(
             f"{name} cannot be imported ({error}). Install it with: pip install 'covey[{extra}]'"
         ) from error
-
-
-# --- return values ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +152,6 @@ def checked_number(value: Any, where: str) -> float | None:
             f"{where} returned the reward {format_value(value)}; it must be a finite number or None"
         )
     return float(number)
-
-
-# --- conversations ---------------------------------------------------------------------------------------------------
 
 
 def initial_prompt(prompt: Any, opening: Observation | None, where: str) -> list[Message]:

@@ -1,7 +1,6 @@
 """Pool of environments: one for each rollout under way, reset and used again; calls of their methods have deadlines.
 
-One that hung or failed is discarded, so its state reaches no other rollout. Each is closed exactly once: when it is
-discarded, when training ends, fails or is interrupted, and at the latest when the process ends.
+One that hung or failed is discarded. Each is closed exactly once, at the latest when the process ends.
 """
 
 import asyncio
@@ -13,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from covey.rollout.environments.interface import EnvironmentFailed
@@ -27,9 +27,6 @@ CLOSING_GRACE = 1.0  # seconds beyond the deadline of `close` that the pool wait
 
 class EnvironmentWarning(UserWarning):
     """Something is wrong with an environment, and the run goes on."""
-
-
-# --- calls of one environment ----------------------------------------------------------------------------------------
 
 
 class Caller:
@@ -113,16 +110,15 @@ def unchanged(value: T) -> T:
     return value
 
 
-# --- the pool --------------------------------------------------------------------------------------------------------
-
-
+@dataclass(eq=False)
 class Lease:
     """An environment that a rollout uses, with the caller of its methods."""
 
-    def __init__(self, environment: Any, caller: Caller):
-        self.environment = environment
-        self.caller = caller
-        self.kind = type(environment).__name__  # for messages
+    environment: Any
+    caller: Caller
+
+    def __post_init__(self) -> None:
+        self.kind = type(self.environment).__name__  # for messages
 
     async def call(self, method: str, check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any) -> T:
         """`check(value, name)` of the value that a method returns. Raises EnvironmentFailed as `Caller.call`."""

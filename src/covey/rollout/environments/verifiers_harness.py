@@ -1,8 +1,4 @@
-"""The default harness for tasks of the verifiers library: a conversation in this process.
-
-verifiers runs a program for each rollout (a "harness"), by default in a child process that installs its packages. It
-finds this module under the name `HARNESS`. Tasks with tools need one of verifiers' own harnesses, `null` or `bash`.
-"""
+"""The default harness (program that plays a rollout) for tasks of verifiers: a conversation in this process."""
 
 import sys
 from typing import Any
@@ -17,7 +13,7 @@ from verifiers.v1.trace import Trace
 
 __all__ = ["ConversationHarness"]
 
-HARNESS = "covey_conversation"  # as `harness.id` of verifiers
+HARNESS = "covey_conversation"  # as `harness.id` of verifiers, which finds this module by it
 
 
 def register() -> str:

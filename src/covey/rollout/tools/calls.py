@@ -54,10 +54,7 @@ _CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def read_call(value: Any) -> ToolCall | str:
-    """A JSON value as a call, or the reason why it is none.
-
-    Known are `{"name", "arguments"}`, also with `parameters` or `args`, as text, and below a key `function`.
-    """
+    """A JSON value as a call, or the reason why it is none; several spellings of the keys are known."""
     if not isinstance(value, dict):
         return f"a call must be a JSON object with 'name' and 'arguments', not {_type(value)}"
     call_id = value.get("id")

@@ -1,7 +1,4 @@
-"""Calls whose arguments are literals of Python or of Gemma's notation: translated to JSON, in linear time.
-
-Python's own parser is not used: hostile text can exhaust its stack and its running time.
-"""
+"""Calls with literals of Python or Gemma as arguments, linear in time: hostile text can exhaust Python's parser."""
 
 import json
 import re
@@ -45,8 +42,6 @@ class _JsonWriter:
             raise _NotationError(f"{value} of {text[:100]}")
         return value
 
-
-# --- Python ----------------------------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(
     r"""\s*+(?:
@@ -194,8 +189,6 @@ def _unescape(found: re.Match[str]) -> str:
         return chr(number)
     return _ESCAPES.get(code, found[0])
 
-
-# --- Gemma -----------------------------------------------------------------------------------------------------------
 
 _GEMMA_HEAD = re.compile(r"call:\s*+([^\s{]++)\s*+(?=\{)")
 _GEMMA_TOKEN = r"""\s*+(?:

@@ -1,10 +1,8 @@
 """Tool-call parsers: from the text of an assistant's turn to calls, in the notation of each model family.
 
-A parser is a function `text -> AssistantTurn` in the table `TOOL_PARSERS`; `parser_for` chooses one by the marks in the
-chat template and `read_turn` applies it to tokens. A parser never raises (a call that cannot be read becomes a
-`MalformedCall`) and takes time linear in the text. To add a family, write such a function, usually by collecting
-`(start, end, calls)` spans for `calls.turn_without`, and register it:
-`TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>",), tokens=("<my_call>",)))`.
+A parser is a function `text -> AssistantTurn`. It never raises (a call that cannot be read becomes a `MalformedCall`)
+and takes time linear in the text. To add a family, write one, usually by collecting spans for `calls.turn_without`, and
+register it: `TOOL_PARSERS.register("mine", ToolParser(parse, marks=("<my_call>",), tokens=("<my_call>",)))`.
 """
 
 import re
@@ -71,11 +69,7 @@ def read_turn(
     tools: Sequence[dict[str, Any]] = (),
     prefill: str = "",
 ) -> AssistantTurn:
-    """Decode a sampled turn and parse it; the tokens themselves stay as they were sampled.
-
-    Special tokens are dropped, except those of the notation. `tools` are schemas that give the types of arguments where
-    the notation does not, `prefill` is text of the turn before the policy's own.
-    """
+    """Decode a sampled turn and parse it; `tools` give the types of arguments where the notation does not."""
     turn = _read_response_template(tokenizer, token_ids, prefill) if parser is TOOL_PARSERS["json"] else None
     if turn is None:
         special = {
@@ -287,10 +281,7 @@ _LONGEST_FENCE = 40
 
 @_notation("json")
 def parse_json(text: str) -> AssistantTurn:
-    """Any JSON object with a name and arguments, or a list of them, fenced or not, anywhere in the turn.
-
-    Other JSON is content. An object that begins like a call and cannot be read is malformed.
-    """
+    """Any JSON object with a name and arguments, or a list of them, fenced or not; other JSON is content."""
     scanner = Scanner(text)
     spans: list[Span] = []
     at = _OPENING.search(text, answer_start(text))

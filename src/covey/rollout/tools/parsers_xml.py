@@ -15,8 +15,6 @@ from covey.rollout.tools.calls import (
 )
 from covey.rollout.tools.tool import from_text
 
-# --- Qwen3-Coder -----------------------------------------------------------------------------------------------------
-
 _CALL = re.compile(r"<tool_call>|<function=")
 _OPENING = re.compile(r"(?:<tool_call>\s*+)?(?:<function=)?")
 _FUNCTION = re.compile(r"(?:<tool_call>\s*+)?<function=([^<>\n]*+)>")
@@ -77,8 +75,6 @@ def _malformed(
     return stop, MalformedCall(text[start:stop], reason)
 
 
-# --- GLM 4.5 and later -----------------------------------------------------------------------------------------------
-
 GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _GLM_NAME = re.compile(r"<tool_call>\s*+([^\s<>{}]++)\s*+")
 _GLM_KEY = re.compile(r"\s*+<arg_key>([^<]*+)</arg_key>\s*+<arg_value>")
@@ -87,10 +83,7 @@ _GLM_RESUME = re.compile(r"</tool_call>|(?=<tool_call>)")
 
 
 def parse_glm(text: str) -> AssistantTurn:
-    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, once for each call.
-
-    A value ends at the first `</arg_value>`, and all of it counts; white space between tags is layout.
-    """
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>` (GLM 4.5 on), once a call."""
     spans: list[Span] = []
     openings, value_ends = Finder(text, "<tool_call>"), Finder(text, "</arg_value>")
     start = openings(answer_start(text))

@@ -1,8 +1,4 @@
-"""Toolbox: executes the tool calls of a turn, each under a deadline.
-
-Every call is answered by a message that the policy can react to: the result, or the mistake. Nothing that a tool does
-ends a run.
-"""
+"""Toolbox: answers each tool call of a turn, under a deadline, with its result or the mistake; no tool ends a run."""
 
 import asyncio
 import copy

@@ -1,8 +1,7 @@
 """Turn templates: the tokens that a chat template writes between a turn of the policy and the next one.
 
-They are found by rendering a placeholder turn with marks in it, so they do not depend on what the policy wrote. The
-result is the conversation that the template itself would render only if the template is *prefix-stable*: a longer
-conversation begins with the tokens of the shorter one. Templates that drop earlier thinking, for instance, are not.
+They are found by rendering a placeholder turn with marks in it. The result is the conversation that the template would
+render only if it is *prefix-stable*: a longer conversation begins with the tokens of the shorter one.
 """
 
 import json
@@ -16,11 +15,9 @@ from covey.rollout.images import as_parts, with_images
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.vision import Encoded, Vision
 
-_TEXT, _NAME, _RESULT, _THOUGHT = "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"
-"""Marks in placeholder messages."""
+_TEXT, _NAME, _RESULT, _THOUGHT = "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"  # marks in placeholders
 _USER: Message = {"role": "user", "content": "coveyASK"}
-_CALLS = ("object", "string", "none")
-"""Forms of a placeholder's calls: arguments as an object, as a JSON string, or no calls at all."""
+_CALLS = ("object", "string", "none")  # a placeholder's calls: arguments as an object or JSON string, or no calls
 CACHED_TEMPLATES = 256  # rows may bring arguments, and with them templates, of their own
 
 
@@ -127,8 +124,6 @@ class TurnTemplate:
         _, marked, cut = self._end_of_turn(text)
         return list(self.tokenizer(text[marked:cut], add_special_tokens=False)["input_ids"])
 
-    # --- rendering ---------------------------------------------------------------------------------------------------
-
     def _render(self, messages: Sequence[Message], answer: bool = True) -> str:
         if self.vision is not None:  # their templates may accept no contents but parts
             messages = [{**message, "content": as_parts(message.get("content"))} for message in messages]
@@ -225,8 +220,6 @@ class TurnTemplate:
         if not ids or ids[0] != end_id:
             raise ValueError(f"the tokenizer does not encode {end!r} as one token, so turns have no end of their own.")
         return ids[1:]
-
-    # --- properties of the template ----------------------------------------------------------------------------------
 
     def _find_result_format(self) -> tuple[str, str]:
         """The role and the form of calls with which the template renders results."""
