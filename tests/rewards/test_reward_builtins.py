@@ -37,7 +37,7 @@ from covey.runtime.child_process import WorkerFailed
 INTERFACE = json.loads((Path(__file__).parents[1] / "data" / "interface.json").read_text())
 
 MODULES = (
-    *("accuracy", "contract", "format", "functions", "length", "matching", "models", "resolve", "steps", "suite"),
+    *("accuracy", "contract", "format", "functions", "length", "matching", "resolve", "steps", "suite"),
     *("text", "runtime.child_process"),
 )
 
@@ -258,6 +258,9 @@ def test_exact_match_reads_either_column_or_abstains():
         ("\u22127", "-7"),
         ("x = -7.50", "-15/2"),
         ("10-3", "3"),
+        ("10-3 makes -$7", "-7"),
+        ("so 1,234.50 EUR.", "2469/2"),
+        ("2 / 4", "1/2"),
         ("(2)-3", "3"),
         (".5", "1/2"),
         ("3/4", "3/4"),

@@ -152,8 +152,10 @@ def test_names_are_unique():
     def reward_1(completions):
         return []
 
-    suite = RewardSuite([constant(0), reward_1, constant(1), constant(2), lambda completions: []])
-    assert suite.names == ["reward", "reward_1", "reward_2", "reward_3", "lambda"]
+    suite = RewardSuite(
+        [constant(0), reward_1, constant(1), constant(2), lambda completions: [], functools.partial(reward_1)]
+    )
+    assert suite.names == ["reward", "reward_1", "reward_2", "reward_3", "lambda", "reward_1_1"]
 
 
 def test_weights_default_to_one_and_are_checked():

@@ -18,9 +18,7 @@ from covey.runtime.child_process import ScriptWorker, WorkerFailed
 
 CHECK_SECONDS = 5.0  # deadline for parsing and comparing one pair
 
-RECENT_CHECKS = 64
-MAX_FAILED_CHECKS = 8
-"""If so many of the recent checks failed, the deadline is one second, so that they cannot use up that of the call."""
+RECENT_CHECKS, MAX_FAILED_CHECKS = 64, 8  # after so many failures the deadline is 1 s, to spare that of the call
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,7 @@ class RewardBatch:
 
     @cached_property
     def arguments(self) -> dict[str, list]:
-        """Keyword arguments: samples, dataset columns and rollout extras, each a list with one element per sample.
-
-        An extra takes precedence over a dataset column of the same name, because it belongs to this episode. A value
-        that a row or a rollout lacks is None.
-        """
+        """Keyword arguments, a list each: samples, dataset columns, and rollout extras, which replace columns."""
         columns: dict[str, list] = {}
         for records in (self.rows, [rollout.extras for rollout in self.rollouts]):
             found: dict[str, list] = {}

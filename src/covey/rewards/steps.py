@@ -73,8 +73,7 @@ def total(steps: StepRewards) -> float | None:
 def resolve(steps: StepRewards, rollout: Rollout, tokenizer: Any) -> StepRewards:
     """Replace each step's end by the index of its last token, and sort the steps by it.
 
-    A completion without tokens has no steps. Where an end is a `TurnEnd`, turns without a reward abstain, so that the
-    k-th step is the k-th turn in every completion.
+    Where an end is a `TurnEnd`, turns without a reward abstain, so that the k-th step is the k-th turn everywhere.
 
     Example:
         >>> from covey.core.records import FinishReason

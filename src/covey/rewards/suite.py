@@ -308,9 +308,8 @@ def _adapt(
 ) -> FunctionReward | ModelReward:
     """Adapter for one entry of `reward_funcs`."""
     if isinstance(candidate, str):
-        model = load_reward_model(candidate, model_init_kwargs)
-        placed = "device_map" in model_init_kwargs
-        return ModelReward(model, tokenizer, name, batch_size, None if placed else device)
+        candidate = load_reward_model(candidate, model_init_kwargs)
+        device = None if "device_map" in model_init_kwargs else device
     if is_reward_model(candidate):
         return ModelReward(candidate, tokenizer, name, batch_size, device)
     if callable(candidate):

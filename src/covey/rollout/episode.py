@@ -40,7 +40,7 @@ class Reply:
         return cls(text, list(completion.token_ids), completion.finish, completion.logprobs)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EpisodeEngine:
     """The engine of one rollout.
 
@@ -63,7 +63,7 @@ class EpisodeEngine:
                 return episode.done()
     """
 
-    _generate: Generate  # samples a request
+    send: Generate  # samples a request
     templates: TurnTemplates
     params: SamplingParams  # `max_tokens` bounds a whole completion
     seed_key: tuple[int | str, ...]  # names this sample: another key gives other tokens
@@ -74,7 +74,7 @@ class EpisodeEngine:
     failure: BaseException | None = field(default=None, init=False)
     timeout: asyncio.Timeout | None = field(default=None, init=False)
     _generate_calls: int = field(default=0, init=False)
-    _closed: bool = field(default=False, init=False)
+    closed: bool = field(default=False, init=False)  # refuses requests, as of tasks that the rollout did not await
 
     def __post_init__(self) -> None:
         self.tokenizer = self.templates.codec.tokenizer
@@ -127,10 +127,10 @@ class EpisodeEngine:
 
     async def submit(self, request: SampleRequest) -> list[Completion]:
         """Completions of a request; an exception of the engine is noted in `failure`."""
-        if self._closed:
+        if self.closed:
             raise ValueError("the rollout has ended: nothing is sampled for it any more.")
         try:
-            return await self._generate(request)
+            return await self.send(request)
         except Exception as error:
             self.failure = error
             raise
@@ -148,14 +148,6 @@ class EpisodeEngine:
             yield
         finally:
             timeout.reschedule(loop.time() + left)
-
-    def close(self) -> None:
-        """Refuse further requests, as of tasks that the rollout started and did not await."""
-        self._closed = True
-
-    def wrap_generate(self, wrap: Callable[[Generate], Generate]) -> None:
-        """Submit requests through a wrapper, such as one that hands them to another event loop."""
-        self._generate = wrap(self._generate)
 
 
 @dataclass(eq=False)

@@ -10,8 +10,7 @@ from covey.core.records import Message
 
 SOURCES = ("image", "path", "url", "base64", "image_url")  # keys of an image part that may name the image
 
-UNSUPPORTED = ("video", "video_url", "audio", "audio_url", "input_audio")
-"""Types of parts that are neither text nor images."""
+UNSUPPORTED = ("video", "video_url", "audio", "audio_url", "input_audio")  # parts that are neither text nor images
 
 FORMS = "a PIL image, the path of a file, its bytes, or {'bytes': ..., 'path': ...} as `datasets.Image` has them"
 
@@ -81,10 +80,6 @@ def with_images(messages: Sequence[Message], column: Sequence[Any]) -> tuple[lis
 
     Images of the row's column fill the image parts that name none. Where no message has an image part, they come in
     front of the first message of a user.
-
-    Example:
-        >>> with_images([{"role": "user", "content": "What is it?"}], ["cat.png"])[0][0]["content"]
-        [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]
     """
     refuse_unsupported_parts(messages)
     messages = [{**message, "content": as_parts(message.get("content"))} for message in messages]

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from covey.core.records import Message
@@ -12,9 +13,7 @@ Prompt = str | list[Message]
 
 IMAGE_COLUMNS = ("image", "images")  # columns of a dataset that hold the images of a row: one, or a list of them
 
-LONGEST_TOKEN = 256
-"""Most characters that one token stands for. Text of more than this many characters for each free token is refused
-without encoding it, which takes long where an environment returns gigabytes."""
+LONGEST_TOKEN = 256  # most characters of a token: longer texts are refused unencoded, which could be gigabytes
 
 
 def sample_seed(*key: int | str) -> int:
@@ -49,21 +48,15 @@ def row_images(row: Mapping[str, Any]) -> list[Any]:
     return [image for image in found if image is not None] if found else found
 
 
+@dataclass(eq=False, repr=False)
 class PromptCodec:
     """Encodes prompts and decodes completions with one tokenizer."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        chat_template_kwargs: dict[str, Any] | None,
-        max_context: int | None,
-        tools: Sequence[dict[str, Any]] = (),
-        vision: Vision | None = None,
-    ):
-        self.tokenizer, self.vision = tokenizer, vision
-        self.chat_template_kwargs = chat_template_kwargs or {}
-        self.max_context = max_context
-        self.tools = list(tools)
+    tokenizer: Any
+    chat_template_kwargs: dict[str, Any] | None
+    max_context: int | None
+    tools: Sequence[dict[str, Any]] = ()
+    vision: Vision | None = None
 
     def read_row(self, row: dict[str, Any]) -> Encoded:
         """Tokens of a dataset row's prompt, with the images in its columns. Raises ValueError as `read`."""
@@ -132,7 +125,7 @@ class PromptCodec:
                 f" {_shorten(row_kwargs)}. Write arguments of the chat template by name, or remove the column."
             )
         # Columns of a table hold None where a row sets nothing.
-        return {**self.chat_template_kwargs, **{k: v for k, v in (row_kwargs or {}).items() if v is not None}}
+        return {**(self.chat_template_kwargs or {}), **{k: v for k, v in (row_kwargs or {}).items() if v is not None}}
 
     def _encode_chat(
         self, messages: Any, row_kwargs: dict[str, Any] | None, tools: Sequence[dict[str, Any]], images: Sequence[Any]

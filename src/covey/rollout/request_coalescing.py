@@ -23,10 +23,7 @@ class _Batch:
 
 
 class RequestCoalescer:
-    """An engine's `generate` for the rollouts of one group; it merges requests of one turn of the event loop.
-
-    Seeds stay with their completions, so merging changes no result.
-    """
+    """An engine's `generate` for one group; it merges requests of one turn of the loop, which changes no result."""
 
     def __init__(self, engine: RolloutEngine):
         self._engine = engine

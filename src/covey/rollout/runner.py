@@ -36,15 +36,12 @@ class RolloutCallbacks(Protocol):
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """The agent or function that plays rollouts of more than one completion.
-
-    One rollout may take `timeout` seconds; `limits` hold for tokens that the user's code may have written.
-    """
+    """The agent or function that plays rollouts of more than one completion."""
 
     play: Agent | GroupFunction | BatchFunction
     templates: TurnTemplates
-    timeout: float
-    limits: RolloutValidator | None = None
+    timeout: float  # seconds that one rollout may take
+    limits: RolloutValidator | None = None  # of tokens that the user's code may have written
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         if hasattr(self.play, "release"):
@@ -56,12 +53,9 @@ class RolloutSpec:
 
 
 class SubmissionBarrier:
-    """Event: the engine has the first request of every rollout of a batch.
+    """Event: the engine has the first request of every rollout of a batch."""
 
-    A slow rollout is not waited for: its requests may be sampled with newer weights, as those of later turns are.
-    """
-
-    SECONDS = 1.0
+    SECONDS = 1.0  # a slower rollout may be sampled with newer weights, as later turns are
 
     def __init__(self) -> None:
         self._awaited: set[object] = set()
@@ -145,7 +139,7 @@ class GroupRunner:
                 text = f"the rollout took longer than rollout_timeout={timeout:g} s"
             rollouts = [await self._failed(sample.row, engine, text) for sample in samples]
         finally:
-            engine.close()  # tasks that the rollout started may still be at work
+            engine.closed = True  # tasks that the rollout started may still be at work
         if engine.failure is not None:
             raise engine.failure
         for rollout in rollouts:

@@ -16,7 +16,7 @@ from covey.rollout.tools.toolbox import Toolbox, count_outcomes
 Agent = Callable[[dict[str, Any], EpisodeEngine], Awaitable[Rollout]]  # (dataset row, engine) -> the finished rollout
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ToolAgent:
     """Lets the policy call tools until it answers without a call."""
 

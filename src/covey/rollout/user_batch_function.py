@@ -72,10 +72,8 @@ _CURRENT: ContextVar[_Sampler | None] = ContextVar("covey_sampling", default=Non
 class BatchFunction:
     """A user's `(prompts, trainer) -> dict`, for all prompts of a batch at once.
 
-    The dictionary holds, for every prompt, a list in `prompt_ids`, `completion_ids` and `logprobs` (which may be None).
-    `env_mask` may say with 1 and 0 which completion tokens the policy chose. For a vision-language model `images` may
-    hold a list for every prompt: the images that its tokens show, in their order; by default those of the row. Every
-    other field goes to the reward functions, an element per prompt.
+    The dictionary holds, for every prompt, a list in `prompt_ids`, `completion_ids` and `logprobs` (which may be None),
+    and optionally `env_mask` and `images`. Every other field goes to the reward functions, an element per prompt.
     """
 
     function: Callable[..., Any]
@@ -102,10 +100,7 @@ class BatchFunction:
             coalescer.close()
 
     def complete(self, prompts: Sequence[Any], **changes: Any) -> list[tuple[list[int], Completion]]:
-        """A completion of each prompt (text, messages or tokens), with the prompt's tokens, while the function runs.
-
-        `changes` are fields of `SamplingParams` that differ from the config's.
-        """
+        """A completion of each prompt (text, messages or tokens), with its tokens; `changes` override the config's."""
         current = _CURRENT.get()
         if current is None and len(self._samplers) == 1:
             (current,) = self._samplers  # on a thread that the function has started

@@ -38,7 +38,7 @@ class _IsolatedFunction:
 
     async def _call(self, engine: EpisodeEngine, check: Callable[[Any], T], *arguments: Any) -> T:
         """`check` of the function's result; on that loop too, since the result's own code may hang."""
-        engine.wrap_generate(partial(self._generate_on, asyncio.get_running_loop()))
+        engine.send = self._generate_on(asyncio.get_running_loop(), engine.send)
 
         async def play() -> T:
             return check(await self._function(*arguments))
@@ -174,8 +174,8 @@ class RolloutValidator:
             raise RolloutError("a rollout has an empty prompt; its prompt_ids need one token at least.")
         if self.context is not None and len(ids) > self.context:
             raise RolloutError(f"a rollout of {len(ids)} tokens exceeds the model's context of {self.context}.")
-        reported = [rollout.logprobs, rollout.entropies, rollout.versions]
-        if any(len(one) != len(rollout.completion_ids) for one in (rollout.sampled, *reported) if one is not None):
+        per_token = (rollout.sampled, rollout.logprobs, rollout.entropies, rollout.versions)
+        if any(len(one) != len(rollout.completion_ids) for one in per_token if one is not None):
             raise RolloutError("a rollout's sampled, logprobs, entropies and versions need one value a token.")
         if any(not math.isfinite(one) for one in (*(rollout.logprobs or ()), *(rollout.entropies or ()))):
             raise RolloutError("a rollout has log-probs that are not finite; leave `logprobs` None if there are none.")

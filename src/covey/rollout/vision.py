@@ -63,11 +63,7 @@ class Vision:
         return encoded
 
     def find(self, ids: Sequence[int], images: Sequence[Any], written: Sequence[bool]) -> tuple[Media, ...]:
-        """Images among tokens that a user's code has made.
-
-        Each is processed by itself, and its tokens are searched for behind those of the one before. The result can be
-        trained on, but not be sent to servers, which would have to make the tokens themselves.
-        """
+        """Images among tokens that a user's code has made: these can be trained on, but not be sent to servers."""
         found: list[Media] = []
         at = 0
         for number, image in enumerate(images):

@@ -30,7 +30,7 @@ class RequestError(Exception):
         self.code = code
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ChatSession:
     """The conversation of one rollout."""
 

@@ -155,11 +155,7 @@ def checked_number(value: Any, where: str) -> float | None:
 
 
 def initial_prompt(prompt: Any, opening: Observation | None, where: str) -> list[Message]:
-    """The prompt that an episode begins with.
-
-    Text and images of the environment are added to the last message of the user, messages follow those of the row, or
-    stand alone where the row has no prompt.
-    """
+    """The prompt that an episode begins with: the row's, with what the environment's `reset` returned at its end."""
     if prompt is None or prompt == []:
         if not opening:
             raise EnvironmentFailed(f"the row has no prompt, and {where} returned none")

@@ -110,7 +110,7 @@ def unchanged(value: T) -> T:
     return value
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Lease:
     """An environment that a rollout uses, with the caller of its methods."""
 

@@ -230,9 +230,8 @@ def checked_object(value: dict[str, Any], schema: dict[str, Any], where: str) ->
 def from_text(text: str, schema: dict[str, Any]) -> Any:
     """The value of `text` in a notation that writes every value as plain text, without quotes.
 
-    It is a string where only a string is asked for. Otherwise it is the JSON value that it reads as, if the schema
-    allows that or allows no string either; Python's True, False and None count as JSON's, since chat templates write
-    them. Everything else stays text, which `checked` refuses where a string is not allowed.
+    It is the JSON value that it reads as (also Python's True, False and None), if the schema allows that or allows no
+    string either. Everything else stays text, which `checked` refuses where a string is not allowed.
 
     Example:
         >>> from_text("5", {"type": "integer"}), from_text("5", {"type": "string"}), from_text("5", {})

@@ -25,10 +25,7 @@ class TurnTemplate:
     """The tokenizer's chat template for conversations with tools.
 
     Args:
-        tokenizer, vision: of the policy; `vision` is a vision-language model's processor.
-        tools: schemas that the template is given.
         end_ids: tokens that end a turn, in addition to the tokenizer's end of sequence (`<end_of_turn>`, `<|eom_id|>`).
-        chat_template_kwargs: further arguments of the template.
         unstable: "raise" refuses templates that are not prefix-stable; "keep" accepts them: earlier turns then stay as
             they were sampled, also where the template would have rendered them differently.
 
@@ -54,10 +51,8 @@ class TurnTemplate:
                 "tools need a chat template and the tokenizer has none. Set `tokenizer.chat_template` or use an"
                 " instruction-tuned model."
             )
-        self.tokenizer = tokenizer
-        self.vision = vision
-        self.tools = list(tools)
-        self.kwargs = chat_template_kwargs or {}
+        self.tokenizer, self.vision = tokenizer, vision
+        self.tools, self.kwargs = list(tools), chat_template_kwargs or {}
         ends = {tokenizer.eos_token_id, *end_ids} - {None}
         self._ends = {str(tokenizer.convert_ids_to_tokens(end)): end for end in sorted(ends)}
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -80,9 +75,7 @@ class TurnTemplate:
     def answer(self, results: Sequence[Message], ended_with: int | None = None, start: int = 0) -> Encoded:
         """Tokens that follow a sampled turn up to where the policy goes on; `start` is the index of the first of them.
 
-        Control tokens in results are broken up by a zero-width space, so that a result cannot end its own turn.
-        `ended_with`, the turn's last token, is not repeated where the template begins the results with it, as
-        FunctionGemma's does.
+        `ended_with`, the turn's last token, is not repeated where the template begins the results with it.
         """
         images: list[Any] = []
         if self.vision is not None:
@@ -185,7 +178,7 @@ class TurnTemplate:
         return message
 
     def _result_messages(self, results: Sequence[Message]) -> list[Message]:
-        """Results in the role that the template knows, without control tokens."""
+        """Results in the role that the template knows; control tokens are broken up, so that none ends its own turn."""
         clean = [{**result, "content": self._without_control(result.get("content"))} for result in results]
         if self.result_role == "tool":
             return clean
@@ -283,9 +276,7 @@ class TurnTemplates:
     """Turn templates of one chat template, one for each set of tools and template arguments."""
 
     def __init__(self, codec: PromptCodec, end_ids: Sequence[int], unstable: str = "raise"):
-        self.codec = codec
-        self._end_ids = tuple(end_ids)
-        self._unstable = unstable
+        self.codec, self._end_ids, self._unstable = codec, tuple(end_ids), unstable
         self._cache: dict[str, TurnTemplate] = {}  # least recently used first
 
     def of(self, tools: Sequence[dict[str, Any]], row_kwargs: dict[str, Any] | None) -> TurnTemplate:
