@@ -1,15 +1,8 @@
 """Async rollouts: while one generation is trained on, later ones are sampled (`max_staleness`).
 
-The schedule, with versions of the weights counted in optimizer steps. A generation whose training begins after step s
-is launched at the beginning of the first optimizer step v for which s - v <= max_staleness, with weights of version v:
-the current ones, sent before. So the weights that sample a token are never more than `max_staleness` optimizer steps
-older than those that its generation's training begins with, whatever the batch sizes are, and what is launched when,
-from which prompts, with which seeds and weights, depends on no clock. New weights reach the requests of earlier
-generations that are still under way where the engine takes them in flight; where it does not, they wait until nothing
-is under way.
-
-All decisions are made in the main thread, alike on every process; only the engine is waited for in the background. The
-correction of stale samples is that of any mismatch between engine and trainer (`covey.core.losses.mismatch_weights`).
+A generation whose training begins after optimizer step s is launched at the beginning of the first step v for which
+s - v <= max_staleness, with the weights of v. What is launched when depends on no clock: the main thread decides, alike
+on every process, and only the engine is waited for in the background.
 """
 
 import threading
@@ -33,9 +26,7 @@ from covey.runtime.user_code import unsaveable_part
 from covey.trainer.context import RunContext
 from covey.trainer.rollout_reports import RolloutListener
 
-SUBMITTED = 30.0
-"""Seconds that a launch waits for the engine to have been given its requests. It goes on without, which only means that
-new weights may overtake a request."""
+SUBMITTED = 30.0  # seconds that a launch waits for the engine to have its requests; later, new weights may overtake one
 
 
 @dataclass(frozen=True)
@@ -73,11 +64,7 @@ class InFlightBatch:
         return rollouts
 
     def state(self) -> dict[str, Any]:
-        """Plain values; what failed or cannot be saved is left out, and sampled again by a run that resumes from here.
-
-        Neither environments whose rewards are not scored can be saved, which live in this process alone, nor objects
-        that a rollout function has put among the extras.
-        """
+        """Plain values; what failed or cannot be saved is left out, and sampled again by a run that resumes."""
         done = self.work.done() and not self.work.cancelled() and self.work.exception() is None
         done = done and not any(OBJECTS in rollout.extras for rollout in self.work.result())
         rollouts = [_plain(rollout) for rollout in self.rollouts()] if done else None
@@ -186,12 +173,7 @@ class AsyncRollouts:
         return {"next": self._next, "late": self._late, "flights": [inflight.state() for inflight in self._flights]}
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> int:
-        """Continue where `state` was taken, with weights of `version`. Collective.
-
-        Failed batches are sampled again, with these weights. Batches that this run would not have launched so early,
-        because it allows less staleness or ends sooner, are given up, to be launched when their time comes; their
-        number is returned.
-        """
+        """Continue where `state` was taken; the number of batches given up, which are not yet due here. Collective."""
         self._next, self._late = state["next"], state["late"]
         saved = state["flights"]
         kept = list(takewhile(lambda one: self._may_begin(one["generation"], one["version"]), saved))

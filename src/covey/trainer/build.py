@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,21 +76,12 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any
     return args
 
 
-def _parsed(kwargs: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    assert not isinstance(kwargs, str), "a config parses JSON"
-    return kwargs
-
-
 def build_context(loop: TrainingLoop, accelerator: Accelerator, args: OnlineConfig, algorithm: Algorithm) -> RunContext:
     """Settings, services and state of a run, once Hugging Face's trainer has its accelerator."""
     if accelerator.device.type == "cpu":
         reuse_freed_memory()
-    collectives = Collectives(
-        accelerator.process_index,
-        accelerator.num_processes,
-        float(args.ddp_timeout),
-        lambda: loop.state.global_step,
-    )
+    rank, size = accelerator.process_index, accelerator.num_processes
+    collectives = Collectives(rank, size, float(args.ddp_timeout), lambda: loop.state.global_step)
     timeline = Timeline()
     return RunContext(
         args=args,
@@ -109,7 +101,7 @@ def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_
     """The model to train, with dropout and gradient checkpointing as the config has them."""
     policy = load_policy(
         model,
-        init_kwargs=_parsed(args.model_init_kwargs),
+        init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
         peft_config=peft_config,
@@ -209,9 +201,8 @@ def check_engine_choice(args: OnlineConfig, engine: Any) -> None:
         name = "the built-in engine" if built_in else type(engine).__name__
         raise ValueError(
             f"max_staleness={args.max_staleness} with {name}, which samples with the very weights that are trained:"
-            " they cannot be trained at the same time. Sample with a server (use_vllm=True with"
-            " vllm_mode='server', or use_sglang=True), give the trainer an `engine` of your own, or set"
-            " max_staleness=0."
+            " they cannot be trained at the same time. Sample with a server (use_vllm=True with vllm_mode='server', or"
+            " use_sglang=True), give the trainer an `engine` of your own, or set max_staleness=0."
         )
 
 
@@ -240,7 +231,7 @@ def build_collector(
             "max_completion_length=None lets completions grow until the model's context is full, but this model names"
             " no context length (max_position_embeddings). Set max_completion_length."
         )
-    codec = PromptCodec(tokenizer, _parsed(args.chat_template_kwargs), context, vision=vision)
+    codec = PromptCodec(tokenizer, args.chat_template_kwargs, context, vision=vision)
     spec = build_rollout_spec(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
         policy = partial(getattr, run.loop, "policy")
@@ -297,7 +288,7 @@ def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, 
             sources.functions,
             weights=sources.weights,
             processing_classes=sources.processing_classes,
-            model_init_kwargs=_parsed(args.model_init_kwargs),
+            model_init_kwargs=args.model_init_kwargs,
             timeout=args.reward_timeout,
             batch_size=args.per_device_train_batch_size,
             device=context.device,
@@ -380,10 +371,7 @@ def build_chooser(context: RunContext, dataset: Any, weights: Tensor) -> PromptC
 
 
 def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
-    """Covey's own progress display instead of the stock ones, and the reference's slow following.
-
-    `trainer.own_callbacks` then names all that the user has not `given`.
-    """
+    """Covey's own callbacks instead of the stock ones; `own_callbacks` then names all that the user has not `given`."""
     args = trainer.args
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -401,13 +389,13 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     trainer.own_callbacks = frozenset(id(c) for c in callbacks if id(c) not in known and type(c) not in known)
 
 
+@dataclass(eq=False)
 class FollowPolicy(TrainerCallback):
     """Moves the reference towards the policy every `ref_model_sync_steps` optimizer steps."""
 
-    def __init__(self, reference: Reference, context: RunContext):
-        self._reference = reference
-        self._context = context
+    reference: Reference
+    context: RunContext
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % args.ref_model_sync_steps == 0:
-            self._reference.follow(self._context.loop.policy, args.ref_model_mixup_alpha)
+            self.reference.follow(self.context.loop.policy, args.ref_model_mixup_alpha)

@@ -98,9 +98,8 @@ def _parser(args: OnlineConfig, templates: TurnTemplates, schemas: list[dict[str
     name = args.tool_parser or parser_for(template)
     if not turns.shows_tools and args.tool_parser is None:
         warnings.warn(
-            "the chat template does not tell the model about tools, so the prompts have to: name them, and show how"
-            f" a call is written. Calls are read as {name!r}; set `tool_parser` if your prompts teach another"
-            " notation.",
+            "the chat template does not tell the model about tools, so the prompts have to: name them, and show how a"
+            f" call is written. Calls are read as {name!r}; set `tool_parser` if your prompts teach another notation.",
             stacklevel=5,
         )
     return TOOL_PARSERS[name]

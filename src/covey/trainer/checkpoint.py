@@ -1,8 +1,4 @@
-"""Checkpoints that appear whole or not at all, and hold everything a resumed run needs to go on bit by bit.
-
-Hugging Face's Trainer writes weights, optimizer, scheduler and random states; this adds the state of the method
-(buffered experience, counters, controllers) per process, and moves the finished folder into place in one step.
-"""
+"""Checkpoints that appear whole or not at all: what Hugging Face's Trainer writes, and the state of the method."""
 
 import glob
 import os
@@ -22,8 +18,7 @@ from covey.trainer.context import RunContext
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
 
-NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})
-"""Batch sizes that a resumed run may change: nothing that is saved depends on them."""
+NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})  # a resumed run may change these
 
 
 class Stateful(Protocol):

@@ -1,9 +1,4 @@
-"""Checks of a run: datasets, optimizer and metrics when a trainer is made; loss, gradients and weights while it trains.
-
-One NaN in a gradient makes every weight NaN in the next optimizer step. The loss and the norm of the gradient are known
-anyway, so that looking at them costs nothing; the weights are read through when a model is given, before they are saved
-and when training ends.
-"""
+"""Checks of datasets, optimizer and metrics before training, and of loss, gradients and weights during it."""
 
 import math
 from collections.abc import Iterable
@@ -24,8 +19,7 @@ from covey.trainer.evaluation.suites import EvalSuite, rows_of
 
 MOST_NAMED = 3  # parameters that a message names
 
-MOST_SKIPPED = 30
-"""Optimizer steps that the loss scaling of float16 may skip in a row; each halves the scale, which starts at 2^16."""
+MOST_SKIPPED = 30  # steps that float16's loss scaling may skip in a row; each halves the scale, which starts at 2^16
 
 
 def check_datasets(args: OnlineConfig, train_dataset: Any, eval_dataset: Any, prompts_required: bool) -> None:
@@ -213,12 +207,7 @@ def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
 
 
 def listed(names: list[str]) -> str:
-    """Names in a sentence, a few of many.
-
-    Example:
-        >>> listed(["a", "b", "c", "d", "e"])
-        'a, b, c and 2 more'
-    """
+    """Names in a sentence: 'a, b, c and 2 more'."""
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 

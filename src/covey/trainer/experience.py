@@ -115,11 +115,7 @@ class BehaviourScorer:
             return self.runner.score(batch, self.context.micro_batch_rows, values_of)
 
     def settle_layout(self, batch: TrainBatch) -> None:
-        """Let the scorer choose its layout before anything is planned, as tokens are counted by it.
-
-        The first call is collective: all must make the same plan, so they take the slowest layout that any process
-        found by trying.
-        """
+        """Let the scorer choose its layout before anything is planned; the first call is collective: all take one."""
         policy = self.context.loop.policy
         with self.context.accelerator.autocast():
             mine = self.scorer.layout_of(policy, batch)
@@ -165,11 +161,7 @@ class CreditAssigner:
     def assign(
         self, batch: TrainBatch, rollouts: RolloutBatch, kl: Tensor | None, log: CompletionLog | None
     ) -> TrainBatch:
-        """Set advantages and token weights of a batch, and log its rollouts. Collective.
-
-        Groups are G rollouts in the order of sampling, whatever prompts they continue: `TrainBatch.groups` is about
-        forward passes alone. `kl` is the penalty [B] of the reward, or None.
-        """
+        """Set advantages and token weights of a batch, and log its rollouts; `kl` [B] penalises rewards. Collective."""
         context, args, algebra = self.context, self.context.args, self.context.algebra
         everyone = self.gather(rollouts, batch, kl)
         if everyone.staleness > args.max_staleness:

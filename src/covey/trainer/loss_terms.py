@@ -87,10 +87,8 @@ def entropy_threshold(context: RunContext, behaviour: BehaviourScorer, scorer: T
 class ExpertBalance:
     """The load-balancing loss of a run: one for each optimizer step, however the step is cut into passes.
 
-    The loss is a product of two means over tokens, so the losses of parts do not add up to that of the whole. With the
-    first mean, the share of tokens that each expert gets, taken over the whole step beforehand, the rest is a sum over
-    tokens. A step of several passes, or of several processes, is therefore run forward once more without its head,
-    before its first pass; a step of one pass is not. The formula is in `covey.policy.moe`.
+    Each expert's share of tokens must be that of the whole step, so a step of several passes or processes is run
+    forward once more without its head, before its first pass. The formula is in `covey.policy.moe`.
     """
 
     def __init__(self, coef: float, top_k: int, kept: bool = False):
@@ -104,11 +102,7 @@ class ExpertBalance:
 
     @classmethod
     def of(cls, args: OnlineConfig, policy: Any) -> "ExpertBalance":
-        """With the weight of the trainer's config; where that is None, with the weight in the model's own config.
-
-        The model's own weight holds for models that transformers has such a loss for, whether or not their config sets
-        `output_router_logits`. The model's own computation of it is switched off: it would not know packed rows.
-        """
+        """With the config's weight, else the model's own; its own computation, which knows no packed rows, is off."""
         config = policy.config.get_text_config()
         own, asks = getattr(config, "router_aux_loss_coef", None), bool(getattr(config, "output_router_logits", False))
         wanted = args.router_aux_loss_coef
@@ -129,14 +123,7 @@ class ExpertBalance:
         return self.coef != 0.0
 
     def begin(self, share: float, batch: TrainBatch, survey: Survey, *, whole: bool) -> None:
-        """Begin an accumulation window, or an evaluation batch.
-
-        Args:
-            share: of the optimizer step.
-            batch: this process's rollouts of it.
-            survey: runs them forward.
-            whole: a single pass of a single process runs them all, so that its own loads are those of the window.
-        """
+        """Begin a `share` of an optimizer step, or an evaluation batch; `whole`: one pass of one process runs all."""
         self._share, self._rows = share, len(batch)
         self._survey = lambda: survey(batch)
         self._whole = None if whole else self._survey()

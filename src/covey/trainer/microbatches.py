@@ -1,8 +1,7 @@
 """Rollout buffer, token weights, and micro-batches of bounded size.
 
-`RolloutBuffer` deals a generation out to optimizer steps. `MicroBatchRunner` cuts what a step trains on by tokens
-(`covey.core.packing`), runs the parts, and when one does not fit, halves the limit, undoes what the failed attempt left
-in the gradients and goes on with smaller parts: the gradient is the same.
+When a micro-batch does not fit, the limit is halved, what the failed attempt left in the gradients is undone, and
+smaller parts follow: the gradient is the same.
 """
 
 import gc
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +19,18 @@ from torch import Tensor, nn
 from covey.core.batch import TrainBatch, token_index
 from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
 from covey.core.packing import RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
+from covey.policy.scoring import TokenScorer
 from covey.runtime.process_memory import is_out_of_memory
 from covey.sizing.memory import estimate_of
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes
 
 
-class HasLayout(Protocol):
-    """A scorer: "auto" until it has tried, then "shared_prefix", "packed" or "padded"."""
-
-    layout: str
-
-
 @dataclass(eq=False)
 class MicroBatchRunner:
     """Runs batches in passes that fit into memory."""
 
-    scorer: HasLayout  # its `layout` decides how tokens are counted
+    scorer: TokenScorer  # its `layout` decides how tokens are counted
     parameters: Callable[[], Iterable[nn.Parameter]]  # looks up the parameters that are trained
     device_type: str
     max_tokens: int | None = None  # of a pass; None derives it from the padded size of a nominal micro-batch
@@ -49,7 +43,7 @@ class MicroBatchRunner:
         self.limit: int | None = None  # most tokens of a pass, learned from running out of memory; in checkpoints
 
     @classmethod
-    def of(cls, context: RunContext, scorer: HasLayout) -> "MicroBatchRunner":
+    def of(cls, context: RunContext, scorer: TokenScorer) -> "MicroBatchRunner":
         """The runner of a run's micro-batches."""
         collectives, sharding = context.collectives, context.sharding
         return cls(
@@ -82,11 +76,7 @@ class MicroBatchRunner:
         return len(self._planned(batch, rows))
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
-        """Run one planned pass, in smaller ones where memory runs out; the sum of the losses.
-
-        Raises:
-            torch.OutOfMemoryError: a single rollout does not fit.
-        """
+        """Run one planned pass, in smaller ones where memory runs out; the sum of the losses."""
         losses, todo = [], [part]
         while todo:
             part = todo.pop()
@@ -246,9 +236,7 @@ class PartOfStep:
 class RolloutBuffer:
     """A cursor over the nominal micro-batches of the current generation; it survives in checkpoints.
 
-    The training loop's micro-steps come in stretches that end with an optimizer step or with the generation. `take`
-    hands out the rollouts of a stretch, `spread` takes back the passes they were planned into, and `next` serves each
-    micro-step its passes: none where there are fewer passes than micro-steps.
+    `take` hands out the rollouts of micro-steps, `spread` takes back the passes they were planned into, `next` serves.
     """
 
     def __init__(self) -> None:
@@ -319,10 +307,7 @@ class RolloutBuffer:
 
 
 def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
-    """Indices of the rollouts of each nominal micro-batch: `rows` of every rank.
-
-    Two ranks with 4 rollouts each, 2 rows: [[0, 1, 4, 5], [2, 3, 6, 7]].
-    """
+    """Rollouts of each nominal micro-batch, `rows` of every rank; 8, 2 and 2 give [[0, 1, 4, 5], [2, 3, 6, 7]]."""
     by_rank = torch.arange(rollouts).view(ranks, -1)
     return [part.flatten() for part in by_rank.split(rows, dim=1)]
 
@@ -337,11 +322,7 @@ def batch_counts(
     updates: float,
     max_completion_length: int | None,
 ) -> BatchCounts:
-    """Counts over all processes that token weights are derived from.
-
-    `sampled_lengths` [B] are trained tokens of this process's share of the generation, or of all rollouts that an
-    optimizer step takes from several; the totals are of all processes, and `updates` optimizer steps go through them.
-    """
+    """Counts for token weights, from this process's trained tokens [B]; totals are of all, and last `updates` steps."""
     tokens = sampled_lengths.float()
     totals = [part.sum().expand(len(part)) for part in tokens.split(rows_per_part)] if len(tokens) else []
     return BatchCounts(

@@ -61,11 +61,7 @@ class RewardLog:
 
 
 class RolloutListener:
-    """Times rollouts as they end, and streams them to rewards; leaving this context gives those up.
-
-    Args:
-        stream: scores rollouts as they end; None where rewards wait for the generation's turn.
-    """
+    """Times rollouts as they end, and streams them to rewards, if these stream; leaving this context gives those up."""
 
     def __init__(self, stream: RewardStream | None = None):
         self.stream = stream
@@ -105,11 +101,7 @@ class RolloutListener:
 
 
 class FailureMonitor:
-    """Lets a run go on without failed rollouts, and stops it if all fail.
-
-    Args:
-        gather: this process's object to those of all processes, in the order of ranks. None for a single process.
-    """
+    """Lets a run go on without failed rollouts, and stops it if all fail."""
 
     def __init__(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
         self._gather = gather or (lambda mine: [mine])
@@ -118,12 +110,7 @@ class FailureMonitor:
         self._warned = False
 
     def count(self, rollouts: Sequence[Rollout]) -> int:
-        """Count the failed rollouts of this process; all processes decide together, as one may fail by chance.
-
-        Raises:
-            RolloutError: every rollout of every process failed, and none has ever worked or it is not the first such
-                generation.
-        """
+        """Count the failed rollouts of this process; all processes decide together, as one may fail by chance."""
         mine = [rollout.error for rollout in rollouts if rollout.finish is FinishReason.ERROR]
         failed, total, errors = 0, 0, []
         for first_error, failed_there, rollouts_there in self._gather((mine[:1], len(mine), len(rollouts))):

@@ -1,8 +1,4 @@
-"""Gradients from a generation: rollout buffer, plan of an optimizer step, micro-batches.
-
-An optimizer step is planned as a whole (which rollouts are run, on which process, in which micro-batch) when the last
-of its generations is sampled. Micro-batches that run out of memory are cut by `covey.trainer.microbatches`.
-"""
+"""Gradients from a generation: an optimizer step is planned as a whole when the last of its generations is sampled."""
 
 import math
 from collections.abc import Callable

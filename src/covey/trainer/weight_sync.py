@@ -1,9 +1,7 @@
-"""When engines get the policy's weights, and what all processes agree on about it.
+"""Transfers of the policy's weights to engines: when, and whether merged or as an adapter alone.
 
-Before sampling, an engine that has weights of its own is brought to the policy's version. What is sent is decided here
-(merged weights, or an adapter alone); the tensors come from `covey.policy.weights`, and how they travel is the
-engine's. Every process calls `ensure_current` at the same place: either each process has an engine of its own and loads
-it, or all engines use the same servers, and then the first process sends for all.
+Every process calls `ensure_current` at the same place: either each loads an engine of its own, or all engines use the
+same servers, and then the first process sends for all.
 """
 
 import logging

@@ -1,9 +1,7 @@
 """Collectives with names, deadlines and failure reports.
 
-Each process writes its current activity to the run's key-value store, which can be read without the others taking part.
-If a process is late or has ended, the error lists what every process was doing. Objects travel over a gloo group of
-their own, because waiting for gloo can be interrupted; collectives of NCCL start only after all processes have met
-(`Collectives.together`). To add an exchange, call `gather` or `exchange`, or use `together` around a torch collective.
+Each process notes its activity in the run's key-value store, so that an error lists what every process was doing.
+Objects travel over gloo, as waiting for it can be interrupted; NCCL starts once all have met (`Collectives.together`).
 """
 
 import io
@@ -53,8 +51,7 @@ class Collectives:
         self._step = step
         self._watched = False
         self._runs = 0
-        self._failures: list[str] = []
-        """Store keys of failures: of this run of `ending_all`, and of the one before unless it failed here, too."""
+        self._failures: list[str] = []  # store keys, of this run of `ending_all` and the one before unless that failed
         if size > 1:
             # Every process creates its trainers in the same order, so the number is the same on all of them.
             self._store = dist.PrefixStore(f"covey/{next(_numbers)}", _get_default_store())
@@ -128,8 +125,9 @@ class Collectives:
         except BaseException as error:
             if is_of_torch_distributed(error):
                 error.add_note(self._report(self._failure()))
-            self._publish(error, self._failures[-1])
-            self._failures = []
+            failure = {"rank": self.rank, "step": self._step(), "error": f"{type(error).__name__}: {error}"[:4000]}
+            key, self._failures = self._failures[-1], []
+            _within(STORE_SECONDS, lambda: self._store.compare_set(key, "", json.dumps(failure)), None)
             raise
         finally:
             self._watched = False
@@ -187,15 +185,10 @@ class Collectives:
         notes = self._read([f"doing/{rank}" for rank in range(self.size)])
         return "\n".join([happened, "What each process was doing last:", *map(_as_line, itertools.count(), notes)])
 
-    def _publish(self, error: BaseException, key: str) -> None:
-        failure = {"rank": self.rank, "step": self._step(), "error": f"{type(error).__name__}: {error}"[:4000]}
-        _within(STORE_SECONDS, lambda: self._store.compare_set(key, "", json.dumps(failure)), None)
-
     def _failure(self) -> dict[str, Any] | None:
         return next((found for found in self._read(self._failures) if found is not None), None)
 
     def _read(self, keys: list[str]) -> list[dict[str, Any] | None]:
-
         def read() -> list[dict[str, Any] | None]:
             return [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
 

@@ -1,9 +1,6 @@
-"""Rollouts of all processes: every process knows their sizes, and fetches the ones it trains on.
+"""Rollouts of all processes: every process knows their sizes (`RolloutIndex`), and fetches the ones it trains on.
 
-A generation is planned from `RolloutIndex`, a few numbers per rollout that all processes share. Tokens, log-probs and
-images stay where they were sampled (`OwnRollouts`) until a plan assigns them to another process; then they travel once,
-as tensors, between these two processes. Traffic per process is its share of the generation, whatever their number.
-
+They stay where they were sampled (`OwnRollouts`) until a plan assigns them to another process, and then travel once.
 Letters: B rollouts of all processes, P distinct prompts.
 """
 

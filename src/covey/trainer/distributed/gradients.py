@@ -1,8 +1,4 @@
-"""Mean of gradients over data-parallel processes, once per optimizer step.
-
-Micro-batches run without synchronisation, so processes may run different numbers of them, or repeat one that ran out of
-memory, and no process waits for another in a backward pass.
-"""
+"""Mean of gradients over data-parallel processes, once per optimizer step: micro-batches need not be equally many."""
 
 from collections.abc import Iterator
 

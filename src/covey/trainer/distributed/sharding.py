@@ -1,8 +1,4 @@
-"""Sharding of weights, gradients and optimizer state by accelerate: FSDP2 and DeepSpeed's ZeRO.
-
-`Sharding` says which passes need all processes, and which side averages gradients. See also `covey.policy.weights` and
-`covey.policy.replicas`, which gather sharded weights.
-"""
+"""Sharding of weights, gradients and optimizer state by accelerate: FSDP2 and DeepSpeed's ZeRO."""
 
 import copy
 import os
@@ -23,8 +19,7 @@ class Sharding:
 
     name: str = ""  # of the library, for messages; "" without sharding
     weights: bool = False  # each process holds a shard of each weight, so a forward pass needs all processes
-    # the wrapper averages gradients in each backward pass, so a backward pass needs all processes
-    gradients: bool = False
+    gradients: bool = False  # the wrapper averages them in each backward pass, which so needs all processes
     deepspeed: bool = False  # the last backward pass ends with the optimizer step
 
     @contextmanager
@@ -41,7 +36,6 @@ class Sharding:
 
 
 def sharding_of(accelerator: Any) -> Sharding:
-    """Sharding of an accelerator."""
     kind = str(accelerator.distributed_type).rsplit(".", 1)[-1]
     if kind == "DEEPSPEED":
         stage = int(accelerator.state.deepspeed_plugin.zero_stage)

@@ -1,8 +1,6 @@
 """Correction and check of the difference between the engine's log-probs and the trainer's, chosen by the config.
 
-The weights themselves are `covey.core.losses.mismatch_weights`. Where the policy's log-probs come from that they are
-worked out with is decided in `BehaviourScorer.add_logprobs`: a run that scores old log-probs anyway compares those; an
-on-policy one compares the log-probs of its training passes, so that the correction costs no pass of its own.
+Log-probs that are scored anyway are compared; an on-policy run compares those of its training passes.
 """
 
 import warnings

@@ -1,8 +1,6 @@
 """Check that an engine samples from the policy: its log-probs against the scorer's, on the first samples of a run.
 
-`EngineCheck` compares, over all processes, and refuses or warns; `likely_cause` tries the usual mistakes one by one on
-the same tokens and names the one that explains the numbers. To add a cause, write a function of a `Comparison` and put
-it into `CAUSES`.
+To add a cause of a difference, write a function of a `Comparison` and put it into `CAUSES`.
 """
 
 import warnings
@@ -17,9 +15,7 @@ from covey.core.batch import TrainBatch, expand, segment_ids, segment_starts, se
 from covey.core.engine import EngineTraits
 from covey.policy.scoring import first_and_last
 
-CHECKS = 2
-"""Generations that are looked at: the second comes after an update, which a foreign engine has to learn of, and after
-the scorer may have changed the model's attention, which the built-in one shares."""
+CHECKS = 2  # generations that are looked at: the second comes after an update, of which an engine has to learn
 
 ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
 """Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side."""
@@ -35,12 +31,7 @@ Rescore = Callable[[TrainBatch, float], Tensor]  # (rollouts, temperature) -> th
 
 
 def tolerance(*dtypes: torch.dtype | None) -> float:
-    """Largest mean difference that is taken for rounding, given what the two sides compute in.
-
-    Example:
-        >>> tolerance(torch.float32, None), tolerance(torch.float32, torch.bfloat16)
-        (0.01, 0.1)
-    """
+    """Largest mean difference that is taken for rounding, given what the two sides compute in."""
     return ROUNDING[min([4, *(dtype.itemsize for dtype in dtypes if dtype is not None)])]
 
 
@@ -212,11 +203,7 @@ def likely_cause(comparison: Comparison) -> str:
 
 @dataclass
 class EngineCheck:
-    """Compares an engine's first samples with the trainer's view of them.
-
-    Every process compares four rollouts of its own and learns what the others found, so that all of them go on or
-    none does.
-    """
+    """Compares an engine's first samples with the trainer's view of them; all processes go on, or none does."""
 
     _: KW_ONLY
     action: str  # "raise", "warn" or "off"

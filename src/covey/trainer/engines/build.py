@@ -106,7 +106,6 @@ def _check_reuse(args: OnlineConfig, model: Any, vision: Vision | None, in_step:
         )
     if needs_recurrent_engine(model):
         raise ValueError(
-            f"{given} does not suit {type(model).__name__}: a token that is"
-            " rejected cannot be taken out of the state of linear attention, convolutions or state-space layers. Leave"
-            " speculative_reuse unset."
+            f"{given} does not suit {type(model).__name__}: a token that is rejected cannot be taken out of the state"
+            " of linear attention, convolutions or state-space layers. Leave speculative_reuse unset."
         )

@@ -1,7 +1,4 @@
-"""vLLM inside the trainer's process, built from the config: arguments, memory, tensor parallelism.
-
-vLLM reads the policy's config and tokenizer from files and its weights from memory, so the policy need not be saved.
-"""
+"""vLLM inside the trainer's process, built from the config; it reads the policy's weights from memory."""
 
 import copy
 import os
@@ -31,12 +28,7 @@ CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def build_colocated(
-    args: Any,
-    model: Any,
-    tokenizer: Any,
-    accelerator: Any,
-    policy: Callable[[], Any],
-    vision: Vision | None = None,
+    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], vision: Vision | None = None
 ) -> VllmColocateEngine:
     """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images."""
     size, processes = args.vllm_tensor_parallel_size, accelerator.num_processes

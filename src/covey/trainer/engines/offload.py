@@ -1,8 +1,4 @@
-"""Offloading of the policy and its optimizer to host memory while an engine samples on the same device.
-
-Within `parked`, tensors lie in host memory; afterwards they are on their device again, bit by bit. They remain the same
-objects, so optimizers, hooks and wrappers are not affected. See also `covey.sizing.vllm_memory`.
-"""
+"""Offloading of the policy and its optimizer to host memory while an engine samples on the same device."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,8 +1,4 @@
-"""Evaluation by sampling: completions of every prompt are scored as in training, without updates.
-
-A plain dataset is sampled as in training and has a loss; an `EvalSuite` has its own sampling, for which a loss would be
-meaningless.
-"""
+"""Evaluation by sampling: plain datasets are sampled as in training and have a loss; an `EvalSuite` has its own way."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

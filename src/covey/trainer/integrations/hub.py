@@ -1,8 +1,4 @@
-"""Model cards, and upload of completions to a dataset on the hub.
-
-transformers uploads models (`hub_strategy`); this writes their card. A failed upload of completions does not stop
-training: it is repeated at the next log and at the end.
-"""
+"""Model cards, and upload of completions to a dataset on the hub, which is tried again at the next log if it fails."""
 
 import dataclasses
 import os

@@ -1,7 +1,4 @@
-"""Model card of a trained model: origin, method, settings, results, versions and citations.
-
-The text is the template `model_card.md`. To cite the paper of a further method or loss, add it to `PAPERS`.
-"""
+"""Model card of a trained model, from the template `model_card.md`."""
 
 import os
 import platform

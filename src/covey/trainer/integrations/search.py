@@ -1,8 +1,4 @@
-"""Hyperparameter search with optuna; every trial is a new trainer with changed settings.
-
-Trials run one after another. A config decides how a trainer is built, so an existing trainer cannot be changed; each
-trial begins with fresh weights and closes its engine at its end.
-"""
+"""Hyperparameter search with optuna; every trial is a new trainer with changed settings and fresh weights."""
 
 import inspect
 import os
@@ -105,9 +101,8 @@ def _check_searchable(trainer: "OnlineTrainer") -> None:
     model = trainer.made_of.get("model")
     if trainer.made_of.get("model_init") is None and not isinstance(model, str | os.PathLike):
         raise ValueError(
-            "hyperparameter_search trains a fresh model in every trial, and this trainer was given one that is"
-            f" loaded ({type(model).__name__}). Give its hub id or folder, or a function that makes"
-            " it: model_init=..."
+            "hyperparameter_search trains a fresh model in every trial, and this trainer was given one that is loaded"
+            f" ({type(model).__name__}). Give its hub id or folder, or a function that makes it: model_init=..."
         )
     if any(part is not None for part in trainer.made_of.get("optimizers") or ()):
         raise ValueError(
@@ -212,12 +207,7 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
 
 
 def mean_reward(metrics: dict[str, float]) -> float:
-    """The reward of an evaluation; the mean over its datasets.
-
-    Example:
-        >>> mean_reward({"eval_a_reward": 1.0, "eval_a_runtime": 9.0, "eval_b_reward": 0.0, "eval_b_runtime": 9.0})
-        0.5
-    """
+    """The reward of an evaluation; the mean over its datasets."""
     from covey.observability.evaluations import evaluation_sets, prefix
 
     rewards = [
