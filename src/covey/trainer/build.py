@@ -36,7 +36,7 @@ from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision, is_processor
 from covey.runtime.process_memory import reuse_freed_memory
-from covey.trainer.build_rollouts import RewardSources, build_rollout_spec
+from covey.trainer.build_rollouts import build_rollout_spec, reward_sources
 from covey.trainer.checks import check_model
 from covey.trainer.context import RunContext, TrainingLoop
 from covey.trainer.distributed.collectives import Collectives
@@ -101,7 +101,7 @@ def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_
     """The model to train, with dropout and gradient checkpointing as the config has them."""
     policy = load_policy(
         model,
-        init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
+        init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type] # a config parses JSON
         trust_remote_code=args.trust_remote_code,
         quantization_config=quantization_config,
         peft_config=peft_config,
@@ -114,7 +114,10 @@ def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_
     )
     if args.process_index == 0:  # others may have empty weights still, which FSDP fills from here
         check_model(policy)
-    _name_present_blocks(policy)
+    base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    if named := getattr(base, "_no_split_modules", None):  # accelerate refuses names of blocks that are not there
+        present = {type(module).__name__ for module in base.modules()}
+        base._no_split_modules = type(named)(name for name in named if name in present)
     if args.disable_dropout:
         disable_dropout(policy)
     if args.gradient_checkpointing and not getattr(policy, "supports_gradient_checkpointing", True):
@@ -127,15 +130,6 @@ def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_
     if args.gradient_checkpointing and hasattr(policy, "enable_input_require_grads") and hasattr(policy, "peft_config"):
         policy.enable_input_require_grads()  # checkpointed frozen layers need an input that carries gradient
     return policy
-
-
-def _name_present_blocks(policy: Any) -> None:
-    """Leave out classes of blocks that a model names and does not have, as accelerate refuses such a model for FSDP."""
-    base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
-    named = getattr(base, "_no_split_modules", None)
-    if named:
-        present = {type(module).__name__ for module in base.modules()}
-        base._no_split_modules = type(named)(name for name in named if name in present)
 
 
 def build_vision(processing_class: Any, model: Any) -> Vision | None:
@@ -231,7 +225,7 @@ def build_collector(
             "max_completion_length=None lets completions grow until the model's context is full, but this model names"
             " no context length (max_position_embeddings). Set max_completion_length."
         )
-    codec = PromptCodec(tokenizer, args.chat_template_kwargs, context, vision=vision)
+    codec = PromptCodec(tokenizer, args.chat_template_kwargs, context, vision=vision)  # type: ignore[arg-type]
     spec = build_rollout_spec(run, model, codec, tools, rollout_func, environment_factory)  # an engine may be slow
     if engine is None:
         policy = partial(getattr, run.loop, "policy")
@@ -277,18 +271,20 @@ def sampling_params(args: OnlineConfig) -> SamplingParams:
 def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
     """The reward functions behind one call, that of the environments among them."""
     args, spec = context.args, collector.spec
-    sources = RewardSources.of(reward_funcs, args.reward_weights, processing_classes, spec and spec.play)
-    if sources.functions is None:
+    functions, weights, processing_classes = reward_sources(
+        reward_funcs, args.reward_weights, processing_classes, spec and spec.play
+    )
+    if functions is None:
         raise ValueError(
             "`reward_funcs` is missing: give at least one reward function, reward model or list of them. Environments"
             " with `get_reward` need none."
         )
     with whole_models():
         suite = RewardSuite(
-            sources.functions,
-            weights=sources.weights,
-            processing_classes=sources.processing_classes,
-            model_init_kwargs=args.model_init_kwargs,
+            functions,
+            weights=weights,
+            processing_classes=processing_classes,
+            model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
             timeout=args.reward_timeout,
             batch_size=args.per_device_train_batch_size,
             device=context.device,

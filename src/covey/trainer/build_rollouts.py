@@ -5,7 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from covey.config.base import OnlineConfig
 from covey.policy.loading import end_token_ids
@@ -123,9 +123,6 @@ def refuse_plain_prompts(spec: RolloutSpec | None, rows: Sequence[dict[str, Any]
             )
 
 
-# ---- environments ----------------------------------------------------------------------------------------------------
-
-
 class PlayedEnvironment(RolloutFunction):
     """An environment that plays whole rollouts itself: an object with `async play(row, engine)`, closed at the end."""
 
@@ -195,25 +192,17 @@ def environment(**columns: Any) -> list[Any]:
     return columns.get(REWARD) or [None] * len(columns["completions"])
 
 
-class RewardSources(NamedTuple):
-    """Reward functions with what belongs to each, as `RewardSuite` takes them; None where there are none."""
-
-    functions: Any
-    weights: Any
-    processing_classes: Any
-
-    @classmethod
-    def of(cls, functions: Any, weights: Any, processing_classes: Any, player: Any) -> "RewardSources":
-        """The user's, and the environment's own behind them where it has one, with weight 1 unless one is given."""
-        if not getattr(player, "gives_reward", False):
-            return cls(functions, weights, processing_classes)
-        listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
-        if weights is not None and len(weights) == len(listed):
-            weights = [*weights, 1.0]
-        if processing_classes is not None:
-            given = processing_classes if isinstance(processing_classes, list | tuple) else [processing_classes]
-            processing_classes = [*given, None]
-        return cls([*listed, environment], weights, processing_classes)
+def reward_sources(functions: Any, weights: Any, processing_classes: Any, player: Any) -> tuple[Any, Any, Any]:
+    """The user's, and the environment's own behind them where it has one, with weight 1 unless one is given."""
+    if not getattr(player, "gives_reward", False):
+        return functions, weights, processing_classes
+    listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
+    if weights is not None and len(weights) == len(listed):
+        weights = [*weights, 1.0]
+    if processing_classes is not None:
+        given = processing_classes if isinstance(processing_classes, list | tuple) else [processing_classes]
+        processing_classes = [*given, None]
+    return [*listed, environment], weights, processing_classes
 
 
 def given_by(player: Any) -> set[str]:

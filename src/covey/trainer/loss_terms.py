@@ -12,12 +12,9 @@ from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
 from covey.core.records import Mean, Stat
 from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
-from covey.policy.scoring import TokenScorer
-from covey.trainer.context import RunContext
 from covey.trainer.experience import BehaviourScorer
 
-Survey = Callable[[TrainBatch], RouterLoads]
-"""Rollouts of this process -> the loads of all processes' together, without gradient. Collective."""
+Survey = Callable[[TrainBatch], RouterLoads]  # this process's rollouts -> the loads of all processes. Collective.
 
 
 @dataclass
@@ -67,12 +64,12 @@ def exact_quantile(values: Tensor, q: float) -> float:
     return torch.lerp(ordered[low], ordered[high], place - low).item()
 
 
-def entropy_threshold(context: RunContext, behaviour: BehaviourScorer, scorer: TokenScorer, batch: TrainBatch) -> float:
+def entropy_threshold(behaviour: BehaviourScorer, batch: TrainBatch) -> float:
     """The entropy that a token needs to count: a quantile over the optimizer step. Collective."""
-    policy = context.loop.policy
+    context, policy = behaviour.context, behaviour.context.loop.policy
 
     def entropies_of(part: TrainBatch) -> Tensor:
-        scores = scorer(policy, part, entropy=True)
+        scores = behaviour.scorer(policy, part, entropy=True)
         assert scores.entropies is not None, "asked for"
         return scores.entropies
 
@@ -153,19 +150,15 @@ class ExpertBalance:
                 config.output_router_logits = False
 
 
-def load_survey(context: RunContext, behaviour: BehaviourScorer, scorer: TokenScorer, top_k: int) -> Survey:
-    """A survey of the experts' loads under the policy."""
+def load_survey(behaviour: BehaviourScorer, top_k: int, batch: TrainBatch) -> RouterLoads:
+    """The loads of all processes' experts under the policy, without gradient. Collective."""
+    policy, found = behaviour.context.loop.policy, []
 
-    def survey(batch: TrainBatch) -> RouterLoads:
-        found: list[RouterLoads] = []
+    def look(part: TrainBatch) -> Tensor:
+        found.append(behaviour.scorer.loads(policy, part, top_k))
+        return torch.zeros_like(part.token_ids, dtype=torch.float32)  # no scores are wanted
 
-        def look(part: TrainBatch) -> Tensor:
-            found.append(scorer.loads(context.loop.policy, part, top_k))
-            return torch.zeros_like(part.token_ids, dtype=torch.float32)  # no scores are wanted
-
-        behaviour.values(context.loop.policy, batch, look)
-        mine = [total.cpu() for total in RouterLoads.of_all(found)] if found else None
-        shares = context.collectives.gather(mine, "add up the experts' loads")
-        return RouterLoads.of_all([RouterLoads(*share) for share in shares if share is not None])
-
-    return survey
+    behaviour.values(policy, batch, look)
+    mine = [total.cpu() for total in RouterLoads.of_all(found)] if found else None
+    shares = behaviour.context.collectives.gather(mine, "add up the experts' loads")
+    return RouterLoads.of_all([RouterLoads(*share) for share in shares if share is not None])

@@ -114,8 +114,6 @@ class MicroBatchRunner:
         missing = 0 if self.most is None else self.most(passes) - passes
         return [batch.idle() for _ in range(missing)]
 
-    # ---- running out of memory -------------------------------------------------------------------------------------
-
     def _attempt(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         random_state = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         before = [(parameter, _grad_state(parameter)) for parameter in self.parameters() if parameter.requires_grad]
@@ -218,9 +216,6 @@ def _set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
             hook.remove()
         for parameter, grad in kept:
             parameter.grad = grad
-
-
-# ---- rollouts of an optimizer step -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

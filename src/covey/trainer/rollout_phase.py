@@ -17,17 +17,9 @@ from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.speculation import Speculation, reuse_stats
 from covey.rollout.user_batch_function import BatchFunction
 from covey.runtime.user_code import preserve_process_state
+from covey.trainer import rollout_reports as reports
 from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
 from covey.trainer.context import RunContext
-from covey.trainer.rollout_reports import (
-    FailureMonitor,
-    RewardLog,
-    RolloutListener,
-    agent_stats,
-    failure_stats,
-    staleness_stats,
-    without_failed,
-)
 from covey.trainer.weight_sync import WeightSync
 
 PROBE_ROWS, PROBE_TOKENS = 4, 32  # completions that are sampled for the engine check alone, and their length at most
@@ -58,7 +50,7 @@ class RolloutPhase:
     chooser: PromptChooser | None  # selects prompts by their rewards
 
     def __post_init__(self) -> None:
-        self._failures = FailureMonitor(self.context.collectives.named("count failed rollouts"))
+        self._failures = reports.FailureMonitor(self.context.collectives.named("count failed rollouts"))
         self.async_rollouts: AsyncRollouts | None = None  # samples ahead of training (`max_staleness` above 0)
         self._saved_async: dict[str, Any] | None = None
         self.generations = {"train": 0, "eval": 0}  # begun so far
@@ -67,8 +59,6 @@ class RolloutPhase:
     def chooses_prompts(self) -> bool:
         """The dataloader only marks where generations begin; prompts are drawn here."""
         return self.context.args.max_staleness > 0 or (self.chooser is not None and self.chooser.history is not None)
-
-    # ---- one generation --------------------------------------------------------------------------------------------
 
     def next(self, step: MicroStep) -> RolloutBatch:
         """The rollouts of the generation that begins with `step`, or of an evaluation batch. Collective."""
@@ -98,21 +88,21 @@ class RolloutPhase:
         params: SamplingParams | None = None,
     ) -> ScoredRollouts:
         """Sample and reward one round of a generation; `in_flight` if its sampling began earlier. Collective."""
-        context, spec, log = self.context, self.collector.spec, RewardLog()
+        context, spec, log = self.context, self.collector.spec, reports.RewardLog()
         reuse = self.speculation if context.training else None  # an evaluation samples from scratch
         with self._located(key), self._listener(in_flight) as listener:
             if in_flight is not None:
                 rollouts = in_flight.rollouts()
-                context.metrics.add(staleness_stats(rollouts, context.step), "train")
+                context.metrics.add(reports.staleness_stats(rollouts, context.step), "train")
             else:
                 self._send_current_weights()
                 with context.phases("generate"), preserve_process_state():
                     rollouts = self.collector.collect(samples, params or self.params, key, reuse, listener)
             failed = self._failures.count(rollouts)
             if spec is not None:
-                context.metrics.add(agent_stats(rollouts, spec), context.mode)
+                context.metrics.add(reports.agent_stats(rollouts, spec), context.mode)
             elif self.collector.codec.vision is not None:  # an image may be broken, or larger than the context
-                context.metrics.add(failure_stats(rollouts), context.mode)
+                context.metrics.add(reports.failure_stats(rollouts), context.mode)
             try:
                 with context.phases("reward"), preserve_process_state():
                     rows = [sample.row for sample in samples]
@@ -123,7 +113,7 @@ class RolloutPhase:
             listener.tell(context.timeline, self.rewards.names)
         reused = reuse_stats(rollouts) if reuse is not None else {}
         context.metrics.add({**result.stats, **log.metrics, **reused}, context.mode)
-        rewards = without_failed(result.rewards, rollouts) if failed else result.rewards
+        rewards = reports.without_failed(result.rewards, rollouts) if failed else result.rewards
         return ScoredRollouts(samples, rollouts, rewards, log.columns, result.steps)
 
     def next_key(self) -> tuple[str, int]:
@@ -141,11 +131,11 @@ class RolloutPhase:
             error.add_note(f"This was at step {self.context.step}, in {key[0]} generation {key[1]}.")
             raise
 
-    def _listener(self, in_flight: InFlightBatch | None) -> RolloutListener:
+    def _listener(self, in_flight: InFlightBatch | None) -> reports.RolloutListener:
         if in_flight is not None:
-            return in_flight.listener or RolloutListener()
+            return in_flight.listener or reports.RolloutListener()
         context = self.context
-        return RolloutListener(self.rewards.stream(context.loop.state, context.args.stream_rewards))
+        return reports.RolloutListener(self.rewards.stream(context.loop.state, context.args.stream_rewards))
 
     def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
         """See `OnlineTrainer.generate_completions`."""
@@ -162,8 +152,6 @@ class RolloutPhase:
             }
             for prompt_ids, completion in spec.play.complete(prompts, **changes)
         ]
-
-    # ---- async rollouts --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def launch(self, generation: int | None) -> None:
@@ -218,8 +206,6 @@ class RolloutPhase:
         with context.phases("sync"):
             if not traits_of(self.collector.engine).shares_policy:
                 context.metrics.add(self.weight_sync.ensure_current(version), context.mode)
-
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -40,9 +40,6 @@ class RolloutWarning(UserWarning):
     """A rollout failed, and the run goes on."""
 
 
-# ---- while rollouts are sampled and rewarded -------------------------------------------------------------------------
-
-
 @dataclass
 class RewardLog:
     """Columns and metrics that reward functions log while they run."""
@@ -60,13 +57,13 @@ class RewardLog:
         return RewardContext(trainer_state, self.log_extra, self.log_metric)
 
 
+@dataclass(eq=False)
 class RolloutListener:
     """Times rollouts as they end, and streams them to rewards, if these stream; leaving this context gives those up."""
 
-    def __init__(self, stream: RewardStream | None = None):
-        self.stream = stream
-        self.spans: list[Span] = []  # begin and end of every rollout, in the order of their ends
-        self._began = perf_counter()
+    stream: RewardStream | None = None
+    spans: list[Span] = field(default_factory=list)  # begin and end of every rollout, in the order of their ends
+    _began: float = field(default_factory=perf_counter)
 
     def __enter__(self) -> "RolloutListener":
         return self
@@ -97,9 +94,6 @@ class RolloutListener:
         timeline.overlap("reward", covered((span for spans in calls.values() for span in spans), until=last))
 
 
-# ---- failures and metrics --------------------------------------------------------------------------------------------
-
-
 class FailureMonitor:
     """Lets a run go on without failed rollouts, and stops it if all fail."""
 
@@ -112,11 +106,8 @@ class FailureMonitor:
     def count(self, rollouts: Sequence[Rollout]) -> int:
         """Count the failed rollouts of this process; all processes decide together, as one may fail by chance."""
         mine = [rollout.error for rollout in rollouts if rollout.finish is FinishReason.ERROR]
-        failed, total, errors = 0, 0, []
-        for first_error, failed_there, rollouts_there in self._gather((mine[:1], len(mine), len(rollouts))):
-            failed, total = failed + failed_there, total + rollouts_there
-            errors += first_error
-        first = errors[0] if errors else None
+        errors, counts, totals = zip(*self._gather((mine[:1], len(mine), len(rollouts))), strict=True)
+        failed, total, first = sum(counts), sum(totals), next(chain.from_iterable(errors), None)
         if failed < total:
             self._has_worked, self._failed_batches = True, 0
         elif total:
@@ -191,9 +182,6 @@ def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str
         flat += rollout.entropies
     trained = torch.tensor(flat)[batch.sampled.cpu()]
     return {"entropy": Mean(trained.sum().item(), len(trained))}
-
-
-# ---- the completions table -------------------------------------------------------------------------------------------
 
 
 def columns_of(summaries: Sequence[RolloutSummary]) -> dict[str, list[Any]]:

@@ -177,8 +177,6 @@ class OnlineTrainer(Trainer):
         self.checkpoints = Checkpointer(context, parts, before_saving=self.finite.check_weights)
         build.add_callbacks(self, callbacks or ())
 
-    # ---- one step --------------------------------------------------------------------------------------------------
-
     def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
         """One micro-step of Hugging Face's loop: prompt samples (or nothing) in, gradients out."""
         start = time.perf_counter()
@@ -227,8 +225,6 @@ class OnlineTrainer(Trainer):
             ValueError: called at another time, or with a setting that does not exist.
         """
         return self.rollouts.generate_completions(prompts, **changes)
-
-    # ---- training --------------------------------------------------------------------------------------------------
 
     def train(
         self,
@@ -343,8 +339,6 @@ class OnlineTrainer(Trainer):
     def _unwrap(self) -> Unwrap:
         return Unwrap(self.accelerator)
 
-    # ---- evaluation ------------------------------------------------------------------------------------------------
-
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         return self.evaluation.loader(self.eval_dataset, eval_dataset)
 
@@ -387,8 +381,6 @@ class OnlineTrainer(Trainer):
     def users_callbacks(self) -> list[Any]:
         """Copies of the callbacks that the user gave, since some count."""
         return [copy.copy(one) for one in self.callback_handler.callbacks if id(one) not in self.own_callbacks]
-
-    # ---- checkpoints and models ------------------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)

@@ -4,13 +4,15 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from covey.core.batch import TrainBatch
+from covey.core.batch import TrainBatch, join
 from covey.core.losses import mean_over_update
 from covey.core.objective import LossInputs, policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
@@ -18,7 +20,7 @@ from covey.core.records import Mean, Stat
 from covey.policy.scoring import TokenScorer
 from covey.trainer.checks import FiniteCheck
 from covey.trainer.context import RunContext
-from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_generations, pool
+from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes, pool
 from covey.trainer.distributed.gradients import average_gradients
 from covey.trainer.experience import BehaviourScorer
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, entropy_threshold, load_survey
@@ -52,8 +54,6 @@ class UpdatePhase:
         self._loss_stats: dict[str, Stat] = {}
         self._step_entropy = Mean(0.0, 0.0)
         self._parts_of_step: list[PartOfStep] = []
-
-    # ---- training --------------------------------------------------------------------------------------------------
 
     def load(self, batch: TrainBatch) -> None:
         """Put this process's share of a generation into the buffer, with the sizes of all others. Collective."""
@@ -134,7 +134,7 @@ class UpdatePhase:
         parts = self.runner.plan(kept, self.context.micro_batch_rows)
         parts += self.runner.idle(batch, len(parts))
         if self.balance is not None:
-            survey = load_survey(self.context, self.behaviour, self.scorer, self.balance.top_k)
+            survey = partial(load_survey, self.behaviour, self.balance.top_k)
             self.balance.begin(1.0, kept, survey, whole=self.context.collectives.size == 1 and len(parts) <= 1)
             self.context.metrics.add(self.balance.count(1.0 / self.context.collectives.size), self.context.mode)
         return sum(self.runner.run(part, forward).item() for part in parts)
@@ -170,8 +170,6 @@ class UpdatePhase:
             stats.pop("entropy", None)
         self.context.metrics.add(stats, self.context.mode)
 
-    # ---- the plan of an optimizer step -----------------------------------------------------------------------------
-
     def _plan(self, micro_steps: int) -> None:
         """Assign rollouts to ranks and micro-batches, once the optimizer step's last generation is there."""
         context, args = self.context, self.context.args
@@ -189,7 +187,7 @@ class UpdatePhase:
         most = max(self.runner.count(index.select(share), rows) for share in shares) if len(shares) > 1 else 1
         mine = own.fetch(index, shares, context.collectives)
         if args.top_entropy_quantile < 1.0:
-            mine.entropy_threshold = entropy_threshold(context, self.behaviour, self.scorer, mine)
+            mine.entropy_threshold = entropy_threshold(self.behaviour, mine)
         if context.accelerator.is_main_process:
             mine.skipped_tokens, mine.skipped_rows = index.skipped_tokens, index.skipped_rows
         planned = self.runner.plan(mine, rows, at_least=most)
@@ -207,7 +205,7 @@ class UpdatePhase:
             planned += [own.batch.idle() for _ in range(most - len(planned))]
         if self.balance is not None:
             taken = sum(part.micro_batches for part in self._parts_of_step)
-            survey = load_survey(context, self.behaviour, self.scorer, self.balance.top_k)
+            survey = partial(load_survey, self.behaviour, self.balance.top_k)
             whole = context.collectives.size == 1 and len(planned) <= 1
             self.balance.begin(taken / args.gradient_accumulation_steps, mine, survey, whole=whole)
         self.buffer.spread(planned, part.micro_batches)
@@ -217,7 +215,9 @@ class UpdatePhase:
         if len(parts) == 1:
             return parts[0].own, parts[0].index
         args, algorithm = self.context.args, self.context.algorithm
-        own, index = join_generations([(part.own, part.index) for part in parts])
+        batches = [part.own.batch for part in parts]
+        own = OwnRollouts(join(batches), parts[0].own.rank)
+        index = join_indexes([part.index for part in parts], [0, *accumulate(map(len, batches))][:-1])
         rows, taken = args.per_device_train_batch_size, sum(part.micro_batches for part in parts)
         counts = batch_counts(
             index.sampled_lengths,
@@ -236,8 +236,6 @@ class UpdatePhase:
         """Rollouts without advantage have a gradient of their own."""
         by_entropy = self.entropy is not None or self.context.args.top_entropy_quantile < 1.0
         return self.context.algorithm.objective.needs_every_rollout or by_entropy or self.balance is not None
-
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -60,14 +60,14 @@ class WeightSync:
         policy, dtype = self.policy(), traits_of(self.engine).dtype
         update = self._noticing(weight_update(policy, version, adapter_only=self._alone(policy), dtype=dtype))
         if self.collectives.size > 1 and isinstance(self.engine, SharedServers):
-            self._send_for_all(self.engine, update)
+            with self.engine.held():  # no process begins requests any more, and the first one sends
+                self.collectives.meet(f"begin to send weights of version {version}")
+                (self._lead if self.collectives.rank == 0 else self._follow)(self.engine, update)
         else:
             self._load_each(update)
         self._sent = version
         sent = update.nbytes + (update.base.nbytes if update.base is not None and self._base_sent else 0)
         return {"sync/seconds": Mean(time.perf_counter() - started, 1.0), "sync/bytes": Mean(sent, 1.0)}
-
-    # ---- what is sent ----------------------------------------------------------------------------------------------
 
     def _noticing(self, update: WeightUpdate) -> WeightUpdate:
         """The same; `_base_sent` says whether the model under an adapter is asked for, which few servers lack."""
@@ -100,8 +100,6 @@ class WeightSync:
             self._said = obstacle
         return False
 
-    # ---- who sends -------------------------------------------------------------------------------------------------
-
     def _load_each(self, update: WeightUpdate) -> None:
         """Every process loads its own engine; one that cannot stops all."""
         error: Exception | None = None
@@ -115,15 +113,6 @@ class WeightSync:
             raise RuntimeError(f"process {failed[0][0]} could not load weights: {failed[0][1]}")
         if error is not None:
             raise error
-
-    def _send_for_all(self, engine: Any, update: WeightUpdate) -> None:
-        """The first process sends, once no process begins requests any more."""
-        with engine.held():
-            self.collectives.meet(f"begin to send weights of version {update.version}")
-            if self.collectives.rank > 0:
-                self._follow(engine, update)
-            else:
-                self._lead(engine, update)
 
     def _lead(self, engine: Any, update: WeightUpdate) -> None:
         """Send. Where a pass over the weights is collective, call the others to each."""

@@ -183,7 +183,11 @@ class Collectives:
                 " own log and the system's tell. One that is only slow needs a larger ddp_timeout."
             )
         notes = self._read([f"doing/{rank}" for rank in range(self.size)])
-        return "\n".join([happened, "What each process was doing last:", *map(_as_line, itertools.count(), notes)])
+        unknown = "unknown: it left no note, or the process that held the notes is gone"
+        known = "step {step}: {doing} (for {seconds:.0f} s)"
+        words = [unknown if n is None else known.format(**n, seconds=time.time() - n["since"]) for n in notes]
+        lines = [f"  rank {rank}: {text}" for rank, text in enumerate(words)]
+        return "\n".join([happened, "What each process was doing last:", *lines])
 
     def _failure(self) -> dict[str, Any] | None:
         return next((found for found in self._read(self._failures) if found is not None), None)
@@ -248,12 +252,6 @@ class _TensorUnpickler(pickle.Unpickler):
             data = self.data[start : start + shape.numel() * dtype.itemsize]
             self._tensors[pid] = data.view(dtype).view(shape)
         return self._tensors[pid]
-
-
-def _as_line(rank: int, note: dict[str, Any] | None) -> str:
-    if note is None:
-        return f"  rank {rank}: unknown: it left no note, or the process that held the notes is gone"
-    return f"  rank {rank}: step {note['step']}: {note['doing']} (for {time.time() - note['since']:.0f} s)"
 
 
 def is_of_torch_distributed(error: BaseException) -> bool:

@@ -7,7 +7,6 @@ Letters: B rollouts of all processes, P distinct prompts.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -214,9 +213,3 @@ def pool(batch: TrainBatch, collectives: Collectives) -> tuple[OwnRollouts, Roll
         filled["media"] = [()] * len(batch)
     own = OwnRollouts(replace(batch, **filled), collectives.rank)
     return own, join_indexes([index for index, _ in everyone])
-
-
-def join_generations(parts: Sequence[tuple[OwnRollouts, RolloutIndex]]) -> tuple[OwnRollouts, RolloutIndex]:
-    batches = [own.batch for own, _ in parts]
-    offsets = [0, *accumulate(map(len, batches))][:-1]
-    return OwnRollouts(join(batches), parts[0][0].rank), join_indexes([index for _, index in parts], offsets)

@@ -69,9 +69,6 @@ class Comparison:
         return gap <= min(self.tolerance, self.gap / 3)
 
 
-# ---- causes: each a sentence, or None where the numbers do not speak for it ------------------------------------------
-
-
 def no_numbers(c: Comparison) -> str | None:
     """NaN, infinite and positive log-probs."""
     reported = c.engine[c.batch.sampled]
@@ -87,11 +84,12 @@ def no_numbers(c: Comparison) -> str | None:
 
 def stale_weights(c: Comparison) -> str | None:
     """It agreed before the update."""
-    stale = (
+    if not c.agreed:
+        return None
+    return (
         "they agreed before the last update, so the engine has stale weights: it did not take the new ones, or not all"
         " of them (an adapter that was merged before, say)."
     )
-    return stale if c.agreed else None
 
 
 def other_temperature(c: Comparison) -> str | None:
@@ -198,9 +196,6 @@ def likely_cause(comparison: Comparison) -> str:
     return next(sentence for cause in CAUSES if (sentence := cause(comparison)))
 
 
-# ---- the check -------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class EngineCheck:
     """Compares an engine's first samples with the trainer's view of them; all processes go on, or none does."""
@@ -219,10 +214,8 @@ class EngineCheck:
     comparable: bool = True  # False if the engine reports a distribution that sampling has cut: no score equals it
 
     def __post_init__(self) -> None:
-        self._left = CHECKS if self.action != "off" and self.comparable else 0
-        self._asked = 0
-        self._agreed = False
-        self._warned = False
+        self._left, self._asked = CHECKS if self.action != "off" and self.comparable else 0, 0
+        self._agreed = self._warned = False
 
     def wants_samples(self) -> bool:
         """True if samples for the check alone are wanted; at most `CHECKS` times."""

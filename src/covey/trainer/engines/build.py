@@ -1,7 +1,8 @@
 """Engine of a run, built from its config; a further engine is a further branch of `build_engine`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from covey.config.base import OnlineConfig
@@ -50,38 +51,24 @@ def build_engine(
     in_step = sharded and not args.ds3_gather_for_generation
     _check_reuse(args, model, vision, in_step)
     if in_step:
-        common |= _in_step(accelerator, policy, collectives)
-    elif sharded:
-        policy, common["forward_context"] = _gathered(accelerator, model, policy)
+        steps = Lockstep(policy, lambda busy: any(collectives.gather(busy, "sample in step")), accelerator.device)
+        common |= {
+            "forward_context": partial(_nested, accelerator.autocast, steps.together),
+            "device": accelerator.device,
+        }
+    elif sharded:  # a full copy is sampled from
+        gathered = FullCopy(model, policy, AUTOCAST.get(accelerator.mixed_precision))
+        common["forward_context"] = partial(_nested, gathered.weights, accelerator.autocast)
+        policy = partial(getattr, gathered, "model")
     if needs_recurrent_engine(model) or vision is not None:
         return RecurrentEngine(policy, filler_id=tokenizer.pad_token_id, **common)
     return NativeEngine(policy, pad_token_id=tokenizer.pad_token_id, whole_calls=in_step, **common)
 
 
-def _gathered(
-    accelerator: Any, model: Any, policy: Callable[[], Any]
-) -> tuple[Callable[[], Any], Callable[[], AbstractContextManager[None]]]:
-    """Full copy of a sharded policy to sample from, and the context in which it has weights."""
-    gathered = FullCopy(model, policy, AUTOCAST.get(accelerator.mixed_precision))
-
-    @contextmanager
-    def forward_context() -> Iterator[None]:
-        with gathered.weights(), accelerator.autocast():
-            yield
-
-    return lambda: gathered.model, forward_context
-
-
-def _in_step(accelerator: Any, policy: Callable[[], Any], collectives: Collectives) -> dict[str, Any]:
-    """Settings of an engine that samples from the sharded policy, in step with the other processes."""
-    in_step = Lockstep(policy, lambda busy: any(collectives.gather(busy, "sample in step")), accelerator.device)
-
-    @contextmanager
-    def forward_context() -> Iterator[None]:
-        with accelerator.autocast(), in_step.together():
-            yield
-
-    return {"forward_context": forward_context, "device": accelerator.device}
+@contextmanager
+def _nested(outer: Callable[[], Any], inner: Callable[[], Any]) -> Iterator[None]:
+    with outer(), inner():
+        yield
 
 
 def _check_reuse(args: OnlineConfig, model: Any, vision: Vision | None, in_step: bool) -> None:

@@ -81,7 +81,7 @@ def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> di
         "load_format": "dummy",
         "dtype": str(AUTOCAST.get(accelerator.mixed_precision, model.dtype)).removeprefix("torch."),
         "max_model_len": args.vllm_max_model_length or -1,  # -1: the model's own, or what memory allows
-        "logprobs_mode": logprobs_mode(args.temperature),
+        "logprobs_mode": "raw_logprobs" if args.temperature == 1.0 else "processed_logprobs",  # as the trainer's
         "generation_config": "vllm",  # no defaults from the model's own: only requested settings apply
         "enable_prefix_caching": True,  # a prompt is computed once for all its completions
         "disable_log_stats": True,
@@ -92,11 +92,6 @@ def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> di
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "distributed_executor_backend": "external_launcher" if accelerator.num_processes > 1 else "uni",
     }
-
-
-def logprobs_mode(temperature: float) -> str:
-    """Log-probs for vLLM to report, equal to the trainer's where possible."""
-    return "raw_logprobs" if temperature == 1.0 else "processed_logprobs"
 
 
 def adapter_arguments(args: Any, model: Any) -> dict[str, Any]:

@@ -154,15 +154,10 @@ class EvaluationPhase:
         """Add one process's completions to the log."""
         if not log.enabled or not grades:
             return
-        given: dict[str, list[Any]] = {
-            "right": [grade.right for grade in grades],
-            "answer": [grade.answer for grade in grades],
-        }
         logged = as_logged(columns)
-        logged["extras"] = {
-            **{name: values for name, values in given.items() if any(value is not None for value in values)},
-            **logged["extras"],
-        }
+        given = {name: [getattr(grade, name) for grade in grades] for name in ("right", "answer")}
+        known = {name: values for name, values in given.items() if any(value is not None for value in values)}
+        logged["extras"] = known | logged["extras"]
         log.add(self.context.step, rewards=rewards_by_name(scores, self.rollouts.rewards.names), **logged)
 
     @contextmanager

@@ -26,9 +26,7 @@ from covey.rewards.functions import FunctionReward
 from covey.rewards.suite import RewardSuite
 from covey.runtime.user_code import format_error, format_value
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that a suite passes to the sampler unchanged."""
-
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # passed to the sampler unchanged
 
 LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("0 (greedy) or more", lambda value: 0 <= value < math.inf),
@@ -37,8 +35,7 @@ LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "repetition_penalty": ("above 0", lambda value: 0 < value < math.inf),
     "success_threshold": ("and finite", math.isfinite),
-}
-"""Allowed values, as text and as a predicate."""
+}  # allowed values, as text and as a predicate
 
 
 @dataclass(frozen=True)
@@ -85,17 +82,15 @@ class EvalSuite:
     answer: Callable[[Any], Hashable | None] | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pass_at", "maj_at"):
+        for name in ("num_generations", "max_completion_length", "pass_at", "maj_at"):
             given = getattr(self, name)
-            several = isinstance(given, Sequence | set) and not isinstance(given, str)
-            object.__setattr__(self, name, tuple(given) if several else (given,))
-        for name in ("num_generations", "max_completion_length"):
-            if (value := getattr(self, name)) is not None:
-                self._count(name, value)
-        for name in ("pass_at", "maj_at"):
-            for k in getattr(self, name):
-                self._count(name, k)
-            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+            if several := name.endswith("_at"):
+                given = tuple(given) if isinstance(given, Sequence | set) and not isinstance(given, str) else (given,)
+            values = given if several else () if given is None else (given,)
+            if any(isinstance(value, bool) or not isinstance(value, int) or value < 1 for value in values):
+                raise ValueError(f"EvalSuite({name}={given!r}): whole numbers, 1 or more, are allowed.")
+            if several:
+                object.__setattr__(self, name, tuple(sorted(set(values))))
         for name, (allowed, allows) in LIMITS.items():
             value = getattr(self, name)
             if value is not None and (
@@ -148,8 +143,7 @@ class EvalSuite:
                 f" {', '.join(rewards.names)}.{closest(named, rewards.names)}"
             )
         index = rewards.names.index(named) if named is not None else 0
-        asked = rewards.functions[index]
-        answer = self.answer
+        answer, asked = self.answer, rewards.functions[index]
         if answer is None and isinstance(asked, FunctionReward):
             answer = extract_of(asked.function)
         if self.maj_at and answer is None:
@@ -159,10 +153,6 @@ class EvalSuite:
                 " it has none), or to the name of a column that a reward function logs with `log_extra`."
             )
         return Grader(index, threshold, answer if self.maj_at else None)
-
-    def _count(self, name: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"EvalSuite({name}={getattr(self, name)!r}): whole numbers, 1 or more, are allowed.")
 
 
 @dataclass(frozen=True)

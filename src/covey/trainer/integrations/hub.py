@@ -49,8 +49,11 @@ def create_model_card(
     trained_on = getattr(getattr(self.train_dataset, "info", None), "dataset_name", None)
     trained_on = None if trained_on in ("", *NO_DATA_SETS) else trained_on
     datasets = _listed(dataset_name or dataset or dataset_tags) or _listed(trained_on)
+    known = self.hub_model_id or self.args.hub_model_id
+    if known and model_name in (None, known.rpartition("/")[2]):  # transformers gives it without its owner
+        model_name = str(known)
     facts = CardFacts(
-        name=_name_on_hub(self, model_name),
+        name=model_name or Path(self.args.output_dir or ".").name,
         base=base,
         method=self.args.method,
         adapter=hasattr(self.policy, "peft_config"),
@@ -71,14 +74,6 @@ def create_model_card(
     folder = Path(self.args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
-
-
-def _name_on_hub(trainer: "OnlineTrainer", given: str | None) -> str:
-    """Name on the card; transformers gives that of the hub without its owner."""
-    known = trainer.hub_model_id or trainer.args.hub_model_id
-    if known and given in (None, known.rpartition("/")[2]):
-        return str(known)
-    return given or Path(trainer.args.output_dir or ".").name
 
 
 class PushCompletions(TrainerCallback):

@@ -85,12 +85,15 @@ def model_card(facts: CardFacts) -> str:
     )
     names = ("name", "base", "method", "adapter", "sees_images", "rewards", "processes")
     settings = shown_settings(facts).items()
+    by_sequence = str(facts.config.get("importance_sampling_level", "")).startswith("sequence")
+    cited = [facts.method, facts.config.get("loss_type"), "gspo" if by_sequence and facts.method == "grpo" else None]
+    keys = [key for key in dict.fromkeys(cited) if key in PAPERS]
     card = ModelCard.from_template(
         metadata,
         template_path=str(TEMPLATE),
         task=task,
         data_sets=facts.datasets,
-        papers=_papers(facts),
+        papers=[dict(zip(("key", "title", "number"), (key, *PAPERS[key]), strict=True)) for key in keys],
         settings={name: str(value).replace("|", "\\|").replace("\n", " ") for name, value in settings},
         results=_results(facts.history),
         versions=_versions(),
@@ -134,14 +137,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _papers(facts: CardFacts) -> list[dict[str, str]]:
-    by_sequence = str(facts.config.get("importance_sampling_level", "")).startswith("sequence")
-    keys = [facts.method, facts.config.get("loss_type"), "gspo" if by_sequence and facts.method == "grpo" else None]
-    return [
-        {"key": key, "title": PAPERS[key][0], "number": PAPERS[key][1]} for key in dict.fromkeys(keys) if key in PAPERS
-    ]
 
 
 def hub_id(name: Any) -> str | None:

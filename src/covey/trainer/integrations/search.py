@@ -78,9 +78,10 @@ def hyperparameter_search(
     optimize = {key: kwargs.pop(key) for key in OF_OPTIMIZE if key in kwargs}
     several = {"directions": direction} if isinstance(direction, list) else {"direction": direction or "maximize"}
     study = optuna.create_study(**several, **kwargs)
+    space = hp_space or (lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-7, 1e-5, log=True)})
     best: Any
     try:
-        study.optimize(lambda trial: trials.lead(trial, (hp_space or _learning_rates)(trial)), n_trials, **optimize)
+        study.optimize(lambda trial: trials.lead(trial, space(trial)), n_trials, **optimize)
         if isinstance(direction, list):
             best = [BestRun(str(one.number), one.values, one.params) for one in study.best_trials]
         else:
@@ -210,13 +211,8 @@ def mean_reward(metrics: dict[str, float]) -> float:
     """The reward of an evaluation; the mean over its datasets."""
     from covey.observability.evaluations import evaluation_sets, prefix
 
-    rewards = [
-        metrics[f"{prefix(name)}reward"] for name in evaluation_sets(metrics) if f"{prefix(name)}reward" in metrics
-    ]
+    names = (f"{prefix(name)}reward" for name in evaluation_sets(metrics))
+    rewards = [metrics[name] for name in names if name in metrics]
     if not rewards:
         raise ValueError("no completion of the evaluation had a reward, so trials cannot be compared by it.")
     return statistics.fmean(rewards)
-
-
-def _learning_rates(trial: Any) -> dict[str, Any]:
-    return {"learning_rate": trial.suggest_float("learning_rate", 1e-7, 1e-5, log=True)}
