@@ -139,7 +139,6 @@ def build_vision(processing_class: Any, model: Any) -> Vision | None:
 def build_scorer(
     args: OnlineConfig, tokenizer: Any, accelerator: Accelerator, vision: Vision | None = None
 ) -> TokenScorer:
-    """The scorer of policy and reference."""
     if vision is not None and args.attn_layout not in ("auto", "padded"):
         raise ValueError(
             f"attn_layout={args.attn_layout!r} does not suit images, whose tokens have positions of their own and may"
@@ -169,7 +168,6 @@ def blank_row(codec: PromptCodec) -> Rollout:
 def build_reference(
     args: OnlineConfig, algorithm: Algorithm, model: Any, accelerator: Any, peft_config: Any = None
 ) -> Reference | None:
-    """The reference, if anything is measured against it."""
     if algorithm.beta == 0:
         return None
     is_new = peft_config is not None and starts_as_identity(peft_config)
@@ -234,7 +232,6 @@ def build_collector(
 
 
 def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | None:
-    """Reuse of earlier completions of a prompt, or None."""
     if args.speculative_reuse is None:
         return None
     if not hasattr(train_dataset, "__len__") and hasattr(train_dataset, "shuffle") and args.shuffle_dataset:
@@ -250,7 +247,6 @@ def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | N
 
 
 def sampling_params(args: OnlineConfig) -> SamplingParams:
-    """Sampling settings of training."""
     if args.generation_kwargs and not args.samples_elsewhere:
         raise ValueError(
             f"generation_kwargs={args.generation_kwargs!r}: the built-in engine has no setting"
@@ -306,7 +302,6 @@ def unread_settings(args: OnlineConfig) -> UnreadSettings:
 
 
 def entropy_controller(args: OnlineConfig) -> EntropyController | None:
-    """The entropy bonus; None where there is none."""
     if args.entropy_coef == 0.0 and not args.use_adaptive_entropy:
         return None
     return EntropyController(
@@ -320,7 +315,6 @@ def entropy_controller(args: OnlineConfig) -> EntropyController | None:
 
 
 def build_completions(args: OnlineConfig, main_process: bool) -> CompletionLog:
-    """The log of completions, which the main process writes."""
     return CompletionLog(
         args.output_dir or ".",
         limit=args.generation_batch_size,

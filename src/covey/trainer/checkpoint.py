@@ -17,7 +17,6 @@ from covey.trainer.context import RunContext
 
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
-
 NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})  # a resumed run may change these
 
 
@@ -89,7 +88,6 @@ class Checkpointer:
         self.load_method_state(state["method"])
 
     def load_model(self, model: Any, folder: str, load: Callable[[], None]) -> None:
-        """Read a checkpoint's weights."""
         _check_kind(folder, adapter=has_adapter(model))
         try:
             self.load_best(model, folder, load)
@@ -188,7 +186,6 @@ def resume_from(setting: str | bool | None) -> str | bool | None:
 
 
 def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
-    """The folder of a checkpoint."""
     own = [path for path in numbered_checkpoints(output_dir) if _is_checkpoint(path)]
     if wanted is True:
         if own:

@@ -18,7 +18,6 @@ from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
 
 MOST_NAMED = 3  # parameters that a message names
-
 MOST_SKIPPED = 30  # steps that float16's loss scaling may skip in a row; each halves the scale, which starts at 2^16
 
 

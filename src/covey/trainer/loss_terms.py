@@ -35,7 +35,6 @@ class EntropyController:
 
     @property
     def effective(self) -> float:
-        """The coefficient of the coming step."""
         if self.adaptive and (self.last_entropy is None or self.last_entropy > self.target):
             return 0.0
         return self.coef

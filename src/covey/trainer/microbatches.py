@@ -44,7 +44,6 @@ class MicroBatchRunner:
 
     @classmethod
     def of(cls, context: RunContext, scorer: TokenScorer) -> "MicroBatchRunner":
-        """The runner of a run's micro-batches."""
         collectives, sharding = context.collectives, context.sharding
         return cls(
             scorer,

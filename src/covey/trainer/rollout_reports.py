@@ -185,7 +185,6 @@ def sampling_entropy(rollouts: Sequence[Rollout], batch: TrainBatch) -> dict[str
 
 
 def columns_of(summaries: Sequence[RolloutSummary]) -> dict[str, list[Any]]:
-    """The fields of summaries, each a list."""
     columns = map(list, zip(*summaries, strict=True)) if summaries else ([] for _ in RolloutSummary._fields)
     return dict(zip(RolloutSummary._fields, columns, strict=True))
 

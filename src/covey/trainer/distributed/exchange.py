@@ -40,7 +40,6 @@ class RolloutIndex:
 
     @classmethod
     def of(cls, batch: TrainBatch, owner: int = 0) -> "RolloutIndex":
-        """The index of one process's batch."""
         keys = bytearray()
         for ids in batch.prompts():
             keys += hashlib.blake2b(ids.cpu().numpy().tobytes(), digest_size=16).digest()

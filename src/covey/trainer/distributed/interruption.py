@@ -11,7 +11,6 @@ from types import FrameType
 LOOK_EVERY = 2.0  # seconds between two checks
 PATIENCE = 3.0  # seconds before it: a main thread that waits for other processes notices the failure by itself
 LAST_RESORT = 60.0  # seconds from the interruption to the end of a process that does not react to it
-
 CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "SIGURG")
 """SIGURG is ignored by default and rarely used; SIGINT does not reach a background process of a shell."""
 

@@ -24,7 +24,6 @@ class Sharding:
 
     @contextmanager
     def around_pass(self, accelerator: Any, model: Any, last: bool) -> Iterator[None]:
-        """Context of one forward and backward pass."""
         if self.gradients and not self.deepspeed:
             model.set_requires_gradient_sync(True)  # else whole gradients would wait for the step's end
         state, ends = accelerator.gradient_state, accelerator.sync_gradients

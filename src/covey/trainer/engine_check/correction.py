@@ -25,8 +25,7 @@ RESHAPING = frozenset(
         *("allowed_token_ids", "bad_words", "frequency_penalty", "guided_decoding", "json_schema", "logit_bias"),
         *("logits_processors", "min_tokens", "presence_penalty", "regex", "structured_outputs", "typical_p"),
     )
-)
-"""Engine settings beyond `SamplingParams`' own that change which tokens may come and how often."""
+)  # engine settings beyond `SamplingParams`' own that change which tokens may come and how often
 
 
 def build_correction(args: OnlineConfig, traits: EngineTraits, params: SamplingParams) -> MismatchCorrection | None:

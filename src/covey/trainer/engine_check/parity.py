@@ -16,7 +16,6 @@ from covey.core.engine import EngineTraits
 from covey.policy.scoring import first_and_last
 
 CHECKS = 2  # generations that are looked at: the second comes after an update, of which an engine has to learn
-
 ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
 """Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side."""
 
@@ -24,7 +23,6 @@ AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e
 """Mixed precisions by accelerate's names."""
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.2, 1.5)  # temperatures that models' generation configs name
-
 FIRST = 4  # tokens that count as the beginning of a completion
 
 Rescore = Callable[[TrainBatch, float], Tensor]  # (rollouts, temperature) -> the policy's log-probs [N]
@@ -188,8 +186,7 @@ def other_weights(c: Comparison) -> str:
 CAUSES: tuple[Callable[[Comparison], str | None], ...] = (
     *(stale_weights, other_temperature, shifted, beginning_of_text),
     *(cut_distribution, number_format, other_prompt, other_weights),
-)
-"""Tried in this order; the last always applies."""
+)  # tried in this order; the last always applies
 
 
 def likely_cause(comparison: Comparison) -> str:

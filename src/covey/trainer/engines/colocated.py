@@ -22,7 +22,6 @@ from covey.trainer.engine_check.parity import AUTOCAST
 from covey.trainer.engines import offload
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM can be configured with
-
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 """vLLM's own variable for the size of its cache on a CPU, in GiB; takes precedence over Covey's estimate."""
 

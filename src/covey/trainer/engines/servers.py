@@ -122,7 +122,6 @@ def remote_engine(
     context: int | None,
     **settings: Any,
 ) -> RemoteEngine:
-    """Engine over servers of any backend."""
     if settings.get("sleeps") and accelerator.num_processes > 1:
         raise ValueError(
             "vllm_enable_sleep_mode=True with vllm_mode='server' and several processes: one of them would put a server"

@@ -38,7 +38,6 @@ class EvaluationPhase:
         self.completions: CompletionLog | None = None
 
     def loader(self, datasets: Any, chosen: Any) -> Any:
-        """Batches over one evaluation dataset or suite."""
         if isinstance(chosen, str):
             known = datasets if isinstance(datasets, dict) else {}
             if chosen not in known:
@@ -151,7 +150,6 @@ class EvaluationPhase:
     def _write_down(
         self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]
     ) -> None:
-        """Add one process's completions to the log."""
         if not log.enabled or not grades:
             return
         logged = as_logged(columns)

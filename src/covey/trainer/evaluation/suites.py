@@ -27,7 +27,6 @@ from covey.rewards.suite import RewardSuite
 from covey.runtime.user_code import format_error, format_value
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # passed to the sampler unchanged
-
 LIMITS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("0 (greedy) or more", lambda value: 0 <= value < math.inf),
     "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
@@ -104,7 +103,6 @@ class EvalSuite:
             )
 
     def completions(self, algebra: BatchAlgebra) -> int:
-        """Completions of each prompt."""
         count = self.num_generations or (1 if self.temperature == 0 else algebra.eval_group)
         for name in ("pass_at", "maj_at"):
             if any(k > count for k in getattr(self, name)):
@@ -127,7 +125,6 @@ class EvalSuite:
         return replace(params, **changes)
 
     def judge(self, rewards: RewardSuite) -> "Grader":
-        """The grader of this suite's completions."""
         if not self.pass_at and not self.maj_at:
             return Grader(None, self.success_threshold, None)
         threshold = torch.tensor(self.success_threshold, dtype=torch.float32).item()  # rounded as rewards are

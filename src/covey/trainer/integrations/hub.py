@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from covey.trainer.trainer import OnlineTrainer
 
 NO_DATA_SETS = ("csv", "json", "pandas", "parquet", "text", "generator")  # names of builders rather than of datasets
-
 PUSH_EVERY = 120.0  # seconds between two uploads of completions; the hub limits the rate of commits
 
 
@@ -109,7 +108,6 @@ class PushCompletions(TrainerCallback):
             self._push(state.global_step, wait=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Upload the rest and wait."""
         self._settle()
         self._push(state.global_step, wait=True)
 

@@ -12,7 +12,6 @@ from covey import __version__
 from covey.observability.evaluations import all_sets, metrics_of, with_interval
 
 TEMPLATE = Path(__file__).with_name("model_card.md")
-
 PAPERS: dict[str, tuple[str, str]] = {
     "grpo": ("DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300"),
     "rloo": (
@@ -27,24 +26,20 @@ PAPERS: dict[str, tuple[str, str]] = {
     "sapo": ("Soft Adaptive Policy Optimization", "2511.20347"),
     "luspo": ("LUSPO", "2602.05261"),
     "vespo": ("VESPO", "2602.10693"),
-}
-"""By method or loss type: title and arXiv number."""
+}  # by method or loss type: title and arXiv number
 
 SHOWN = (
     *("learning_rate", "num_generations", "generation_batch_size", "per_device_train_batch_size"),
     *("gradient_accumulation_steps", "num_iterations", "max_completion_length", "temperature", "loss_type", "beta"),
     *("epsilon", "lr_scheduler_type", "optim", "seed"),
-)
-"""Settings that a card always lists; others where they differ from their defaults."""
+)  # settings that a card always lists; others where they differ from their defaults
 
 PRIVATE = (
     *("output_dir", "run_name", "resume_from_checkpoint", "report_to", "project", "trackio_space_id", "deepspeed"),
     *("fsdp_config", "accelerator_config", "debug", "disable_tqdm", "use_cpu"),
-)
-"""Settings of a place rather than of the training; those about hubs, servers, logs and secrets follow."""
+)  # settings of a place rather than of the training; those about hubs, servers, logs and secrets follow
 PRIVATE_STARTS = ("hub_", "push_to_hub", "logging_", "log_", "vllm_server_", "sglang_base", "trackio")
 PRIVATE_ENDS = ("_token", "_key", "_secret", "_folder", "_url", "_path", "_dir")
-
 PACKAGES = ("transformers", "torch", "accelerate", "datasets", "peft", "deepspeed", "vllm", "sglang")
 
 

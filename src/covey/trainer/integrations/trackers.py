@@ -13,12 +13,10 @@ MODULES = {
     **{name: (name,) for name in ("wandb", "trackio", "swanlab", "mlflow", "comet_ml", "clearml")},
     **{name: (name,) for name in ("codecarbon", "dagshub", "dvclive", "neptune")},
     **{"tensorboard": ("tensorboard", "tensorboardX"), "flyte": ("flytekit",), "azure_ml": ("azureml",)},
-}
-"""By name in `report_to`: modules of which one must be installed."""
+}  # by name in `report_to`: modules of which one must be installed
 
 
 def check_trackers(report_to: str | Sequence[str] | None) -> None:
-    """Check the trackers of a run."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     for name in [report_to] if isinstance(report_to, str) else report_to or ():
