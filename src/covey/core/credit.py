@@ -1,21 +1,14 @@
 """Process credit: from rewards of steps or turns to an advantage for every token.
 
-A completion is rewarded several times, each time for the part that ends at a token: a reasoning step, or a turn of a
-conversation. (`covey.core.advantages` is about whole completions.) Three pure functions follow one another:
-
-1. `gather_steps`: lists of `(last token, reward)` -> flat tensors `Steps`;
-2. `steps_relative` (GRPO) or `steps_leave_one_out` (RLOO): rewards of steps -> advantages of steps, function by
-   function (`steps_weighted`; `steps_normalized_then_summed` for GDPO);
-3. `token_advantages`: advantages of steps, and of the outcome, -> advantages of tokens, flat `[N]`, by way of
-   `credit_to_go`, which keeps one number for each end.
+A completion is rewarded several times, each time for the part that ends at a token. Three pure functions follow:
+`gather_steps` makes flat `Steps`; `steps_relative` (GRPO), `steps_leave_one_out` (RLOO) or
+`steps_normalized_then_summed` (GDPO) give them advantages; `token_advantages` spreads these over tokens. For another
+credit assignment, write a function `Steps -> [S]` and set `Algorithm.step_advantages`.
 
 Letters: B completions, P prompts, N completion tokens, S steps of all of them, F' reward functions that reward steps, K
 tokens at which something ends; groups_B the prompt of each completion, lengths_B its tokens, weights_F those of the
 functions. A reward of NaN is an abstention: it is left out of every mean and deviation and adds nothing, but its step
 still ends where it ends. Computed in float64, returned in float32; steps whose rewards are all equal get exact zeros.
-
-For another credit assignment, write a function `Steps -> [S]` and pass its result to `token_advantages`, or set
-`Algorithm.step_advantages`.
 """
 
 import math
@@ -60,28 +53,16 @@ class CreditMix:
 def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: Sequence[int]) -> Steps:
     """Flatten one list of `(last token, reward)` per completion, in any order; None or NaN abstains.
 
-    Raises:
-        ValueError: an end that is no token of its completion, or an infinite reward.
-
-    Example:
-        >>> gather_steps([[(3, 1.0), (1, None)], []], [4, 2]).ends.tolist()
-        [1, 3]
+    ValueError for an end that is no token of its completion, or an infinite reward.
     """
     assert len(steps) == len(lengths), "one list of steps per completion"
-    rows: list[int] = []
-    ends: list[int] = []
-    numbers: list[int] = []
-    rewards: list[float] = []
+    found: list[tuple[int, int, int, float]] = []
     for row, (pairs, length) in enumerate(zip(steps, lengths, strict=True)):
         number, last = -1, -1
         for end, reward in sorted(((_end(pair[0], row, length), pair[1]) for pair in pairs), key=lambda pair: pair[0]):
             number, last = number + (end != last), end
-            rows.append(row)
-            ends.append(end)
-            numbers.append(number)
-            rewards.append(_reward(reward, row))
-    long, double = torch.int64, torch.float64
-    columns = ((rows, long), (ends, long), (numbers, long), (rewards, double))
+            found.append((row, end, number, _reward(reward, row)))
+    columns = zip(zip(*found, strict=True) if found else [()] * 4, [torch.int64] * 3 + [torch.float64], strict=True)
     return Steps(*(torch.tensor(column, dtype=dtype) for column, dtype in columns))
 
 

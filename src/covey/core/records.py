@@ -144,56 +144,34 @@ class Completion:
 
 @dataclass(slots=True)
 class Rollout:
-    """One finished episode.
-
-    Attributes:
-        prompt_ids: tokens the episode started from; never trained on.
-        completion_ids: every token after the prompt: sampled ones and, with tools, those of tool results.
-        sampled: the only mask. True where the policy chose the token, False where something else wrote it.
-        logprobs: as the engine saw them, one per completion token (0.0 where not sampled), or None.
-        entropies: likewise.
-        completion: what reward functions receive: a string (standard prompts) or a list of messages.
-        finish: why it ended.
-        group: index, within the batch, of its prompt, which its group shares.
-        reused: how many of the sampled tokens were taken from a draft.
-        versions: policy version, in optimizer steps, that each completion token was sampled with; None if the engine
-            does not say.
-        media: what a vision-language model is shown besides text: in the prompt, then in the results of tools.
-        extras: further fields for reward functions (from a `rollout_func` or an environment).
-        turn_ends: where each of the policy's turns ends: the index of its last token among `completion_ids`. Empty
-            where nobody says, which means one turn that ends with the completion.
-        calls: how many calls of tools had which fate: "ok", or one of `covey.rollout.tools.toolbox.Failure`.
-        prompt: what the episode started from, text or messages, where that need not be the row's prompt; else None.
-        error: description of a failure outside of the policy, where `finish` is ERROR.
-        seconds: from the beginning of the rollout to its end, where an agent played it.
-        tool_seconds: those of them in which it waited for its tools.
-
-    Raises:
-        ValueError: lists that belong to tokens have other lengths than `completion_ids`.
+    """One finished episode; ValueError for lists of tokens of other lengths than `completion_ids`.
 
     Example:
         A rollout that answered "4<eos>" to "2+2=":
         `Rollout([17, 10, 17, 28], [19, 2], [True, True], [-0.1, -0.2], "4", FinishReason.STOP)`
     """
 
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    sampled: list[bool]
-    logprobs: list[float] | None
-    completion: str | list[Message]
-    finish: FinishReason
-    group: int = 0
-    entropies: list[float] | None = None
-    media: tuple[Media, ...] = ()
-    extras: dict[str, Any] = field(default_factory=dict)
-    reused: int = 0
+    prompt_ids: list[int]  # tokens the episode started from; never trained on
+    completion_ids: list[int]  # every token after the prompt: sampled ones and, with tools, those of tool results
+    sampled: list[bool]  # the only mask: True where the policy chose the token, False where something else wrote it
+    logprobs: list[float] | None  # as the engine saw them, one per completion token (0.0 where not sampled), or None
+    completion: str | list[Message]  # for reward functions: text (standard prompts) or messages
+    finish: FinishReason  # why it ended
+    group: int = 0  # index, within the batch, of its prompt, which its group shares
+    entropies: list[float] | None = None  # as the log-probs
+    media: tuple[Media, ...] = ()  # images in the prompt, then in the results of tools
+    extras: dict[str, Any] = field(default_factory=dict)  # for reward functions (from a `rollout_func` or environment)
+    reused: int = 0  # how many of the sampled tokens were taken from a draft
+    # policy version, in optimizer steps, that each completion token was sampled with; None if the engine does not say
     versions: list[int] | None = None
+    # index of the last token of each of the policy's turns among `completion_ids`; empty where nobody says: one turn
     turn_ends: list[int] = field(default_factory=list)
+    # number of tool calls by fate: "ok", or one of `covey.rollout.tools.toolbox.Failure`
     calls: dict[str, int] = field(default_factory=dict)
-    error: str | None = None
-    seconds: float = 0.0
-    tool_seconds: float = 0.0
-    prompt: str | list[Message] | None = None
+    error: str | None = None  # description of a failure outside of the policy, where `finish` is ERROR
+    seconds: float = 0.0  # from the beginning to the end, where an agent played it
+    tool_seconds: float = 0.0  # those of them in which it waited for its tools
+    prompt: str | list[Message] | None = None  # the episode's own, where that need not be the row's
 
     def __post_init__(self) -> None:
         tokens = len(self.completion_ids)

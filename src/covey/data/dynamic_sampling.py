@@ -1,15 +1,13 @@
 """Selection of prompts by reward: dynamic sampling, and prompts by difficulty.
 
-`PromptChooser` may replace the dataloader's prompts by ones of intermediate difficulty, and it replaces groups without
-a signal by groups of further prompts (dynamic sampling, DAPO, arXiv 2503.14476 §3.2). Every process sees all rewards
-and makes the same decision; all take part in every round, with or without completions of their own.
+Every process sees all rewards, makes the same decision and takes part in every round.
 
-Letters: P prompts, G completions of each, N = P·G completions of all processes in sampling order, F reward functions,
-n completions of this process.
+Letters: P prompts, G completions of each, N = P·G completions of all processes in sampling order, F reward functions, n
+completions of this process.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -78,51 +76,26 @@ class SignalFilter:
 
 
 def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]:
-    """`count` groups to train on, in sampling order: those with a signal, filled up with the first others of round 0.
-
-    Example:
-        >>> kept_groups([[True, False, False], [False, True]], 3)
-        [(0, 0), (0, 1), (1, 1)]
-    """
+    """`count` groups to train on, in sampling order: those with a signal, then the first others of round 0."""
     good = [(number, index) for number, flags in enumerate(has_signal) for index, flag in enumerate(flags) if flag]
     others = [(0, index) for index, flag in enumerate(has_signal[0]) if not flag]
     return sorted([*good[:count], *others[: max(count - len(good), 0)]])
 
 
+@dataclass(eq=False)
 class PromptChooser:
-    """Selects the prompts and the groups of each generation.
+    """Selects the prompts and the groups of each generation."""
 
-    Args:
-        dataset, algebra, rank: rows with a length, batch sizes, this process.
-        stream: source of refills; with `history`, of every prompt.
-        signal_filter: finds groups with a signal.
-        history: difficulty of the prompts, by which the stream selects them; None leaves prompts to the dataloader.
-        max_rounds: maximum rounds of refilling; None: no dynamic sampling.
-        gather, exchange: collectives: one object to those of all ranks, one for each rank to one from each.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        algebra: BatchAlgebra,
-        rank: int,
-        stream: PromptStream,
-        signal_filter: SignalFilter,
-        *,
-        history: PromptHistory | None,
-        max_rounds: int | None,
-        gather: Callable[[Any], list[Any]],
-        exchange: Callable[[list[Any]], list[Any]],
-    ):
-        self.dataset = dataset
-        self.algebra = algebra
-        self.rank = rank
-        self.stream = stream
-        self.signal_filter = signal_filter
-        self.history = history
-        self.max_rounds = max_rounds
-        self._gather = gather
-        self._exchange = exchange
+    dataset: Any  # rows with a length
+    algebra: BatchAlgebra
+    rank: int  # of this process
+    stream: PromptStream  # source of refills; with `history`, of every prompt
+    signal_filter: SignalFilter
+    _: KW_ONLY
+    history: PromptHistory | None  # difficulty by which the stream selects prompts; None leaves them to the dataloader
+    max_rounds: int | None  # maximum rounds of refilling; None: no dynamic sampling
+    gather: Callable[[Any], list[Any]]  # collective: one object to those of all ranks
+    exchange: Callable[[list[Any]], list[Any]]  # collective: one object for each rank to one from each
 
     def refill(self, rounds: list[SamplingRound]) -> list[PromptSample] | None:
         """This process's share of the groups to sample next; None when there are enough, or after the last round."""
@@ -162,7 +135,7 @@ class PromptChooser:
         """Gather the scores of a round, and add them to the history. Collective."""
         pairs = zip(mine.draws, mine.rollouts, strict=True)
         facts = [(draw.prompt, one.num_sampled, one.truncated, len(one.prompt_ids)) for draw, one in pairs]
-        everyone = self._gather((mine.scores, facts))
+        everyone = self.gather((mine.scores, facts))
         prompts, lengths, truncated, prompt_lengths = zip(*(fact for _, part in everyone for fact in part), strict=True)
         scores = Scores.joined([part for part, _ in everyone])
         group = self.algebra.num_generations
@@ -191,7 +164,7 @@ class PromptChooser:
                 held[number, place] = sampled[index]
         outgoing: list[Any] = [{place: held[place] for place in share if place in held} or None for share in shares]
         own, outgoing[self.rank] = outgoing[self.rank] or {}, None
-        for received in self._exchange(outgoing):
+        for received in self.exchange(outgoing):
             own.update(received or {})
         return _joined(
             [own[place] for place in shares[self.rank]], [(n, place // group) for n, place in shares[self.rank]]

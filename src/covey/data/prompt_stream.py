@@ -1,11 +1,8 @@
-"""Endless stream of row numbers of a dataset, for refills and for prompts selected by difficulty.
-
-It is the same on every process: it depends on its seed, on earlier calls and on current chances, all of which a
-checkpoint holds.
-"""
+"""Endless stream of row numbers of a dataset, the same on every process, for refills and prompts by difficulty."""
 
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -13,18 +10,12 @@ import torch
 from covey.rollout.prompts import sample_seed
 
 
+@dataclass(eq=False)
 class PromptStream:
     """Epochs over a dataset, each in an order of its own.
 
     An epoch includes each row with its `chance` (thinning), so no row comes twice in an epoch, rows come in proportion
     to their chances in the long run, and with chances of 1 every epoch includes every row once.
-
-    Args:
-        rows: rows of the dataset.
-        seed: of the orders, together with the number of the epoch.
-        name: streams of the same seed and other names are independent.
-        shuffle: a random order in each epoch, else the dataset's own.
-        chance: row number -> its chance, above 0 and at most 1; None includes every row.
 
     Example:
         >>> stream = PromptStream(4, seed=0, name="refill", shuffle=False)
@@ -32,14 +23,15 @@ class PromptStream:
         ([2, 3], [0, 1, 2])
     """
 
-    def __init__(self, rows: int, seed: int, name: str, *, shuffle: bool, chance: Callable[[int], float] | None = None):
-        self.rows = rows
-        self._seed = seed
-        self._name = name
-        self._shuffle = shuffle
-        self._chance = chance
-        self._epoch = 0
-        self._position = 0
+    rows: int
+    seed: int  # of the orders, together with the number of the epoch
+    name: str  # streams of the same seed and other names are independent
+    _: KW_ONLY
+    shuffle: bool  # a random order in each epoch, else the dataset's own
+    chance: Callable[[int], float] | None = None  # row number -> its chance, above 0 and at most 1; None: every row
+
+    def __post_init__(self) -> None:
+        self._epoch = self._position = 0
         self._deferred: list[int] = []
         self._order, self._thresholds = self._shuffled()
 
@@ -80,12 +72,12 @@ class PromptStream:
                 self._order, self._thresholds = self._shuffled()
             row, threshold = self._order[self._position], self._thresholds[self._position]
             self._position += 1
-            if self._chance is None or threshold < self._chance(row):
+            if self.chance is None or threshold < self.chance(row):
                 return row
 
     def _shuffled(self) -> tuple[list[int], list[float]]:
         """Order of this epoch, and for each position a number in [0, 1) that the row's chance must exceed."""
-        generator = torch.Generator().manual_seed(sample_seed(self._seed, self._name, self._epoch))
+        generator = torch.Generator().manual_seed(sample_seed(self.seed, self.name, self._epoch))
         thresholds = torch.rand(self.rows, generator=generator, dtype=torch.float64)
-        order = torch.randperm(self.rows, generator=generator) if self._shuffle else torch.arange(self.rows)
+        order = torch.randperm(self.rows, generator=generator) if self.shuffle else torch.arange(self.rows)
         return order.tolist(), thresholds.tolist()

@@ -1,12 +1,12 @@
 """Prompts of each generation, and the share of them that each process samples.
 
-A dataloader step is one micro-batch of Hugging Face's training loop. The first step of a generation carries its
-prompt samples; the others carry nothing, because the completions are already in the rollout buffer. Every process
-sees the same permutation and takes its own slice, so the data does not depend on accelerate's sharding.
+The first micro-batch of a generation carries its prompt samples; later ones find completions in the rollout buffer.
+Every process sees the same permutation and takes its own slice.
 """
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import count, islice
 from typing import Any
 
@@ -21,27 +21,26 @@ Slot = tuple[int, int]
 """(row of the dataset, which of its completions)."""
 
 
+@dataclass(eq=False)
 class GenerationSampler:
-    """Batches of slots of a dataset's `rows` for the process `rank`, generation by generation.
-
-    With `shuffle` each epoch has a random order of prompts. Without `with_slots` the trainer chooses the prompts.
+    """Batches of slots of a dataset for one process, generation by generation.
 
     Raises:
         ValueError: the dataset has fewer prompts than one generation needs.
     """
 
-    def __init__(
-        self, rows: int, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int, with_slots: bool = True
-    ):
-        check_enough(rows, algebra)
-        self.with_slots = with_slots
-        self.rows = rows
-        self.algebra = algebra
-        self.rank = rank
-        self.shuffle = shuffle
-        self.seed = seed
+    rows: int  # of the dataset
+    algebra: BatchAlgebra
+    rank: int  # of the process
+    _: KW_ONLY
+    shuffle: bool  # each epoch has a random order of prompts
+    seed: int
+    with_slots: bool = True  # else the trainer chooses the prompts
+
+    def __post_init__(self) -> None:
+        check_enough(self.rows, self.algebra)
         self.epoch = 0
-        self.generations = rows // algebra.prompts_per_generation
+        self.generations = self.rows // self.algebra.prompts_per_generation
         """Generations of one epoch; prompts that do not fill one are left out of this epoch."""
         self._order = -1, torch.empty(0, dtype=torch.long)
 
@@ -84,10 +83,7 @@ def check_enough(rows: int, algebra: BatchAlgebra) -> None:
 
 
 def rank_share(prompts: Sequence[int], group: int, algebra: BatchAlgebra, rank: int) -> list[Slot]:
-    """The slots of one process: an equal, consecutive share of every prompt's `group` completions.
-
-    Where the slots do not divide (a last evaluation batch), earlier processes take one more.
-    """
+    """The slots of one process: an equal, consecutive share of every prompt's `group`, earlier ones one more."""
     slots = [(prompt, sample) for prompt in prompts for sample in range(group)]
     return slots[share_of(len(slots), algebra, rank)]
 
@@ -199,12 +195,10 @@ def train_loader(
     timeout: float = 0,
     choose_late: bool = False,
 ) -> DataLoader:
-    """Micro-steps of training over a dataset with or without a length.
+    """Micro-steps of training over a dataset with or without a length; with `choose_late` the trainer chooses the
+    prompts.
 
-    Args:
-        dataset, algebra, rank, shuffle, seed: as for `GenerationSampler`.
-        workers, timeout: processes that read a dataset with a length, and their seconds for a batch (0: no limit).
-        choose_late: leave the prompts of each generation to the trainer.
+    `workers` processes read a dataset with a length, in `timeout` seconds a batch (0: no limit).
     """
     if not hasattr(dataset, "__len__"):
         if workers:

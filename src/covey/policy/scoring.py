@@ -6,7 +6,7 @@ head to them alone: prompts and tool results go through the decoder only.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -25,10 +25,7 @@ from covey.policy.moe import RouterLoads, captured_router_logits, check_router_l
 
 
 class Unwrap:
-    """Map from a wrapped model to the transformers (or PEFT) model inside accelerate's, torch.compile's wrappers.
-
-    Accelerate searches all modules, and an engine asks for every token, so results are cached.
-    """
+    """Map from a wrapped model to the transformers or PEFT model inside, cached: accelerate searches all modules."""
 
     def __init__(self, accelerator: Any):
         self._accelerator = accelerator
@@ -43,67 +40,39 @@ class Unwrap:
         return inner
 
 
+@dataclass(eq=False)
 class TokenScorer:
-    """Log-probabilities and entropies of learned tokens.
+    """Log-probabilities and entropies of learned tokens."""
 
-    Args:
-        unwrap: from a (distributed) wrapper to the transformers model inside.
-        temperature: divides the logits, as in sampling.
-        layout: "auto" for the fastest that is right: shared_prefix, packed, padded. Another name insists on a layout,
-            and is refused where it is wrong.
-        pad_token_id: fills padded rows.
-        chunk_size: most tokens whose logits are in memory at once.
-        float32_head: multiply by the head in float32.
-        inside_head_call: score inside the call of the head, for models whose wrappers need all of their hooks (FSDP,
-            DeepSpeed).
-        vision: the model gets images. Rows are padded then, and the model computes positions itself, as images may
-            have positions in two dimensions and attend to themselves in both directions.
-    """
+    unwrap: Callable[[Any], Any]  # from a (distributed) wrapper to the transformers model inside
+    _: KW_ONLY
+    temperature: float  # divides the logits, as in sampling
+    # "auto" for the fastest that is right: shared_prefix, packed, padded. Another name insists on a layout, and is
+    # refused where it is wrong. Once a model has been tried, the layout of the first one (the policy).
+    layout: str = "auto"
+    pad_token_id: int = 0  # fills padded rows
+    chunk_size: int = 1024  # most tokens whose logits are in memory at once
+    float32_head: bool = False  # multiply by the head in float32
+    # score inside the call of the head, for models whose wrappers need all of their hooks (FSDP, DeepSpeed)
+    inside_head_call: bool = False
+    # the model gets images: rows are padded, and it computes positions itself, perhaps in two dimensions
+    vision: bool = False
+    blank: Rollout | None = None  # added to batches of text alone where encoding images is collective (FSDP2, ZeRO-3)
 
-    def __init__(
-        self,
-        unwrap: Callable[[Any], Any],
-        *,
-        temperature: float,
-        layout: str = "auto",
-        pad_token_id: int = 0,
-        chunk_size: int = 1024,
-        float32_head: bool = False,
-        inside_head_call: bool = False,
-        vision: bool = False,
-    ):
-        self.unwrap = unwrap
-        self.temperature = temperature
-        self.layout = layout
-        """The requested layout; once a model has been tried, the layout of the first one (the policy)."""
-        self.pad_token_id = pad_token_id
-        self.chunk_size = chunk_size
-        self.float32_head = float32_head
-        self.inside_head_call = inside_head_call
-        self.vision = vision
-        self.blank: Rollout | None = None
-        """Added to batches of text alone where encoding images is collective (FSDP2, ZeRO-3)."""
-        self._wanted = layout
+    def __post_init__(self) -> None:
+        self._wanted = self.layout
         self._layouts: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def __call__(self, model: Any, batch: TrainBatch, *, entropy: bool = False) -> TokenScores:
-        """Score the learned tokens of a batch, which is on the device of the model, wrapped or not.
-
-        Returns:
-            logprobs [N] float32 and entropies [N] float32 or None; gradients flow where enabled. Both are 0 where
-            `batch.sampled` is False.
-        """
+        """Score a batch: [N] float32, 0 where `batch.sampled` is False; gradients flow where enabled."""
         return self._score(model, batch, self.layout_of(model, batch), entropy)[0]
 
     def with_loads(
         self, model: Any, batch: TrainBatch, top_k: int, *, entropy: bool = False
     ) -> tuple[TokenScores, RouterLoads]:
-        """Score a batch, and sum the router loads of a mixture of experts with `top_k` experts per token.
+        """Score a batch, and sum the router loads of all tokens of rollouts with learned tokens, `top_k` experts each.
 
-        All tokens of rollouts with learned tokens count: prompts, completions and tool results.
-
-        Raises:
-            ValueError: the model gives no router logits, or no gradient through them.
+        ValueError if the model gives no router logits, or no gradient through them.
         """
         scores, loads = self._score(model, batch, self.layout_of(model, batch), entropy, top_k)
         assert loads is not None, "top_k is given"
@@ -127,11 +96,7 @@ class TokenScorer:
             self.temperature = previous
 
     def layout_of(self, model: Any, batch: TrainBatch) -> str:
-        """Layout of a model, chosen by trials on the first call.
-
-        Raises:
-            ValueError: the model has an unsupported head, or the user insists on a layout that is wrong.
-        """
+        """Layout of a model, chosen by trials on the first call; ValueError for an unsupported head or layout."""
         inner = self.unwrap(model)
         if inner not in self._layouts:
             self._layouts[inner] = self._try_layouts(inner, batch.token_ids.device)
