@@ -1,8 +1,6 @@
 """Names that other libraries, and older releases of them, use for fields of the configs and arguments of the trainers.
 
-An old name of a field is accepted wherever the field is (constructor, run file, command line) and replaced by the new
-one with one warning. To add a name, add a row to `ALIASES`: a renamed field needs no code, a changed meaning a
-conversion. Arguments of trainers are in `RENAMED` (accepted, with a warning) and `REFUSED` (with advice).
+An old name is accepted wherever the field is, with one warning. To add one, add a row to `ALIASES`.
 """
 
 import dataclasses
@@ -19,10 +17,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """The field that replaces an old name (None if none does), and advice for the user.
-
-    `convert` makes the new value of the old one and of all keywords of the call.
-    """
+    """The field that replaces an old name (None if none does), and advice; `convert` gets old value and keywords."""
 
     new: str | None
     advice: str = ""
@@ -148,10 +143,7 @@ HINTS: dict[str, str] = {
 
 
 class AcceptsAliases(type):
-    """Metaclass of the configs: replaces old names before the dataclass constructor sees the keywords.
-
-    A metaclass rather than a wrapped `__init__`, so that dataclasses derived by users accept the old names too.
-    """
+    """Metaclass of the configs: replaces old names, for dataclasses derived by users too."""
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
         return super().__call__(*args, **renamed(cls, keywords))
@@ -163,12 +155,7 @@ class AcceptsAliases(type):
 
 
 def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace old names in the keywords of a config class, with one warning each.
-
-    Raises:
-        TypeError: a name that is neither a field nor an old name of one.
-        ValueError: an old name and its new one with different values.
-    """
+    """Replace old names in the keywords of a config class, with one warning each; unknown names raise TypeError."""
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     result = {name: value for name, value in keywords.items() if name not in ALIASES and name != "advantage_estimator"}
     if unknown := [name for name in result if name not in fields]:
@@ -257,11 +244,7 @@ def accepts_old_names(init: Init) -> Init:
 
 
 def resolve_arguments(trainer: Any, known: list[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a call under the `known` names of a trainer's class.
-
-    Raises:
-        TypeError: an unknown argument, or an old and a new name together.
-    """
+    """Keyword arguments under the `known` names of a trainer's class; TypeError for unknown or double ones."""
     result = {name: value for name, value in keywords.items() if name in known}
     for old, value in keywords.items():
         if old in known:

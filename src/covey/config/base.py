@@ -1,8 +1,6 @@
 """`OnlineConfig`: the settings that GRPO and RLOO share, on top of `transformers.TrainingArguments`.
 
-The fields are declared in `training`, `sampling`, `objective` and `engines`, with the rules that tie them together; old
-names are in `aliases`. This module normalises values, settles those that depend on the hardware and on the number of
-processes, and runs the rules.
+It normalises values, settles those that depend on hardware and processes, and runs the rules.
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
 """Fields that GRPO and RLOO share, in groups by theme: each is declared, typed, limited and described once.
 
-The groups are in `training`, `sampling`, `objective` and `engines`, with the rules between their fields. To add one,
-declare it in its group, with its description as the text below it. It is then a constructor keyword, a YAML key, a
-command-line flag and a line of `-h`.
+To add one, declare it in its group, with its description as the text below it.
 """
 
 import ast

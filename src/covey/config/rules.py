@@ -1,10 +1,7 @@
 """Rules of a config: each is one function, named after what it guarantees.
 
-A rule takes the config and raises `ValueError` for settings that cannot work, or warns about a setting without effect.
-To add one, write the function below the fields of its theme (`training`, `sampling`, `objective`, `engines`): every
-public function of those modules is a rule. The
-allowed values of a single field stand at the field, divisibility in `covey.config.algebra`, and rules about the
-arguments of a trainer (model, dataset, reward functions) in the trainer.
+A rule raises `ValueError` for settings that cannot work, or warns about a setting without effect. To add one, write it
+below the fields of its theme (`training`, `sampling`, `objective`, `engines`): every public function there is a rule.
 """
 
 import dataclasses

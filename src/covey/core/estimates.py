@@ -12,11 +12,7 @@ Z95 = statistics.NormalDist().inv_cdf(0.975)
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of k samples is right: 1 - C(n - c, k) / C(n, k).
 
-    Equation 1 of Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), for n samples
-    of a prompt, c of them right.
-
-    Raises:
-        ValueError: k is not between 1 and n.
+    Chen et al. 2021 (arXiv 2107.03374, eq. 1), for n samples, c of them right. ValueError if k is not between 1 and n.
 
     Example:
         >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 1, 4)
@@ -27,15 +23,12 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
-    """Unbiased estimate of the probability that the most frequent answer among k samples is right.
+    """Unbiased estimate of the probability that the most frequent answer among k samples is right (voting, arXiv
+    2203.11171).
 
     It is the average over all subsets of k of the n samples (a U-statistic, Hoeffding 1948), counted exactly. Ties are
-    broken uniformly at random. A sample without an answer (None) does not vote; a subset without any answer is wrong.
-    An answer counts with the fraction of its samples that are right: 0 or 1, unless the reward depends on more than the
-    answer. Voting is the self-consistency of Wang et al. 2022 (arXiv 2203.11171).
-
-    Raises:
-        ValueError: k is not between 1 and n.
+    broken at random; None does not vote, and a subset of None alone is wrong. An answer counts with the fraction of its
+    samples that are right. ValueError if k is not between 1 and n.
 
     Example:
         Of the three pairs of these samples, one is (7, 7), which is right, and two are ties of 7 and 8.
@@ -87,20 +80,12 @@ def interval_of_share(values: Sequence[float], draws: int = 1, z: float = Z95) -
     """Confidence interval for the mean of values between 0 and 1, one per prompt: its lower and its upper end.
 
     Wilson's score interval (Wilson 1927) at the effective number of trials p (1 - p) / var(mean) (Korn and Graubard
-    1998): where every value is 0 or 1, that is the number of prompts. It has a width also where every prompt is right,
-    and covers new prompts of the same distribution as well as new samples.
-
-    Args:
-        values: [P].
-        draws: independent trials behind each value, n / k for an average over all subsets of k of n samples; the
-            effective number of trials is at most P times this.
-        z: standard deviations to each side.
+    1998): where every value is 0 or 1, the number of prompts. `draws` bounds it by independent trials behind each
+    value, n / k for an average over all subsets of k of n samples; `z` is standard deviations to each side.
 
     Example:
         >>> [round(end, 3) for end in interval_of_share([1.0] * 8 + [0.0] * 2)]
         [0.49, 0.943]
-        >>> [round(end, 3) for end in interval_of_share([1.0] * 10)]
-        [0.722, 1.0]
     """
     count, mean = len(values), statistics.fmean(values)
     variance = statistics.fmean([(value - mean) ** 2 for value in values])
@@ -114,14 +99,7 @@ def interval_of_share(values: Sequence[float], draws: int = 1, z: float = Z95) -
 
 
 def interval_of_mean(values: Sequence[float], z: float = Z95) -> tuple[float, float]:
-    """Confidence interval for the mean of any numbers, one per prompt (at least two): z standard errors to each side.
-
-    Example:
-        The standard error is 1: the standard deviation, 2, over the root of 4.
-
-        >>> interval_of_mean([1.0, 1.0, 1.0, 5.0], z=1.0)
-        (1.0, 3.0)
-    """
+    """Confidence interval for the mean of numbers, one per prompt (at least two): z standard errors to each side."""
     mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
     return mean - z * error, mean + z * error
 

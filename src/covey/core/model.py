@@ -1,8 +1,6 @@
 """Models of transformers or PEFT under their wrappers: class, decoder, attention, inference mode, image inputs.
 
-A processor (`covey.rollout.vision`) turns text and images into tokens, some of which are placeholders of images, and
-into further inputs of the model (`pixel_values`, `image_grid_thw`, `image_sizes`, ...). Their meaning depends on the
-model family and is not interpreted here.
+Further inputs that a processor makes (`pixel_values`, `image_grid_thw`, ...) depend on the family and are not read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -82,9 +80,7 @@ def placeholder_ids(config: Any) -> list[int]:
 def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.device) -> dict[str, Tensor]:
     """Image inputs of a forward pass over padded sequences that begin at column 0; empty where none has images.
 
-    Inputs of several samples are concatenated along their first dimension, in the order of the sequences. Where other
-    dimensions differ (tiles of an image, images of a sample) the smaller are padded with zeros, as processors do:
-    models recognise padding by `image_sizes`, a mask or the zeros. Marks are [sequences, width], 0 outside the media.
+    Samples are concatenated in order, smaller ones padded with zeros, as processors do. Marks are [sequences, width].
     """
     items = [item for media in rows for item in media]
     names = dict.fromkeys(name for item in items for name in item.tensors)
@@ -105,8 +101,7 @@ def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.devi
 def image_inputs(model: Any, ids: Tensor, rows: Sequence[Sequence[Media]], filler: int) -> Iterator[dict[str, Tensor]]:
     """Inputs, with images, of forward passes within this context over padded `ids` that begin at column 0.
 
-    A model looks for the image of each placeholder, and one that the policy sampled has none. Engines continue from it
-    as from any other token, so the model is given `filler` in its place, with the embedding of the real token.
+    A placeholder that the policy sampled has no image: the model is given `filler`, with the real token's embedding.
     """
     strays = torch.isin(ids, torch.tensor(placeholder_ids(model.config), device=ids.device))
     for row, media in enumerate(rows):

@@ -1,7 +1,6 @@
 """The loss: surrogate, filters, KL and entropy bonus over flat tokens, summed with precomputed weights.
 
-`policy_loss` is the only place where they meet. It is pure: the same inputs give the same loss on one process or many,
-in one micro-batch or in ten, because every average is already in the weights.
+It is pure: every average is already in the weights, so cutting a batch changes nothing.
 """
 
 from dataclasses import dataclass, replace

@@ -1,9 +1,6 @@
 """Cutting a batch into micro-batches of a bounded number of tokens, and dividing it evenly over ranks.
 
-Token weights are fixed before anything is cut (`covey.core.losses`), so every plan has the same gradient; plans
-differ in memory and time alone. A completion is never cut.
-
-Letters: B rollouts of a batch, T tokens that the model is run on.
+Token weights are fixed before anything is cut, so every plan has the same gradient. A completion is never cut.
 """
 
 from collections.abc import Sequence
@@ -33,10 +30,8 @@ Unit = list[int]
 
 
 def pass_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> int:
-    """Tokens that a forward pass over some rollouts computes.
-
-    `layout`: "shared_prefix" counts each prompt once, "packed" once for every rollout, "padded" fills every sequence up
-    to the longest.
+    """Tokens that a forward pass over some rollouts computes: "shared_prefix" counts each prompt once, "padded" fills
+    up.
 
     Example:
         A prompt of 4 tokens with completions of 2 and 3: shared 4 + 2 + 3 = 9, packed 6 + 7 = 13, padded 2 · 7 = 14.
@@ -45,14 +40,10 @@ def pass_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> int:
 
 
 def derived_budget(rows: int, longest: int, largest: int, device_type: str, room: int = 0) -> int:
-    """Default for the tokens of a micro-batch: enough to keep the device busy, within the user's batch size.
+    """Default tokens of a micro-batch: enough for the device or the largest group, but no more than the rows padded.
 
-    Args:
-        rows, longest: rollouts of a nominal micro-batch, and the most tokens of one: padded, they are the upper bound.
-        largest: tokens of the largest group, which is not cut below that bound.
-        device_type: "cpu", "cuda", ...
-        room: tokens for which the device's memory suffices by the memory plan: up to these, a micro-batch is as large
-            as keeps the device busy, whatever the user's batch size. 0: unknown.
+    `room`: tokens for which the device's memory suffices by the memory plan. Up to these, a micro-batch is as large as
+    keeps the device busy, whatever the user's batch size; 0: unknown.
     """
     enough = ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"])
     return max(min(rows * longest, max(enough, largest)), min(enough, room))
@@ -61,10 +52,9 @@ def derived_budget(rows: int, longest: int, largest: int, device_type: str, room
 def pack_micro_batches(batch: RolloutSizes, budget: int, layout: str, at_least: int = 1) -> list[Tensor]:
     """Cut a batch into micro-batches of at most `budget` tokens, the largest first: the rollouts of each.
 
-    Rollouts of a group stay together where they fit. A rollout that is longer than the budget gets a micro-batch of its
-    own. Their number is what first-fit decreasing needs, and `at_least` so many if there are enough rollouts, so that
-    all ranks run equally many; then they are evened out by giving each unit, longest first, to the shortest one (Graham
-    1969).
+    Groups stay together where they fit; a longer rollout gets a micro-batch of its own. There are as many as first-fit
+    decreasing needs, and `at_least` so many, so that ranks run equally many. They are evened out by giving each unit,
+    longest first, to the shortest one (Graham 1969).
     """
     if not len(batch):
         return []
@@ -79,10 +69,7 @@ def pack_micro_batches(batch: RolloutSizes, budget: int, layout: str, at_least: 
 
 
 def balance_ranks(batch: RolloutSizes, ranks: int, layout: str) -> list[Tensor]:
-    """Divide rollouts over ranks evenly by tokens: the rollouts of each, in the batch's order.
-
-    A group stays together unless it is more than a fair share; a rank may get none.
-    """
+    """Divide rollouts over ranks evenly by tokens; a group stays together unless it is more than a fair share."""
     costs = _Costs(batch, "packed" if layout == "padded" else layout)
     fair = -(-costs.of(range(len(batch))) // ranks)
     shares = _even_bins(costs, costs.units(fair), ranks)

@@ -1,7 +1,6 @@
 """Prompts and completions as text and thumbnails for people: messages, tool calls and their results.
 
-A conversation is a list of `Entry`s; `as_text` joins all of them, `excerpt` selects what fits into a number of
-characters. Messages come from models, tools and users, so unknown shapes are shown as they are.
+Messages come from models, tools and users, so unknown shapes are shown as they are.
 """
 
 import json
@@ -39,23 +38,17 @@ class Entry:
 
 
 def as_text(value: Any) -> str:
-    """Text of a prompt or completion: the text itself, or a conversation entry by entry.
-
-    A single assistant message is shown as its content.
+    """Text of a prompt or completion: the text itself, or a conversation entry by entry; one answer as its content.
 
     Example:
-        >>> as_text([{"role": "user", "content": "2+2?"}])
-        'user: 2+2?'
-        >>> as_text([{"role": "assistant", "content": "4"}])
-        '4'
+        >>> as_text([{"role": "user", "content": "2+2?"}]), as_text([{"role": "assistant", "content": "4"}])
+        ('user: 2+2?', '4')
         >>> call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
         >>> print(as_text([{"role": "assistant", "content": "I add.", "tool_calls": [call]},
-        ...                {"role": "tool", "name": "add", "content": "4"},
-        ...                {"role": "assistant", "content": "It is 4."}]))
+        ...                {"role": "tool", "name": "add", "content": "4"}]))
         assistant: I add.
           → add(a=2, b=2)
           ← add: 4
-        assistant: It is 4.
     """
     if isinstance(value, str):
         return value
@@ -72,12 +65,7 @@ def is_messages(value: Any) -> bool:
 
 
 def is_conversation(completion: Any) -> bool:
-    """True if a completion is more than one answer of the policy: several messages, or a call.
-
-    Example:
-        >>> is_conversation("4"), is_conversation([{"role": "assistant", "content": "4"}])
-        (False, False)
-    """
+    """True if a completion is more than one answer of the policy: several messages, or a call."""
     if not is_messages(completion) or not completion:
         return False
     return len(completion) > 1 or completion[0].get("role") != "assistant" or bool(_calls(completion[0]))
@@ -101,12 +89,7 @@ def entries(messages: Sequence[dict[str, Any]]) -> list[Entry]:
 
 
 def content_text(content: Any) -> str:
-    """Text of a message's content; other parts are named by their type.
-
-    Example:
-        >>> content_text([{"type": "image"}, {"type": "text", "text": "What is it?"}])
-        '<image>What is it?'
-    """
+    """Text of a message's content; other parts are named by their type, as in "<image>What is it?"."""
     if content is None:
         return ""
     if isinstance(content, list):
@@ -133,13 +116,7 @@ class Counts:
 def count(completion: Any) -> Counts:
     """Count turns and calls; a text completion is one turn.
 
-    A call that could not be parsed is in no message of the policy but has a tool message, so a turn counts the larger
-    number of its calls and their tool messages.
-
-    Example:
-        >>> failed = {"role": "tool", "name": "tool", "content": "Error: the call could not be read: ..."}
-        >>> count([{"role": "assistant", "content": ""}, failed, {"role": "assistant", "content": "I give up."}])
-        Counts(turns=2, calls=1, failed_calls=1)
+    A call that could not be parsed is in no message but has an answer: a turn counts the larger number of the two.
     """
     if not is_messages(completion):
         return Counts(1, 0, 0)
@@ -165,12 +142,7 @@ def to_json(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """At most `width` characters: the beginning and the end, with an ellipsis in between.
-
-    Example:
-        >>> shorten("a long story", 7)
-        'a l…ory'
-    """
+    """At most `width` characters: the beginning and the end, with an ellipsis in between."""
     if len(text) <= width:
         return text
     head = width // 2
@@ -183,11 +155,6 @@ def excerpt(conversation: Sequence[Entry], width: int) -> list[Entry]:
 
     The first call, the policy's last message and the last entry are always included, with twice the width of others;
     next come the first entry and the first failure.
-
-    Example:
-        >>> messages = [Entry(Kind.MESSAGE, f"user: {number}") for number in range(9)]
-        >>> [entry.text for entry in excerpt(messages, 40)]
-        ['user: 0', 'user: 1', '  … 6 more', 'user: 8']
     """
     order, required = _by_interest(conversation)
     weights = {index: 2 if rank < required else 1 for rank, index in enumerate(order)}

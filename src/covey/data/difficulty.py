@@ -1,8 +1,4 @@
-"""Difficulty of prompts, estimated from their rewards, and the chance of sampling each.
-
-See also `covey.data.prompt_stream`, which samples by this chance. To prefer prompts by another criterion, replace
-`PromptHistory.chance`.
-"""
+"""Difficulty of prompts, estimated from their rewards, and the chance of sampling each (`PromptHistory.chance`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,20 +16,12 @@ class PromptHistory:
     """Running means of the total reward of every prompt, and the chance of sampling it.
 
     For prompt x, m ← (1 - ½) m + ½ mean_group(R) and q ← (1 - ½) q + ½ mean_group(R²), beginning with the first group
-    seen. For rewards of 0 and 1, m is the pass rate p, and the variance v = q - m² is p (1 - p): largest for prompts of
-    intermediate difficulty, 0 for those that are always or never solved. Whatever the rewards,
+    seen. For rewards of 0 and 1, the variance v = q - m² is p (1 - p): largest for prompts of intermediate difficulty.
 
         chance(x) = floor + (1 - floor) · v(x) / largest v of any prompt
 
-    so that scaling or shifting rewards changes nothing. Prompts not seen yet have chance 1, and all have while no
-    prompt's rewards have differed.
-
-    Where steps are rewarded, R is the reward of the outcome, and the variance of step rewards within a group is added
-    to the mean of R².
-
-    Args:
-        rows: prompts of the dataset.
-        floor: minimum chance, above 0, which prompts that are always or never solved have.
+    Prompts not seen yet have chance 1, and all have while no prompt's rewards have differed. Where steps are rewarded,
+    R is the reward of the outcome, and the variance of step rewards within a group is added to the mean of R².
     """
 
     def __init__(self, rows: int, floor: float):
@@ -44,11 +32,7 @@ class PromptHistory:
         self._largest = 0.0
 
     def update(self, prompts: Sequence[int], rewards_PG: Tensor, variances_P: Tensor | None = None) -> None:
-        """Add the groups of `prompts`, by row number.
-
-        NaN are `rewards_PG` of completions without a reward and `variances_P` of rewards of steps where none are
-        rewarded. Groups of NaN alone are skipped.
-        """
+        """Add the groups of `prompts`, by row number; NaN are missing rewards, and groups of NaN alone are skipped."""
         if variances_P is None:
             variances_P = torch.full((len(rewards_PG),), torch.nan)
         for row, rewards, of_steps in zip(prompts, rewards_PG.double(), variances_P.double(), strict=True):

@@ -1,7 +1,4 @@
-"""Validation of a dataset before training starts.
-
-`check_dataset` needs only the data and runs before a model is loaded; `check_prompts` encodes prompts as for sampling.
-"""
+"""Validation of a dataset before training starts: of the data alone, and of prompts as encoded for sampling."""
 
 import difflib
 import heapq
@@ -25,9 +22,7 @@ LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like 
 def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> None:
     """Check that a dataset can be trained or evaluated on; `role` is "train_dataset" or "eval_dataset", for messages.
 
-    Raises:
-        ValueError: no dataset, nothing in it, no `prompt` column, a column with a reserved name, or prompts of the
-            wrong kind.
+    ValueError for no dataset, an empty one, a missing `prompt` column, a reserved column or prompts of the wrong kind.
     """
     _check_container(dataset, role)
     rows = first_rows(dataset)
@@ -48,8 +43,7 @@ def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> Non
 def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
     """Encode the first prompts and the longest ones to check tokenizer and context; returns the columns of the first.
 
-    Raises:
-        ValueError: a prompt cannot be encoded or is too long; the message names its row.
+    ValueError names the row of a prompt that cannot be encoded or is too long.
     """
     first = first_rows(dataset)
     numbered = dict(enumerate(first[:LOOKED_AT]))

@@ -17,9 +17,7 @@ NEED_INPUTS = ("POLY", "XLORA", "CPT")
 def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> Any:
     """Add a trainable adapter to a transformers model, but not to `frozen` parts ("vit", "aligner", "llm").
 
-    Raises:
-        ValueError: no PEFT config, or one that cannot be trained or does not suit the model.
-        ImportError: PEFT is not installed.
+    ValueError for a config that is none, cannot be trained or does not suit the model; ImportError without PEFT.
     """
     try:
         from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
@@ -135,10 +133,7 @@ def adapter_config(model: Any, name: str) -> dict[str, Any]:
 
 
 def why_not_alone(model: Any) -> str | None:
-    """Reason why servers cannot load the active adapter as it is, or None if they can.
-
-    They support low-rank matrices of linear layers, with one rank and scale, and nothing else that an adapter may have.
-    """
+    """Reason why servers, which know low-rank matrices of one rank and scale, cannot load the adapter, or None."""
     model = unwrapped(model)
     config = model.peft_config[active_adapter(model)]
     kind = str(getattr(config.peft_type, "value", config.peft_type))

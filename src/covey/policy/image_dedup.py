@@ -1,9 +1,7 @@
 """Deduplication of images: an image that occurs several times in a forward pass is encoded once.
 
-The rollouts of a group have the same images, which a model would encode G times. Within `deduplicated_images` the
-encoder gets each image (or tile of one) a single time, and its output is copied to every occurrence. Gradients of the
-occurrences add up at the one image, so only rounding changes. Images are compared by their pixels, after whatever
-preprocessing a model family applies.
+The rollouts of a group have the same images. The encoder gets each one a single time, compared by pixels after any
+preprocessing, and its output is copied to every occurrence; gradients add up, so only rounding changes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +31,7 @@ _in_order: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def deduplicated_images(model: Any) -> Iterator[None]:
     """Within this context, forward passes of an unwrapped vision-language model encode each image once.
 
-    Not for encoders with active dropout, whose output for an image varies, nor for those whose output is not in the
-    order of their input, which is checked on the first image.
+    Not with active dropout, nor where the first image shows that the output is not in the order of the input.
     """
     encoder = image_encoder(model)
     if encoder is None or (encoder.training and has_dropout(encoder)):
@@ -92,10 +89,7 @@ class _Images:
         return forward(*map(select, self.args), **{name: select(value) for name, value in self.kwargs.items()})
 
     def expand(self, output: Any, chosen: list[int], indices: list[int]) -> Any:
-        """Output for all images from that for some: image i equals `chosen[indices[i]]`.
-
-        ValueError where the output's rows cannot be assigned to images.
-        """
+        """Output for all images from that for some; ValueError where its rows cannot be assigned to images."""
         if isinstance(output, Mapping):
             return type(output)(**{name: self.expand(value, chosen, indices) for name, value in output.items()})
         if isinstance(output, list | tuple):

@@ -1,8 +1,7 @@
 """Layouts of a batch's ragged tokens for one forward pass: padded, packed, or with shared prefixes.
 
-A layout turns prompts and completions into model inputs and gives, for every completion token, the hidden state that
-predicts it. To add one, write a function of the signature `Layout` and add it to `LAYOUTS`. The layouts that put many
-sequences in one row need a decoder that goes through transformers' attention interface, which `choose_layout` tries.
+To add one, write a function of the signature `Layout` and add it to `LAYOUTS`. Layouts that put many sequences in one
+row need a decoder that goes through transformers' attention interface, which `choose_layout` tries.
 """
 
 import warnings
@@ -79,10 +78,8 @@ def packed(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
 def shared_prefix(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
     """One row with one copy of a prompt for all its completions: `[prompt | completion 1 | ... | completion G]`.
 
-    Every completion's positions continue those of the prompt, and it attends to the prompt and to itself. Instead of
-    G (P + R) tokens a group costs P + G R, exactly. Completions with a common beginning (common turns, duplicates)
-    share it as a branch. The first token of every completion is predicted by the state of the prompt's last token, and
-    the first token of every branch by the last state that its branches share.
+    Instead of G (P + R) tokens a group costs P + G R, exactly. Completions with a common beginning share it as a
+    branch, whose last state predicts the first token of every branch after it.
     """
     prompts, completions = _prompt_and_completion_spans(batch)
     members: list[list[int]] = [[] for _ in prompts]
@@ -149,10 +146,7 @@ def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _one_row(batch: TrainBatch, segments: Sequence[Segment], paths: Sequence[Sequence[int]]) -> ModelInputs:
-    """Lay segments in one row whose tokens attend within their segment and its ancestors.
-
-    None is empty, and they are in depth-first order; paths has, per rollout, the segments of its prompt and completion.
-    """
+    """Lay segments in one row, depth first; `paths` has the segments of each rollout."""
     device = batch.token_ids.device
     lengths = [sum(stop - start for start, stop in segment.spans) for segment in segments]
     tree = TokenTree(lengths, [segment.parent for segment in segments])
@@ -206,11 +200,7 @@ Score = Callable[[str, TrainBatch], Tensor]
 
 
 def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -> str:
-    """Choose the layout of an unwrapped model in inference mode: "auto", or one that the user insists on.
-
-    Raises:
-        ValueError: the user insists on a layout that gives wrong log-probs.
-    """
+    """Choose the layout of an unwrapped model; ValueError if the user insists on one with wrong log-probs."""
     if wanted == "padded":
         return wanted
     if wanted != "auto":

@@ -41,12 +41,9 @@ def load_policy(
 ) -> Any:
     """Load the model to train: a hub id or folder, or a transformers or PEFT model.
 
-    Args:
-        init_kwargs, trust_remote_code: of `from_pretrained`; only with an id or folder.
-        quantization_config: loads the base in fewer bits; only with an id or folder, and with `peft_config`.
-        peft_config: adds a trainable adapter.
-        frozen: parts of a vision-language model to freeze, without adapters: "vit", "aligner", "llm".
-        check_quantization: called with the quantization config (or None) before the weights are loaded.
+    `init_kwargs`, `trust_remote_code` and `quantization_config` need an id or folder. `peft_config` adds an adapter;
+    `frozen` parts ("vit", "aligner", "llm") keep their weights. `check_quantization` gets the config before the
+    weights.
 
     Raises:
         ValueError: contradictory arguments, or a model that cannot be a policy.
@@ -157,12 +154,7 @@ def sees_images(config: Any) -> bool:
 
 
 def as_dtype(dtype: Any) -> torch.dtype | str:
-    """Dtype for `from_pretrained`: float32 for None, a floating-point dtype, or "auto"; ValueError for others.
-
-    Example:
-        >>> as_dtype("bfloat16"), as_dtype(None)
-        (torch.bfloat16, torch.float32)
-    """
+    """Dtype for `from_pretrained`: float32 for None, a floating-point dtype, or "auto"; ValueError for others."""
     if dtype is None or dtype == "auto":
         return dtype or torch.float32
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -261,13 +253,10 @@ def _check_has_parts(model: Any, frozen: Collection[str]) -> None:
 def load_processing_class(
     processing_class: Any, model: Any, *, trust_remote_code: bool = False, init_kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Load the policy's tokenizer, or the processor of a vision-language model, and set its padding token.
+    """Load the policy's tokenizer, or the processor of a vision-language model (None: the model's), and set its padding
+    token.
 
-    `processing_class` is one of these, or None to load that of `model`; `init_kwargs` are those of the model's loading.
-
-    Raises:
-        ValueError: none is found, it has no end-of-sequence token, is another model's, or is a processor for a model
-            without images.
+    ValueError if none is found, it has no end-of-sequence token, is another model's, or a processor without images.
     """
     given = processing_class
     if given is None:
@@ -372,12 +361,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 
 def convert_gguf(path: str | Path, folder: str | Path) -> Path:
-    """Convert a GGUF file into a float32 model folder, atomically; a folder that is complete is reused.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ImportError: the `gguf` package is missing.
-    """
+    """Convert a GGUF file into a float32 model folder, atomically; a folder that is complete is reused."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path, folder = Path(path), Path(folder)

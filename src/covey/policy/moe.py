@@ -1,10 +1,8 @@
-"""Router loads of a mixture of experts, for the loss that balances them.
+"""Router loads of a mixture of experts, for the loss that balances them (Switch Transformer, arXiv 2101.03961, eq.
+4-6).
 
-transformers has the loss (Switch Transformer, arXiv 2101.03961, eq. 4-6) for one padded batch, as a product of two
-means over its tokens. Here the two means are sums that can be added up over micro-batches, layouts and processes, so
-that the loss is that of the whole optimizer step. See also `covey.trainer.loss_terms`.
-
-Letters: T positions of a forward pass, L layers with experts, E experts, k experts per token.
+transformers' loss is a product of two means over one padded batch. Here they are sums that add up over micro-batches,
+layouts and processes to the loss of the whole optimizer step. See also `covey.trainer.loss_terms`.
 """
 
 import sys
@@ -34,10 +32,7 @@ class RouterLoads(NamedTuple):
 
 
 def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> RouterLoads:
-    """Sum the router decisions of all layers, whose logits are [T, E] or [rows, width, E].
-
-    readers [T] weighs each position: 0 for padding, G for a prompt that G rollouts share.
-    """
+    """Sum the decisions of all layers, [T, E] or [rows, width, E], weighed by the readers of each position [T]."""
     experts = router_logits[0].shape[-1]
     layers = []
     for logits in router_logits:
@@ -53,12 +48,9 @@ def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> Ro
 def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
     """Contribution of a part of an optimizer step (the whole) to its loss E · Σₑ fₑ Pₑ.
 
-    fₑ is the share of tokens that expert e was chosen for and Pₑ its mean probability, both over the whole step and all
-    layers. f has no gradient and P is a sum over tokens, so parts add up to the whole: value and gradient.
-
-    Example:
-        Two experts, one choice: 3 of 4 tokens go to the first, whose probability is 0.7 on average, the second's 0.3.
-        The loss is 2 · (0.75 · 0.7 + 0.25 · 0.3) = 1.2; it is 1 where the load is even.
+    fₑ is the share of tokens that expert e was chosen for (no gradient) and Pₑ its mean probability, over the whole
+    step and all layers. With shares 0.75 and 0.25 and probabilities 0.7 and 0.3 it is 2 · (0.75 · 0.7 + 0.25 · 0.3) =
+    1.2.
     """
     pairs = whole.pairs.clamp(min=1).to(part.probability)
     shares = whole.chosen.to(part.probability) / pairs
@@ -67,11 +59,7 @@ def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
 
 @contextmanager
 def captured_router_logits(model: Any) -> Iterator[list[Tensor]]:
-    """Collect the router logits of every layer in the forward passes within.
-
-    They are requested from the decoder, because the causal language model would compute its own loss from a mask that
-    packed rows do not have.
-    """
+    """Router logits of every layer, from the decoder: the whole model would compute its own loss of padded rows."""
     captured: list[Tensor] = []
 
     def ask(module: Any, args: Any, kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """Policies with a frozen base in 4 or 8 bits by bitsandbytes and an adapter on top (QLoRA, arXiv 2305.14314).
 
-Checks for training, and dequantised layers: an engine with unquantised weights gets the dequantised ones, with the
-adapter added in full precision. transformers quantises a model when it loads it.
+Checks for training, and dequantised layers for engines with unquantised weights.
 """
 
 import importlib.util
@@ -84,8 +83,7 @@ def is_quantized_layer(module: Any) -> bool:
 def keep_gradients(model: nn.Module) -> None:
     """Preserve gradients through 4-bit layers on a CPU after the model has been used for inference.
 
-    On CPUs with AVX512-BF16 bitsandbytes rearranges a layer's weight at its first use for inference, and the product
-    with such a weight has no gradient: training would miss those of a part of the model.
+    With AVX512-BF16 bitsandbytes rearranges a weight at its first use for inference, and its product has no gradient.
     """
     layer: Any
     for layer in model.modules():

@@ -19,13 +19,7 @@ from covey.policy.weights import checkpoint_name
 
 
 class Reference:
-    """Source of the reference model.
-
-    Args:
-        model: the unwrapped policy before training; copied unless it is a PEFT model.
-        prepare: moves a copy to its devices, sharded or whole; collective.
-        adapter_is_new: a PEFT model's adapter changes nothing yet (`starts_as_identity`).
-    """
+    """Source of the reference model; a model that is no PEFT model is copied, and `prepare` (collective) places it."""
 
     def __init__(
         self, model: Any, prepare: Callable[[Any], Any] = lambda model: model, *, adapter_is_new: bool = False
@@ -83,11 +77,7 @@ class Reference:
 
 
 def starts_as_identity(peft_config: Any) -> bool:
-    """True if a new adapter changes nothing, and disabling it gives the model before training.
-
-    That holds for a LoRA whose second matrix begins with zeros. With trained biases of the base, or an adapter that
-    begins with a part of the base (PiSSA, OLoRA, ...), disabling it gives another model.
-    """
+    """True if disabling a new adapter gives the model before training: LoRA with zeros, not PiSSA or trained biases."""
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
     begins = getattr(peft_config, "init_lora_weights", None)
     return kind == "LORA" and begins in (True, "gaussian") and peft_config.bias == "none"
@@ -132,16 +122,8 @@ def _frozen_copy(model: Any) -> Any:
 class FullCopy:
     """Full copy of a sharded policy: a model without hooks, so that each process can run it any number of times.
 
-    See also `weights.py`, which gathers weights one by one to send them to other engines.
-
-    Args:
-        model: the policy before sharding; its modules are copied, not its weights.
-        policy: gives the sharded policy.
-        dtype: of the policy's computations, to which wider matrices are cast; None: no casts.
-
-    Example:
-        >>> with copy.weights():  # collective: every process enters
-        ...     copy.model(input_ids=ids)
+    `model` is the policy before sharding, of which the modules are copied; `policy` gives the sharded one. Wider
+    matrices are cast to `dtype` (None: no casts). Its weights are there within `weights()`, which every process enters.
     """
 
     def __init__(self, model: Any, policy: Callable[[], Any], dtype: torch.dtype | None = None):

@@ -1,7 +1,6 @@
 """Saving of a sharded policy as a folder for `from_pretrained`, without the whole model in one process.
 
-Weights are gathered one module at a time and written in files of bounded size by one process; of a PEFT model, the
-adapters are written. See also `covey.trainer.checkpoint`, from which runs resume.
+Weights are gathered one module at a time; of a PEFT model, the adapters are written.
 """
 
 import copy
@@ -51,11 +50,7 @@ def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: i
 
 
 def plan_files(specs: tuple[TensorSpec, ...], file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Assign tensors to files: in order, each file as full as allowed.
-
-    Example:
-        Tensors of 4, 3 and 5 bytes in files of 8: `model-00001-of-00002` with two, `model-00002-of-00002` with one.
-    """
+    """Assign tensors to files, in order, each as full as allowed: of 4, 3 and 5 bytes in files of 8, two and one."""
     groups: list[list[TensorSpec]] = [[]]
     for spec in specs:
         if groups[-1] and sum(earlier.nbytes for earlier in groups[-1]) + spec.nbytes > file_bytes:
@@ -109,11 +104,7 @@ def saves_other_names(model: Any) -> bool:
 
 
 def load_renamed(model: Any, folder: str) -> None:
-    """Load the weights of a checkpoint with the renaming of `from_pretrained`.
-
-    Raises:
-        RuntimeError: they belong to another model.
-    """
+    """Load the weights of a checkpoint with the renaming of `from_pretrained`; RuntimeError for another model."""
     model = unwrapped(model)
     loaded = type(model).from_pretrained(folder, dtype=model.dtype)
     model.load_state_dict(loaded.state_dict())

@@ -42,10 +42,7 @@ def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather a tensor from all its shards, or take an unsharded one, on the device of the collective. Collective.
-
-    `dtype` is the receiver's: shards are cast to their `sent_dtype` before they are gathered.
-    """
+    """Gather a tensor from all its shards, cast to the `sent_dtype` of a receiver's `dtype` before. Collective."""
     if hasattr(tensor, "ds_id"):
         return _gathered_from_zero(tensor, dtype)
     if not hasattr(tensor, "full_tensor"):
@@ -73,10 +70,7 @@ def _gathered_from_zero(parameter: Any, dtype: torch.dtype | None) -> Tensor:
 
 
 def with_original_classes(module: nn.Module, copies: dict[int, nn.Module]) -> Any:
-    """Copy of a module and its children with shared tensors, in their classes before FSDP2.
-
-    transformers finds the checkpoint names of weights that were not loaded by the class of their module.
-    """
+    """Copy with shared tensors and the classes before FSDP2, by which transformers finds checkpoint names."""
     if id(module) not in copies:
         twin: nn.Module = object.__new__(original_class(module))
         copies[id(module)] = twin

@@ -1,9 +1,4 @@
-"""Parts of a vision-language model, and freezing some of them.
-
-Names differ between families: the image encoder (`vision_tower`, `visual`, `vision_model`), the aligner that maps its
-output into the language model's space (a projector, connector or merger, in Qwen inside the encoder), and the language
-model with its head.
-"""
+"""Parts of a vision-language model: image encoder, aligner (projector, connector, merger), language model and head."""
 
 import copy
 import re
@@ -61,11 +56,7 @@ def freeze_parts(model: Any, frozen: Collection[str]) -> None:
 
 
 def exclude_parts(model: Any, peft_config: Any, frozen: Collection[str]) -> Any:
-    """PEFT config without adapters in some parts of a model. (PEFT would train the adapter of a frozen part.)
-
-    Raises:
-        ValueError: the model has no image encoder, or this kind of adapter cannot exclude modules.
-    """
+    """PEFT config without adapters in `frozen` parts, which PEFT would train; ValueError where that cannot be."""
     if not hasattr(peft_config, "exclude_modules"):
         raise ValueError(
             f"{type(peft_config).__name__} cannot exclude parts of a model: leave freeze_vit, freeze_aligner and"

@@ -1,7 +1,6 @@
 """Weights of a policy under the names of a Hugging Face checkpoint, for engines that have their own copy of the model.
 
-Wrappers (DDP, torch.compile, PEFT) and sharding (FSDP2, ZeRO-3) are undone tensor by tensor. Adapters are merged one
-module at a time into copies; the policy's own parameters are never changed. See also `covey.trainer.weight_sync`.
+Wrappers, sharding and adapters are undone in copies, tensor by tensor. See also `covey.trainer.weight_sync`.
 """
 
 import copy
@@ -38,19 +37,14 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 def weight_update(
     model: Any, version: int, *, adapter_only: bool = False, dtype: torch.dtype | None = None
 ) -> WeightUpdate:
-    """The policy's weights as one version; tensors are gathered and copied only when they are read.
+    """The policy's weights after `version` optimizer steps; tensors are gathered and copied only when they are read.
 
-    Args:
-        model: a transformers or PEFT model, or a wrapper of one.
-        version: number of optimizer steps.
-        adapter_only: only the active adapter's tensors, under the names of its `adapter_model.safetensors`, with the
-            base model as `base`. Otherwise active adapters are added to the weights they change.
-        dtype: of the receiver: wider matrices are sent in it. Vectors (norms, biases) keep their dtype: they are small,
-            and some need float32.
+    With `adapter_only` they are the active adapter's, with the base model as `base`; else adapters are added to the
+    weights. Wider matrices are sent in the receiver's `dtype`; vectors keep theirs, as some need float32.
 
     Raises:
-        ValueError: the base is to be sent and quantised in a way that Covey cannot undo; or an adapter unties weights
-            that the model ties; or an adapter is to be sent and none or several are active.
+        ValueError: the base is quantised in a way that Covey cannot undo, an adapter unties weights that the model
+            ties, or an adapter is to be sent and none or several are active.
     """
     model = unwrapped(model)
     reshard(model)
@@ -68,10 +62,7 @@ def weight_update(
 
 
 class _Part(NamedTuple):
-    """Tensors that are computed together: tensors without data, or as stored, by name, and what makes them.
-
-    `make` takes the receiver's dtype. Where casting before gathering gives the same as after it, it casts.
-    """
+    """Tensors computed together: stored or without data, and a function that makes them in the receiver's dtype."""
 
     like: dict[str, Tensor]
     make: Callable[[torch.dtype | None], dict[str, Tensor]]

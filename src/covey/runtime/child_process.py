@@ -91,10 +91,8 @@ class ScriptWorker:
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Send `request` and return the reply.
 
-        Raises:
-            WorkerFailed: no reply within `seconds`, or the process died or reported an error. It is ended, and the next
-                call starts another.
-            RuntimeError: the script does not start.
+        WorkerFailed without one in `seconds`, whereupon the next call starts another process; RuntimeError without a
+        start.
         """
         with self._lock:
             stdin = self._running().process.stdin

@@ -68,12 +68,7 @@ def call_with_deadline(function: Callable[[], T], seconds: float) -> T:
 
 
 async def run_in_thread(function: Callable[[], T], seconds: float) -> T:
-    """Return `function()`, run on a new thread, which is stopped when it is late.
-
-    Raises:
-        CallTimeout: it did not return within `seconds`.
-        UserCodeError: it raised.
-    """
+    """Return `function()`, run on a new thread, or raise UserCodeError; CallTimeout stops a late one."""
     worker = WorkerThread("covey-tool", wrap_errors=True)
     future = worker.submit(partial(contextvars.copy_context().run, function))
     worker.close()

@@ -22,9 +22,7 @@ def is_reference(text: str) -> bool:
 def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -> Any:
     """Import a function, or any object unless it `needs_call`. Modules may lie in the working directory.
 
-    Raises:
-        ValueError: the text, which names a `kind` of thing, has none of the `forms`; a file, module or name does not
-            exist, or the object cannot be called.
+    ValueError for text without one of the `forms`, for something that does not exist or cannot be called.
     """
     text = text.strip()
     if not is_reference(text):

@@ -58,12 +58,7 @@ class LoopThread:
         return future
 
     def wait(self, future: "Future[T]", seconds: float | None = None) -> T:
-        """Result of what `start` returned, for a thread without an event loop.
-
-        Raises:
-            CallTimeout: it took longer than `seconds`; it is cancelled.
-            RuntimeError: the loop was closed before it ended.
-        """
+        """Result of what `start` returned, for a thread without an event loop; CallTimeout cancels a late one."""
         if not concurrent.futures.wait([future], seconds).done:
             future.cancel()
             current = self._current
@@ -82,13 +77,10 @@ class LoopThread:
             raise
 
     async def call(self, function: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """Return `await function()` of a user, for another event loop.
+        """Return `await function()` of a user, for another event loop, or raise UserCodeError; CallTimeout cancels a
+        late one.
 
         Calls of one iteration of the caller's loop begin in one iteration of this one.
-
-        Raises:
-            CallTimeout: it took longer than `seconds`; it is cancelled.
-            UserCodeError: it raised.
         """
         current = self._ensure_running()
         future: Future[T] = Future()

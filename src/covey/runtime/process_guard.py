@@ -1,16 +1,10 @@
 """Parent program of a command that ends the command and all its descendants when the requesting process ends.
 
-`covey.runtime.child_process` runs this file by path, so it imports only modules of the standard library that load fast.
-It ends all processes after one of three events:
-
-- the command ends: its exit status becomes this program's (128 + n for signal n, as in a shell);
-- the requesting process ends, even by `kill -9`, or closes the pipe: the pipe's write end closes, or this program gets
-  another parent. The pipe is fast; the parent also works if a forked process keeps the pipe open;
-- this program receives SIGTERM, SIGINT or SIGHUP.
-
-On Linux, descendants that leave the process group are ended as well, because orphans become children of this program
-(it is a "subreaper"), and the kernel kills the command if this program is killed. Elsewhere only the process group is
-ended.
+`covey.runtime.child_process` runs it by path, so it imports only modules of the standard library that load fast. It
+ends all processes when the command ends (whose exit status it takes), when the requesting process ends or closes the
+pipe (seen by the pipe, or by another parent where a forked process keeps that open), or on SIGTERM, SIGINT or SIGHUP.
+On Linux, descendants outside of the process group are ended as well (it is a "subreaper"), and the kernel kills the
+command if this program is killed.
 
 usage: guard.py PARENT_PID PIPE GRACE COMMAND [ARGUMENT ...]
 """

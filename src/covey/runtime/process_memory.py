@@ -23,9 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def reuse_freed_memory() -> bool:
     """Make glibc reuse freed blocks instead of returning them to the kernel; False with another C library.
 
-    By default glibc maps every large block and unmaps it when freed, and a training step on a CPU spends its time on
-    hundreds of thousands of page faults. This affects the whole process and costs memory: gaps between blocks take 15
-    to 60% of what activations do (docs/scale.md).
+    It saves hundreds of thousands of page faults per step on a CPU, and costs memory (docs/scale.md).
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -8,17 +8,7 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """Values of one kind by name; an unknown name raises an error with the known ones.
-
-    Example:
-        >>> SHAPES = Registry("shape")
-        >>> SHAPES.register("square", 4)
-        4
-        >>> SHAPES["sqare"]
-        Traceback (most recent call last):
-        ...
-        ValueError: unknown shape 'sqare'; did you mean 'square'? Known: square.
-    """
+    """Values of one kind by name; an unknown name raises an error with the known ones."""
 
     def __init__(self, kind: str):
         super().__init__()

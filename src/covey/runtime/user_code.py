@@ -129,11 +129,7 @@ class PlainCopies:
 
 
 def unsaveable_part(value: Any, name: str) -> str | None:
-    """Description of the first part of a value that no checkpoint can hold; None if there is none.
-
-    Checkpoints hold numbers, text, tensors, and lists, tuples, sets and dictionaries of them: values that are loaded
-    without running code. Subclasses, such as numpy's numbers, bring code.
-    """
+    """The first part of a value that no checkpoint, loaded without running code, can hold; None if there is none."""
     kind = type(value)
     if kind in SAVEABLE:
         return None

@@ -1,8 +1,7 @@
 """Attention for rows with many sequences, registered with transformers as `covey_packed`; no model is patched.
 
-A packed forward pass lays sequences in one row and gives their visibility in the keyword argument `token_tree`, which
-transformers passes to every attention layer (also when gradient checkpointing recomputes it). Calls without it are
-ordinary: padded training, generation with a cache.
+transformers passes the keyword argument `token_tree` to every attention layer, also when checkpointing recomputes it.
+Calls without it are ordinary: padded training, generation with a cache.
 """
 
 from typing import Any
@@ -37,13 +36,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within the sequences of a row, or an ordinary call without a token tree; [B, T, heads, D].
 
-    Args:
-        query: [B, heads, T, D]; key, value: [B, kv_heads, S, D]; with a tree, B is 1, S is T and the mask is ignored.
-        softcap, s_aux: soft-capping of the scores; attention sinks [heads].
-        kwargs: `sliding_window`, the number of last tokens that a token sees, and arguments that attention may ignore.
-
-    Raises:
-        ValueError: the layer attends in a way that cannot be laid out in a row.
+    query [B, heads, T, D], key and value [B, kv_heads, S, D]; with a tree B is 1, S is T and the mask is ignored.
+    Scores are capped by `softcap` and share probability with the sinks `s_aux` [heads]. ValueError for layers that
+    attend in a way that cannot be laid out in a row.
     """
     if token_tree is None:
         _check_no_tree_was_lost(module, key, attention_mask)

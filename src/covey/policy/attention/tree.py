@@ -60,9 +60,7 @@ class Parts(NamedTuple):
 
 
 class TokenTree:
-    """The segments of a row.
-
-    Neither a dataclass nor a tuple, so that wrappers that move or cast tensors leave it alone.
+    """The segments of a row; a plain class, so that wrappers that move or cast tensors leave it alone.
 
     Example:
         A prompt of 3 tokens with completions of 2 and 4: `TokenTree([3, 2, 4], [-1, 0, 0])`.
@@ -96,10 +94,7 @@ class TokenTree:
         return torch.tensor(self.reaches).repeat_interleave(torch.tensor(lengths))
 
     def parts(self, window: int | None) -> Parts:
-        """The visible pairs as few large rectangles, cached by window.
-
-        Without a window, the descendants of a segment see all of it, whatever their order: one rectangle, unmasked.
-        """
+        """The visible pairs as few large rectangles, cached by window; unmasked where a segment is seen entirely."""
         key = ("parts", window)
         if key in self.cache:
             return self.cache[key]
@@ -278,17 +273,11 @@ def merged_attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention within a token tree.
+    """Attention within a token tree, [1, T, heads, D'].
 
-    Args:
-        query: [1, heads, T, D]; key: [1, kv_heads, T, D]; value: [1, kv_heads, T, D'].
-        scale, cap: factor of the scores; their soft-capping, or None.
-        window: how far back a token sees, or None for everything.
-        sinks: [heads], one more score per head that takes probability and contributes no value, or None.
-        dropout: probability of dropping an attention weight.
-
-    Returns:
-        [1, T, heads, D'].
+    query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, D']. A token sees `window` tokens back
+    (None: all); `sinks` [heads] take probability and contribute no value; `cap` is the soft-capping of scores times
+    `scale`.
     """
     plain = cap is None and not dropout and query.shape[-1] == value.shape[-1]
     kernel = FlashCPU(scale) if plain and query.device.type == "cpu" else Explicit(scale, cap, dropout)

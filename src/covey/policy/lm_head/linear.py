@@ -1,13 +1,8 @@
 """Scores of tokens under a plain linear head, without all of their logits in memory.
 
-One autograd function maps hidden states, weight and bias to log-probs and entropies. It iterates over tiles of tokens
-by vocabulary: forward saves a few numbers per token, backward computes each tile's logits again and replaces them by
-their gradient. Both together are four matrix products (forward, again in backward, by hidden, by weight).
-
-Memory in addition to inputs, results and the weight's gradient, for any number of tokens and words: `TILE_BYTES` for
-each of one to five tiles (one in float32; more with half precision, entropies, soft-capping, a bias), a tile's rows of
-the weight if they are cast, and a few [N, H] in float32. See also scores.py (other heads) and torch_tiles.py
-(arithmetic within a tile).
+One autograd function maps hidden states, weight and bias to log-probs and entropies, over tiles of tokens by
+vocabulary: forward saves a few numbers per token, backward computes each tile's logits again. Memory for any number of
+tokens and words: `TILE_BYTES` for each of one to five tiles, cast rows of the weight, and a few [N, H] in float32.
 
 Letters: N tokens, H hidden size, V vocabulary; n and v those of a tile.
 """
@@ -72,13 +67,10 @@ def plan_of(
 class LinearHead(torch.autograd.Function):
     """log p(target) and H(p) with p = softmax(curve(hidden @ weight.T + bias)).
 
-    With z the logits and g the incoming gradients, dz = g_logp (1[y] - p) - g_H p (log p + H); then
-    d hidden = dz @ weight and d weight = dz.T @ hidden. A row's common factor is applied to the [N, H] matrices rather
-    than to the tiles.
-
-    A frozen head (an adapter elsewhere) needs two products instead of three: d log p_y / d hidden is weight_y less the
-    mean of weight_v under p, which the forward pass can compute as attention does. The target's own term is
-    separate, (1 - p_y) weight_y, so that nothing cancels where p_y is nearly 1.
+    With z the logits and g the incoming gradients, dz = g_logp (1[y] - p) - g_H p (log p + H); then d hidden = dz @
+    weight and d weight = dz.T @ hidden. With a frozen head d log p_y / d hidden is weight_y less the mean of weight_v
+    under p, which the forward pass can compute; the target's own term (1 - p_y) weight_y is separate, so that nothing
+    cancels.
     """
 
     @staticmethod

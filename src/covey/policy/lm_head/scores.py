@@ -1,13 +1,9 @@
 """Log-probabilities and entropies of chosen tokens, computed from hidden states.
 
-The head is applied to the wanted positions alone, sums are taken in float32 at least, and the logits of all positions
-are never in memory together, backward included. A plain linear head is computed by tiles (linear.py). Any other (LoRA
-on the head, quantised weights, a module with hooks) is called as a module, a chunk of tokens at a time, and called
-again in the backward pass.
-
-The weight is the head's at the time of scoring: under DDP the parameter itself, after the model's forward pass. Where
-the head is whole only while it is called (FSDP2, ZeRO-3), scoring takes place inside its call (`score_in_head_call`).
-Gradients go to that parameter by autograd, so a tied embedding gets both of its parts.
+The logits of all positions are never in memory together, backward included, and sums are in float32 at least. A plain
+linear head is computed by tiles (linear.py); any other (LoRA on it, quantised weights, hooks) is called, and called
+again in the backward pass, a chunk at a time. Where it is whole only while it is called (FSDP2, ZeRO-3), scoring takes
+place inside its call (`score_in_head_call`).
 """
 
 from collections.abc import Callable
@@ -72,13 +68,10 @@ def head_of(model: Any, *, float32: bool = False) -> Head:
 def score_hidden(
     hidden: Tensor, targets: Tensor, head: Head, *, temperature: float, entropy: bool, chunk_size: int
 ) -> TokenScores:
-    """Score targets [N] given the hidden states [N, H] that predict them.
+    """Score targets [N] given the hidden states [N, H] that predict them, `chunk_size` positions at once at most.
 
-    `chunk_size`: most positions whose logits are in memory at once.
-
-    Accuracy: sums are taken in float32, or float64 with float64 weights. With half-precision weights the products are
-    accumulated in float32 and rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or 2^-11
-    (float16) of the largest logit; `float32` heads multiply in float32 and have no such error.
+    Sums are taken in float32 or wider. Half-precision products are rounded once, as in the model itself, so a log-prob
+    is good to 2^-8 (bfloat16) or 2^-11 (float16) of the largest logit; `float32` heads have no such error.
 
     Raises:
         ValueError: the head has only a shard of its weight.
@@ -103,10 +96,7 @@ def score_hidden(
 
 
 def plain_linear(module: Any, *, called: bool = False) -> nn.Linear | None:
-    """The module, if calling it is hidden @ weight.T + bias and nothing else; else None.
-
-    `called`: inside its call, where hooks have run already and `forward` may be patched.
-    """
+    """The module, if calling it (or, if `called`, its forward) is hidden @ weight.T + bias alone; else None."""
     if not _is_linear(module) or type(module.weight.data) is not Tensor:  # quantised tensors multiply differently
         return None
     if called:
@@ -204,13 +194,9 @@ ScoreFunction = Callable[[Tensor, Callable[[Tensor], Tensor]], TokenScores]
 def score_in_head_call(model: Any, head: Any, score: ScoreFunction, **inputs: Any) -> TokenScores:
     """Run a model forward with `score` of its head's input in place of its head's logits, for sharded models.
 
-    FSDP2 and DeepSpeed work by hooks: a module is whole while it is called, and in the backward pass from the arrival
-    of its output's gradient until that of its input is computed. So the head's forward is replaced by one that returns
-    scores: it gets all hidden states, its weight is whole, and every hook of the model, its head and its wrapper runs
-    as in any other forward and backward pass.
-
-    Raises:
-        ValueError: the model does not call its head once.
+    A module of FSDP2 or DeepSpeed is whole while it is called and while its gradient is computed. So the head's forward
+    is replaced by one that returns scores, and every hook runs as usual. ValueError if the head is not called exactly
+    once.
     """
     found: list[TokenScores] = []
 

@@ -1,9 +1,6 @@
 """Arithmetic of a linear head's logits, one tile of tokens by vocabulary at a time, in plain torch.
 
-Running sums over the vocabulary (forward) and the logits' gradient once these are known (backward). A tile is
-overwritten in place, so that little memory is touched. `linear.py` iterates over the tiles; a faster implementation of
-`TorchTiles` for some device has the same two methods.
-
+A tile is overwritten in place. A faster implementation of `TorchTiles` for some device has the same two methods.
 Letters: n tokens and v vocabulary entries in a tile, N tokens in all.
 """
 
@@ -35,11 +32,7 @@ class Curve:
 
 
 class RowSums(NamedTuple):
-    """Sums of each row's softmax over a part of the vocabulary, all [n], float32 or wider.
-
-    Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867): sums are relative to the largest logit so far, and
-    shrink by exp(old peak - new peak) with a larger one.
-    """
+    """Sums of each row's softmax, [n], relative to the largest logit so far (online softmax, arXiv 1805.02867)."""
 
     peak: Tensor  # the largest logit
     total: Tensor  # sum of exp(z - peak)
@@ -58,10 +51,7 @@ class RowSums(NamedTuple):
         return RowSums(self.peak[part], self.total[part], moment, self.chosen[part])
 
     def results(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """log Z, log p of the targets, and entropies H = log Z - E[z] in nats or None, all [n].
-
-        log p is computed without log Z, so that a p near 1 keeps its digits.
-        """
+        """log Z, log p of the targets (without log Z, so that p near 1 keeps its digits), entropies or None, [n]."""
         log_total = self.total.log()
         entropies = None if self.moment is None else log_total - self.moment / self.total
         return self.peak + log_total, (self.chosen - self.peak) - log_total, entropies
@@ -124,11 +114,7 @@ class TargetColumns(NamedTuple):
 
 
 class TorchTiles:
-    """Tile arithmetic in torch operations.
-
-    `minus_inf`: the head may give logits of -inf; costs one more operation with entropies. `size`: entries of the
-    largest tile. `wide`: float32 or wider, the dtype of all sums.
-    """
+    """Tile arithmetic; `minus_inf`: logits may be -inf; `size`: of the largest tile; `wide`: dtype of all sums."""
 
     def __init__(self, curve: Curve, *, minus_inf: bool, size: int, wide: torch.dtype, device: torch.device):
         self.curve = curve

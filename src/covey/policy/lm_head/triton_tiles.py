@@ -1,9 +1,6 @@
 """Arithmetic of a tile of logits in Triton kernels: one read of the tile forward, one read and write backward.
 
-The matrix products stay with torch's libraries; the kernels save reads of their results, and a float32 copy of tiles in
-half precision. `fastest_tiles` compares results and times with torch's operations on the device, once per shape, and
-returns torch's where these kernels fail, differ or are slower. Importing this module imports triton. See also
-torch_tiles.py, the reference.
+`fastest_tiles` returns torch's operations (torch_tiles.py) where these fail, differ or are slower. Imports triton.
 """
 
 import functools
