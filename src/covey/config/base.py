@@ -1,7 +1,4 @@
-"""`OnlineConfig`: the settings that GRPO and RLOO share, on top of `transformers.TrainingArguments`.
-
-It normalises values, settles those that depend on hardware and processes, and runs the rules.
-"""
+"""`OnlineConfig`: the settings that GRPO and RLOO share, on top of `transformers.TrainingArguments`."""
 
 import dataclasses
 from typing import Any, ClassVar

@@ -131,7 +131,10 @@ def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
         token_loss = token_loss * rho
     loss = _weighted(inputs.weights, token_loss)
     if objective.beta:
-        kl = _kl(inputs, objective, old)
+        assert inputs.ref_logprobs is not None, "a KL term needs the reference's log-probs"
+        kl = objective.kl(inputs.logprobs, inputs.ref_logprobs)
+        if objective.correct_kl_bias:
+            kl = kl * (inputs.logprobs - old).exp()
         loss = loss + objective.beta * _weighted(inputs.weights, kl)
         stats["kl"] = _masked_mean(kl.detach(), inputs.sampled)
     without_bonus = loss.item()
@@ -159,12 +162,6 @@ def _filters(inputs: LossInputs, objective: Objective, old_logprobs: Tensor) -> 
         decisive = inputs.entropies.detach() >= inputs.entropy_threshold
         keep = decisive if keep is None else keep & decisive
     return keep
-
-
-def _kl(inputs: LossInputs, objective: Objective, old_logprobs: Tensor) -> Tensor:
-    assert inputs.ref_logprobs is not None, "a KL term needs the reference's log-probs"
-    kl = objective.kl(inputs.logprobs, inputs.ref_logprobs)
-    return kl * (inputs.logprobs - old_logprobs).exp() if objective.correct_kl_bias else kl
 
 
 def _masked_mean(values: Tensor, sampled: Tensor) -> Mean:

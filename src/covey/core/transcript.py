@@ -1,7 +1,4 @@
-"""Prompts and completions as text and thumbnails for people: messages, tool calls and their results.
-
-Messages come from models, tools and users, so unknown shapes are shown as they are.
-"""
+"""Prompts and completions as text and thumbnails for people; messages of unknown shapes are shown as they are."""
 
 import json
 from collections.abc import Iterable, Sequence

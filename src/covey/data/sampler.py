@@ -23,11 +23,7 @@ Slot = tuple[int, int]
 
 @dataclass(eq=False)
 class GenerationSampler:
-    """Batches of slots of a dataset for one process, generation by generation.
-
-    Raises:
-        ValueError: the dataset has fewer prompts than one generation needs.
-    """
+    """Batches of slots of a dataset for one process; ValueError if it is smaller than one generation."""
 
     rows: int  # of the dataset
     algebra: BatchAlgebra
@@ -195,11 +191,7 @@ def train_loader(
     timeout: float = 0,
     choose_late: bool = False,
 ) -> DataLoader:
-    """Micro-steps of training over a dataset with or without a length; with `choose_late` the trainer chooses the
-    prompts.
-
-    `workers` processes read a dataset with a length, in `timeout` seconds a batch (0: no limit).
-    """
+    """Micro-steps of training; with `choose_late` the trainer chooses prompts. `timeout` is of workers, 0: no limit."""
     if not hasattr(dataset, "__len__"):
         if workers:
             warnings.warn(

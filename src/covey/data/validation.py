@@ -41,10 +41,7 @@ def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> Non
 
 
 def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
-    """Encode the first prompts and the longest ones to check tokenizer and context; returns the columns of the first.
-
-    ValueError names the row of a prompt that cannot be encoded or is too long.
-    """
+    """Encode the first and longest prompts, ValueError naming a bad row; returns the columns of the first rows."""
     first = first_rows(dataset)
     numbered = dict(enumerate(first[:LOOKED_AT]))
     numbered |= {

@@ -1,7 +1,4 @@
-"""Loading of the policy and its tokenizer, from a hub id, a folder, an object or a GGUF file.
-
-Models are loaded in float32 by default: the optimizer updates these weights.
-"""
+"""Loading of the policy (in float32 by default) and its tokenizer: a hub id, a folder, an object or a GGUF file."""
 
 import os
 import shutil
@@ -42,13 +39,12 @@ def load_policy(
     """Load the model to train: a hub id or folder, or a transformers or PEFT model.
 
     `init_kwargs`, `trust_remote_code` and `quantization_config` need an id or folder. `peft_config` adds an adapter;
-    `frozen` parts ("vit", "aligner", "llm") keep their weights. `check_quantization` gets the config before the
+    `frozen` parts ("vit", "aligner", "llm") keep their weights. `check_quantization` gets its config before the
     weights.
 
     Raises:
         ValueError: contradictory arguments, or a model that cannot be a policy.
-        OSError: the model cannot be found.
-        ImportError: a package is missing.
+        OSError, ImportError: the model cannot be found, or a package is missing.
     """
     if isinstance(model, (str, os.PathLike)):
         quantization_config = quantization_config_of(quantization_config, init_kwargs or {})
@@ -253,8 +249,7 @@ def _check_has_parts(model: Any, frozen: Collection[str]) -> None:
 def load_processing_class(
     processing_class: Any, model: Any, *, trust_remote_code: bool = False, init_kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Load the policy's tokenizer, or the processor of a vision-language model (None: the model's), and set its padding
-    token.
+    """Load the policy's tokenizer, or processor of images (None: the model's own), and set its padding token.
 
     ValueError if none is found, it has no end-of-sequence token, is another model's, or a processor without images.
     """

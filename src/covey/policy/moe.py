@@ -1,5 +1,4 @@
-"""Router loads of a mixture of experts, for the loss that balances them (Switch Transformer, arXiv 2101.03961, eq.
-4-6).
+"""Router loads of a mixture of experts, for the loss that balances them (arXiv 2101.03961, eq. 4-6).
 
 transformers' loss is a product of two means over one padded batch. Here they are sums that add up over micro-batches,
 layouts and processes to the loss of the whole optimizer step. See also `covey.trainer.loss_terms`.
@@ -48,9 +47,8 @@ def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> Ro
 def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
     """Contribution of a part of an optimizer step (the whole) to its loss E · Σₑ fₑ Pₑ.
 
-    fₑ is the share of tokens that expert e was chosen for (no gradient) and Pₑ its mean probability, over the whole
-    step and all layers. With shares 0.75 and 0.25 and probabilities 0.7 and 0.3 it is 2 · (0.75 · 0.7 + 0.25 · 0.3) =
-    1.2.
+    fₑ is the share of tokens that expert e was chosen for (no gradient) and Pₑ its mean probability, over all layers.
+    With shares 0.75 and 0.25 and probabilities 0.7 and 0.3 it is 2 · (0.75 · 0.7 + 0.25 · 0.3) = 1.2.
     """
     pairs = whole.pairs.clamp(min=1).to(part.probability)
     shares = whole.chosen.to(part.probability) / pairs

@@ -1,7 +1,4 @@
-"""Policies with a frozen base in 4 or 8 bits by bitsandbytes and an adapter on top (QLoRA, arXiv 2305.14314).
-
-Checks for training, and dequantised layers for engines with unquantised weights.
-"""
+"""Policies with a frozen base in 4 or 8 bits by bitsandbytes and an adapter (QLoRA, arXiv 2305.14314)."""
 
 import importlib.util
 import warnings

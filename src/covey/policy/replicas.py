@@ -1,8 +1,7 @@
 """Replicas of the policy: its reference for the KL penalty, and a full copy of a sharded policy for sampling.
 
-The reference is the policy at the start of training. For a whole model it is a frozen copy, sharded like the policy,
-which may follow the policy slowly (`sync_ref_model`). For a model with a new adapter it is the model with the adapter
-off; for one with a trained adapter, the model with the initial adapter in place while it is scored.
+The reference is a frozen copy of a whole model, which may follow the policy; a model with a new adapter switched off;
+or one with the initial state of a trained adapter in place while it is scored.
 """
 
 import copy

@@ -1,7 +1,4 @@
-"""Saving of a sharded policy as a folder for `from_pretrained`, without the whole model in one process.
-
-Weights are gathered one module at a time; of a PEFT model, the adapters are written.
-"""
+"""Saving of a sharded policy, or its adapters, as a folder for `from_pretrained`, one module at a time."""
 
 import copy
 import json

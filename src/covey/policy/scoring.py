@@ -1,7 +1,6 @@
 """Scores of tokens under the policy, its earlier versions and its reference.
 
-`TokenScorer` chooses a layout, runs the decoder, takes the hidden states that predict learned tokens and applies the
-head to them alone: prompts and tool results go through the decoder only.
+The head is applied to hidden states that predict learned tokens alone; prompts go through the decoder only.
 """
 
 from collections.abc import Callable, Iterator
@@ -70,10 +69,7 @@ class TokenScorer:
     def with_loads(
         self, model: Any, batch: TrainBatch, top_k: int, *, entropy: bool = False
     ) -> tuple[TokenScores, RouterLoads]:
-        """Score a batch, and sum the router loads of all tokens of rollouts with learned tokens, `top_k` experts each.
-
-        ValueError if the model gives no router logits, or no gradient through them.
-        """
+        """Score a batch, and sum the router loads of its learned rollouts; ValueError without loads or gradients."""
         scores, loads = self._score(model, batch, self.layout_of(model, batch), entropy, top_k)
         assert loads is not None, "top_k is given"
         return scores, loads

@@ -89,11 +89,7 @@ class ScriptWorker:
         atexit.register(self.close)
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send `request` and return the reply.
-
-        WorkerFailed without one in `seconds`, whereupon the next call starts another process; RuntimeError without a
-        start.
-        """
+        """Send `request` and return the reply; WorkerFailed if none comes in time, RuntimeError without a start."""
         with self._lock:
             stdin = self._running().process.stdin
             assert stdin is not None

@@ -77,8 +77,7 @@ class LoopThread:
             raise
 
     async def call(self, function: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """Return `await function()` of a user, for another event loop, or raise UserCodeError; CallTimeout cancels a
-        late one.
+        """Return `await function()` of a user, or raise UserCodeError; CallTimeout cancels a late one.
 
         Calls of one iteration of the caller's loop begin in one iteration of this one.
         """

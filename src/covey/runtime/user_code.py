@@ -97,10 +97,7 @@ SAVEABLE = (NoneType, bool, int, float, str, Tensor)
 
 
 class PlainCopies:
-    """Deep copies of lists, tuples, dictionaries and sets; all other objects are shared.
-
-    An object that occurs several times is copied once.
-    """
+    """Deep copies of lists, tuples, dictionaries and sets, each copied once; all other objects are shared."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, Any]] = {}  # with the originals, or their ids could be used again

@@ -41,7 +41,12 @@ def packed_attention(
     attend in a way that cannot be laid out in a row.
     """
     if token_tree is None:
-        _check_no_tree_was_lost(module, key, attention_mask)
+        # A mask of one element for many keys is the placeholder that packed layouts pass with their token tree.
+        if attention_mask is not None and attention_mask.numel() == 1 and key.shape[2] > 1:
+            raise ValueError(
+                f"{type(module).__name__} did not receive the keyword arguments of the model's forward, among them the"
+                " ends of the sequences of a row; use attn_layout='padded'"
+            )
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -93,15 +98,6 @@ def _ordinary(
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     weights = nn.functional.dropout(weights, dropout, training=dropout > 0)
     return (weights @ value).transpose(1, 2).contiguous()
-
-
-def _check_no_tree_was_lost(module: nn.Module, key: Tensor, mask: Tensor | None) -> None:
-    # A mask of one element for many keys is the placeholder that packed layouts pass with their token tree.
-    if mask is not None and mask.numel() == 1 and key.shape[2] > 1:
-        raise ValueError(
-            f"{type(module).__name__} did not receive the keyword arguments of the model's forward, among them the ends"
-            " of the sequences of a row; use attn_layout='padded'"
-        )
 
 
 def _check(module: nn.Module, kwargs: dict[str, Any]) -> None:

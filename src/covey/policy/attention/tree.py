@@ -1,18 +1,15 @@
 """Attention of a token tree, on any device, as a few rectangles merged by log-sum-exp.
 
 A `TokenTree` describes visibility between the tokens of one row: a forest of segments in depth-first order, each
-attending to itself and to its ancestors. The descendants of a segment follow it directly, so two numbers per token
-define visibility: query q sees key k exactly if `k <= q < reach[k]` and, in a window,
+attending to itself and to its ancestors. Query q sees key k exactly if `k <= q < reach[k]` and, in a window,
 `position[q] - position[k] < window`. Packed sequences are roots without children; completions that share a prompt are
 the children of the prompt's segment.
 
 `merged_attention` is exact, and saves nothing quadratic. A softmax over the union of key sets A and B is the average of
 the softmaxes over A and over B, weighted by their shares `exp(lse_A - lse)` and `exp(lse_B - lse)` of the normaliser
-(as in FlashAttention, arXiv 2205.14135 §3.1, and Hydragen, arXiv 2402.05099 §3.1). Its gradient with respect to the
-scores of A needs the merged output o and normaliser alone: `dS = P * (dO V^T - rowsum(dO * o))`, `P = exp(S - lse)`.
-So the backward pass gives each rectangle the merged o and lse, and no gradient flows through a log-sum-exp. Two kernels
-compute a rectangle: torch's flash attention for the CPU, and an explicit one with soft-capping and dropout. See also
-`flex.py` (CUDA).
+(FlashAttention, arXiv 2205.14135 §3.1; Hydragen, arXiv 2402.05099 §3.1). Its gradient with respect to the scores of A
+needs the merged output o and normaliser alone: `dS = P * (dO V^T - rowsum(dO * o))`, `P = exp(S - lse)`. So no gradient
+flows through a log-sum-exp. See also `flex.py` (CUDA).
 
 Shapes: H key heads, R query heads for each of them, Q queries, K keys, D features (values may have another number, D').
 """
@@ -276,8 +273,7 @@ def merged_attention(
     """Attention within a token tree, [1, T, heads, D'].
 
     query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, D']. A token sees `window` tokens back
-    (None: all); `sinks` [heads] take probability and contribute no value; `cap` is the soft-capping of scores times
-    `scale`.
+    (None: all); `sinks` [heads] take probability and have no value; `cap` soft-caps scores times `scale`.
     """
     plain = cap is None and not dropout and query.shape[-1] == value.shape[-1]
     kernel = FlashCPU(scale) if plain and query.device.type == "cpu" else Explicit(scale, cap, dropout)

@@ -67,10 +67,9 @@ def plan_of(
 class LinearHead(torch.autograd.Function):
     """log p(target) and H(p) with p = softmax(curve(hidden @ weight.T + bias)).
 
-    With z the logits and g the incoming gradients, dz = g_logp (1[y] - p) - g_H p (log p + H); then d hidden = dz @
-    weight and d weight = dz.T @ hidden. With a frozen head d log p_y / d hidden is weight_y less the mean of weight_v
-    under p, which the forward pass can compute; the target's own term (1 - p_y) weight_y is separate, so that nothing
-    cancels.
+    With z the logits and g the incoming gradients, dz = g_logp (1[y] - p) - g_H p (log p + H), d hidden = dz @ weight
+    and d weight = dz.T @ hidden. With a frozen head d log p_y / d hidden is weight_y less the mean of weight_v under p,
+    which the forward pass can compute; the term (1 - p_y) weight_y is separate, so that nothing cancels.
     """
 
     @staticmethod

@@ -195,8 +195,7 @@ def score_in_head_call(model: Any, head: Any, score: ScoreFunction, **inputs: An
     """Run a model forward with `score` of its head's input in place of its head's logits, for sharded models.
 
     A module of FSDP2 or DeepSpeed is whole while it is called and while its gradient is computed. So the head's forward
-    is replaced by one that returns scores, and every hook runs as usual. ValueError if the head is not called exactly
-    once.
+    is replaced by one that returns scores, and every hook runs. ValueError if the head is not called once.
     """
     found: list[TokenScores] = []
 
