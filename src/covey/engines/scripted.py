@@ -1,8 +1,4 @@
-"""Engine with scripted completions and durations, for tests and for measurements of schedules.
-
-Nothing is random and nothing depends on weights: the same requests have the same completions in every run, so runs
-differ by their schedules alone. It accepts weights as a server does, also while it samples.
-"""
+"""Engine with scripted completions and durations: nothing is random, so runs differ by their schedules alone."""
 
 import asyncio
 import time
@@ -62,9 +58,7 @@ class ScriptedEngine:
         self.script = script
         self.served: list[ServedRequest] = []
         self.version: int | None = None
-        self._seconds = seconds
-        self._lanes = lanes
-        self._logprobs = logprobs
+        self._seconds, self._lanes, self._logprobs = seconds, lanes, logprobs
         self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def generate(self, request: SampleRequest) -> list[Completion]:

@@ -15,9 +15,8 @@ BEFORE_TEMPERATURE = (
     "it reports log-probs from before the temperature divides the logits, which cannot be compared with the trainer's"
 )
 ABOVE_ZERO = 1e-2  # rounding error by which a log-prob may exceed 0
-
+# Server settings with which a completion may end, or go on, elsewhere than at an end-of-sequence token.
 STOPS = ("stop", "stop_token_ids", "ignore_eos", "structured_outputs", "regex", "json_schema")
-"""Server settings with which a completion may end, or go on, elsewhere than at an end-of-sequence token."""
 
 
 def check_answer(
@@ -153,11 +152,7 @@ def sent_images(request: SampleRequest) -> list[str]:
 
 
 def check_expanded(url: str, request: SampleRequest, count: Any) -> None:
-    """Compare the length of the server's expanded prompt (None: it reports none) with the trainer's.
-
-    Servers expand the single token of an image with a processor of their own. One that leaves images out or resizes
-    them differently would sample from other inputs than those trained on.
-    """
+    """Compare the length of the prompt as expanded by a server (None: not reported) with the trainer's."""
     if count != len(request.prompt_ids):
         images = sum(len(media.images) for media in request.media)
         made = "does not report how many tokens it makes" if count is None else f"makes {count} tokens"

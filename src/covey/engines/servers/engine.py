@@ -1,8 +1,7 @@
 """Engine over inference servers: samples from them, and brings them the policy's weights.
 
 All HTTP runs in one background thread; `generate` may be awaited from any loop, `load_weights` is called from any
-thread, also while completions are being sampled. See also: `ServerApi` (requests of a backend), `ServerPool` (load and
-failover), `ServerWeights` (versions), `WeightSender` (weight transfer).
+thread, also while completions are being sampled.
 """
 
 import asyncio
@@ -55,12 +54,9 @@ class RemoteEngine:
         resend: bool = False,  # a server that comes back is sent the last update: for one process, a constant policy
         sleeps: bool = False,  # servers release their memory outside `awake`; for a process that has them to itself
     ):
-        self.api = api
-        self.sender = sender
-        self._ends = ends
-        self._vocab_size = vocab_size
-        self._request_timeout = request_timeout
-        self._sync_timeout = sync_timeout
+        self.api, self.sender = api, sender
+        self._ends, self._vocab_size = ends, vocab_size
+        self._request_timeout, self._sync_timeout = request_timeout, sync_timeout
         self._sleeps = sleeps
         self._awake = 0
         self._thread = LoopThread("covey-servers")
@@ -125,11 +121,7 @@ class RemoteEngine:
         return list(await asyncio.gather(*finished))
 
     async def _request(self, request: SampleRequest) -> tuple[list[SampledChunk], int | None]:
-        """Answer of a server, and the version of the weights that all of its tokens were sampled with.
-
-        A pause aborts all requests, so an answer that is whole was sampled with one version: the one at its start,
-        or, where another process sent new weights before the server had begun, the one at its end.
-        """
+        """Answer of a server, and the version of the weights that all of its tokens were sampled with."""
 
         async def call(member: PoolMember) -> tuple[list[SampledChunk], int | None]:
             version = member.version
@@ -144,7 +136,7 @@ class RemoteEngine:
             if any(chunk.aborted for chunk in answer):
                 await self._weights.wait_for_update(version)
             elif model == member.facts.model:  # an adapter has one version
-                version = member.version
+                version = member.version  # a whole answer has one: a pause aborts all that are in flight
             return answer, version
 
         return await self._pool.run(call, load=request.n)

@@ -13,8 +13,7 @@ from covey.core.engine import SampleRequest
 from covey.core.records import Completion
 from covey.engines.servers.http_client import ServerClient
 
-ADAPTER_PREFIX = "covey-"
-"""Prefix of the adapter names that the trainer gives; no model may be served under such a name."""
+ADAPTER_PREFIX = "covey-"  # of the adapter names that the trainer gives; no model may be served under such a name
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,4 @@
-"""Pool of inference servers: a request goes to the least loaded one, and a failed server is left out until it recovers.
-
-Requests and the check whether a server may take part again are passed in as functions. Everything here runs in one
-event loop.
-"""
+"""Pool of inference servers, in one event loop: requests go to the least loaded; failed ones are left out a while."""
 
 import asyncio
 import contextlib
@@ -22,10 +18,7 @@ LATE = 2  # missed deadlines of one request before it fails: a server that is to
 QUICK_SECONDS = 15.0  # deadline of health checks and pauses: a server may be busy
 PROBE_SECONDS = 30.0  # for a server to report its properties
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds until a server that failed is checked again, doubled every time
-
-WATCH_EVERY = 10.0
-"""Seconds between health checks of servers with requests in flight: one that froze does not break its connections."""
-
+WATCH_EVERY = 10.0  # seconds between health checks during requests: a server that froze does not break its connections
 MISSES = 2  # health checks in a row that must fail before a server with requests in flight is left out
 
 
@@ -33,8 +26,8 @@ MISSES = 2  # health checks in a row that must fail before a server with request
 class PoolMember:
     """A server and its state."""
 
-    server: ServerClient  # client of the server
-    facts: ServerFacts  # properties that it reported
+    server: ServerClient
+    facts: ServerFacts
     version: int | None = None  # of the weights it holds; None: those it was started with
     up: bool = True  # it may be given requests
     load: int = 0  # completions in flight
@@ -76,10 +69,8 @@ class ServerPool:
     ) -> T:
         """Send a request to one server; to another one, or the same later, if it fails in a way that may pass.
 
-        `call` may be started again from scratch; `load` is its number of completions. Raises a `ServerRefused` of the
-        server; a `ServerError` when `ATTEMPTS` answers could not be used, `LATE` were not there in time, or servers
-        that answer have failed for longer than the timeout; `NoServerLeft` when all servers failed, and none came back
-        in time.
+        `call` may be started again from scratch; `load` is its number of completions. Raises a `ServerRefused`, the
+        last `ServerError` of servers that answer, or `NoServerLeft` when all failed and none came back in time.
         """
         if self._watch is None or self._watch.done():
             self._watch = asyncio.get_running_loop().create_task(self._watch_requests())
@@ -207,11 +198,7 @@ class ServerPool:
         do: Callable[[ServerClient, float], Awaitable[None]],
         seconds: float | None = None,
     ) -> list[PoolMember]:
-        """Send a request to every member at once; returns those that succeeded. A `ServerRefused` is raised.
-
-        Members that fail in a way that may pass are left out. `do` gets the server and its deadline, `QUICK_SECONDS`
-        unless given.
-        """
+        """Members that succeed at a request to all at once; others are left out, and a `ServerRefused` is raised."""
         deadline = QUICK_SECONDS if seconds is None else seconds
         results = await asyncio.gather(*(do(member.server, deadline) for member in members), return_exceptions=True)
         for member, error in zip(members, results, strict=True):

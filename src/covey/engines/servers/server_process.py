@@ -1,7 +1,4 @@
-"""Inference server as a child process: a command, a check that it is ready, and a deadline.
-
-The server ends with this process, whatever ends it (`covey.runtime.child_process`).
-"""
+"""Inference server as a child process, which ends with this one, whatever ends it (`covey.runtime.child_process`)."""
 
 import os
 import shlex
@@ -19,8 +16,8 @@ from covey.runtime.child_process import ChildProcess
 
 TAIL_LINES = 30  # lines of the log that an error repeats: enough for a traceback
 STOP_SECONDS = 10.0  # for a server to end after SIGTERM, before it is killed
-
 POLL_SECONDS = 0.25
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy could not reach this machine's server
 
 
 class LaunchFailed(RuntimeError):
@@ -55,12 +52,8 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         name: str = "the server",
     ):
-        self.command = list(command)
-        self.ready = ready
-        self.log_path = Path(log_path)
-        self.deadline = deadline
-        self.env = dict(env or {})
-        self.name = name
+        self.command, self.ready, self.name = list(command), ready, name
+        self.log_path, self.deadline, self.env = Path(log_path), deadline, dict(env or {})
         self._child: ChildProcess | None = None
         self._stop: Callable[[], object] = lambda: None
 
@@ -135,10 +128,6 @@ def answers(url: str, seconds: float = 2.0) -> bool:
             return answer.status == 200
     except (urllib.error.URLError, OSError, ValueError):
         return False
-
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""No proxy: it could not reach a server on this machine."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -1,9 +1,7 @@
 """vLLM as an engine inside the trainer's process.
 
-Requests of all coroutines go into one vLLM engine and one task steps it; finished completions are returned at once, so
-that rewards and other rollouts continue meanwhile. Several trainer processes may split the model (tensor parallelism):
-then they exchange new requests before each step, all sample all prompts in lockstep, and each takes its own
-completions. Weights come as a `WeightUpdate`, tensor by tensor. See also `process.py` (starting vLLM).
+One task steps it for the requests of all coroutines. Trainer processes that split the model (tensor parallelism)
+exchange new requests before each step, sample all prompts in lockstep, and each takes its own completions.
 """
 
 import asyncio
@@ -24,18 +22,14 @@ from covey.core.engine import EngineTraits, SampleRequest, TensorSpec, WeightUpd
 from covey.core.records import Completion, FinishReason, images_of, unexpanded
 from covey.engines.vllm_colocate.process import is_running, repack_heads
 
+# Settings of vLLM's `SamplingParams` that follow from fields of the config, and may not be in its extras.
 RESERVED = {
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "n", "seed"),
     *("stop_token_ids", "ignore_eos", "logprobs", "detokenize", "output_kind"),
 }
-"""Settings of vLLM's `SamplingParams` that follow from fields of the config, and may not be in its extras."""
-
 FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-
 LEAVING, FAILED = "leaving", "failed"  # messages between processes that share a model
-
-NewRequest = tuple[str, dict[str, Any], dict[str, Any]]
-"""Id, prompt for vLLM, and sampling settings of a request that vLLM has not got yet."""
+NewRequest = tuple[str, dict[str, Any], dict[str, Any]]  # id, prompt for vLLM, and sampling settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +87,12 @@ class VllmColocateEngine:
         make_room: Callable[[], AbstractContextManager[Any]] = nullcontext,  # frees memory around waking and sleeping
         group: ModelGroup | None = None,  # the processes that share the model, this one among them
     ):
-        self._vllm = vllm
-        self._ends = sorted(eos_token_ids)
-        self._regex = regex
-        self._sleep_level = sleep_level
-        self._batches = batches
-        self._make_room = make_room
+        self._vllm, self._ends, self._regex = vllm, sorted(eos_token_ids), regex
+        self._sleep_level, self._batches, self._make_room = sleep_level, batches, make_room
         self._group = group or ModelGroup()
         self._asleep: set[str] = set()
         self._update: WeightUpdate | None = None
-        self._has_weights = False
-        self._discarded = False
-        self._has_base = False
+        self._has_weights = self._discarded = self._has_base = False
         self._adapter: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._adapters = itertools.count(1)
@@ -212,10 +200,7 @@ class VllmColocateEngine:
                 raise
 
     def _step(self, message: str = "") -> bool:
-        """Add new requests, make one step and return finished completions; True when no process needs another step.
-
-        `message` for the other processes is "", `LEAVING` or `FAILED`.
-        """
+        """Add new requests, make one step and return finished completions; True when no process needs another step."""
         cancelled = [name for name, pending in self._waiting.items() if pending.done.done()]
         for name in cancelled:
             del self._waiting[name]

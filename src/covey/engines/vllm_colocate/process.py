@@ -1,8 +1,6 @@
 """Start and stop of vLLM inside this process, without changes to the state of the process.
 
-A process has one vLLM at a time, as all of them would share its process groups. vLLM seeds the random generators,
-replaces `torch.set_num_threads`, sets the start method of child processes and environment variables that other
-libraries read. A trainer, its reward workers and its checkpoints need all of these unchanged.
+A process has one vLLM at a time, as all of them would share its process groups.
 """
 
 import contextlib
@@ -14,7 +12,7 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -23,7 +21,6 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 OLDEST = "0.28"  # oldest supported version of vLLM
-
 LOAD_FORMAT = "covey_dummy"
 INSTALL = "pip install 'covey[vllm]'"
 
@@ -116,19 +113,18 @@ def _shut_down(core: Any, shared: bool) -> None:
 
 @contextlib.contextmanager
 def preserved_process_state() -> Iterator[None]:
-    """Restore the process-wide state at the end of the context.
-
-    That is: random generators, thread count, matmul precision, default dtype, start method of child processes, handlers
-    of SIGINT and SIGTERM, frozen garbage, and environment variables except vLLM's (VLLM_*), which it reads later.
-    """
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    """Restore the process-wide state, which vLLM changes, except the variables VLLM_*, which it reads later."""
+    restore: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+        (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (torch.set_grad_enabled, torch.is_grad_enabled()),
+    ]
+    if torch.cuda.is_initialized():
+        restore.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    precision, dtype, gradients = (
-        torch.get_float32_matmul_precision(),
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-    )
     start_method = multiprocessing.get_start_method(allow_none=True)
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
@@ -137,17 +133,11 @@ def preserved_process_state() -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if gpus is not None:
-            torch.cuda.set_rng_state_all(gpus)
+        for put_back, value in restore:
+            put_back(value)
         torch.set_num_threads = set_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(gradients)
         multiprocessing.set_start_method(start_method, force=True)  # None: not set yet
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
@@ -155,22 +145,18 @@ def preserved_process_state() -> Iterator[None]:
         if not frozen:
             gc.unfreeze()
         for name in set(os.environ) | set(environment):
-            if name.startswith("VLLM_"):
+            if name.startswith("VLLM_") or os.environ.get(name) == environment.get(name):
                 continue
-            if name not in environment:
-                del os.environ[name]
-            elif os.environ.get(name) != environment[name]:
+            if name in environment:
                 os.environ[name] = environment[name]
-
-
-# ---- repairs of models, also in a server ---------------------------------------------------------------------------
+            else:
+                del os.environ[name]
 
 
 def repack_heads(model: Any) -> int:
     """Pack the output heads of a vLLM model on a CPU again after new weights; returns their number.
 
-    A head on a CPU multiplies a packed copy of its weights. A head tied to the embedding has no tensor in a checkpoint,
-    so vLLM does not pack it again, and the model would continue with its old head.
+    vLLM does not pack a head again that is tied to the embedding: the model would continue with its old one.
     """
     heads = [module for module in model.modules() if type(module).__name__ == "ParallelLMHead"]
     packed = [head for head in heads if hasattr(head, "cpu_linear")]
@@ -181,11 +167,7 @@ def repack_heads(model: Any) -> int:
 
 @cache
 def register_dummy_loader() -> str:
-    """Register a load format with random weights and intact buffers; returns its name.
-
-    vLLM's own dummy format also randomizes constants that the model computes when it is created (such as the mean of
-    pixels), which no checkpoint and no update would restore.
-    """
+    """Register a load format with random weights and intact buffers; vLLM's own also randomizes computed constants."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 

@@ -1,15 +1,9 @@
 """Requests of SGLang's own server: `/generate` with token ids, and its routes for training, as of release 0.5.23.
 
-Properties of these servers:
-
-- Log-probs are those of the softmax at the sampling temperature, before top-k, top-p and min-p, which is what
-  `Completion.logprobs` asks for. Penalties and grammars show in them. A server started with
-  SGLANG_RETURN_ORIGINAL_LOGPROB=1 leaves the temperature out.
+- Log-probs are those at the sampling temperature, before top-k, top-p and min-p, with penalties and grammars. A server
+  started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 leaves the temperature out.
 - Seeds count only under `--enable-deterministic-inference`; else the server uses noise of its own.
-- A paused server lets requests wait, its health check among them, which then fails.
-- A failed assertion ends it, as when memory is taken back that was not released.
-
-See also: `covey.engines.servers.sglang.weights`.
+- A paused server lets its health check wait too; a failed assertion ends it, as when memory is taken back twice.
 """
 
 import asyncio
@@ -35,16 +29,10 @@ from covey.engines.servers.errors import BadAnswer, ServerRefused, advised, same
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, SampledChunk, ServerFacts, SettingNames
 
-DTYPES = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16} | dict.fromkeys(
-    ("float", "float32"), torch.float32
-)
-"""dtypes by the names that a server reports; "auto" stands for none."""
-
+# Sampling parameters that users cannot set.
 RESERVED = frozenset(
     {"max_new_tokens", "n", "sampling_seed", "stop_token_ids", "ignore_eos", "beam_width", "stream_interval"}
 )
-"""Sampling parameters that users cannot set."""
-
 FLUSH_SECONDS = 5.0  # for the last requests to end, in one attempt to empty the cache
 KV, GRAPHS, WEIGHTS = "kv_cache", "cuda_graph", "weights"  # kinds of memory that a server can release
 
@@ -62,16 +50,14 @@ async def read_version(server: ServerClient, deadline: float) -> str | None:
 class SglangApi:
     """A `ServerApi` for SGLang's server.
 
-    At another `temperature` than 1 it matters which log-probs a server reports. `extra` are settings of
-    `SamplingParams.extra` that requests will hold; `vocab_size` (None: not checked) is that of the model that is
-    trained.
+    At another `temperature` than 1 it matters which log-probs a server reports. Requests will hold `extra` settings;
+    `vocab_size` (None: not checked) is that of the model that is trained.
     """
 
     name = "SGLang"
     settings = SettingNames(
         "sglang_server_timeout", "sglang_request_timeout", "sglang_sync_timeout", "--context-length"
     )
-
     read_version = staticmethod(read_version)
     write_version = staticmethod(write_version)
 
@@ -96,13 +82,9 @@ class SglangApi:
         await model_info(server, deadline)
 
     async def _check_logprobs(self, server: ServerClient, deadline: float) -> None:
-        """Sample single tokens to compare the vocabularies, and to check that log-probs include the temperature.
-
-        A token outside of the vocabulary may only be scored: in a prompt it would end the server. The likeliest token
-        is sampled greedily, which gives its log-prob at temperature 1, then scored at temperature 2 and compared.
-        """
+        """Sample single tokens to compare the vocabularies, and to check that log-probs include the temperature."""
         last = 0 if self._vocab_size is None else self._vocab_size - 1
-        with same_vocabulary(last):
+        with same_vocabulary(last):  # only scored: in a prompt, a token outside of the vocabulary would end the server
             await self._token(server, 0, 0.0, last, deadline)
         if self._temperature == 1.0 or not last:
             return
@@ -135,11 +117,7 @@ class SglangApi:
     async def generate(
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
     ) -> list[SampledChunk]:
-        """Sample `request.n` completions in one request, each with its seed; the server computes their prompt once.
-
-        The server adds the end tokens of the model's own files to `ends`; ignoring those would ignore `ends` too.
-        Completions that such a token ends are returned as unfinished.
-        """
+        """Sample `request.n` completions in one request; those that another token than `ends` ended are unfinished."""
         body: dict[str, Any] = {
             "input_ids": [sent_ids(request)] * request.n,
             "sampling_params": [sampling_params(request.params, seed, ends) for seed in request.seeds],
@@ -155,6 +133,7 @@ class SglangApi:
         chunks = completions_of(server, answer, request.n, "generate")
         if any(name in request.params.extra for name in STOPS):
             return chunks
+        # The server adds the end tokens of the model's own files to `ends`; ignoring those would ignore `ends` too.
         return [replace(chunk, unfinished=_ends_elsewhere(chunk, ends)) for chunk in chunks]
 
     async def pause(self, server: ServerClient, deadline: float) -> None:
@@ -165,8 +144,7 @@ class SglangApi:
 
     async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
         """Empty the prefix cache; repeated until no request uses it."""
-        doing = "empty the prefix cache"
-        until = time.monotonic() + deadline
+        doing, until = "empty the prefix cache", time.monotonic() + deadline
         while True:
             left = max(until - time.monotonic(), 0.01)
             wait = min(FLUSH_SECONDS, left / 2)
@@ -197,13 +175,9 @@ class SglangApi:
     async def wake(self, server: ServerClient, deadline: float) -> None:
         tags = self._released.get(server.url)
         if tags is not None:
-            body = {"tags": tags}
-            await server.call("POST", "/resume_memory_occupation", "wake it", deadline, body)
+            await server.call("POST", "/resume_memory_occupation", "wake it", deadline, {"tags": tags})
             del self._released[server.url]
         await self.resume(server, deadline)
-
-
-# ---- requests and answers --------------------------------------------------------------------------------------------
 
 
 def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> dict[str, Any]:
@@ -260,10 +234,11 @@ def chunk_of(answer: Any) -> SampledChunk:
 
 def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
     limits = [info.get("context_length") or info.get("max_req_input_len"), info.get("max_total_num_tokens")]
+    dtype = getattr(torch, str(info.get("dtype")), None)  # "auto" is none
     return ServerFacts(
         model=str(model.get("served_model_name") or model["model_path"]),
         max_context=min((int(limit) for limit in limits if limit), default=None),
-        dtype=DTYPES.get(str(info.get("dtype"))),
+        dtype=dtype if isinstance(dtype, torch.dtype) else None,
         takes_adapters=bool(info.get("enable_lora")),
         path=str(model["model_path"]),
     )

@@ -1,7 +1,6 @@
-"""Start of an SGLang server with a key that no other user of the machine can read: `python -m` this, with its flags.
+"""Start of an SGLang server (`python -m` this, with its flags) with a key from the environment.
 
-SGLang takes its key from the command line alone, and the command line of a process is public. Here it comes from the
-environment, and is added to the arguments inside the process.
+SGLang takes its key from the command line alone, which every user of the machine can read; it is added in the process.
 """
 
 import os
@@ -12,10 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 KEY = "SGLANG_API_KEY"  # environment variable with the key; the trainer reads it too
-
-LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Environment variable that makes a server leave the temperature out of its log-probs."""
-
+LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"  # set, it makes a server leave the temperature out of its log-probs
 MODULE = "covey.engines.servers.sglang.launch"
 
 

@@ -43,10 +43,7 @@ def shared_buffer(nbytes: int) -> Tensor:
 
 
 def by_name(named: list[tuple[str, Tensor]]) -> str:
-    """Text with the addresses of views of shared buffers, for one process of this machine to open once.
-
-    The buffers must keep their contents until the receiver has answered.
-    """
+    """Addresses of views of shared buffers, which must last until the one process that opens them has answered."""
     text = io.BytesIO()
     _ByName(text).dump(named)
     return base64.b64encode(text.getvalue()).decode()
@@ -62,10 +59,7 @@ def shared_memory_left() -> int:
 
 
 class _ByName(pickle.Pickler):
-    """Pickler that writes a storage's address instead of its contents, for a receiver that is not a child process.
-
-    torch itself passes file descriptors over a socket, which only parent and child processes can do.
-    """
+    """Pickler of a storage's address; torch's own passes file descriptors, which only parent and child can do."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

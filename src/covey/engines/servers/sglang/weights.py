@@ -1,13 +1,8 @@
-"""Requests of SGLang servers about weights.
-
-Transfer methods:
+"""Requests of SGLang servers about weights; an adapter travels inside HTTP requests. Transfer methods:
 
 - `group`: buckets broadcast over NCCL or gloo;
-- `tensor`: buckets in shared memory that a server on this machine opens; to another machine, the numbers inside of
-  HTTP requests, which is slow;
+- `tensor`: buckets in shared memory of this machine; to another machine, inside HTTP requests, which is slow;
 - `disk`: safetensors in a folder that trainer and server both see, and the only method for data-parallel replicas.
-
-An adapter travels inside HTTP requests.
 """
 
 import hashlib
@@ -50,11 +45,7 @@ AS_STARTED = "default"  # weight version that a server reports until a trainer s
 
 
 class SglangWeightApi(WeightApi):
-    """Requests of SGLang servers about weights: NCCL for tensors on a GPU, gloo for others.
-
-    The first server joins the trainer's group at `port` of this machine, further ones at the next ports; 0 takes free
-    ones.
-    """
+    """Requests of SGLang servers about weights; they join the trainer at `port` and the next ones (0: free ports)."""
 
     name = "sglang"
     methods = automatic = ("group", "tensor", "disk")
@@ -79,12 +70,8 @@ class SglangWeightApi(WeightApi):
 
     async def load_folder(self, endpoint: WeightEndpoint, folder: Path, version: int, until: Deadline) -> None:
         server, doing = endpoint.server, f"{until.doing} from {folder}"
-        body = {
-            "model_path": str(folder),
-            "load_format": "safetensors",
-            "weight_version": str(version),
-            "flush_cache": False,
-        }
+        body: dict[str, Any] = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
+        body["weight_version"] = str(version)
         with advised("It must see this folder under the same name: set checkpoint_path to one that it shares."):
             await server.ask("/update_weights_from_disk", doing, until.left(server), body)
 
@@ -114,10 +101,9 @@ class SglangWeightApi(WeightApi):
         hint = "Choose a free port with sglang_group_port; runs on one machine need one for each server."
         backend = "nccl" if self._device.type == "cuda" else "gloo"
 
-        def listen(address: str) -> SglangGroup:
-            return SglangGroup(address, 1 + endpoint.processes, backend, port)
-
-        group = listen_for(server, port, hint, listen)
+        group = listen_for(
+            server, port, hint, lambda address: SglangGroup(address, 1 + endpoint.processes, backend, port)
+        )
         self._group_names[server.url] = group.name
         body = {
             "master_address": group.address,
@@ -177,14 +163,12 @@ class SglangWeightApi(WeightApi):
         await self._post("/end_weight_update", endpoint, until)
 
     async def abandon(self, endpoint: WeightEndpoint) -> None:
-        name = self._group_names.pop(endpoint.server.url, None)
-        if name is not None:
+        if (name := self._group_names.pop(endpoint.server.url, None)) is not None:
             await self._try("/destroy_weights_update_group", endpoint, {"group_name": name})
         await self._try("/end_weight_update", endpoint, {})
 
     async def _post(self, path: str, endpoint: WeightEndpoint, until: Deadline) -> None:
-        server = endpoint.server
-        await server.ask(path, until.doing, until.left(server), {})
+        await endpoint.server.ask(path, until.doing, until.left(endpoint.server), {})
 
     async def _try(self, path: str, endpoint: WeightEndpoint, body: dict[str, Any]) -> None:
         with suppress(ServerError):
@@ -225,8 +209,8 @@ class SglangWeightApi(WeightApi):
             await server.ask("/load_lora_adapter_from_tensors", doing, until.left(server), body)
 
     async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
-        server, body = endpoint.server, {"lora_name": name}
-        await server.ask("/unload_lora_adapter", f"unload {name}", until.left(server), body)
+        server = endpoint.server
+        await server.ask("/unload_lora_adapter", f"unload {name}", until.left(server), {"lora_name": name})
 
 
 def obstacles_of(info: Mapping[str, Any]) -> dict[str, str]:
@@ -242,11 +226,7 @@ SPARE_SECONDS = 3600.0  # beyond the deadline here, so that NCCL's own timeout d
 
 
 class SglangGroup:
-    """Rank 0 of a group in which the trainer broadcasts weights to the processes of one SGLang server; a `Channel`.
-
-    The server joins at `address` and `port`, as `name`. It creates its end with torch's helper for named groups; this
-    is the same with a deadline on every step. Any failure ends the group, and the next update creates another.
-    """
+    """Rank 0 of a group in which the trainer broadcasts weights to one SGLang server, with deadlines; a `Channel`."""
 
     def __init__(self, address: str, size: int, backend: str, port: int = 0):
         self.address, self.size, self.backend = address, size, backend

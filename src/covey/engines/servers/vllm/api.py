@@ -51,16 +51,14 @@ def suppress_missing_route() -> Iterator[None]:
 class VllmApi:
     """A `ServerApi` for vLLM's server.
 
-    At another `temperature` than 1 the server must report suitable log-probs. `extra` are settings of
-    `SamplingParams.extra` that requests will hold, compared with the server's schema; `vocab_size` (None: not compared)
-    is that of the model that is trained.
+    At another `temperature` than 1 the server must report suitable log-probs. `extra` settings of requests are compared
+    with the server's schema; `vocab_size` (None: not compared) is that of the model that is trained.
     """
 
     name = "vLLM"
     settings = SettingNames(
         "vllm_server_timeout", "vllm_server_request_timeout", "vllm_server_sync_timeout", "--max-model-len"
     )
-
     read_version = staticmethod(read_version)
     write_version = staticmethod(write_version)
 
@@ -113,13 +111,8 @@ class VllmApi:
             prompt = answer.get("prompt_token_ids")
             check_expanded(server.url, request, None if prompt is None else len(prompt))
             return chunks
-        body = {
-            "model": model,
-            "prompt": request.prompt_ids,
-            "return_token_ids": True,
-            "add_special_tokens": False,
-            **sampling_settings(request, ends),
-        }
+        body = {"model": model, "prompt": request.prompt_ids, "return_token_ids": True, "add_special_tokens": False}
+        body |= sampling_settings(request, ends)
         return completions_of(server, await server.ask("/v1/completions", "generate", deadline, body))
 
     async def pause(self, server: ServerClient, deadline: float) -> None:
@@ -153,9 +146,6 @@ class VllmApi:
     ) -> Any:
         with advised(DEV_MODE, "HTTP 404", message=f"it has no route {path}"):
             return await server.call(method, path, doing, deadline, body, query)
-
-
-# ---- first contact ---------------------------------------------------------------------------------------------------
 
 
 async def check_release(server: ServerClient, deadline: float) -> None:
@@ -225,10 +215,7 @@ async def check_extra(server: ServerClient, extra: dict[str, Any], deadline: flo
 async def reports_after_cut(
     server: ServerClient, model: str, vocab_size: int | None, temperature: float, deadline: float
 ) -> bool:
-    """Sample one token to find out which log-probs it reports; True if those of the distribution after cuts.
-
-    With top_k=1 one token is left. Its log-prob is 0 after the cut and below 0 before it.
-    """
+    """Sample a token with top_k=1: True if its log-prob is 0, that of the distribution after cuts."""
     token = 0 if vocab_size is None else vocab_size - 1
     body = {
         "model": model, "prompt": [token], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0,

@@ -11,19 +11,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 OLDEST = (0, 28)  # first release with every route that is used; /weight_info came last
-
-WORKER = "covey.engines.servers.vllm.worker.CoveyWorker"
-"""Worker extension; importing it registers the weight transfer backend `BACKEND`."""
-
+WORKER = "covey.engines.servers.vllm.worker.CoveyWorker"  # worker extension; importing it registers `BACKEND`
 BACKEND = "covey"  # Covey's backend for vLLM's weight transfer, over gloo, NCCL or CUDA IPC, as the trainer asks for
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # opens the routes that take weights
 LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # opens the routes that take adapters
 ADAPTERS = 3  # adapter versions that a server keeps: the current one, and those of requests still in flight
 AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
 MIDDLEWARE = f"{__name__}.RequireKey"  # value of `--middleware`
-
-OPEN_PATHS = frozenset({"/health", "/ping"})
-"""For load balancers, which have no key; they report only that the server is up."""
+OPEN_PATHS = frozenset({"/health", "/ping"})  # for load balancers, which have no key; they report only that it is up
 
 
 def weight_flags() -> list[str]:
@@ -39,8 +34,7 @@ def lora_flags() -> list[str]:
 class RequireKey:
     """ASGI middleware: answers 401 unless a request carries `Authorization: Bearer $VLLM_API_KEY`.
 
-    vLLM itself requires the key only where completions are served: the routes that replace weights and call methods of
-    its workers would be open to everyone who reaches the port.
+    vLLM itself requires the key only where completions are served, not where weights are replaced.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]):

@@ -1,14 +1,10 @@
-"""Requests of vLLM servers about weights.
-
-Transfer methods:
+"""Requests of vLLM servers about weights. Transfer methods:
 
 - `group`: buckets over gloo or NCCL, into vLLM's own weight transfer;
 - `ipc`: the same with CUDA memory that a server on the same GPU opens in place; on request only;
-- `disk`: safetensors in a folder that trainer and server both see; the last resort, and the only method of a
-  `vllm serve` without Covey's worker extension (`covey.engines.servers.vllm.launch`).
+- `disk`: safetensors in a folder that both see; the only method of a `vllm serve` without Covey's worker extension.
 
-An adapter is a folder that the server loads; a server on another machine gets the bytes over the group and writes the
-folder itself.
+An adapter is a folder that the server loads, or that one on another machine writes itself, from bytes of the group.
 """
 
 import contextlib
@@ -132,15 +128,8 @@ class VllmWeightApi(WeightApi):
     ) -> None:
         assert isinstance(channel, Group | Ipc), "`join_group` made it"
         server, data, seconds = endpoint.server, transfer.bucket.data, until.left(endpoint.server)
-        piece = {
-            "version": transfer.version,
-            "number": transfer.number,
-            "count": transfer.count,
-            "manifest": transfer.bucket.manifest(),
-            "note": channel.note(data),
-            "seconds": seconds,
-        }
-        body = {"update_info": piece}
+        piece = {"version": transfer.version, "number": transfer.number, "count": transfer.count, "seconds": seconds}
+        body = {"update_info": {**piece, "manifest": transfer.bucket.manifest(), "note": channel.note(data)}}
         request = server.call("POST", "/update_weights", transfer.doing, seconds, body)
         await together(server, transfer.doing, request, partial(channel.send, data, seconds))
 
@@ -148,8 +137,7 @@ class VllmWeightApi(WeightApi):
         await self._finish(endpoint.server, {"weight_version": str(version)}, until)
 
     async def _finish(self, server: ServerClient, body: dict[str, str], until: Deadline) -> None:
-        path, seconds = "/finish_weight_update", until.left(server)
-        await server.call("POST", path, until.doing, seconds, body)
+        await server.call("POST", "/finish_weight_update", until.doing, until.left(server), body)
 
     async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
         """Tell whether the server was started with `model` and has been sent no weights since."""
@@ -173,13 +161,8 @@ class VllmWeightApi(WeightApi):
         if isinstance(source, Bucket):
             assert isinstance(channel, Group), "the sender connects before it sends bytes"
             seconds = until.left(server)
-            kwargs = {
-                "name": name,
-                "config": json.dumps(config),
-                "manifest": source.manifest(),
-                "note": channel.note(source.data),
-                "seconds": seconds,
-            }
+            kwargs = {"name": name, "config": json.dumps(config), "seconds": seconds}
+            kwargs |= {"manifest": source.manifest(), "note": channel.note(source.data)}
             request = call_workers(server, "covey_take_adapter", until.doing, seconds, **kwargs)
             answers, _ = await together(server, until.doing, request, partial(channel.send, source.data, seconds))
             source = answers[0]["folder"]
@@ -205,8 +188,7 @@ class VllmWeightApi(WeightApi):
 
 async def call_workers(server: ServerClient, method: str, doing: str, deadline: float, **kwargs: Any) -> list[Any]:
     """Results of a method of all workers."""
-    body = {"method": method, "kwargs": kwargs}
-    answer = await server.ask("/collective_rpc", doing, deadline, body)
+    answer = await server.ask("/collective_rpc", doing, deadline, {"method": method, "kwargs": kwargs})
     results = answer.get("results")
     if not isinstance(results, list) or not results:
         raise BadAnswer(server.url, doing, f"/collective_rpc answered {answer!r:.200}")

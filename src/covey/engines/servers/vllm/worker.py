@@ -1,8 +1,6 @@
-"""Worker extension that `--worker-extension-cls` loads into vLLM's processes (`covey.engines.servers.vllm.launch`).
+"""Worker extension that `--worker-extension-cls` loads into vLLM's processes; nothing that arrives is unpickled.
 
-Imports vLLM; no other module of this package imports it. It registers a backend of vLLM's weight transfer, which takes
-buckets of checkpoint tensors, checks them against their manifest and loads them layer by layer, and gives the worker
-methods for `/collective_rpc`. Nothing that arrives is unpickled.
+It registers a backend of vLLM's weight transfer, and adds methods for `/collective_rpc`.
 """
 
 import contextlib
@@ -95,11 +93,7 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
         return unpack(manifest, self.channel.receive(int(manifest["nbytes"]), self.device, note, seconds))
 
     def finish_weight_update(self) -> None:
-        """Put the new weights in use; after an incomplete update, a second call does nothing.
-
-        Raises:
-            RuntimeError: buckets are missing; the model is usable, but its weights are of two versions.
-        """
+        """Put the weights in use. RuntimeError if some are missing: the model is usable, with two versions mixed."""
         if self.expected is None:
             return
         (version, number), self.expected = self.expected, None

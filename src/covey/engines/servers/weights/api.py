@@ -20,9 +20,7 @@ from covey.engines.servers.weights.channels import Channel, own_address
 from covey.runtime.deadlines import WorkerThread, torch_settings
 
 ERROR_SECONDS = 5.0  # for a server to report why it left a transfer
-
-JOIN_SECONDS = 60.0
-"""For a server to join a group: a firewall that drops its packets must not use up the time of the other servers."""
+JOIN_SECONDS = 60.0  # for a server to join a group, lest a firewall that drops packets uses up all the time
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -161,9 +159,6 @@ class WeightApi(ABC):
         return None
 
 
-# ---- for backends ----------------------------------------------------------------------------------------------------
-
-
 def is_local(server: ServerClient) -> bool:
     """Tell whether the URL is certainly one of this machine."""
     return urlsplit(server.url).hostname in ("127.0.0.1", "localhost", "::1")
@@ -181,15 +176,12 @@ def listen_for(server: ServerClient, port: int, hint: str, listen: Callable[[str
 
 
 async def together(server: ServerClient, doing: str, request: Awaitable[R], transfer: Callable[[], T]) -> tuple[R, T]:
-    """Run a request and the transfer it announces; both must succeed, or a `ServerError` is raised.
-
-    When the transfer fails, the server's own error is awaited shortly: it is clearer than "connection closed".
-    """
+    """Run a request and the transfer it announces; both must succeed, or a `ServerError` is raised."""
     asked = asyncio.ensure_future(request)
     moved = asyncio.ensure_future(in_thread(transfer))
     try:
         await asyncio.wait([asked, moved], return_when=asyncio.FIRST_EXCEPTION)
-        if moved.done() and moved.exception() is not None:
+        if moved.done() and moved.exception() is not None:  # the server's own error is clearer than "connection closed"
             await asyncio.wait([asked], timeout=ERROR_SECONDS)
         if asked.done() and (error := asked.exception()) is not None:
             raise error
@@ -216,8 +208,7 @@ async def meet(
 ) -> T:
     """Form a group of a server, which `request` asks to connect to `where`, and this process, which calls `join`.
 
-    Both get the seconds they have: joining has a limit of its own within the deadline. Returns the result of `join`;
-    raises `GroupNotJoined` when the limit passes, and a `ServerError` if the server refuses.
+    Both get their seconds, `JOIN_SECONDS` at most. Returns the result of `join`; raises `GroupNotJoined` after those.
     """
     seconds = min(JOIN_SECONDS, until.left(server))
     ends = time.monotonic() + seconds

@@ -1,8 +1,4 @@
-"""Buckets: tensors packed into flat buffers, with a manifest that both ends check.
-
-A manifest is JSON: name, shape, dtype, offset and checksum of every tensor in the bucket. The receiver refuses bytes
-that do not match it. Pure torch; used in the trainer and in the server.
-"""
+"""Buckets: tensors packed into flat buffers, with a JSON manifest that both ends check; pure torch."""
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -100,11 +96,7 @@ def check(name: str, tensor: Tensor, expected: int) -> None:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Checksum of the bytes in 32 bits; on a GPU only sums leave the device.
-
-    The bytes form a matrix of 64-bit integers; the CRC is taken of the sums of its rows and columns, two of which
-    change with any number, and of the remaining bytes that fill no row.
-    """
+    """CRC of the row and column sums of the bytes as 64-bit integers, and of the rest; only sums leave a GPU."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     rows = len(flat) // ROW
     words = flat[: rows * ROW].view(torch.int64).view(rows, ROW // 8)
@@ -115,25 +107,22 @@ def checksum(tensor: Tensor) -> int:
 class Packer:
     """Packs an update into buckets of at most `bucket_bytes` (or one tensor), in two alternating buffers.
 
-    A bucket is valid until the next but one is packed, so one can be sent while the next is filled. Buffers are on
-    `device`, by default that of the tensors, and of a special kind with `allocate`, from a number of bytes to a flat
-    uint8 buffer. `dense` leaves no gaps between tensors, for receivers that expect none: a tensor that would not begin
-    at a multiple of `ALIGNED` begins the next bucket.
+    A bucket is valid until the next but one is packed, so one can be sent while the next is filled. With `dense`, for
+    receivers that expect no gaps, a tensor that would not begin at a multiple of `ALIGNED` begins the next bucket.
     """
 
     def __init__(
         self,
         update: WeightUpdate,
         bucket_bytes: int,
-        device: torch.device | None = None,
+        device: torch.device | None = None,  # of the buffers; None: that of the tensors
         *,
         dense: bool = False,
-        allocate: Callable[[int], Tensor] | None = None,
+        allocate: Callable[[int], Tensor] | None = None,  # flat uint8 buffer of so many bytes
     ):
         self.plan = planned(update.specs, bucket_bytes, dense=dense)
-        self._allocate = allocate
+        self._allocate, self._device = allocate, device
         self._tensors: Any = update.checked()
-        self._device = device
         self._buffers: list[Tensor | None] = [None, None]
         self._size = max((_size(specs) for specs in self.plan), default=0)
         self._packed = 0

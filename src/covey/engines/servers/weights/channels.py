@@ -1,7 +1,6 @@
-"""Channels for flat buffers of bytes from a trainer to the processes of a server: gloo, NCCL, CUDA IPC.
+"""Channels for flat buffers of bytes from a trainer to the processes of a server, with both ends: gloo, NCCL, CUDA IPC.
 
-Both ends are here; `covey.engines.servers.vllm.worker` uses the server's. Groups do not touch torch's global process
-group of either end, and every operation on them has a deadline.
+Groups do not touch torch's global process group of either end, and every operation on them has a deadline.
 """
 
 import base64
@@ -65,12 +64,10 @@ class Group:
         group = self._group
         if group is None:
             raise RuntimeError("the connection was closed")
-        timeout = timedelta(seconds=max(seconds, 0.001))
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = timeout
-        work = group.broadcast([data], options)
-        work.wait(timeout)
+        options.timeout = timedelta(seconds=max(seconds, 0.001))
+        group.broadcast([data], options).wait(options.timeout)
         if data.is_cuda:
             torch.cuda.current_stream(data.device).synchronize()
 
@@ -115,10 +112,7 @@ def nccl_that_raises() -> Iterator[None]:
 
 
 class Ipc:
-    """CUDA memory that processes of one machine open in place: only a handle is sent, as JSON.
-
-    The buffer may be overwritten only after the server has answered that it has read it.
-    """
+    """CUDA memory that processes of one machine open in place; it must last until the server has answered."""
 
     def note(self, data: Tensor) -> dict[str, Any]:
         """Handle of the buffer, as JSON."""
@@ -179,10 +173,7 @@ def open_store(address: str, port: int, seconds: float) -> Any:
 
 
 def shared_store(address: str, port: int, seconds: float) -> Any:
-    """`open_store`, or the store of this process that is open there already; groups on it have unique names.
-
-    A trainer whose run has failed keeps its port until it is garbage-collected, and the next trainer needs it.
-    """
+    """`open_store`, or the store that is open there already: a failed trainer keeps its port until it is collected."""
     store = _shared.get((address, port))
     if store is None:
         store = open_store(address, port, seconds)

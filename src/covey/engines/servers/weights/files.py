@@ -99,10 +99,7 @@ def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:
 
 
 def read_folder(folder: Path, consume: Callable[[Iterator[tuple[str, Tensor]]], Any]) -> None:
-    """Pass a folder's tensors to `consume`, after all of them were compared with the manifest.
-
-    Nothing is consumed if a tensor is missing, unannounced or changed (ValueError), or this machine has no such folder.
-    """
+    """Pass a folder's tensors to `consume`, after all were compared with the manifest (ValueError if they differ)."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError as error:

@@ -1,9 +1,4 @@
-"""Weight path from the trainer to inference servers, the same for every backend.
-
-`WeightSender` chooses a transfer method that all servers support, packs buckets and pushes one while the next is
-gathered, writes folders, keeps the record of adapters, and confirms the version afterwards. The requests are a
-`WeightApi`'s.
-"""
+"""Weight path from the trainer to inference servers, the same for every backend; the requests are a `WeightApi`'s."""
 
 import asyncio
 import shutil
@@ -58,10 +53,7 @@ class WeightSender:
         self._updates = 0
 
     async def send(self, servers: Sequence[ServerClient], update: WeightUpdate, seconds: float) -> None:
-        """Bring all servers to `update`. The caller pauses them, and empties their prefix caches.
-
-        The servers may be others than last time. After a `ServerError` it may be called again: it starts from scratch.
-        """
+        """Bring all servers to `update`, after an error from scratch; the caller pauses them and empties caches."""
         until = Deadline(f"take weights of version {update.version}", seconds)
         endpoints = [await self._api.probe(server, until) for server in servers]
         if update.adapter is None:

@@ -1,7 +1,4 @@
-"""Weight versions of servers: sends them the policy's weights, and records which server holds which.
-
-Everything here runs in the event loop of the `ServerPool`.
-"""
+"""Weight versions of servers, in the `ServerPool`'s loop: sends them weights, and records which server holds which."""
 
 import asyncio
 import contextlib
