@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from covey.engines.servers.weights.channels import Group, join, open_store, own_address, shared_store
+from covey.engines.servers.weights.channels import Group, join, nccl_that_raises, open_store, own_address, shared_store
 from tests.support import forking
 from tests.support.launching import environment
 
@@ -136,6 +136,18 @@ def test_trainers_of_one_process_share_a_port():
     del store
     gc.collect()
     assert open_store(HERE, port, 30.0).port == port
+
+
+def test_groups_that_form_at_once_leave_the_environment_alone(monkeypatch):
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    monkeypatch.delenv(name, raising=False)
+    first, second = nccl_that_raises(), nccl_that_raises()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert os.environ[name] == "1"  # the second still needs it
+    second.__exit__(None, None, None)
+    assert name not in os.environ
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Groups do not touch torch's global process group of either end, and every operat
 import base64
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,15 +101,26 @@ def _process_group(backend: str, store: Any, rank: int, world_size: int, address
 def nccl_that_raises() -> Iterator[None]:
     """Context in which new NCCL groups raise when a wait expires; torch's default is to end the process."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    with _inside_lock:  # groups of several servers form at once, in a thread each
+        if not _inside:
+            _before.update({name: os.environ.get(name) for name in wanted})
+            os.environ.update(wanted)
+        _inside.append(threading.get_ident())
     try:
         yield
     finally:
-        for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
+        with _inside_lock:
+            _inside.pop()
+            if not _inside:
+                for name, value in _before.items():
+                    os.environ.pop(name, None)
+                    if value is not None:
+                        os.environ[name] = value
+
+
+_inside: list[int] = []  # threads in `nccl_that_raises`
+_inside_lock = threading.Lock()
+_before: dict[str, str | None] = {}  # the environment outside of it
 
 
 class Ipc:
