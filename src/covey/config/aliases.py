@@ -1,7 +1,4 @@
-"""Names that other libraries, and older releases of them, use for fields of the configs and arguments of the trainers.
-
-An old name is accepted wherever the field is, with one warning. To add one, add a row to `ALIASES`.
-"""
+"""Old and foreign names of fields (`ALIASES`: add a row) and of trainer arguments, accepted with one warning."""
 
 import dataclasses
 import difflib

@@ -1,7 +1,4 @@
-"""Fields that GRPO and RLOO share, in groups by theme: each is declared, typed, limited and described once.
-
-To add one, declare it in its group, with its description as the text below it.
-"""
+"""Fields that GRPO and RLOO share: each is declared, typed, limited and described (in the text below it) once."""
 
 import ast
 import dataclasses
@@ -18,10 +15,7 @@ from covey.config.messages import closest
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Allowed values of a field: bounds of a number or a list of words. None is allowed where the type has it.
-
-    `advice`, the end of the error message, gives usual values.
-    """
+    """Bounds of a number or a list of words, None where the type has it; `advice` ends the error message."""
 
     ge: float | None = None
     gt: float | None = None

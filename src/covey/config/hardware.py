@@ -28,10 +28,7 @@ def by_fsdp() -> bool:
 
 
 def multiplies_bf16(use_cpu: bool = False) -> bool:
-    """True for CUDA GPUs since Ampere, accelerators that report it, and CPUs with AMX or AVX512-BF16.
-
-    Elsewhere bfloat16 is emulated, on a plain CPU several hundred times slower than float32.
-    """
+    """True for CUDA GPUs since Ampere, accelerators that report it, and CPUs with AMX or AVX512-BF16; else emulated."""
     if use_cpu or not has_accelerator():
         return cpu_multiplies_bf16()
     if torch.cuda.is_available():

@@ -1,7 +1,4 @@
-"""Models of transformers or PEFT under their wrappers: class, decoder, attention, inference mode, image inputs.
-
-Further inputs that a processor makes (`pixel_values`, `image_grid_thw`, ...) depend on the family and are not read.
-"""
+"""Models of transformers or PEFT under their wrappers: class, decoder, attention, inference mode, image inputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -99,10 +96,7 @@ def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.devi
 
 @contextmanager
 def image_inputs(model: Any, ids: Tensor, rows: Sequence[Sequence[Media]], filler: int) -> Iterator[dict[str, Tensor]]:
-    """Inputs, with images, of forward passes within this context over padded `ids` that begin at column 0.
-
-    A placeholder that the policy sampled has no image: the model is given `filler`, with the real token's embedding.
-    """
+    """Inputs, with images, for padded `ids` from column 0; `filler` replaces placeholders that the policy sampled."""
     strays = torch.isin(ids, torch.tensor(placeholder_ids(model.config), device=ids.device))
     for row, media in enumerate(rows):
         for item in media:

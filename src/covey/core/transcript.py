@@ -111,10 +111,7 @@ class Counts:
 
 
 def count(completion: Any) -> Counts:
-    """Count turns and calls; a text completion is one turn.
-
-    A call that could not be parsed is in no message but has an answer: a turn counts the larger number of the two.
-    """
+    """Count turns and calls; a text completion is one turn, and a call that could not be parsed has an answer only."""
     if not is_messages(completion):
         return Counts(1, 0, 0)
     turns = calls = asked = answered = 0

@@ -20,10 +20,7 @@ LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like 
 
 
 def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> None:
-    """Check that a dataset can be trained or evaluated on; `role` is "train_dataset" or "eval_dataset", for messages.
-
-    ValueError for no dataset, an empty one, a missing `prompt` column, a reserved column or prompts of the wrong kind.
-    """
+    """Check a dataset, "train_dataset" or "eval_dataset" by its `role` in messages; ValueError if it cannot be used."""
     _check_container(dataset, role)
     rows = first_rows(dataset)
     for number, row in enumerate(rows):

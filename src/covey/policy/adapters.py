@@ -15,10 +15,7 @@ NEED_INPUTS = ("POLY", "XLORA", "CPT")
 
 
 def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> Any:
-    """Add a trainable adapter to a transformers model, but not to `frozen` parts ("vit", "aligner", "llm").
-
-    ValueError for a config that is none, cannot be trained or does not suit the model; ImportError without PEFT.
-    """
+    """Add a trainable adapter, but not to `frozen` parts ("vit", "aligner", "llm"); ValueError for unfit configs."""
     try:
         from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
     except ImportError as error:

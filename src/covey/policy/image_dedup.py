@@ -29,10 +29,7 @@ _in_order: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 @contextmanager
 def deduplicated_images(model: Any) -> Iterator[None]:
-    """Within this context, forward passes of an unwrapped vision-language model encode each image once.
-
-    Not with active dropout, nor where the first image shows that the output is not in the order of the input.
-    """
+    """Forward passes within encode each image once, unless dropout is active or outputs are in another order."""
     encoder = image_encoder(model)
     if encoder is None or (encoder.training and has_dropout(encoder)):
         yield

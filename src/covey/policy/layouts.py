@@ -307,10 +307,7 @@ def _check_insisted(layout: str, model: Any, score: Score, device: torch.device)
 
 
 def tolerance(model: Any, noise: float) -> float:
-    """Largest mean difference of log-probs between layouts, in nats, given the model's rounding noise.
-
-    Half precision has a floor: where two experts nearly tie, rounding decides which one a token is routed to.
-    """
+    """Largest mean difference of log-probs between layouts, in nats; experts that nearly tie need room for rounding."""
     return 5 * noise + (1e-5 if _precision(model).itemsize >= 4 else 0.05)
 
 

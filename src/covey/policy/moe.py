@@ -1,7 +1,6 @@
 """Router loads of a mixture of experts, for the loss that balances them (arXiv 2101.03961, eq. 4-6).
 
-transformers' loss is a product of two means over one padded batch. Here they are sums that add up over micro-batches,
-layouts and processes to the loss of the whole optimizer step. See also `covey.trainer.loss_terms`.
+Sums, unlike transformers' means, add up over micro-batches and processes. See also `covey.trainer.loss_terms`.
 """
 
 import sys

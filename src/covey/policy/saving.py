@@ -15,10 +15,7 @@ FILE_BYTES = 5 * 10**9
 
 
 def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: int = FILE_BYTES) -> None:
-    """Write the policy's weights and config. Collective: every process calls it, and one of them `writes`.
-
-    file_bytes: most bytes of a file, and of the writing process's memory.
-    """
+    """Write the weights, in files of `file_bytes` at most, and the config; collective, one process `writes`."""
     from safetensors.torch import save_file
 
     policy, folder = unwrapped(policy), Path(folder)

@@ -1,7 +1,4 @@
-"""Weights of a policy under the names of a Hugging Face checkpoint, for engines that have their own copy of the model.
-
-Wrappers, sharding and adapters are undone in copies, tensor by tensor. See also `covey.trainer.weight_sync`.
-"""
+"""Weights of a policy under the names of a Hugging Face checkpoint, with wrappers, shards and adapters undone."""
 
 import copy
 import dataclasses

@@ -184,11 +184,7 @@ def _is_interruptible(frame: FrameType | None) -> bool:
 
 
 class WorkerThread:
-    """Daemon thread that runs functions in the order of their submission, started with the first.
-
-    It runs in the context manager that `settings` makes. With `wrap_errors` exceptions reach the future as
-    `UserCodeError`.
-    """
+    """Daemon thread that runs functions in order, in the context of `settings`; errors may be wrapped."""
 
     def __init__(
         self, name: str, settings: Callable[[], AbstractContextManager[Any]] = nullcontext, wrap_errors: bool = False

@@ -20,10 +20,7 @@ def is_reference(text: str) -> bool:
 
 
 def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -> Any:
-    """Import a function, or any object unless it `needs_call`. Modules may lie in the working directory.
-
-    ValueError for text without one of the `forms`, for something that does not exist or cannot be called.
-    """
+    """Import a function, or any object unless it `needs_call`; ValueError for text without one of the `forms`."""
     text = text.strip()
     if not is_reference(text):
         raise ValueError(f"{kind} {text!r} names no function. Write {forms}.")

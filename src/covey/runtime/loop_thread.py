@@ -128,10 +128,7 @@ class LoopThread:
 
 
 class _RunningLoop:
-    """One event loop and its thread, which refer to their owner weakly.
-
-    One that was `replaced` by another ends with the last future that it works for.
-    """
+    """One event loop and its thread, with a weak owner; once `replaced` it ends with its last future."""
 
     def __init__(self, owner: LoopThread, name: str, settings: Callable[[], AbstractContextManager[None]]):
         self.loop = asyncio.new_event_loop()
@@ -212,11 +209,7 @@ class _RunningLoop:
 
 
 class CallbackRelay:
-    """Callbacks for other event loops.
-
-    Those of one iteration of the sending loop run in one iteration of the receiving loop, in their order: what begins
-    at the same moment in one thread begins at the same moment in the other, however the threads are scheduled.
-    """
+    """Callbacks for other event loops: those of one iteration of the sender run in one iteration of the receiver."""
 
     def __init__(self) -> None:
         self._queues: weakref.WeakKeyDictionary[Loop, tuple[Loop, list[Callable[[], Any]]]] = (

@@ -152,11 +152,7 @@ class ProcessStateWarning(UserWarning):
 
 @contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """Revert, with a warning, changes of the working directory and of torch's settings.
-
-    Checkpoints would be written elsewhere, and training would change. Environment variables and random states are not
-    covered: code may have reasons to change them.
-    """
+    """Revert changes of the working directory and torch's settings, with a warning; not of environment variables."""
     before = {name: read() for name, (read, _) in _STATE.items()}
     try:
         yield

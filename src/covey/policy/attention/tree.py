@@ -150,10 +150,7 @@ class FlashCPU:
         self.scale = scale
 
     def forward(self, part: Part, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Softmax over the part's keys alone, and its log-sum-exp.
-
-        query [H, R, Q, D], key [H, 1, K, D], value [H, 1, K, D'] -> output [H, R, Q, D'], log-sum-exp [H, R, Q].
-        """
+        """Softmax over the part's keys alone, [H, R, Q, D'], and its log-sum-exp [H, R, Q]."""
         repeats = query.shape[1]
         key, value = key.expand(-1, repeats, -1, -1), value.expand(-1, repeats, -1, -1)
         return _flash(query, key, value, 0.0, part.causal, attn_mask=_additive(part, query), scale=self.scale)

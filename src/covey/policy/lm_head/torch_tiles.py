@@ -16,11 +16,7 @@ IMPOSSIBLE = -1e4
 
 @dataclass(frozen=True)
 class Curve:
-    """Map from the head's products to the logits z of the softmax.
-
-    z = gain * raw, or z = cap * tanh(gain * raw) with soft-capping. `gain` is applied inside the matrix product, so
-    tiles contain x = gain * raw.
-    """
+    """Map to the softmax's logits z: gain * raw, or cap * tanh(gain * raw); tiles contain x = gain * raw."""
 
     gain: float = 1.0
     cap: float | None = None

@@ -1,7 +1,4 @@
-"""Arithmetic of a tile of logits in Triton kernels: one read of the tile forward, one read and write backward.
-
-`fastest_tiles` returns torch's operations (torch_tiles.py) where these fail, differ or are slower. Imports triton.
-"""
+"""Arithmetic of a tile of logits in Triton kernels; `fastest_tiles` returns torch's where these do worse."""
 
 import functools
 import warnings
