@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from covey.observability.metric_docs import METRIC_MEANINGS, meaning
-from covey.observability.plots import PANELS, _with_evaluations, plot_curves, series, smooth
+from covey.observability.plots import _panels, plot_curves, series, smooth
 from covey.observability.report import Sample, write_report
 
 HISTORY = [
@@ -131,7 +131,7 @@ def test_meanings_know_families_and_evaluations():
 
 def test_named_evaluation_sets_have_a_curve_and_a_meaning_each(tmp_path):
     history = [*HISTORY, {"step": 40, "eval_easy_reward": 0.5, "eval_easy_loss": 0.0}]
-    panel = _with_evaluations(PANELS[0], history)
+    panel = _panels(history)[0]
     assert panel.curves == {"reward": "training", "eval_easy_reward": "evaluation easy"}
     text = write_report(tmp_path / "x.html", title="T", config={}, log_history=history).read_text()
     assert METRIC_MEANINGS["loss"][:20] in re.search(r"<tr><th>eval_easy_loss</th>.*?</tr>", text).group()

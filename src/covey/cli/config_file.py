@@ -1,14 +1,4 @@
-"""A run as a file: a YAML or JSON mapping of config fields plus what to train on, and the flags that override it.
-
-    method: grpo
-    model: HuggingFaceTB/SmolLM2-135M-Instruct
-    dataset: data/questions.jsonl
-    reward_funcs: [accuracy_reward]
-    per_device_train_batch_size: 8
-    learning_rate: 1e-6
-
-Every command that takes a run reads it here.
-"""
+"""A run as a file: a YAML or JSON mapping of config fields plus `RUN_KEYS`, and the flags that override it."""
 
 import argparse
 import dataclasses
@@ -87,23 +77,12 @@ class RunConfig:
 
 
 def load_run(
-    path: str | Path | None,
-    overrides: Sequence[str] = (),
-    *,
-    method: str | None = None,
-    world_size: int | None = None,
+    path: str | Path | None, overrides: Sequence[str] = (), *, method: str | None = None, world_size: int | None = None
 ) -> RunConfig:
-    """Read a run file, apply `--field value` flags on top, and make the config.
+    """Read a run file (None: flags alone), apply flags on top (`--field value`), and make the config.
 
-    Args:
-        path: a YAML or JSON file; None for flags alone.
-        overrides: flags as on a command line, such as `["--beta", "0.04", "--model", "my/model"]`.
-        method: `grpo` or `rloo` if the command fixes it.
-        world_size: resolve batch sizes for this many processes rather than for those that are running.
-
-    Raises:
-        TypeError: an unknown key.
-        ValueError: the file is no mapping, a flag cannot be read, or the config cannot work.
+    A command may fix the `method`; batch sizes are resolved for `world_size` processes, None: those that are running.
+    An unknown key is a `TypeError`, a file or flag that cannot be read or a config that cannot work a `ValueError`.
     """
     sources = (read_mapping(path) if path is not None else {}, parse_flags(overrides))
     values = {_OTHER_NAMES.get(name, name): value for source in sources for name, value in source.items()}
@@ -189,11 +168,7 @@ def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Values of the given flags, each in the type of its field; unknown flags have the value None.
-
-    Example:
-        `parse_flags(["--beta", "0.04", "--log_completions"])` is `{"beta": 0.04, "log_completions": True}`.
-    """
+    """Values of the given flags, each in the type of its field; unknown flags have the value None."""
     if not flags:
         return {}
     from covey.config.rloo import RLOOConfig  # the class with the most fields

@@ -1,10 +1,6 @@
 """Training and evaluation prompts by name: a hub id, a file or a folder, as a dataset with a `prompt` column.
 
-The trainer checks the rows. To read another kind of file, add its suffix to `BUILDERS`. Evaluation sets may be several:
-
-    eval_dataset:
-      sums: held_out.jsonl
-      hard: {dataset: hard.jsonl, num_generations: 16, temperature: 0.7, pass_at: [1, 16]}
+The trainer checks the rows. To read another kind of file, add its suffix to `BUILDERS`.
 """
 
 import difflib
@@ -21,13 +17,10 @@ EVAL_SPLITS = ("validation", "test", "eval", "train")
 
 
 def load_rows(spec: str, split: str | None = "train") -> Any:
-    """A `datasets.Dataset` with at least one row and a `prompt` column.
+    """A `datasets.Dataset` with at least one row and a `prompt` column, of a data file, a folder or a hub id.
 
-    Args:
-        spec: a data file, a folder (of data files, or written by `save_to_disk`), or a hub id, with the name of a
-            configuration after a colon where the data set has several: `openai/gsm8k:main`.
-        split: name of the split, possibly sliced: `train[:1000]`. None takes the first of `EVAL_SPLITS` that exists. A
-            single file is all `train`.
+    An id may name a configuration after a colon: `openai/gsm8k:main`. A split may be sliced: `train[:1000]`; None takes
+    the first of `EVAL_SPLITS` that exists. A single file is all `train`.
     """
     loaded = _load_local(Path(spec).expanduser()) if is_local(spec) else _load_hub(spec)
     rows = _pick(loaded, split, spec)
@@ -134,10 +127,7 @@ def _nearby(path: Path) -> str:
 
 
 def load_evaluations(given: Any) -> Any:
-    """The evaluation sets of a run file, as a trainer takes them: a dataset, a suite, or several by name.
-
-    `given` is a file or hub id, or a mapping (also as text) of a suite's settings, or of names to either.
-    """
+    """Evaluation sets of a run file, as a trainer takes them: a dataset, a suite, or several by name."""
     loaded = {name: _load_set(entry) for name, entry in _sets(given).items()}
     return loaded.get("") if set(loaded) <= {""} else loaded
 

@@ -223,8 +223,7 @@ class TimeBudget(TrainerCallback):
     """End training after some seconds, so that the demo stays short on a slow machine."""
 
     def __init__(self, seconds: float):
-        self.seconds = seconds
-        self.start = 0.0
+        self.seconds, self.start = seconds, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.start = time.perf_counter()

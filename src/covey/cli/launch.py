@@ -1,7 +1,4 @@
-"""`--accelerate_config`: a training command that starts its own processes, through `accelerate launch`.
-
-Each process runs the same command without these flags. The configs are in `examples/accelerate_configs`.
-"""
+"""`--accelerate_config`: a training command that starts its own processes, through `accelerate launch`."""
 
 import os
 import sys
@@ -30,13 +27,7 @@ def launch_if_asked(method: str, argv: Sequence[str]) -> list[str]:
 
 
 def launch_command(method: str, argv: Sequence[str]) -> list[str] | None:
-    """The command of the launcher, or None without `--accelerate_config`.
-
-    Example:
-        >>> launch_command("grpo", ["run.yaml", "--accelerate_config", "my.yaml", "--num_processes", "2"])
-        ['/usr/bin/python3', '-m', 'accelerate.commands.launch', '--config_file', 'my.yaml', '--num_processes', '2',
-         '--module', 'covey.cli.main', 'grpo', 'run.yaml']
-    """
+    """The launcher's command, which runs this one without these flags; None without `--accelerate_config`."""
     parser = FlagParser(add_help=False, allow_abbrev=False)
     for name in ("accelerate_config", *FLAGS):
         parser.add_argument(f"--{name}")

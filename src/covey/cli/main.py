@@ -1,8 +1,4 @@
-"""The `covey` command: runs a subcommand, and shows errors that users can correct as one clear line.
-
-A subcommand is a function from its arguments to an exit status; a new one is a line in `COMMANDS`. Its module is
-imported only when it is called, so `covey -h` answers at once.
-"""
+"""The `covey` command: runs a subcommand, and shows errors that users can correct as one clear line."""
 
 import os
 import sys

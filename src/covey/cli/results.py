@@ -15,10 +15,7 @@ SHOWN = 8
 
 
 def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> None:
-    """Write `curves.png`, `timeline.png` and `summary.html` into the output folder, and print their paths.
-
-    Completions written before `since` (seconds since 1970) are of another run; None takes all.
-    """
+    """Write curves, timeline and report of a run that began at `since` (None: any), and print their paths."""
     from covey.observability.diagnostics import advice
     from covey.observability.plots import plot_curves
     from covey.observability.report import write_report
@@ -103,10 +100,7 @@ def settings(run: RunConfig) -> dict[str, Any]:
 def samples(
     folder: Path, weights: dict[str, float], last_step: int, since: float | None = None
 ) -> tuple[list[Sample], list[Sample]]:
-    """Completions of the first and of the last log, those of common prompts first and in the same order.
-
-    Files of later steps than the last, and files written before `since`, are of another run.
-    """
+    """Completions of the first and the last log of a run that began at `since`, those of common prompts first."""
     import pyarrow.parquet as pq
 
     paths = [path for path in folder.glob("completions_*.parquet") if since is None or path.stat().st_mtime >= since]

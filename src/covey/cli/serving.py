@@ -1,8 +1,4 @@
-"""Common part of the commands that start inference servers: parsing their arguments, and exec of the server.
-
-A `Backend` holds the differences. Flags that are not listed here are passed to the server unchanged. After exec the
-process is the server: signals, `kill` and exit status are its own.
-"""
+"""Common part of the commands that start inference servers: parsing their arguments, and exec of the server."""
 
 import importlib.metadata
 import ipaddress

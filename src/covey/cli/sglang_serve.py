@@ -1,7 +1,4 @@
-"""`covey sglang-serve`: SGLang's own server, started with what training needs, safe by default.
-
-See also: `covey.engines.servers`, for the routes that training uses.
-"""
+"""`covey sglang-serve`: SGLang's own server, started with what training needs, safe by default."""
 
 import functools
 import sys

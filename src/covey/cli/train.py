@@ -52,12 +52,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
-    """The run file, given as `--config FILE` or as the first word, and the other flags.
-
-    Example:
-        >>> take_config(["--beta", "0.1", "--config", "run.yaml"])
-        ('run.yaml', ['--beta', '0.1'])
-    """
+    """The run file, given as `--config FILE` or as the first word, and the other flags."""
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
     parser = FlagParser(add_help=False, allow_abbrev=False)

@@ -69,12 +69,7 @@ def _entry(name: str, details: str, text: str) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """A type as a user would write it, without None.
-
-    Example:
-        >>> type_name(float | None), type_name(list[str] | None), type_name(bool)
-        ('float', 'list', 'bool')
-    """
+    """A type as a user would write it, without None: `list` for `list[str] | None`."""
     if isinstance(annotation, str):
         return annotation
     union = get_origin(annotation) in (types.UnionType, typing.Union)

@@ -1,7 +1,4 @@
-"""`covey vllm-serve`: vLLM's own server, started with what training needs, safe by default.
-
-See also: `covey.engines.servers`, for the routes that training uses.
-"""
+"""`covey vllm-serve`: vLLM's own server, started with what training needs, safe by default."""
 
 import sys
 from collections.abc import Mapping, Sequence

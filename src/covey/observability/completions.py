@@ -1,8 +1,4 @@
-"""Log of completions: a parquet file for every logged step, a table on the console, tables for trackers.
-
-`CompletionLog` keeps the latest rows of the main process and publishes them when a step is logged. It takes finished
-columns. To add a tracker, add a function to `TRACKERS`.
-"""
+"""Log of completions: a parquet file for every logged step, a table on the console, tables for trackers."""
 
 import importlib
 import json
@@ -10,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from io import BytesIO
 from pathlib import Path
 from textwrap import dedent
@@ -40,7 +37,6 @@ FIXED_COLUMNS = (
 )
 """What Covey writes; a reward function or an extra of that name gets another column name."""
 
-
 MAX_REWARD_COLUMNS = 3
 """With more reward functions than this, their values share one column of the table on a console."""
 
@@ -53,47 +49,28 @@ INDENT = 2
 STYLES = {Kind.CALL: "cyan", Kind.RESULT: "dim", Kind.FAILURE: "red", Kind.GAP: "dim italic"}
 
 
+@dataclass(eq=False)
 class CompletionLog:
-    """The latest completions, published at every log.
+    """The latest completions, published at every log."""
 
-    Args:
-        output_dir, folder, name: files go to a subfolder; a slash in their name, as in hub ids, is written as a dash.
-        limit: maximum number of stored rows, usually those of one rollout batch; None stores all.
-        show: also print a table, and send one to trackers, when published.
-        num_to_print: maximum rows of the printed table; None prints all.
-        unique_prompts: one row per prompt in printed and sent tables.
-        report_to: names of trackers, as in `TrainingArguments.report_to`; those without tables are skipped.
-        sent_as: name of the table in trackers.
-        enabled: False makes a log that takes rows and does nothing with them (processes other than the first).
+    output_dir: str | Path
+    _: KW_ONLY
+    limit: int | None = None  # maximum number of stored rows, usually those of one rollout batch; None stores all
+    show: bool = False  # also print a table, and send one to trackers, when published
+    num_to_print: int | None = None  # maximum rows of the printed table; None prints all
+    unique_prompts: bool = False  # one row per prompt in printed and sent tables
+    report_to: Sequence[str] = ()  # names of trackers, as in `TrainingArguments`; those without tables are skipped
+    sent_as: str = "completions"  # name of the table in trackers
+    folder: Path = Path("completions")  # of the files, in the output folder
+    name: str = "completions"  # of the files; a slash, as in hub ids, is written as a dash
+    enabled: bool = True  # False: take rows and do nothing with them (processes other than the first)
+    reward_names: list[str] = field(default_factory=list, init=False)
 
-    Example:
-        >>> log = CompletionLog("out", limit=8)
-        >>> log.add(1, ["2+2="], ["4"], rewards={"right": [1.0]}, advantages=[0.0])
-        >>> log.rows[0]["right"]
-        1.0
-    """
-
-    def __init__(
-        self,
-        output_dir: str | Path,
-        *,
-        limit: int | None = None,
-        show: bool = False,
-        num_to_print: int | None = None,
-        unique_prompts: bool = False,
-        report_to: Sequence[str] = (),
-        sent_as: str = "completions",
-        folder: str = "completions",
-        name: str = "completions",
-        enabled: bool = True,
-    ):
-        self.folder = Path(output_dir) / folder
-        self.name = name.replace("/", "-").replace(os.sep, "-")
-        self.rows: deque[Row] = deque(maxlen=limit)
-        self.reward_names: list[str] = []
-        self.enabled, self._unpublished = enabled, False
-        self._show, self._num_to_print, self._unique_prompts = show, num_to_print, unique_prompts
-        self._report_to, self._sent_as = list(report_to), sent_as
+    def __post_init__(self) -> None:
+        self.folder = Path(self.output_dir, self.folder)
+        self.name = self.name.replace("/", "-").replace(os.sep, "-")
+        self.rows: deque[Row] = deque(maxlen=self.limit)
+        self._unpublished = False
 
     def add(
         self,
@@ -109,16 +86,10 @@ class CompletionLog:
         errors: Sequence[str | None] | None = None,
         images: Sequence[Sequence[bytes]] | None = None,
     ) -> None:
-        """Take rollouts that were sampled after so many optimizer steps.
+        """Take rollouts that were sampled after so many optimizer steps; a reward is None where its function abstained.
 
-        Args:
-            prompts, completions: texts or message lists. Where a completion has several turns or calls a tool, all of
-                them get the `CONVERSATION_COLUMNS` too.
-            rewards: a column for each reward function; None where it abstained.
-            extras: columns of the users' own.
-            counts: turns and calls of each, as its messages show by default.
-            errors, images: what failed outside of the policy, and PNG files of what a vision-language model was shown;
-                a column if any has one.
+        Prompts and completions are texts or message lists; where a completion has several turns or calls a tool, all
+        get the `CONVERSATION_COLUMNS` too, with `counts` as the messages show by default.
         """
         self.reward_names = [_free_name(name, "reward") for name in rewards]
         given: dict[str, Sequence[Any] | None] = {
@@ -153,18 +124,15 @@ class CompletionLog:
             return None
         self._unpublished = False
         path = self.write(step)
-        if self._show:
+        if self.show:
             import rich
 
-            rich.get_console().print(self.table(self._num_to_print, self._unique_prompts))
-            self.to_trackers(self._report_to, step)
+            rich.get_console().print(self.table(self.num_to_print, self.unique_prompts))
+            self.to_trackers(self.report_to, step)
         return path
 
     def write(self, step: int) -> Path:
-        """Write all stored rows to `{folder}/{name}_{step:05d}.parquet`; the file appears complete or not at all.
-
-        Values of a column whose types do not fit together are written as text.
-        """
+        """Write all stored rows to `{folder}/{name}_{step:05d}.parquet`; the file appears complete or not at all."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -187,7 +155,7 @@ class CompletionLog:
 
     def to_trackers(self, report_to: Sequence[str], step: int) -> None:
         """Send the rows as a table to every tracker of `report_to` that takes tables."""
-        rows = self._chosen(self._unique_prompts)
+        rows = self._chosen(self.unique_prompts)
         for name in report_to:
             if name in TRACKERS and rows:
                 headers = [column for column, _ in _columns_of(rows)]
@@ -197,7 +165,7 @@ class CompletionLog:
                     [picture(module, row.get(h)) if h == "images" else _cell(row.get(h)) for h in headers]
                     for row in rows
                 ]
-                TRACKERS[name](module, self._sent_as, headers, cells, step)
+                TRACKERS[name](module, self.sent_as, headers, cells, step)
 
     def _chosen(self, unique_prompts: bool) -> list[Row]:
         """Stored rows, or the last one of each prompt."""
@@ -319,7 +287,8 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
     from rich.table import Table
     from rich.text import Text
 
-    shown = _spread(rows, num)
+    num = len(rows) if num is None else min(num, len(rows))
+    shown = [rows[index * len(rows) // num] for index in range(num)]
     steps = sorted({row["step"] for row in shown})
     when = f", step {steps[0]}" if len(steps) == 1 else f", steps {steps[0]} to {steps[-1]}" if steps else ""
     count = f"{len(shown)} of {len(rows)} completions" if len(shown) < len(rows) else f"{len(rows)} completions"
@@ -329,7 +298,8 @@ def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: i
     separate = len(reward_names) <= MAX_REWARD_COLUMNS
     for name in reward_names if separate else ["rewards"]:
         wide = 9 if separate else 22
-        table.add_column(_header(name), justify="right" if separate else "left", width=wide, overflow="fold")
+        header = escape(name.removesuffix("_reward").replace("_", " "))  # wraps between its words
+        table.add_column(header, justify="right" if separate else "left", width=wide, overflow="fold")
     table.add_column("advantage", justify="right", width=9)
     for row in shown:
         values = [_number(row.get(name)) for name in reward_names]
@@ -375,19 +345,6 @@ def _styled(entry: Entry) -> Any:
         return Text(dedent(entry.text), style=STYLES[entry.kind])
     who, colon, what = entry.text.partition(":")
     return Text.assemble((who + colon, "bold"), what)
-
-
-def _spread(rows: list[Any], num: int | None) -> list[Any]:
-    if num is None or num >= len(rows):
-        return rows
-    return [rows[index * len(rows) // num] for index in range(num)]
-
-
-def _header(name: str) -> str:
-    """A reward function's name that wraps between its words."""
-    from rich.markup import escape
-
-    return escape(name.removesuffix("_reward").replace("_", " "))
 
 
 def _number(value: float | None, signed: bool = False) -> str:

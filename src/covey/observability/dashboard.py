@@ -1,8 +1,4 @@
-"""Progress of training: a live display on a terminal, one line per log elsewhere.
-
-`ProgressDisplay` is a `transformers.TrainerCallback` and replaces the stock progress bar and printer. It reads the
-logs; a missing metric is not shown. To show another metric, add it to `FIGURES`.
-"""
+"""Progress of training: a live display on a terminal, one line per log elsewhere."""
 
 import math
 import time
@@ -112,14 +108,7 @@ class Board:
 
 
 def readable(logs: dict[str, float]) -> Figures:
-    """Labels and formatted values of the metrics in `FIGURES` that are there and finite.
-
-    A loss or gradient norm that is not finite is shown, since it is an error rather than a missing value.
-
-    Example:
-        >>> readable({"reward": 0.5, "kl": float("nan"), "loss": float("nan"), "epoch": 1.0})
-        [('reward', '0.500'), ('loss', '+nan')]
-    """
+    """Labels and formatted values of the metrics in `FIGURES` that are there and finite, or `ALWAYS_SHOWN`."""
     return [
         (label, _without_minus_zero(form.format(logs[name])))
         for name, (label, form) in FIGURES.items()
@@ -139,12 +128,7 @@ def _drawn(figures: Figures) -> Text:
 
 
 def sparkline(values: list[float]) -> str:
-    """A character per value, its height relative to the smallest and the largest.
-
-    Example:
-        >>> sparkline([0.0, 0.5, 1.0])
-        '▁▅█'
-    """
+    """A character per value, its height relative to the smallest and the largest."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -157,12 +141,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None) -> Text:
-    """A bar divided like the time, with a legend; phases in order of time spent.
-
-    Example:
-        >>> phase_bar({"generate": 3.0, "reward": 1.0}, {"reward": 2.0}).plain.split("  ", 1)[1].strip()
-        '██████████████████████████████  ■ generate 75%  ■ reward 25% (+50% overlapped)'
-    """
+    """A bar divided like the time, with a legend; phases in order of time spent."""
     total = sum(phases.values())
     bar, legend, end = Text.assemble(("time   ", "dim")), Text(), 0.0
     for name, seconds in sorted(phases.items(), key=lambda item: -item[1]):
@@ -177,12 +156,7 @@ def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people.
-
-    Example:
-        >>> duration(3.2), duration(75), duration(7380)
-        ('3s', '1m15s', '2h03m')
-    """
+    """Seconds for people: 3s, 1m15s, 2h03m."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
@@ -190,13 +164,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressDisplay(TrainerCallback):
-    """Shows progress on the main process.
-
-    Args:
-        console: where to; standard output if None.
-        clock: seconds since some fixed moment.
-        plain: one line per log on a terminal too.
-    """
+    """Shows progress on the main process; `plain`: one line per log on a terminal too."""
 
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic, *, plain: bool = False
@@ -210,7 +178,6 @@ class ProgressDisplay(TrainerCallback):
         self._stop: Callable[[], Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the live display."""
         self._began = (state.global_step, self._clock())
         self._tokens = (0.0, self._clock()) if state.global_step == 0 else None
         self.board = Board(step=state.global_step, max_steps=state.max_steps)
@@ -222,7 +189,6 @@ class ProgressDisplay(TrainerCallback):
             self._stop = weakref.finalize(self, live.stop)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar."""
         self._move_to(state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -246,7 +212,6 @@ class ProgressDisplay(TrainerCallback):
                 self._say(f"{self._place()}  {_joined(self.board.figures())}{ending}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the last state of the display on the screen."""
         self._move_to(state)
         self.close()
 

@@ -1,8 +1,4 @@
-"""Diagnostics of runs that do not learn: findings in the logs, each reported once, with what to check.
-
-`advice` is a pure function of the logs; the callback `Advice` prints its findings while training, and the report lists
-them. To add one, add a row to `FINDINGS`.
-"""
+"""Diagnostics of runs that do not learn: findings in the logs, each reported once, with what to check."""
 
 import re
 import warnings
@@ -22,15 +18,9 @@ Log = dict[str, Any]
 
 
 def advice(log_history: list[Log], args: Any, ended: bool = False) -> dict[str, str]:
-    """Findings about the latest logs of training, by name.
+    """Findings about the latest logs of training (`Trainer.state.log_history`), by name.
 
-    Args:
-        log_history: as in `Trainer.state.log_history`.
-        args: the config.
-        ended: the run is over: where it has fewer than `STREAK` logs, all of them are enough.
-
-    Example:
-        `advice([{"step": 1, "reward": 0.0, "frac_reward_zero_std": 1.0}] * 5, args)` has a finding `equal_rewards`.
+    Where a run has `ended` with fewer than `STREAK` logs, all of them are enough.
     """
     logs = [entry for entry in log_history if "frac_reward_zero_std" in entry]
     needed = max(FEWEST, min(STREAK, len(logs))) if ended else STREAK
@@ -172,11 +162,9 @@ class Advice(TrainerCallback):
             )
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look at the logs, the newest included."""
         self._say(args, state, ended=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look again: a short run has few logs."""
         self._say(args, state, ended=True)
 
     def _say(self, args: Any, state: Any, ended: bool) -> None:
@@ -192,7 +180,6 @@ class LogEnds(TrainerCallback):
     """Logs the first and the last step too, whatever `logging_steps` is, so that no run is without a curve."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by the training loop."""
         last = control.should_training_stop or 0 < state.max_steps <= state.global_step
         if args.logging_strategy != "no" and (state.global_step == 1 or last):
             control.should_log = True

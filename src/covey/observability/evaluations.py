@@ -9,14 +9,7 @@ from typing import Any
 
 
 def evaluation_sets(log: Mapping[str, Any]) -> list[str]:
-    """Names of the evaluation sets in a log; "" is the set without a name.
-
-    Example:
-        >>> evaluation_sets({"eval_easy_runtime": 2.0, "eval_easy_reward": 1.0})
-        ['easy']
-        >>> evaluation_sets({"eval_loss": 0.0, "eval_reward": 1.0, "eval_my_reward": 2.0})
-        ['']
-    """
+    """Names of the evaluation sets in a log; "" is the set without a name."""
     if "eval_loss" in log or "eval_reward" in log:
         return [""]
     names = [key[5:-7] for key in log if key.startswith("eval_") and key.endswith("_reward")]
@@ -39,12 +32,7 @@ def metrics_of(name: str, log: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_interval(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Labels and texts of the shares (`pass@k`, `maj@k`) among the `metrics_of` a set, with their intervals.
-
-    Example:
-        >>> with_interval({"pass@1": 0.5, "pass@1_low": 0.25, "pass@1_high": 0.75, "loss": 0.1})
-        [('pass@1', '50.0% (25.0 to 75.0)')]
-    """
+    """Labels and texts of the shares (`pass@k`, `maj@k`) among the `metrics_of` a set, with their intervals."""
     return [
         (name, f"{value:.1%} ({100 * metrics[f'{name}_low']:.1f} to {100 * metrics[f'{name}_high']:.1f})")
         for name, value in metrics.items()

@@ -1,9 +1,5 @@
 """Metrics of a run: collected as statistics, merged over micro-batches and processes, divided once when logged.
 
-`MetricLog` is the store; `generation_stats` computes the metrics of a rollout batch. Metrics of the loss come
-from `covey.core.objective`. A further metric is one more name in the dictionary given to `MetricLog.add`. `PhaseTimer`
-adds up seconds by phase of a step; `Timeline` has the latest spans of phases, rollouts and reward functions.
-
 Letters: N rollouts of all processes, F reward functions, P prompts, G rollouts per prompt.
 """
 
@@ -12,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -39,19 +35,8 @@ _KINDS: dict[str, type] = {kind.reduction: kind for kind in (Mean, Min, Max, Sum
 class MetricLog:
     """Statistics by mode ("train", "eval"), reduced over processes when drained.
 
-    Args:
-        gather: called with this process's object, returns one such object per process in the order of ranks; it must be
-            called by all processes together. None for a single process.
-
-    Example:
-        >>> log = MetricLog()
-        >>> log.add({"reward": Mean.of([1.0, 0.0])})
-        >>> log.add({"reward": Mean.of([1.0])})
-        >>> log.set("num_tokens", 96)
-        >>> log.drain("train")
-        {'reward': 0.6666666666666666, 'num_tokens': 96}
-        >>> log.drain("train")
-        {'num_tokens': 96}
+    `gather` takes this process's object and returns one of each process in the order of ranks; all processes call it
+    together. None: a single process.
     """
 
     def __init__(self, gather: Callable[[Any], list[Any]] | None = None):
@@ -64,17 +49,11 @@ class MetricLog:
         merge_all(self._stats.setdefault(mode, {}), stats)
 
     def set(self, name: str, value: float, mode: str = "train") -> None:
-        """Assign a value that is logged as it is (a running total, say) until it is set again.
-
-        All processes are expected to assign the same value; the first process's is logged.
-        """
+        """Assign a value that is logged as it is until it is set again (a total, say), the same on all processes."""
         self._assigned.setdefault(mode, {})[name] = value
 
     def drain(self, mode: str, prefix: str = "") -> dict[str, float]:
-        """End a window: the values of all processes by name, without NaN, except for `ZERO_WHEN_EMPTY`.
-
-        Collective: every process must call it, but not every process needs to hold the same names.
-        """
+        """End a window, on all processes together: values by name, without NaN, except for `ZERO_WHEN_EMPTY`."""
         merged: dict[str, Stat] = {}
         assigned: dict[str, float] = {}
         for stats, values in self._gather((self._stats.pop(mode, {}), self._assigned.get(mode, {}))):
@@ -113,24 +92,10 @@ def generation_stats(
     names: Sequence[str],
     num_generations: int,
 ) -> dict[str, Stat]:
-    """Metrics of a rollout batch.
+    """Metrics of a rollout batch; arguments describe the rollouts of all processes, those of a group consecutive.
 
-    The arguments describe the rollouts of all processes. Every process may add the result to its own log: merging them
-    gives the same values as one process.
-
-    Args:
-        lengths, truncated: sampled tokens of each rollout, and true for those that were cut off.
-        rewards_NF: [N, F] unweighted rewards, NaN where a function abstained.
-        weights_F, names: [F] of the reward functions.
-        num_generations: G; rollouts of a group are consecutive, and G divides N.
-
-    Example:
-        >>> stats = generation_stats(
-        ...     lengths=[3, 5], truncated=[False, True], rewards_NF=torch.tensor([[1.0], [0.0]]),
-        ...     weights_F=torch.ones(1), names=["right"], num_generations=2,
-        ... )
-        >>> stats["completions/mean_length"].value(), stats["reward"].value(), stats["frac_reward_zero_std"].value()
-        (4.0, 0.5, 0.0)
+    Rewards are [N, F] and unweighted, NaN where a function abstained. Every process may add the result to its own log:
+    merging them gives the same values as one process.
     """
     rewards_NF = rewards_NF.double()
     total_N = weighted_total(rewards_NF, weights_F.double())
@@ -162,25 +127,20 @@ def _deviation(values_N: Tensor) -> float:
     return math.nan if bool(torch.isnan(values_N).all()) else nanstd(values_N, dim=0).item()
 
 
+@dataclass
 class PhaseTimer:
-    """Sums of the wall-clock seconds spent in named phases. A phase inside another pauses the outer one.
+    """Sums of wall-clock seconds in named phases of one thread; a phase inside another pauses the outer one.
 
-    Work on a GPU is counted where the host waits for it. For use by one thread. `notice` is called with the name of
-    each phase that begins or continues, `span` with name, begin and end of every interval that is charged to a phase.
+    Work on a GPU is counted where the host waits for it. `notice` is called with each phase that begins or continues,
+    `span` with name, begin and end of every interval that is charged to a phase.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        notice: Callable[[str], None] = lambda name: None,
-        span: Callable[[str, float, float], None] = lambda name, begin, end: None,
-    ):
-        self._clock = clock
-        self._notice = notice
-        self._span = span
-        self._seconds: dict[str, float] = {}
-        self.open: list[str] = []  # phases, the innermost last
-        self._since = 0.0
+    clock: Callable[[], float] = time.perf_counter
+    notice: Callable[[str], None] = lambda name: None
+    span: Callable[[str, float, float], None] = lambda name, begin, end: None
+    open: list[str] = field(default_factory=list, init=False)  # phases, the innermost last
+    _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _since: float = field(default=0.0, init=False)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -188,13 +148,13 @@ class PhaseTimer:
         self._settle()
         self.open.append(name)
         try:
-            self._notice(name)
+            self.notice(name)
             yield
         finally:
             self._settle()
             self.open.pop()
         if self.open:  # not after an exception: the last notice then names the phase that failed
-            self._notice(self.open[-1])
+            self.notice(self.open[-1])
 
     def drain(self) -> dict[str, float]:
         """Seconds by phase since the last call; an open phase is counted up to now."""
@@ -204,26 +164,16 @@ class PhaseTimer:
 
     def _settle(self) -> None:
         """Charge the time since the last change to the innermost open phase."""
-        now = self._clock()
+        now = self.clock()
         if self.open:
             name = self.open[-1]
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
-            self._span(name, self._since, now)
+            self.span(name, self._since, now)
         self._since = now
 
 
 class Timeline:
-    """Spans by lane and name, and the times at which rollout batches began.
-
-    Example:
-        >>> timeline = Timeline()
-        >>> timeline.begin(0.0)
-        >>> timeline.add("trainer", "generate", [(0.0, 2.0)])
-        >>> timeline.add("trainer", "train", [(2.0, 3.0)])
-        >>> timeline.begin(3.0)
-        >>> timeline.window(), timeline.spans("trainer")
-        ((0.0, 3.0), [('generate', (0.0, 2.0)), ('train', (2.0, 3.0))])
-    """
+    """Spans by lane and name, and the times at which rollout batches began."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, deque[tuple[str, Span]]] = {}
@@ -275,12 +225,7 @@ class Timeline:
 
 
 def covered(spans: Iterable[Span], until: float = float("inf")) -> float:
-    """Seconds before `until` that lie in at least one span.
-
-    Example:
-        >>> covered([(0.0, 2.0), (1.0, 3.0), (5.0, 9.0)], until=6.0)
-        4.0
-    """
+    """Seconds before `until` that lie in at least one span."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         begin, end = max(begin, reached), min(end, until)

@@ -1,8 +1,4 @@
-"""Curves of a run as one picture: small multiples over optimizer steps.
-
-Reads the list of logs that `Trainer.state.log_history` holds. A panel whose metrics were not logged is left out; to add
-one, add a row to `PANELS`. Needs no screen and does not change matplotlib's global state.
-"""
+"""Curves of a run as one picture: small multiples over optimizer steps. Needs no screen."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,7 +13,6 @@ Series = tuple[list[float], list[float]]
 
 INK, FAINT, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 COLOURS = ["#2563eb", "#e07a1f", "#15936b", "#9b4dca", "#c2344b", "#5b6b7d", "#8a6d1f"]
-
 
 COLUMNS = 2
 """Plots side by side: readable where the picture is as wide as a page."""
@@ -77,9 +72,7 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
     Raises:
         ValueError: the logs hold nothing that could be drawn.
     """
-    reward, *others = PANELS
-    panels = [_with_evaluations(reward, log_history), *others, *_reward_panels(log_history)]
-    panels = [panel for panel in panels if any(series(log_history, name)[1] for name in panel.curves)]
+    panels = [panel for panel in _panels(log_history) if any(series(log_history, name)[1] for name in panel.curves)]
     timed = [entry for entry in log_history if any(key.startswith("phase/") for key in entry)]
     count = len(panels) + bool(timed)
     if not count:
@@ -135,12 +128,7 @@ def series(log_history: list[dict[str, Any]], name: str) -> Series:
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """Mean over `window` values (an odd number) around each; the window is narrower, but centred, near the ends.
-
-    Example:
-        >>> smooth([0.0, 3.0, 6.0, 0.0], 3)
-        [0.0, 3.0, 3.0, 0.0]
-    """
+    """Mean over `window` values (an odd number) around each; the window is narrower, but centred, near the ends."""
     smoothed = []
     for index in range(len(values)):
         reach = min(window // 2, index, len(values) - 1 - index)
@@ -149,17 +137,14 @@ def smooth(values: list[float], window: int) -> list[float]:
     return smoothed
 
 
-def _with_evaluations(panel: Panel, log_history: list[dict[str, Any]]) -> Panel:
-    """The reward's panel with a curve for each evaluation set."""
-    curves = {f"{prefix(name)}reward": f"evaluation {name}".rstrip() for name in all_sets(log_history)}
-    return replace(panel, curves={**panel.curves, **curves})
-
-
-def _reward_panels(log_history: list[dict[str, Any]]) -> list[Panel]:
-    """A panel of the functions' own rewards where there are several."""
+def _panels(log_history: list[dict[str, Any]]) -> list[Panel]:
+    """`PANELS` with a curve for each evaluation set, and one of the functions' own rewards where there are several."""
+    reward, *others = PANELS
+    sets = {f"{prefix(name)}reward": f"evaluation {name}".rstrip() for name in all_sets(log_history)}
     names = dict.fromkeys(key for entry in log_history for key in entry)
-    curves = {name: name.split("/")[1] for name in names if name.startswith("rewards/") and name.endswith("/mean")}
-    return [Panel("Rewards by function", curves)] if len(curves) > 1 else []
+    own = {name: name.split("/")[1] for name in names if name.startswith("rewards/") and name.endswith("/mean")}
+    several = [Panel("Rewards by function", own)] if len(own) > 1 else []
+    return [replace(reward, curves={**reward.curves, **sets}), *others, *several]
 
 
 def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:

@@ -1,8 +1,4 @@
-"""A run as one HTML page: key figures, curves, completions before and after, metrics with their meanings, settings.
-
-The page stands alone (styles inline, pictures embedded), follows the reader's light or dark setting and contains no
-script; every text from a run is escaped. A further section is one more function in `write_report`'s list.
-"""
+"""A run as one HTML page that stands alone, without scripts; every text from a run is escaped."""
 
 import base64
 import html
@@ -20,7 +16,6 @@ from covey.observability.plots import series
 
 MAX_PROMPT, MAX_COMPLETION = 1200, 3000
 """Characters shown of a prompt and of a completion."""
-
 
 HEADINGS = {"timeline": "The latest rollout batch over time"}
 """Above a figure, by its file's name; above any other stands Curves."""
@@ -51,13 +46,8 @@ def write_report(
 ) -> Path:
     """Write the page; its folder is created.
 
-    Args:
-        config: settings to list.
-        log_history: as in `Trainer.state.log_history`.
-        figures: PNG files to embed.
-        before, after: samples, shown side by side in pairs.
-        summary: key figures by label; floats are rounded.
-        advice: sentences to show above all else.
+    `figures` are PNG files to embed, samples `before` and `after` stand side by side in pairs, `summary` has key
+    figures by label, and sentences of `advice` stand above all else.
     """
     sections = [
         "".join(f'<p class="advice">{_text(sentence)}</p>\n' for sentence in advice),

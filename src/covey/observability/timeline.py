@@ -8,16 +8,7 @@ from covey.observability.plots import COLOURS, FAINT, INK, new_figure, save, str
 
 
 def plot_timeline(timeline: Timeline, path: str | Path, title: str = "The latest rollout batch") -> Path | None:
-    """Write a PNG of the latest rollout batch: lanes from top to bottom, seconds from left to right.
-
-    Args:
-        timeline: spans to draw.
-        path: of the PNG; its folder is created.
-        title: above the lanes.
-
-    Returns:
-        The path, or None if nothing has been timed yet.
-    """
+    """Write a PNG of the latest rollout batch, lanes over seconds; None if nothing has been timed yet."""
     window = timeline.window()
     rewards = [lane for lane in timeline.lanes() if lane not in (TRAINER, ROLLOUTS) and timeline.spans(lane)]
     if window is None or not timeline.spans(TRAINER):

@@ -57,12 +57,7 @@ class ShardCounts:
 
     @classmethod
     def of(cls, name: str, processes: int) -> "ShardCounts":
-        """Counts of an accelerate config that comes with Covey.
-
-        Example:
-            >>> ShardCounts.of("zero1", 8)
-            ShardCounts(name='zero1', processes=8, weights=1, gradients=1, optimizer=8)
-        """
+        """Counts of an accelerate config that comes with Covey."""
         if name not in SHARDED:
             raise ValueError(f"sharding {name!r} is not known; it is one of {', '.join(SHARDED)}.")
         return cls(name, processes, *(processes if sharded else 1 for sharded in SHARDED[name]))
@@ -278,10 +273,7 @@ def _vocabulary_gradients(
 def tokens_of_passes(
     args: Any, prompt: int, completion: int, device: str, padded: bool = False, room: int = 0
 ) -> tuple[int, int]:
-    """Tokens of the largest micro-batch, and micro-batches of an optimizer step, in one process.
-
-    Groups stay whole if they fit; a layout that shares prompts counts each once. Images are `padded`, without sharing.
-    """
+    """Tokens of the largest micro-batch, and micro-batches of a step; images are `padded`, without sharing."""
     group, sequence = args.num_generations, prompt + completion
     shares_prompts = args.attn_layout in ("auto", "shared_prefix") and not padded
     whole = prompt + group * completion if shares_prompts else sequence
@@ -376,11 +368,7 @@ def encoder_bytes(
 
 
 def optimizer_states(optim: str) -> float:
-    """Numbers per trainable parameter in an optimizer's state, in units of the parameter's own size (float32).
-
-    Adam has two, in 8-bit form two quarters; Lion and RMSprop one; plain SGD none; Adafactor next to none. Unknown
-    optimizers count like Adam.
-    """
+    """Numbers per trainable parameter in an optimizer's state; unknown optimizers count like Adam."""
     name = optim.lower().rsplit(".", 1)[-1]
     if name.startswith(("sgd", "adafactor")):
         return 0.0

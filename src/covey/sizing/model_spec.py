@@ -1,8 +1,4 @@
-"""Numbers of a model from its config alone: parameters, widths, and inputs that backward passes need.
-
-The model is built on PyTorch's meta device, which holds shapes but no numbers, with its adapter, its frozen parts and
-the weights that would be quantised. The memory of a run is estimated from them in `covey.sizing.memory`.
-"""
+"""Numbers of a model from its config alone, built on the meta device: parameters, widths, inputs of backward passes."""
 
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple

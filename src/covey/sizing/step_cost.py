@@ -83,11 +83,8 @@ def step_costs(
     forward = int(groups * forward_flops(size, prompt_tokens, group))
     recomputed = forward - int(groups * 2 * size.head * (1 + sum(tokens - 1 for tokens in group)))
     scorings = bool(args.beta) + (not algebra.on_policy or (args.method == "rloo" and bool(args.beta)))
-    received, passes, fresh = (
-        received_by(spread, memory, unit_parameters(config)),
-        memory.passes,
-        1 / algebra.num_iterations,
-    )
+    received = received_by(spread, memory, unit_parameters(config))
+    passes, fresh = memory.passes, 1 / algebra.num_iterations
     whole_weights = memory.trainable * memory.stored_bytes if spread.optimizer > 1 and spread.weights == 1 else 0
     return StepCosts(
         sampled_tokens=int(algebra.completions_per_update * length * fresh),

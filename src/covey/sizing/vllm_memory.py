@@ -1,8 +1,4 @@
-"""Memory of vLLM in the trainer's process: the arithmetic behind `vllm_gpu_memory_utilization="auto"`.
-
-It starts from the estimate that `covey explain` prints (`covey.sizing.memory`), so that a run and its explanation
-agree. vLLM's share includes its copy of the weights, its working memory and its key-value cache.
-"""
+"""Memory of vLLM in the trainer's process: the arithmetic behind `vllm_gpu_memory_utilization="auto"`."""
 
 import math
 from dataclasses import dataclass
@@ -143,8 +139,5 @@ def _advice(memory: MemoryEstimate, args: Any) -> str:
 
 
 def cpu_cache_bytes(engine: EngineMemory, free: int) -> int:
-    """Bytes of vLLM's cache on a CPU: for all completions at once, within `CPU_SHARE` of the free memory.
-
-    At least enough for one completion, without which vLLM does not start.
-    """
+    """Bytes of vLLM's cache on a CPU: for all completions within `CPU_SHARE`, at least for one, which it needs."""
     return max(min(engine.cache, int(free * CPU_SHARE)), engine.smallest_cache, 64 * 1024**2)

@@ -1,8 +1,4 @@
-"""`covey explain`: the meaning of a config in plain English, before any of it is computed.
-
-No model is loaded, only its config. A new paragraph goes into a section of `covey.cli.explain.sections`, a new table
-into `covey.cli.explain.figures`.
-"""
+"""`covey explain`: the meaning of a config in plain English, before any of it is computed; no model is loaded."""
 
 import argparse
 import re
@@ -139,10 +135,7 @@ def evaluation(run: ExplainedRun) -> list[str]:
 
 
 def take_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the flags that are no settings of a run, and return the other arguments.
-
-    The result has a `cluster`, with the machine of `--gpu`; None: each process has all of the model.
-    """
+    """Parse the flags that are no settings of a run, with the `cluster` they make, and return the other arguments."""
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world_size", "--world-size", "--num_processes", "--num-processes", type=_whole(1))
     parser.add_argument("--prompt_tokens", "--prompt-tokens", type=_whole(1), default=ASSUMED_PROMPT_TOKENS)

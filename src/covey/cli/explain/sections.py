@@ -1,8 +1,4 @@
-"""Prose of `covey explain`: sections as generators of paragraphs.
-
-Statements about formulas hold for `covey.core` and `covey.algorithms`; change them together. For tables see
-`covey.cli.explain.figures`.
-"""
+"""Prose of `covey explain`: sections as generators of paragraphs. Change them together with the formulas they state."""
 
 import math
 from collections.abc import Iterator

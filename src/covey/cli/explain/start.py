@@ -1,7 +1,4 @@
-"""Findings about the start of a run: its data, rewards and tools, as far as they can be checked offline.
-
-Local data is loaded and counted; ids of the hub are listed as not checked. Models are not loaded.
-"""
+"""Findings about the start of a run: its data, rewards and tools, as far as they can be checked offline."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

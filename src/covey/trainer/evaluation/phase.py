@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class EvaluationPhase:
             args.output_dir or ".",
             unique_prompts=args.log_unique_prompts,
             sent_as=next(iter(rewrite_logs({f"{prefix}_completions": 0.0}))),
-            folder="evaluations",
+            folder=Path("evaluations"),
             name=prefix,
             enabled=context.collectives.rank == 0,
         )
