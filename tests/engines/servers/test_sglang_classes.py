@@ -16,8 +16,8 @@ from covey.core.records import Media
 from covey.engines.servers.completions import sent_ids, sent_images
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.sglang import payload
 from covey.engines.servers.sglang.api import SglangApi
+from covey.engines.servers.sglang.weights import by_name, inline, own_copies, shared_buffer
 from covey.engines.servers.weights.buckets import Packer
 from covey.policy.weights import weight_update
 from tests.support import tiny, tiny_vision
@@ -155,15 +155,15 @@ def test_sglang_finds_the_tensors_of_a_bucket_where_they_are(real, dtypes):
 
 def test_sglangs_unpickler_rebuilds_what_is_sent(real):
     """Numbers inside the text, and in shared memory; as lists for weights, as a dict for adapters."""
-    flat = payload.shared_buffer(64)
+    flat = shared_buffer(64)
     flat.view(torch.float32).copy_(torch.arange(16.0))
     views = [("a", flat[:32].view(torch.float32).view(2, 4)), ("b", flat[32:].view(torch.bfloat16))]
-    for text in (payload.inline(payload.own_copies(views)), payload.by_name(views)):
+    for text in (inline(own_copies(views)), by_name(views)):
         rebuilt = real.serializer.deserialize(base64.b64decode(text))
         assert [name for name, _ in rebuilt] == ["a", "b"]
         assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(rebuilt, views, strict=True))
-    copies = dict(payload.own_copies(views))
-    adapter = real.serializer.deserialize(base64.b64decode(payload.inline(copies)))
+    copies = dict(own_copies(views))
+    adapter = real.serializer.deserialize(base64.b64decode(inline(copies)))
     assert torch.equal(adapter["a"], copies["a"])
 
 

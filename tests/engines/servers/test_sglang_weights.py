@@ -15,7 +15,7 @@ from covey.engines.servers import server_pool as fleet_module
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.errors import DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.sglang import payload
+from covey.engines.servers.sglang import weights as sglang_weights
 from covey.engines.servers.sglang.api import SglangApi
 from covey.policy.weights import weight_update
 from tests.support import tiny
@@ -122,7 +122,7 @@ def test_half_precision_arrives_as_such(running, engines, way):
 
 def test_numbers_inside_of_requests_arrive_too(running, engines, monkeypatch):
     """As for a server on another machine, or where there is no shared memory."""
-    monkeypatch.setattr(payload, "shared_memory_left", lambda: 0)
+    monkeypatch.setattr(sglang_weights, "shared_memory_left", lambda: 0)
     policy = tiny.model(seed=4)
     engine = engines(sglang_sender("tensor", bucket_bytes=20_000), running)
     engine.load_weights(update(policy, 1))
@@ -367,4 +367,4 @@ def test_unknown_ways_are_refused():
 
 
 def test_shared_memory_is_measured():
-    assert payload.shared_memory_left() > 0 or not os.path.isdir("/dev/shm")
+    assert sglang_weights.shared_memory_left() > 0 or not os.path.isdir("/dev/shm")

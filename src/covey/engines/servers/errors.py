@@ -5,13 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 
 class ServerError(RuntimeError):
-    """A server failed at a request.
-
-    Attributes:
-        url: of the server.
-        doing: the request as an infinitive: "generate", "send weights of version 3".
-        message: the server's error text, or a description of the failure.
-    """
+    """The server at `url` failed at a request: `doing` as an infinitive ("generate"), `message` the server's text."""
 
     hint = "Look at the server's log."
 

@@ -64,9 +64,7 @@ class ServerPool:
     def up(self) -> list[PoolMember]:
         return [member for member in self.members if member.up]
 
-    async def run(
-        self, call: Callable[[PoolMember], Coroutine[Any, Any, T]], load: int = 1, doing: str = "generate"
-    ) -> T:
+    async def run(self, call: Callable[[PoolMember], Coroutine[Any, Any, T]], load: int = 1) -> T:
         """Send a request to one server; to another one, or the same later, if it fails in a way that may pass.
 
         `call` may be started again from scratch; `load` is its number of completions. Raises a `ServerRefused`, the
@@ -78,7 +76,7 @@ class ServerPool:
         strikes = late = lost = 0
         since: float | None = None
         while True:
-            member = await self._select(load, failed, doing)
+            member = await self._select(load, failed)
             task = asyncio.get_running_loop().create_task(call(member))
             member.calls.add(task)
             member.load += load
@@ -112,7 +110,7 @@ class ServerPool:
                 member.load -= load
                 self._notify()
 
-    async def _select(self, load: int, failed: set[PoolMember], doing: str) -> PoolMember:
+    async def _select(self, load: int, failed: set[PoolMember]) -> PoolMember:
         """The least loaded member with room, preferably none that failed at this request."""
         empty_since: float | None = None
         while True:
@@ -127,7 +125,7 @@ class ServerPool:
                 empty_since = empty_since or time.monotonic()
                 patience = empty_since + self.timeout - time.monotonic()
                 if patience <= 0:
-                    raise self.none_left(doing, self.timeout)
+                    raise self.none_left("generate", self.timeout)
             await self._wait(patience)
 
     def none_left(self, doing: str, waited: float) -> NoServerLeft:

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +122,11 @@ class VllmColocateEngine:
         settings = self._settings(request)
         loop = asyncio.get_running_loop()
         waiting = []
-        prompt, expanded = prompt_of(request), request.prompt_ids if request.media else None
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        if request.media:  # vLLM expands the single token of each image with its own processor
+            ids = unexpanded(request.prompt_ids, request.media)
+            prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": images_of(request.media)}}
+        expanded = request.prompt_ids if request.media else None
         for seed in request.seeds:
             name = f"covey-{next(self._names)}"
             self._new.append((name, prompt, {**settings, "seed": seed % (1 << 63)}))
@@ -300,17 +304,14 @@ class VllmColocateEngine:
                 yield spec.name, tensor
 
         try:
-            self._reload(tensors())
+            # vLLM repacks linear weights for its kernels layer by layer, so they cannot be copied over.
+            with torch.no_grad():
+                self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors()})
+                self._vllm.apply_model(repack_heads)
         except Exception as error:
             with contextlib.suppress(Exception):
                 self._vllm.collective_rpc(_end_reload)
             raise RuntimeError(f"vLLM did not take weights of version {update.version} at {at}: {error}") from error
-
-    def _reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # vLLM repacks linear weights for its kernels layer by layer, so they cannot be copied over.
-        with torch.no_grad():
-            self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
-            self._vllm.apply_model(repack_heads)
 
     def _load_adapter(self, update: WeightUpdate) -> None:
         """Load an adapter from files, under a new name for each version; its base first, if vLLM does not have it."""
@@ -385,14 +386,6 @@ def _end_reload(worker: Any) -> None:
 
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_config)
-
-
-def prompt_of(request: SampleRequest) -> dict[str, Any]:
-    """Prompt for `vllm.LLMEngine.add_request`; vLLM expands the single token of each image with its own processor."""
-    if not request.media:
-        return {"prompt_token_ids": request.prompt_ids}
-    ids = unexpanded(request.prompt_ids, request.media)
-    return {"prompt_token_ids": ids, "multi_modal_data": {"image": images_of(request.media)}}
 
 
 def expansion_error(ours: Sequence[int], theirs: Sequence[int]) -> RuntimeError | None:

@@ -128,9 +128,9 @@ class SglangApi:
         if request.media:
             body["image_data"] = [sent_images(request)] * request.n
         answer = await server.call("POST", "/generate", "generate", deadline, body)
-        if request.media and isinstance(answer, list) and answer:
-            check_expanded(server.url, request, prompt_tokens_of(answer[0]))
         chunks = completions_of(server, answer, request.n, "generate")
+        if request.media:
+            check_expanded(server.url, request, answer[0]["meta_info"].get("prompt_tokens"))
         if any(name in request.params.extra for name in STOPS):
             return chunks
         # The server adds the end tokens of the model's own files to `ends`; ignoring those would ignore `ends` too.
@@ -203,12 +203,6 @@ def completions_of(server: ServerClient, answer: Any, n: int, doing: str) -> lis
         return [chunk_of(item) for item in answer]
     except ValueError as error:
         raise BadAnswer(server.url, doing, str(error)) from error
-
-
-def prompt_tokens_of(answer: Any) -> Any:
-    """Length of the prompt that `/generate` reports, or None."""
-    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
-    return meta.get("prompt_tokens") if isinstance(meta, Mapping) else None
 
 
 def chunk_of(answer: Any) -> SampledChunk:

@@ -5,10 +5,14 @@
 - `disk`: safetensors in a folder that trainer and server both see, and the only method for data-parallel replicas.
 """
 
+import base64
 import hashlib
+import io
+import os
+import pickle
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -18,11 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import reductions
+from torch.storage import TypedStorage
 
 from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import ServerError, ServerRefused, advised
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.sglang import payload
 from covey.engines.servers.sglang.api import model_info, read_version, server_info, write_version
 from covey.engines.servers.weights.api import (
     BucketTransfer,
@@ -41,6 +46,7 @@ from covey.engines.servers.weights.channels import nccl_that_raises, open_store
 
 INLINE_BYTES = 32 * 2**20  # bound of the numbers in one HTTP request; as text they are a third larger
 CLEANUP_SECONDS = 5.0  # for a server to close what a failed update left open
+SHARED_MEMORY = "/dev/shm"  # shared memory on Linux; containers often get 64 MB of it
 AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
 
 
@@ -88,9 +94,9 @@ class SglangWeightApi(WeightApi):
         if method == "adapter":
             return Packer(update, bucket_bytes, cpu)
         largest = max(bucket_bytes, *(spec.nbytes for spec in update.specs))
-        room = payload.shared_memory_left() > 3 * min(largest, update.nbytes)  # two buckets, and others need some
+        room = shared_memory_left() > 3 * min(largest, update.nbytes)  # two buckets, and others need some
         if room and all(endpoint.same_machine for endpoint in endpoints):
-            return Packer(update, bucket_bytes, cpu, allocate=payload.shared_buffer)
+            return Packer(update, bucket_bytes, cpu, allocate=shared_buffer)
         return Packer(update, min(bucket_bytes, INLINE_BYTES), cpu)
 
     async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
@@ -143,7 +149,7 @@ class SglangWeightApi(WeightApi):
         if channel is None:
             tensors = list(bucket.tensors().items())
             body["serialized_named_tensors"] = await in_thread(
-                lambda: payload.encode(tensors, endpoint.processes, shared=bucket.data.is_shared())
+                lambda: encode(tensors, endpoint.processes, shared=bucket.data.is_shared())
             )
             await server.ask("/update_weights_from_tensor", doing, until.left(server), body)
             return
@@ -181,12 +187,12 @@ class SglangWeightApi(WeightApi):
 
     def encode_adapter(self, bucket: Bucket) -> tuple[str, dict[str, str]]:
         """Text of all tensors, and their checksums by name."""
-        tensors = dict(payload.own_copies(bucket.tensors().items()))
+        tensors = dict(own_copies(bucket.tensors().items()))
         checksums = {
             name: hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
             for name, tensor in tensors.items()
         }
-        return payload.inline(tensors), checksums
+        return inline(tensors), checksums
 
     async def load_adapter(
         self,
@@ -276,3 +282,70 @@ class SglangGroup:
             with suppress(Exception):
                 dist.destroy_process_group(group)
         self._store = None
+
+
+def encode(named: list[tuple[str, Tensor]], copies: int, *, shared: bool) -> list[str]:
+    """One text for each of `copies` processes: a pickle as base64, of functions of torch alone, or the server refuses.
+
+    It holds the numbers, or their address in this machine's shared memory; each process opens a text of its own.
+    """
+    if shared:
+        return [by_name(named) for _ in range(copies)]
+    return [inline(own_copies(named))] * copies
+
+
+def inline(tensors: Any) -> str:
+    return base64.b64encode(pickle.dumps(tensors)).decode()
+
+
+def own_copies(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Copies without shared storage, of which `inline` would write the whole for each tensor."""
+    return [(name, tensor.detach().cpu().clone()) for name, tensor in named]
+
+
+def shared_buffer(nbytes: int) -> Tensor:
+    """A flat uint8 buffer that another process of this machine can open by name."""
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    buffer.untyped_storage()._share_filename_cpu_()
+    return buffer
+
+
+def by_name(named: list[tuple[str, Tensor]]) -> str:
+    """Addresses of views of shared buffers, which must last until the one process that opens them has answered."""
+    text = io.BytesIO()
+    _ByName(text).dump(named)
+    return base64.b64encode(text.getvalue()).decode()
+
+
+def shared_memory_left() -> int:
+    """Bytes that can still be shared. The system kills a process that writes beyond them."""
+    try:
+        room = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0
+    return room.f_bavail * room.f_frsize
+
+
+class _ByName(pickle.Pickler):
+    """Pickler of a storage's address; torch's own passes file descriptors, which only parent and child can do."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.UntypedStorage):
+            where = obj._share_filename_cpu_()
+            obj._shared_incref()  # the receiver takes one away
+            return reductions.rebuild_storage_filename, (type(obj), *where)
+        if isinstance(obj, TypedStorage):
+            return reductions.rebuild_typed_storage, (self._once(obj._untyped_storage), obj.dtype)
+        if isinstance(obj, Tensor):
+            layout = (obj.storage_offset(), obj.size(), obj.stride(), False)
+            storage = TypedStorage(wrap_storage=self._once(obj.untyped_storage()), dtype=obj.dtype, _internal=True)
+            return reductions.rebuild_tensor, (Tensor, storage, layout)
+        return NotImplemented
+
+    def _once(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Same object for the same memory, so that it is written, and opened, once."""
+        return self._storages.setdefault(storage.data_ptr(), storage)

@@ -39,7 +39,17 @@ class Group:
         self._backend = backend
         own = dist.PrefixStore(name, store)
         _gather_members(own, rank, world_size, seconds)
-        self._group = _process_group(backend, own, rank, world_size, address, timedelta(seconds=seconds))
+        timeout = timedelta(seconds=seconds)
+        if backend == "gloo":
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices, options._timeout = [gloo.create_device(hostname=address)], timeout
+            self._group: Any = gloo(own, rank, world_size, options)
+            return
+        with nccl_that_raises():
+            nccl_options = dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(own, rank, world_size, nccl_options)
 
     def note(self, data: Tensor) -> dict[str, Any]:
         return {}
@@ -82,19 +92,6 @@ def _gather_members(store: Any, rank: int, world_size: int, seconds: float) -> N
             if time.monotonic() >= until:
                 raise RuntimeError(f"timed out: member {other} of {world_size} did not join within {seconds:g} seconds")
             time.sleep(0.005)
-
-
-def _process_group(backend: str, store: Any, rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
-    if backend == "gloo":
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=address)]
-        options._timeout = timeout
-        return gloo(store, rank, world_size, options)
-    with nccl_that_raises():
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world_size, nccl_options)
 
 
 @contextmanager

@@ -77,10 +77,9 @@ def write_folder(update: WeightUpdate, folder: Path, bucket_bytes: int) -> None:
         count = len(packer.plan)
         index: dict[str, str] = {}
         sums: dict[str, int] = {}
-        number = 0
-        while (bucket := packer.next()) is not None:
-            number += 1
-            file = "adapter_model.safetensors" if update.adapter is not None else _shard(number, count)
+        for number, bucket in enumerate(iter(packer.next, None), 1):
+            file = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            file = "adapter_model.safetensors" if update.adapter is not None else file
             tensors = bucket.tensors()
             save_file(tensors, staging / file, metadata={"format": "pt"})
             index |= dict.fromkeys(tensors, file)
@@ -126,7 +125,3 @@ def _tensors(folder: Path, manifest: dict[str, Any]) -> Iterator[tuple[str, Tens
                 raise ValueError(f"{file} holds other tensors than its manifest lists: {sorted(found ^ names)[:5]}")
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 yield name, opened.get_tensor(name)
-
-
-def _shard(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
