@@ -34,7 +34,7 @@ GLOSSARY = {
 }
 """Private word -> the field's."""
 
-MOST_MODULES = 20
+MOST_MODULES = 15
 """Modules at one level of a folder, `__init__.py` aside."""
 
 

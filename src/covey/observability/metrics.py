@@ -127,7 +127,7 @@ def _deviation(values_N: Tensor) -> float:
     return math.nan if bool(torch.isnan(values_N).all()) else nanstd(values_N, dim=0).item()
 
 
-@dataclass
+@dataclass(eq=False)
 class PhaseTimer:
     """Sums of wall-clock seconds in named phases of one thread; a phase inside another pauses the outer one.
 

@@ -130,8 +130,9 @@ def test_what_a_checkpoint_cannot_hold_is_sampled_again(tmp_path):
 
 
 @pytest.mark.parametrize("player", ["one rollout", "a group"])
-def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player):
+def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player, monkeypatch):
     """The engine has them all before it gets newer weights, though functions run on another thread, and slowly."""
+    monkeypatch.setattr(SubmissionBarrier, "SECONDS", 30.0)  # the machine may be busy
 
     async def slowly(row, engine):
         await asyncio.sleep(0.2)  # longer than a step takes
