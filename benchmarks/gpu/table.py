@@ -54,7 +54,8 @@ def short(results: dict[str, Any]) -> str:
         [workload, *(figure(_ratio(by_name, *pair)) for pair in RATIOS.values())]
         for workload, by_name in _by_workload(steps).items()
     ]
-    return "\n\n".join([table(["time of a step on a GPU, 1.5B, bf16", *RATIOS], rows), machine_line(results["machine"])])
+    header = ["time of a step on a GPU, 1.5B, bf16", *RATIOS]
+    return "\n\n".join([table(header, rows), machine_line(results["machine"])])
 
 
 RATIOS = {
