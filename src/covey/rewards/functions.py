@@ -27,11 +27,17 @@ NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})  # columns
 
 @dataclass(frozen=True)
 class RewardContext:
-    """Arguments of reward functions in addition to the samples."""
+    """Arguments of reward functions in addition to the samples.
 
-    trainer_state: Any  # the transformers `TrainerState`, or None outside training
-    log_extra: Callable[[str, list], None]  # of a column and one value per sample, for the completions table
-    log_metric: Callable[[str, float], None]  # of a name and a number
+    Attributes:
+        trainer_state: the transformers `TrainerState`, or None outside training.
+        log_extra: function of a column's name and one value per sample, for the completions table.
+        log_metric: function of a metric's name and a number.
+    """
+
+    trainer_state: Any
+    log_extra: Callable[[str, list], None]
+    log_metric: Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
