@@ -160,10 +160,18 @@ class Collectives:
 
     def _others_failure(self) -> str | None:
         """Message for this process when another fails while it is busy; None while none has failed."""
-        if (failure := self._failure()) is None:
+        if (failure := self._failure()) is None and not _within(STORE_SECONDS, self._store_is_gone, False):
             return None
         here = f"step {self._step()}: rank {self.rank} of {self.size} was at work when another process failed."
         return f"{here}\n{self._report(failure)}"
+
+    def _store_is_gone(self) -> bool:
+        """True once the process that holds the store has ended, which may be too soon to read why."""
+        try:
+            self._store.check([f"doing/{self.rank}"])
+        except Exception:  # the connection broke
+            return True
+        return False
 
     def _broken(self, what: str, error: BaseException) -> CollectiveError:
         reason = str(error).split("\n")[0][:300]
