@@ -48,7 +48,9 @@ lint: .venv/dev.done
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One worker for each of two cores; one thread each, because tiny models run fastest so and threads that spin disturb.
+# Three workers for two cores, as tests also wait; one thread each, because tiny models run fastest so and threads that
+# spin disturb.
+test: WORKERS = 3
 test: .venv/dev.done
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
