@@ -21,7 +21,8 @@ def describe(threads: int) -> dict[str, Any]:
         "memory_GiB": round(total_memory() / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "dtype": "float32",
-        "versions": {"python": sys.version.split()[0]} | {name: v for name in PACKAGES if (v := _version(name))},
+        "versions": {"python": sys.version.split()[0]}
+        | {name: v for name in PACKAGES if (v := installed_version(name))},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
@@ -66,7 +67,8 @@ def _cpuinfo(field: str) -> str:
     return ""
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

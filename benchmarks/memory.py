@@ -261,11 +261,12 @@ def _predicted(args: Any, model: str, what: Parts) -> dict[str, Any]:
 
     from covey.cli.explain.run import images_of_prompt
     from covey.cli.train import quantisation
-    from covey.sizing.memory import Images, estimate
+    from covey.sizing.memory import Images, available_gpu_bytes, estimate
 
     config = AutoConfig.from_pretrained(model)
     images = images_of_prompt(model, config, what.images, IMAGE_SIZE) if what.images else Images()
     given = {"peft": what.peft, "quantization": quantisation(what.quantization), "images": images}
+    given["gpu_bytes"] = available_gpu_bytes()
     m = estimate(config, args, prompt_tokens=PROMPT_TOKENS, **given)
     return {**asdict(m), "training": m.training, "sampling": m.sampling, "peak": m.peak}
 

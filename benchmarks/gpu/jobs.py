@@ -92,4 +92,4 @@ def free_memory(device: str) -> None:
 
 
 def _module(part: str) -> Any:
-    return importlib.import_module(f"benchmarks.gpu.{'profile_job' if part == 'profile' else part}")
+    return importlib.import_module(f"benchmarks.gpu.{part}")

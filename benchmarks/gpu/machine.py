@@ -2,7 +2,6 @@
 
 import subprocess
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from benchmarks import machine
@@ -22,7 +21,7 @@ def measure(job: Job, case: str) -> dict[str, Any]:
     import torch
 
     described = machine.describe(torch.get_num_threads())
-    versions = described["versions"] | {name: v for name in PACKAGES if (v := _version(name))}
+    versions = described["versions"] | {name: v for name in PACKAGES if (v := machine.installed_version(name))}
     found = {**described, "dtype": "bfloat16", "versions": versions, "device": described["processor"]}
     if job.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
@@ -59,10 +58,3 @@ def _driver() -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0].strip()
     except OSError:
         return "unknown"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

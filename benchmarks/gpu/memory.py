@@ -1,10 +1,7 @@
 """Memory: the plan against what training takes, and the largest micro-batch that fits, Covey's and TRL's."""
 
 import copy
-import functools
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -54,9 +51,8 @@ def _planned(job: Job) -> dict[str, Any]:
     shape, peft = options.pop("shape"), options.pop("peft", None)
     dtype = getattr(torch, options.pop("dtype", "float32"))
     shape, workload = ("tiny", TINY) if job.quick else (shape, WORKLOAD)
-    with _loaded_as(dtype):
-        run = Run("covey", workload, shape, job.output, options | _adapter(peft), job.device)
-    steps = list(run.steps(1))
+    run = Run("covey", workload, shape, job.output, options | _adapter(peft), job.device, dtype)
+    steps = run.steps(1)
     predicted = _predicted(run.trainer.args, shape, workload, peft, dtype, job.device)
     measured = max((step["peak"] for step in steps if "peak" in step), default=None)
     return {
@@ -70,17 +66,6 @@ def _planned(job: Job) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _loaded_as(dtype: Any) -> Iterator[None]:
-    """Let models be made with weights of another type."""
-    usual = models.model
-    models.model = functools.partial(usual, dtype=dtype)
-    try:
-        yield
-    finally:
-        models.model = usual
-
-
 def _adapter(peft: dict[str, Any] | None) -> dict[str, Any]:
     from covey.cli.train import adapter
 
@@ -88,11 +73,12 @@ def _adapter(peft: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _predicted(args: Any, shape: str, workload: Workload, peft: Any, dtype: Any, device: str) -> dict[str, Any]:
-    from covey.sizing.memory import estimate
+    from covey.sizing.memory import available_gpu_bytes, estimate
 
     args = copy.copy(args)
     args.model_init_kwargs = {"dtype": dtype}  # the trainer was given a model
-    m = estimate(models.config(shape), args, prompt_tokens=workload.prompt_tokens, peft=peft, device=device)
+    given = {"peft": peft, "device": device, "gpu_bytes": available_gpu_bytes()}
+    m = estimate(models.config(shape), args, prompt_tokens=workload.prompt_tokens, **given)
     return {**asdict(m), "training": m.training, "sampling": m.sampling, "peak": m.peak}
 
 

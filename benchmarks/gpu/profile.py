@@ -2,25 +2,35 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.jobs import Job
 from benchmarks.gpu.training import Run
 from benchmarks.workloads import Workload
 
+CASES: dict[str, dict[str, Any]] = {"defaults": {}, "no checkpointing": {"gradient_checkpointing": False}}
+"""Options of each."""
+
 TOP = 16
+"""Kernels and host operations that are recorded, those with most time."""
+
 WORKLOAD = Workload("profile", 64, 8, 8, 32)
 """Short completions: every kernel of a replayed graph is an event."""
 
 
-def profile(shape: str, folder: Path, options: dict[str, Any], device: str) -> dict[str, Any]:
+def jobs(quick: bool) -> dict[str, list[str]]:
+    """One process for all options."""
+    return {"profile": ["defaults"] if quick else list(CASES)}
+
+
+def measure(job: Job, case: str) -> dict[str, Any]:
     """Profile the third measured step: sampling, and the first forward and backward pass.
 
     Returns:
-        For each: wall seconds, seconds with a kernel running, idle share, launches, kernels and host operations with
-        most time, as (name, milliseconds, calls).
+        `steps`, and in `parts` for each of the two: wall seconds, seconds with a kernel running, idle share,
+        launches, kernels and host operations with most time, as (name, milliseconds, calls).
     """
-    run = Run("covey", WORKLOAD, shape, folder, options, device)
+    run = Run("covey", WORKLOAD, job.shape, job.output, dict(CASES[case]), job.device)
     found: dict[str, Any] = {}
     step = 0
 
@@ -28,7 +38,7 @@ def profile(shape: str, folder: Path, options: dict[str, Any], device: str) -> d
         def call(*args: Any, **kwargs: Any) -> Any:
             if step != 3 or name in found:
                 return original(*args, **kwargs)
-            result, found[name] = _record(lambda: original(*args, **kwargs), run.synchronize, device)
+            result, found[name] = _record(lambda: original(*args, **kwargs), run.synchronize, job.device)
             return result
 
         return call
@@ -40,8 +50,7 @@ def profile(shape: str, folder: Path, options: dict[str, Any], device: str) -> d
     collector, runner = run.trainer.collector, run.trainer.updates.runner
     collector.collect = recorded("sampling", collector.collect)
     runner.run = recorded("training", runner.run)
-    steps = list(run.steps(3, begin))
-    return {"parts": found, "steps": steps}
+    return {"steps": run.steps(3, begin), "parts": found}
 
 
 def _record(call: Callable[[], Any], synchronize: Callable[[], None], device: str) -> tuple[Any, dict[str, Any]]:

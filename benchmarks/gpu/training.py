@@ -1,7 +1,7 @@
 """A trainer of either library on a model of `SHAPES`, with forced completion lengths, one step at a time."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,18 @@ class Run:
         folder: for output.
         options: config fields that are not left at their defaults; `peft_config` for an adapter.
         device: "cuda" or "cpu".
+        dtype: of the weights; float32 if None.
     """
 
     def __init__(
-        self, library: str, workload: Workload, shape: str, folder: Path, options: dict[str, Any], device: str
+        self,
+        library: str,
+        workload: Workload,
+        shape: str,
+        folder: Path,
+        options: dict[str, Any],
+        device: str,
+        dtype: Any = None,
     ):
         from datasets import Dataset
 
@@ -38,7 +46,7 @@ class Run:
         self.forced, self.watch = libraries.Forced(), Stopwatch()
         options = {"bf16": device == "cuda", "use_cpu": device == "cpu", **options}
         extra = {"peft_config": options.pop("peft_config")} if "peft_config" in options else {}
-        model = models.model(shape, device)
+        model = models.model(shape, device, dtype)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         tokenizer = models.tokenizer(model.config.vocab_size)
         kind, config = libraries._trainer_class(library)
@@ -53,8 +61,8 @@ class Run:
         {"covey": libraries._force_covey, "trl": libraries._force_trl}[library](self.trainer, self.forced)
         {"covey": libraries._time_covey, "trl": libraries._time_trl}[library](self.trainer, self.watch)
 
-    def steps(self, rounds: int, before: Callable[[int], None] = lambda number: None) -> Iterator[dict[str, Any]]:
-        """Take a warm-up step and `rounds` measured ones, then give their records.
+    def steps(self, rounds: int, before: Callable[[int], None] = lambda number: None) -> list[dict[str, Any]]:
+        """Take a warm-up step and `rounds` measured ones; their records.
 
         Args:
             rounds: measured steps; the warm-up has number 0.
@@ -87,7 +95,7 @@ class Run:
         self.trainer.add_callback(Measure())
         with suppress(Finished):
             self.trainer.train()
-        yield from records
+        return records
 
     def measured(self, number: int, seconds: float) -> dict[str, Any]:
         """Record of the step that has just ended."""

@@ -8,9 +8,10 @@ from transformers import LlamaConfig, MambaConfig
 
 from covey.cli.explain.command import explain as explain_run
 from covey.cli.explain.command import main
-from covey.cli.explain.run import ExplainedRun, ModelPlan
+from covey.cli.explain.run import Cluster, ExplainedRun, ModelPlan
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
+from covey.sizing.memory import ShardCounts
 from covey.sizing.step_cost import MACHINES
 from tests.support import tiny, tiny_vision
 
@@ -333,6 +334,18 @@ def test_a_run_too_large_for_the_gpu_is_announced(run_file, capsys, monkeypatch)
     assert "That does not fit: a h100 has 64.0 KiB." in words(capsys.readouterr().out)
     assert main([run_file, "--gpu", "a100"]) == 0
     assert "does not fit" not in capsys.readouterr().out
+
+
+def test_micro_batches_of_a_gpu_grow_with_its_memory(monkeypatch):
+    # 8 groups of a prompt of 256 and 8 completions of 512, 4352 tokens each; 8 padded rollouts take 6144
+    def planned():
+        cluster = Cluster(ShardCounts(), "h100")
+        args = GRPOConfig(bf16=False, gradient_accumulation_steps=8, max_completion_length=512)
+        return ExplainedRun(args, model=ModelPlan(tiny.config()), cluster=cluster).memory
+
+    assert planned().pass_tokens == 3 * 4352  # at most 16,384
+    monkeypatch.setitem(MACHINES, "h100", replace(MACHINES["h100"], memory=2**20))
+    assert planned().pass_tokens == 4352
 
 
 def test_without_a_cluster_there_is_no_communication(run_file, capsys):

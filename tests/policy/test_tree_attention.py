@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 from covey.policy.attention import TokenTree, flex, packed_attention, tree
@@ -164,6 +165,17 @@ def test_the_block_mask_is_built_once_a_forward():
     assert flex.block_mask_of(row, None, device) is flex.block_mask_of(row, None, device)
     assert flex.block_mask_of(row, None, device) is not flex.block_mask_of(row, 3, device)
     assert flex.compiled_flex() is flex.compiled_flex()
+
+
+def test_one_compilation_serves_all_sizes():
+    # As many blocks as key/value heads at first, more later: the two must not be compiled as one number.
+    counter = CompileCounter()
+    compiled = torch.compile(flex_attention, dynamic=True, backend=counter)
+    for row in (TokenTree([8, 7, 7], [-1, 0, 0]), TokenTree([100, *[140] * 7], [-1, *[0] * 7]), random_tree(3)):
+        query, key, value = (torch.randn(1, heads, row.size, 16) for heads in (4, 2, 2))
+        with torch.no_grad():
+            flex.flex_tree_attention(query, key, value, row, scale=0.25, attend=compiled)
+    assert counter.frame_count == 1
 
 
 def test_dropout_is_the_same_in_the_backward_pass():

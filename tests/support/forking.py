@@ -29,15 +29,16 @@ from filelock import FileLock
 SOCKET = "COVEY_TEST_FORK_SERVER"
 """Environment variable: the path of the server's socket."""
 PRELOADED = (
-    *(
-        "accelerate.commands.launch",
-        "covey.cli.main",
-        "datasets",
-        "peft",
-        "tests.support.runs",
-        "tests.support.mixtures",
-    ),
-    *("torch.distributed.fsdp", "torch.distributed.run", "transformers.trainer", "transformers.models.llama"),
+    "accelerate.commands.launch",
+    "covey.cli.main",
+    "datasets",
+    "peft",
+    "tests.support.mixtures",
+    "tests.support.runs",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "transformers.models.llama",
+    "transformers.trainer",
 )
 _connection: list[socket.socket] = []
 """This process's, which keeps the server alive."""

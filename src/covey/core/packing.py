@@ -30,8 +30,8 @@ Unit = list[int]
 
 
 def pass_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> int:
-    """Tokens that a forward pass over some rollouts computes: "shared_prefix" counts each prompt once, "padded" fills
-    up.
+    """Tokens that a forward pass over some rollouts computes: "shared_prefix" counts each prompt once, "padded" counts
+    padding.
 
     Example:
         A prompt of 4 tokens with completions of 2 and 3: shared 4 + 2 + 3 = 9, packed 6 + 7 = 13, padded 2 · 7 = 14.
@@ -52,9 +52,9 @@ def derived_budget(rows: int, longest: int, largest: int, device_type: str, room
 def pack_micro_batches(batch: RolloutSizes, budget: int, layout: str, at_least: int = 1) -> list[Tensor]:
     """Cut a batch into micro-batches of at most `budget` tokens, the largest first: the rollouts of each.
 
-    Groups stay together where they fit; a longer rollout gets a micro-batch of its own. There are as many as first-fit
-    decreasing needs, and `at_least` so many, so that ranks run equally many. They are evened out by giving each unit,
-    longest first, to the shortest one (Graham 1969).
+    Groups stay together where they fit; a longer rollout gets a micro-batch of its own. Their number is what first-fit
+    decreasing needs, or `at_least` if that is more, so that ranks run equally many. They are evened out by giving each
+    unit, longest first, to the shortest one (Graham 1969).
     """
     if not len(batch):
         return []

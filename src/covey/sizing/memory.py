@@ -145,8 +145,7 @@ def estimate(
     counts: ModelSpec | None = None,
     spread: ShardCounts | None = None,
     device: str | None = None,
-    gpu_bytes: int | None = None,
-    room: int | None = None,
+    gpu_bytes: int = 0,
 ) -> MemoryEstimate:
     """Estimate the memory of a run.
 
@@ -159,16 +158,35 @@ def estimate(
         counts: the model's parameters, if they are known; otherwise it is built to count them.
         spread: shards of the model; None: each process has all of it.
         device: "cpu" or "cuda"; None: this machine's.
-        gpu_bytes: memory of a GPU; None: what this machine's has left.
-        room: tokens of a micro-batch for which it suffices; None: found by an estimate without.
+        gpu_bytes: memory of a GPU, up to which micro-batches grow; 0: unknown.
     """
-    text, vision, whole = config.get_text_config(), sees_images(config), peft is None
     spread, images, device = spread or ShardCounts(), images or Images(), device or args.device.type
     counts = counts or count_parameters(config, peft, quantization, args.frozen_parts())
+    given = (config, args, prompt_tokens, images, peft is None, counts, spread, device)
+    found = _estimate(*given, room=0)
+    shared = args.use_vllm and args.vllm_mode == "colocate"  # vLLM takes what the trainer leaves
+    if device != "cuda" or not gpu_bytes or shared or sees_images(config) or spread.gradients > 1:
+        return found
+    return _estimate(*given, room=_room(found, gpu_bytes))
+
+
+def _estimate(
+    config: Any,
+    args: Any,
+    prompt_tokens: int,
+    images: Images,
+    whole: bool,
+    counts: ModelSpec,
+    spread: ShardCounts,
+    device: str,
+    room: int,
+) -> MemoryEstimate:
+    """The estimate with micro-batches of up to `room` tokens; `whole`: all weights are trained, not an adapter."""
+    text, vision = config.get_text_config(), sees_images(config)
     precision = _precision(config, args, counts, sharded=spread.weights > 1, whole=whole)
     prompt = prompt_tokens + images.tokens
     completion = args.max_completion_length or (text.max_position_embeddings - prompt)
-    tokens, passes = tokens_of_passes(args, prompt, completion, device, padded=vision, room=room or 0)
+    tokens, passes = tokens_of_passes(args, prompt, completion, device, padded=vision, room=room)
     rollouts = tokens // (prompt + completion)
     shown = rollouts if args.torch_compile else -(-rollouts // args.num_generations)
     trainable, unquantised = counts.trainable, counts.parameters - counts.quantised.numbers
@@ -199,25 +217,20 @@ def estimate(
         copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
         passes=passes,
         pass_tokens=tokens,
-        room=room or 0,
+        room=room,
         completion_tokens=completion,
         stored_bytes=stored,
         computed_bytes=computed,
     )
-    found = replace(sampled, kv_cache=0, packed=0, copy=0) if args.samples_elsewhere else sampled
-    alone = not (args.use_vllm and args.vllm_mode == "colocate")  # vLLM takes what the trainer leaves
-    if room is not None or device != "cuda" or vision or spread.gradients > 1 or not alone:
-        return found
-    room = _room(found, gpu_bytes if gpu_bytes is not None else _gpu_bytes())
-    given = {"images": images, "peft": peft, "quantization": quantization, "counts": counts, "spread": spread}
-    return estimate(config, args, prompt_tokens=prompt_tokens, device=device, room=room, **given)
+    return replace(sampled, kv_cache=0, packed=0, copy=0) if args.samples_elsewhere else sampled
 
 
 def estimate_of(args: Any, model: Any) -> MemoryEstimate:
     """Estimate the memory of a run with the parameters of its loaded model."""
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     counts = ModelSpec(sum(p.numel() for p in model.parameters()), trainable, packed=0)
-    return estimate(base_model(model).config, args, peft={} if has_adapter(model) else None, counts=counts)
+    adapter: dict[str, Any] | None = {} if has_adapter(model) else None
+    return estimate(base_model(model).config, args, peft=adapter, counts=counts, gpu_bytes=available_gpu_bytes())
 
 
 def _room(estimated: MemoryEstimate, gpu_bytes: int) -> int:
@@ -227,7 +240,7 @@ def _room(estimated: MemoryEstimate, gpu_bytes: int) -> int:
     return max(0, int(FILLED * gpu_bytes) - fixed) // per_token // 1024 * 1024
 
 
-def _gpu_bytes() -> int:
+def available_gpu_bytes() -> int:
     """Bytes that this process has or can still get of the GPU; 0 without one."""
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 

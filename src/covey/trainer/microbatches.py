@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch, token_index
 from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
+from covey.core.model import name_of
 from covey.core.packing import RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.policy.scoring import TokenScorer
 from covey.runtime.process_memory import is_out_of_memory
@@ -52,7 +53,7 @@ class MicroBatchRunner:
             context.args.max_tokens_per_micro_batch,
             most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
             repeats=not sharding.gradients,
-            room=_room(context) if context.device.type == "cuda" and not sharding.gradients else 0,
+            room=_tokens_in_memory(context) if context.device.type == "cuda" and not sharding.gradients else 0,
         )
 
     def budget(self, batch: RolloutSizes, rows: int) -> int:
@@ -183,11 +184,16 @@ def _with_skipped(whole: TrainBatch, parts: list[TrainBatch]) -> list[TrainBatch
     return parts
 
 
-def _room(context: RunContext) -> int:
-    """Tokens of a micro-batch that fit into the GPU by the memory plan; 0 for models that it does not know."""
+def _tokens_in_memory(context: RunContext) -> int:
+    """Tokens of a micro-batch that fit into the GPU by the memory plan; 0 for decoders that it has no formula for."""
     try:
         return estimate_of(context.args, context.loop.policy).room
-    except (AttributeError, ValueError):
+    except (AttributeError, ValueError) as error:
+        warnings.warn(
+            f"no memory plan for {name_of(context.loop.policy)} ({error}): micro-batches stay as small as"
+            " per_device_train_batch_size asks for. Set max_tokens_per_micro_batch to make them larger.",
+            stacklevel=3,
+        )
         return 0
 
 

@@ -13,6 +13,7 @@ from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
 from covey.policy.loading import sees_images
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, Images, MemoryEstimate, ShardCounts, estimate
+from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import EngineMemory, engine_memory
 
 
@@ -68,6 +69,7 @@ class ExplainedRun:
     def memory(self) -> MemoryEstimate | None:
         if self.model.config is None:
             return None
+        machine = self.cluster.machine if self.cluster else None
         return estimate(
             self.model.config,
             self.args,
@@ -76,7 +78,8 @@ class ExplainedRun:
             peft=self.model.peft,
             quantization=self.model.quantization,
             spread=self.cluster.spread if self.cluster else None,
-            device="cuda" if self.cluster and self.cluster.machine else None,
+            device="cuda" if machine else None,
+            gpu_bytes=int(MACHINES[machine].memory) if machine else self.gpu or 0,
         )
 
     @property
