@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.multiprocessing import get_context
 
 from covey.core.batch import TrainBatch, collate
+from covey.core.media import Media
 from covey.core.packing import balance_ranks
-from covey.core.records import FinishReason, Media, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.exchange import pool
 from covey.trainer.microbatches import nominal_parts

@@ -15,7 +15,8 @@ import torch
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from covey.core.batch import TrainBatch, collate
-from covey.core.records import FinishReason, Media, Rollout
+from covey.core.media import Media
+from covey.core.records import FinishReason, Rollout
 from covey.policy.scoring import TokenScorer
 
 IMAGE, START, END = 4, 5, 6

@@ -14,8 +14,7 @@ from types import ModuleType
 
 MOVED = {
     "covey.core.kl": "covey.core.losses",
-    "covey.core.media": "covey.core.records",
-    "covey.core.metrics": "covey.core.records",
+    "covey.core.metrics": "covey.core.stats",
     "covey.core.ragged": "covey.core.batch",
     "covey.core.ratios": "covey.core.losses",
     "covey.core.rollout": "covey.core.records",

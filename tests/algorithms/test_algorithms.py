@@ -2,8 +2,10 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch
 from covey.algorithms import LOSS_TYPES, grpo, register_loss, rloo
 from covey.config.grpo import GRPOConfig
 from covey.core import losses
+from covey.core.batch import TrainBatch
 from covey.core.losses import SurrogateInputs
-from covey.core.objective import LossInputs, policy_loss
+from covey.core.objective import policy_loss
+from tests.support.objective_cases import bare_batch
 
 
 def config(**changes):
@@ -49,12 +53,16 @@ def rloo_config(**changes):
     return config(**{"loss_type": "rloo", "beta": 0.05, "kl_estimator": "k1", **changes})
 
 
+class Inputs(NamedTuple):
+    batch: TrainBatch
+    logprobs: torch.Tensor
+    entropies: None = None
+
+
 def inputs(ratios_, advantage=1.0, **more):
     """One sequence of trained tokens with the given ratios and weight 1 each."""
     count = len(ratios_)
-    return LossInputs(
-        logprobs=torch.tensor(ratios_, dtype=torch.float64).log().requires_grad_(),
-        entropies=None,
+    batch = bare_batch(
         sampled=torch.ones(count, dtype=torch.bool),
         lengths=torch.tensor([count]),
         advantages=torch.full((count,), advantage, dtype=torch.float64),
@@ -62,10 +70,11 @@ def inputs(ratios_, advantage=1.0, **more):
         old_logprobs=torch.zeros(count, dtype=torch.float64),
         **more,
     )
+    return Inputs(batch, torch.tensor(ratios_, dtype=torch.float64).log().requires_grad_())
 
 
 def loss_of(settings, *args, **more):
-    return policy_loss(inputs(*args, **more), grpo.objective(settings)).loss.item()
+    return policy_loss(*inputs(*args, **more), grpo.objective(settings)).loss.item()
 
 
 @pytest.fixture
@@ -129,7 +138,7 @@ def test_clip_fractions_count_sequences_for_sequence_ratios():
     """Ratios 4 and 1: one of two tokens is clipped; their geometric mean 2 is one clipped sequence of one."""
     expected = {"token": (1, 2), "sequence": (1, 1), "sequence_token": (2, 2)}
     for level, (clipped, count) in expected.items():
-        stats = policy_loss(inputs([4.0, 1.0]), grpo.objective(config(importance_sampling_level=level))).stats
+        stats = policy_loss(*inputs([4.0, 1.0]), grpo.objective(config(importance_sampling_level=level))).stats
         high = stats["clip_ratio/high_mean"]
         assert (high.total, high.count) == (pytest.approx(clipped), count)
 
@@ -143,7 +152,7 @@ def test_clip_fractions_count_sequences_for_sequence_ratios():
     ],
 )
 def test_each_loss_reports_its_metric(loss_type, metric):
-    assert metric in policy_loss(inputs([2.0]), grpo.objective(config(loss_type=loss_type))).stats
+    assert metric in policy_loss(*inputs([2.0]), grpo.objective(config(loss_type=loss_type))).stats
 
 
 def test_the_objective_takes_over_the_options():
@@ -236,11 +245,11 @@ def test_rloo_on_policy_is_reinforce():
     weights = losses.token_weights(
         method.weighting,
         losses.BatchCounts(torch.tensor([3.0]), torch.tensor([3.0]), 1, 3, 1, None),
-        x.sampled,
-        x.lengths,
+        x.batch.sampled,
+        x.batch.lengths,
     )
-    on_policy = LossInputs(x.logprobs, None, x.sampled, x.lengths, x.advantages, weights)
-    result = policy_loss(on_policy, method.objective)
+    on_policy = replace(x.batch, weights=weights, old_logprobs=None)
+    result = policy_loss(on_policy, x.logprobs, None, method.objective)
     (gradient,) = torch.autograd.grad(result.loss, x.logprobs)
     assert result.loss.item() == pytest.approx(-2)
     assert gradient.tolist() == pytest.approx([-2, -2, -2])
@@ -249,7 +258,7 @@ def test_rloo_on_policy_is_reinforce():
 def test_rloo_off_policy_clips_the_ratio_of_the_whole_completion():
     """Three ratios of 1.1 multiply to 1.331 > 1.2: clipped, though no token's own ratio is beyond 1.2."""
     x = inputs([1.1, 1.1, 1.1])
-    result = policy_loss(x, rloo.algorithm(rloo_config()).objective)
+    result = policy_loss(*x, rloo.algorithm(rloo_config()).objective)
     (gradient,) = torch.autograd.grad(result.loss, x.logprobs)
     assert result.loss.item() == pytest.approx(-3.6)
     assert gradient.tolist() == [0, 0, 0]
@@ -263,7 +272,9 @@ def test_rloo_learns_from_each_token_by_its_own_advantage():
     weights = torch.full((2,), 0.5, dtype=torch.float64)  # mean_per_sequence of one completion of two tokens
     settings = rloo_config(epsilon=0.5, resolved_epsilon_high=0.5)
     result = policy_loss(
-        LossInputs(x.logprobs, None, x.sampled, x.lengths, advantages, weights, x.old_logprobs),
+        replace(x.batch, advantages=advantages, weights=weights),
+        x.logprobs,
+        None,
         rloo.algorithm(settings).objective,
     )
     (gradient,) = torch.autograd.grad(result.loss, x.logprobs)
@@ -291,14 +302,14 @@ def test_which_losses_learn_from_each_token_by_its_own_advantage(settings, credi
     x = inputs([1.1, 0.9])
     advantages = torch.tensor([1.0, 0.0], dtype=torch.float64)
     weights = torch.ones(2, dtype=torch.float64)
-    one = LossInputs(x.logprobs, None, x.sampled, x.lengths, advantages, weights, x.old_logprobs)
-    (gradient,) = torch.autograd.grad(policy_loss(one, objective).loss, x.logprobs)
+    one = replace(x.batch, advantages=advantages, weights=weights)
+    (gradient,) = torch.autograd.grad(policy_loss(one, x.logprobs, None, objective).loss, x.logprobs)
     assert gradient[0] != 0 and (gradient[1] == 0) == credits
 
 
 def test_rloo_can_minimise_any_other_loss():
     method = rloo.algorithm(rloo_config(loss_type="cispo", resolved_epsilon_high=5.0))
-    assert policy_loss(inputs([2.0]), method.objective).loss.item() == pytest.approx(-2 * math.log(2))
+    assert policy_loss(*inputs([2.0]), method.objective).loss.item() == pytest.approx(-2 * math.log(2))
     assert method.weighting is losses.mean_over_update
 
 
@@ -341,7 +352,7 @@ def test_a_published_loss_is_complete():
 def test_built_in_losses_without_advantage_have_no_gradient(loss_type):
     objective = grpo.objective(config(loss_type=loss_type))
     x = inputs([0.3, 1.0, 4.0], 0.0)
-    result = policy_loss(x, objective)
+    result = policy_loss(*x, objective)
     (gradient,) = torch.autograd.grad(result.loss, x.logprobs)
     assert not objective.needs_every_rollout
     assert result.loss.item() == 0
@@ -362,7 +373,7 @@ def test_skipped_rollouts_still_count_in_clip_fractions():
     """One of two tokens clipped, two more skipped for want of an advantage: 1/4; one sequence of two: 1/2."""
     skipped = {"skipped_tokens": 2, "skipped_rows": 1}
     for loss_type, expected in (("dapo", 1 / 4), ("rloo", 1 / 2)):
-        stats = policy_loss(inputs([4.0, 1.0], **skipped), grpo.objective(config(loss_type=loss_type))).stats
+        stats = policy_loss(*inputs([4.0, 1.0], **skipped), grpo.objective(config(loss_type=loss_type))).stats
         assert stats["clip_ratio/high_mean"].value() == pytest.approx(expected)
-    stats = policy_loss(inputs([4.0, 1.0], **skipped), grpo.objective(config(loss_type="cispo"))).stats
+    stats = policy_loss(*inputs([4.0, 1.0], **skipped), grpo.objective(config(loss_type="cispo"))).stats
     assert stats["cispo_clip_ratio"].value() == pytest.approx(2 / 4)  # the default cap here is 0.2: both are above

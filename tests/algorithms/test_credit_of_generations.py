@@ -7,7 +7,7 @@ import torch
 
 from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, assign_credit, signal, spread_of_rewards, step_stats
-from covey.core.records import merge_all
+from covey.core.stats import merge_all
 from tests.support import runs
 
 NAN = math.nan

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.losses import KL_ESTIMATORS, k1, k2, k3
-from covey.core.records import Max, Mean, Min, Sum, merge_all
+from covey.core.stats import Max, Mean, Min, Sum, merge_all
 from covey.runtime.registry import Registry
 
 

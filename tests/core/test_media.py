@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
+from covey.core.media import Media, unexpanded
 from covey.core.model import image_inputs, media_inputs, placeholder_ids
-from covey.core.records import Media, unexpanded
 
 
 def media(start, length, marks=(), **tensors):

@@ -10,8 +10,10 @@ from functools import partial
 import pytest
 import torch
 
-from covey.core.losses import clip, mismatch_weights
-from covey.core.objective import LossInputs, Objective, policy_loss
+from covey.core.losses import clip
+from covey.core.mismatch import mismatch_weights
+from covey.core.objective import Objective, policy_loss
+from tests.support.objective_cases import bare_batch
 
 COMPLETIONS = list(itertools.product(range(3), repeat=2))
 ADVANTAGES = torch.linspace(-1, 1, len(COMPLETIONS), dtype=torch.float64) ** 3 + 0.2
@@ -44,16 +46,14 @@ def expected_gradient(mode=None, low=None, high=None, sampled_by=ENGINE):
     table = POLICY.clone().requires_grad_()
     two = torch.full((len(COMPLETIONS),), 2)
     correction = None if mode is None else partial(mismatch_weights, mode=mode, clip_min=low, clip_max=high)
-    inputs = LossInputs(
-        logprobs(table),
-        None,
+    batch = bare_batch(
         sampled=torch.ones(18, dtype=torch.bool),
         lengths=two,
         advantages=ADVANTAGES.repeat_interleave(2),
         weights=probabilities(sampled_by).detach().repeat_interleave(2),
         engine_logprobs=logprobs(sampled_by).detach(),
     )
-    loss = policy_loss(inputs, Objective(SURROGATE, correction=correction)).loss
+    loss = policy_loss(batch, logprobs(table), None, Objective(SURROGATE, correction=correction)).loss
     return torch.autograd.grad(loss, table)[0].flatten()
 
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from covey.algorithms.grpo import objective
 from covey.core.losses import SurrogateInputs, k3
-from covey.core.objective import LossInputs, Objective, policy_loss
-from covey.core.records import merge_all
+from covey.core.objective import Objective, policy_loss
+from covey.core.stats import merge_all
 from tests.support.brute_force import Options
 from tests.support.objective_cases import (
     Generation,
     assert_same,
+    bare_batch,
     config,
     covey_gradients,
     flat_batch,
@@ -91,8 +92,8 @@ def test_metrics_merge_to_the_same_values_whatever_the_cut(loss_type):
     def stats(rows):
         ids = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
         tokens = torch.cat([torch.nonzero(ids == row).flatten() for row in rows])
-        inputs = LossInputs.of(batch.select(torch.tensor(rows)), logprobs[tokens], entropies[tokens], 0.2)
-        return policy_loss(inputs, objective(config(o))).stats
+        chosen = batch.select(torch.tensor(rows))
+        return policy_loss(chosen, logprobs[tokens], entropies[tokens], objective(config(o)), 0.2).stats
 
     whole, parts = stats(list(range(len(batch)))), {}
     for start in range(0, len(batch), 5):
@@ -114,7 +115,7 @@ def test_what_was_not_sampled_cannot_spoil_the_gradient(loss_type, level):
 
     def gradient(values):
         leaf = values.clone().requires_grad_()
-        policy_loss(LossInputs.of(batch, leaf, torch.ones_like(leaf), 0.2), objective(config(o))).loss.backward()
+        policy_loss(batch, leaf, torch.ones_like(leaf), objective(config(o)), 0.2).loss.backward()
         return leaf.grad
 
     assert torch.equal(gradient(wild), gradient(calm))
@@ -127,10 +128,8 @@ def test_what_was_not_sampled_cannot_spoil_the_gradient(loss_type, level):
 def test_a_ratio_beyond_float32_leaves_the_gradient_finite(loss_type, advantage, log_ratio):
     logprobs = torch.tensor([log_ratio], requires_grad=True)
     one = torch.ones(1)
-    inputs = LossInputs(
-        logprobs, None, one.bool(), one.long(), advantages=one * advantage, weights=one, old_logprobs=torch.zeros(1)
-    )
-    result = policy_loss(inputs, objective(config(Options(loss_type))))
+    batch = bare_batch(one.bool(), one.long(), advantages=one * advantage, weights=one, old_logprobs=torch.zeros(1))
+    result = policy_loss(batch, logprobs, None, objective(config(Options(loss_type))))
     result.loss.backward()
     assert result.loss.isfinite()
     assert logprobs.grad.isfinite()
@@ -139,16 +138,16 @@ def test_a_ratio_beyond_float32_leaves_the_gradient_finite(loss_type, advantage,
 def test_a_step_without_trained_tokens_has_no_gradient():
     """One empty completion and one truncated one."""
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    inputs = LossInputs(
-        logprobs,
-        torch.ones(2),
+    batch = bare_batch(
         sampled=torch.zeros(2, dtype=torch.bool),
         lengths=torch.tensor([0, 2]),
         advantages=torch.ones(2),
         weights=torch.zeros(2),
     )
     for loss_type in LOSSES:
-        result = policy_loss(inputs, objective(config(Options(loss_type, off_policy_threshold=0.1))))
+        result = policy_loss(
+            batch, logprobs, torch.ones(2), objective(config(Options(loss_type, off_policy_threshold=0.1)))
+        )
         result.loss.backward()
         assert result.loss == 0
         assert not logprobs.grad.any()
@@ -158,9 +157,9 @@ def test_a_batch_of_nothing_is_legal():
     """Spare micro-steps keep ranks in step: no rollouts, a loss of 0 that can still be differentiated."""
     logprobs = torch.zeros(0, requires_grad=True)
     none = torch.zeros(0)
-    inputs = LossInputs(logprobs, none, none.bool(), none.long(), advantages=none, weights=none)
+    batch = bare_batch(none.bool(), none.long(), advantages=none, weights=none)
     for loss_type in LOSSES:
-        result = policy_loss(inputs, objective(config(Options(loss_type, off_policy_threshold=0.1))))
+        result = policy_loss(batch, logprobs, none, objective(config(Options(loss_type, off_policy_threshold=0.1))))
         result.loss.backward()
         assert result.loss == 0
 
@@ -173,16 +172,14 @@ def test_by_eye_two_tokens_reinforced_and_kept_close():
     """
     logprobs = torch.tensor([0.0, -1.0], dtype=torch.float64, requires_grad=True)
     ln2 = torch.tensor(2.0, dtype=torch.float64).log()
-    inputs = LossInputs(
-        logprobs,
-        None,
+    batch = bare_batch(
         sampled=torch.ones(2, dtype=torch.bool),
         lengths=torch.tensor([2]),
         advantages=torch.full((2,), 2.0),
         weights=torch.full((2,), 0.5),
         ref_logprobs=torch.stack([-ln2, ln2 * 0 - 1.0]),
     )
-    result = policy_loss(inputs, Objective(surrogate=lambda x: -x.ratio * x.advantages, beta=0.5, kl=k3))
+    result = policy_loss(batch, logprobs, None, Objective(surrogate=lambda x: -x.ratio * x.advantages, beta=0.5, kl=k3))
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-2 + 0.25 * (ln2.item() - 0.5))
     assert logprobs.grad.tolist() == pytest.approx([-1 + 0.125, -1.0])
@@ -193,9 +190,7 @@ def test_the_kl_term_is_neither_filtered_nor_corrected():
     """A punished, drifted row whose surrogate is dropped and whose ρ is 0 still feels the reference."""
     logprobs = torch.tensor([-3.0], requires_grad=True)
     one = torch.ones(1)
-    inputs = LossInputs(
-        logprobs,
-        one,
+    batch = bare_batch(
         sampled=one.bool(),
         lengths=one.long(),
         advantages=-one,
@@ -210,16 +205,16 @@ def test_the_kl_term_is_neither_filtered_nor_corrected():
         return -x.ratio * x.advantages
 
     kl = Objective(surrogate, beta=1.0, kl=lambda p, q: p - q, off_policy_threshold=0.5)
-    result = policy_loss(inputs, kl)
+    result = policy_loss(batch, logprobs, one, kl)
     assert result.loss.item() == pytest.approx(-3.0 + 1.0)
     assert result.stats["kept_token_fraction"].value() == 0.0
 
 
 def test_a_token_at_the_entropy_threshold_is_kept():
     one = torch.ones(3)
-    inputs = LossInputs(
-        -one, torch.tensor([0.5, 1.0, 1.5]), one.bool(), torch.tensor([3]), one, one, entropy_threshold=1.0
+    batch = bare_batch(one.bool(), torch.tensor([3]), advantages=one, weights=one, entropy_threshold=1.0)
+    result = policy_loss(
+        batch, -one, torch.tensor([0.5, 1.0, 1.5]), Objective(surrogate=lambda x: -x.ratio * x.advantages)
     )
-    result = policy_loss(inputs, Objective(surrogate=lambda x: -x.ratio * x.advantages))
     assert result.loss.item() == -2
     assert result.stats["kept_token_fraction"].value() == pytest.approx(2 / 3)

@@ -18,7 +18,7 @@ from covey.core.losses import (
     vespo_phi,
     vespo_stats,
 )
-from covey.core.records import merge_all
+from covey.core.stats import merge_all
 
 KERNEL = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.3}

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, join
-from covey.core.records import FinishReason, Media, Rollout
+from covey.core.media import Media
+from covey.core.records import FinishReason, Rollout
 
 
 def rollout(prompt, ids, *, sampled=None, group=0, finish=FinishReason.STOP, logprobs=True):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from covey.core.records import Max, Mean, Min, Sum
+from covey.core.stats import Max, Mean, Min, Sum
 from covey.observability.metrics import MetricLog, generation_stats
 
 

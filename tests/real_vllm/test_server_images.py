@@ -9,7 +9,7 @@ from PIL import Image
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.records import Media
+from covey.core.media import Media
 from covey.engines.servers.vllm.api import image_request
 from tests.support import tiny_vision
 

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.records import Completion, FinishReason, Media
+from covey.core.media import Media
+from covey.core.records import Completion, FinishReason
 from covey.rollout.request_coalescing import RequestCoalescer
 
 PARAMS = SamplingParams(max_tokens=4)

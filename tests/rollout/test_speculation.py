@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from covey.core.engine import SamplingParams
-from covey.core.records import Completion, FinishReason, Mean, Rollout
+from covey.core.records import Completion, FinishReason, Rollout
+from covey.core.stats import Mean
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.prompts import PromptCodec
 from covey.rollout.speculation import Speculation, fingerprint, reuse_stats

@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from torch import Tensor
 from covey.algorithms import LOSS_TYPES
 from covey.algorithms.grpo import objective
 from covey.core.batch import TrainBatch
-from covey.core.losses import BatchCounts, MismatchCorrection, mean_per_micro_batch, mismatch_weights, token_weights
-from covey.core.objective import LossInputs, Objective, policy_loss
+from covey.core.losses import BatchCounts, mean_per_micro_batch, token_weights
+from covey.core.mismatch import MismatchCorrection, mismatch_weights
+from covey.core.objective import Objective, policy_loss
 from tests.support.brute_force import Options, Row
 
 EMPTY, TRUNCATED, TOOLS, CONSTANT = "empty", "truncated", "tools", "constant"
@@ -205,10 +207,8 @@ def covey_gradients(
     for part in parts or [list(range(len(chosen)))]:
         spans = [range(starts[i], starts[i] + int(step.lengths[i])) for i in part]
         tokens = torch.tensor([t for span in spans for t in span], dtype=torch.long)
-        inputs = LossInputs.of(
-            step.select(torch.tensor(part, dtype=torch.long)), logprobs[tokens], entropies[tokens], o.entropy_coef
-        )
-        result = policy_loss(inputs, corrected_objective(o))
+        cut = step.select(torch.tensor(part, dtype=torch.long))
+        result = policy_loss(cut, logprobs[tokens], entropies[tokens], corrected_objective(o), o.entropy_coef)
         if result.loss.requires_grad:
             result.loss.backward()
         total += result.loss.item()
@@ -218,6 +218,13 @@ def covey_gradients(
         zero if logprobs.grad is None else logprobs.grad,
         zero if entropies.grad is None else entropies.grad,
     )
+
+
+def bare_batch(sampled: Tensor, lengths: Tensor, **fields: Any) -> TrainBatch:
+    """A batch with what the loss reads; it reads neither token ids nor prompts."""
+    none = lengths.new_zeros(0)
+    ids, groups = sampled.long(), torch.zeros_like(lengths)
+    return TrainBatch(ids, lengths, sampled, prompt_ids=none, prompt_lengths=none, groups=groups, **fields)
 
 
 def assert_same(actual: Gradients, expected: Gradients, tolerance: float) -> None:

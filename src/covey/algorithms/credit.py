@@ -21,8 +21,8 @@ from torch import Tensor
 from covey.algorithms.algorithm import Algorithm
 from covey.core.advantages import Credited, nanstd, spread, weighted_total
 from covey.core.credit import credit_to_go, gather_steps, join_steps
-from covey.core.records import Mean, Stat
 from covey.core.records import Scores as Scores
+from covey.core.stats import Mean, Stat
 
 GENERATIONS_WITHOUT_STEPS = 3
 """Rollout batches without rewards of steps, after which unused settings of steps are warned about."""

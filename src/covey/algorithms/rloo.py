@@ -11,23 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
-from covey.algorithms.grpo import EPSILONS, credit_mix, objective
+from covey.algorithms.grpo import EPSILONS, clip_fractions, credit_mix, objective, with_epsilons
 from covey.core.advantages import leave_one_out, weighted_total
 from covey.core.credit import Steps, steps_leave_one_out, steps_weighted
-from covey.core.losses import Surrogate, SurrogateStats, clip, clip_stats, mean_per_sequence, sequence_sum_level
-
-
-def _clip(config: Any) -> Surrogate:
-    return partial(clip, epsilon_low=config.epsilon, epsilon_high=config.resolved_epsilon_high)
-
-
-def _clip_stats(config: Any) -> SurrogateStats:
-    return partial(clip_stats, low=1 - config.epsilon, high=1 + config.resolved_epsilon_high, per_sequence=True)
-
+from covey.core.losses import clip, mean_per_sequence, sequence_sum_level
 
 # With one advantage a rollout the token losses are all equal to the rollout's, so their mean is the rollout's loss.
 LOSS_TYPES.register(
-    "rloo", LossType(_clip, mean_per_sequence, _clip_stats, ratio_level=sequence_sum_level, reads=EPSILONS)
+    "rloo",
+    LossType(with_epsilons(clip), mean_per_sequence, clip_fractions, ratio_level=sequence_sum_level, reads=EPSILONS),
 )
 
 
@@ -35,18 +27,8 @@ def algorithm(config: Any) -> Algorithm:
     """RLOO as `config` (an `RLOOConfig`) sets it."""
     return Algorithm(
         name="RLOO",
-        advantages=partial(
-            _advantages,
-            clip_range=config.reward_clip_range,
-            beta=config.beta,
-            normalize=config.normalize_advantages,
-        ),
-        step_advantages=partial(
-            _step_advantages,
-            clip_range=config.reward_clip_range,
-            normalize=config.normalize_advantages,
-            compared_with=config.step_baseline,
-        ),
+        advantages=partial(_advantages, config),
+        step_advantages=partial(_step_advantages, config),
         mix=credit_mix(config),
         objective=objective(config, kl_in_reward=True),
         weighting=LOSS_TYPES[config.loss_type].weighting,
@@ -55,35 +37,20 @@ def algorithm(config: Any) -> Algorithm:
     )
 
 
-def _advantages(
-    rewards_PGF: Tensor,
-    weights_F: Tensor,
-    kl_PG: Tensor | None,
-    *,
-    clip_range: tuple[float, float] | None,
-    beta: float,
-    normalize: bool,
-) -> Tensor:
+def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None) -> Tensor:
     """R = clip(Σ w r) - β KL(π_old || π_ref) of the whole completion, then leave one out."""
     total_PG = weighted_total(rewards_PGF, weights_F)
-    if clip_range is not None:
-        total_PG = total_PG.clamp(*clip_range)
+    if config.reward_clip_range is not None:
+        total_PG = total_PG.clamp(*config.reward_clip_range)
     if kl_PG is not None:
-        total_PG = total_PG - beta * kl_PG
-    return leave_one_out(total_PG, normalize)
+        total_PG = total_PG - config.beta * kl_PG
+    return leave_one_out(total_PG, config.normalize_advantages)
 
 
-def _step_advantages(
-    parts: Sequence[Steps],
-    weights_F: Tensor,
-    groups_B: Tensor,
-    *,
-    clip_range: tuple[float, float] | None,
-    normalize: bool,
-    compared_with: str,
-) -> Tensor:
+def _step_advantages(config: Any, parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor) -> Tensor:
     """Each step's reward clipped, then the steps of the completion left out. The KL is the outcome's alone."""
-    if clip_range is not None:
-        parts = [part._replace(rewards=part.rewards.clamp(*clip_range)) for part in parts]
+    if config.reward_clip_range is not None:
+        parts = [part._replace(rewards=part.rewards.clamp(*config.reward_clip_range)) for part in parts]
+    normalize, compared_with = config.normalize_advantages, config.step_baseline
     baseline = partial(steps_leave_one_out, normalize=normalize, compared_with=compared_with)
     return steps_weighted(parts, weights_F, groups_B, baseline=baseline)

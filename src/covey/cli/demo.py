@@ -147,7 +147,7 @@ def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> d
     prompts = [
         PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(SAMPLES_PER_PROMPT)
     ]
-    rollouts = trainer.collector.collect(prompts, trainer.sampling, ("demo", name))
+    rollouts = trainer.collector.collect(prompts, trainer.rollouts.params, ("demo", name))
     answers = [prompt.row["answer"] for prompt in prompts]
     correct = [bool(score) for score in numeric_match_reward([r.completion for r in rollouts], answer=answers)]
     samples = [

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.records import Media, Rollout
+from covey.core.media import Media
+from covey.core.records import Rollout
 
 TOKEN_FIELDS = (
     "token_ids",
@@ -133,6 +134,11 @@ class TrainBatch:
             skipped_rows=int((self.sampled_lengths > 0).sum() - (trained.sampled_lengths > 0).sum()),
         )
 
+    def silenced(self) -> "TrainBatch":
+        """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in the loss."""
+        per_token = self._each(TOKEN_FIELDS[2:], lambda values: torch.where(self.sampled, values, 0.0))
+        return replace(self, **per_token)
+
     def idle(self) -> "TrainBatch":
         """A dummy rollout of one token with weight 0, for ranks that must run as many micro-batches as others."""
         length = torch.ones(1, dtype=torch.long, device=self.lengths.device)
@@ -185,7 +191,6 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
     token_ids: list[int] = []
     sampled: list[bool] = []
     logprobs: list[float] = []
-    reported, reported_tokens, media = False, False, False
     for rollout in rollouts:
         size = len(rollout.completion_ids)
         groups.append(prompts.setdefault(tuple(rollout.prompt_ids), len(prompts)))
@@ -193,9 +198,10 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         token_ids += rollout.completion_ids
         sampled += [False] * size if mask_truncated and rollout.truncated else rollout.sampled
         logprobs += [math.nan] * size if rollout.logprobs is None else rollout.logprobs
-        reported |= rollout.logprobs is not None
-        reported_tokens |= rollout.logprobs is not None and size > 0
-        media |= bool(rollout.media)
+    reporting = [rollout.completion_ids for rollout in rollouts if rollout.logprobs is not None]
+    media = [rollout.media for rollout in rollouts]
+    # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
+    reported = any(reporting) or (bool(reporting) and not token_ids)
     return TrainBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.long),
         lengths=torch.tensor(lengths, dtype=torch.long),
@@ -203,11 +209,8 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool = False) -> Tra
         prompt_ids=torch.tensor(list(chain.from_iterable(prompts)), dtype=torch.long),
         prompt_lengths=torch.tensor(list(map(len, prompts)), dtype=torch.long),
         groups=torch.tensor(groups, dtype=torch.long),
-        # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
-        engine_logprobs=torch.tensor(logprobs, dtype=torch.float32)
-        if reported_tokens or (reported and not token_ids)
-        else None,
-        media=[rollout.media for rollout in rollouts] if media else None,
+        engine_logprobs=torch.tensor(logprobs, dtype=torch.float32) if reported else None,
+        media=media if any(media) else None,
     )
 
 
@@ -223,9 +226,8 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     def joined(name: str) -> Tensor | None:
         parts = [getattr(batch, name) for batch in batches]
         if name in UNREPORTED and any(part is not None for part in parts):
-            fill, device = UNREPORTED[name], batches[0].lengths.device
             parts = [
-                torch.full(batch.sampled.shape, fill, device=device) if part is None else part
+                torch.full(batch.sampled.shape, UNREPORTED[name], device=device) if part is None else part
                 for part, batch in zip(parts, batches, strict=True)
             ]
         assert len({part is None for part in parts}) == 1, f"some batches have {name} and others do not"

@@ -14,7 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from covey.core.records import Completion, Media
+from covey.core.media import Media
+from covey.core.records import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class SampleRequest:
     # one 64-bit seed per completion. The same seed, prompt and weights give the same completion, whatever else is
     # sampled
     seeds: list[int]
-    # images among `prompt_ids`, for engines of vision-language models. `covey.core.records.unexpanded` gives the tokens
+    # images among `prompt_ids`, for engines of vision-language models. `covey.core.media.unexpanded` gives the tokens
     # in the form that inference servers accept.
     media: tuple[Media, ...] = ()
     # one per seed, or None: tokens this completion may begin with, such as the last completion of the same prompt.

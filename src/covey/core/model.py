@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.core.records import Media
+from covey.core.media import Media
 
 
 def without_adapter(model: Any) -> Any:

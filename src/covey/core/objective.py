@@ -3,8 +3,8 @@
 It is pure: every average is already in the weights, so cutting a batch changes nothing.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from covey.core.batch import TrainBatch
 from covey.core.losses import (
     KLEstimator,
-    MismatchCorrection,
     RatioLevel,
     Surrogate,
     SurrogateInputs,
@@ -21,7 +20,8 @@ from covey.core.losses import (
     off_policy_keep,
     token_level,
 )
-from covey.core.records import Mean, Stat
+from covey.core.mismatch import MismatchCorrection
+from covey.core.stats import Mean, Stat
 
 
 @dataclass(frozen=True)
@@ -53,49 +53,6 @@ class Objective:
         return self.beta != 0 or not self.zero_without_advantage
 
 
-@dataclass(frozen=True, slots=True)
-class LossInputs:
-    """Everything the loss looks at. All `[N]` but `lengths [B]`; see `TrainBatch` for meanings.
-
-    `logprobs` and `entropies` come from the policy and carry the gradient. `old_logprobs` None means on-policy: the
-    ratio is 1 with its gradient alive. `entropy_coef` weighs the entropy bonus (0 leaves it out). `skipped_tokens` and
-    `skipped_rows` are what was left out for want of advantage; only metrics need them.
-    """
-
-    logprobs: Tensor
-    entropies: Tensor | None
-    sampled: Tensor
-    lengths: Tensor
-    advantages: Tensor
-    weights: Tensor
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    engine_logprobs: Tensor | None = None
-    mismatch_weights: Tensor | None = None
-    entropy_weights: Tensor | None = None
-    entropy_threshold: float | None = None
-    entropy_coef: float = 0.0
-    skipped_tokens: int = 0
-    skipped_rows: int = 0
-
-    @classmethod
-    def of(
-        cls, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, entropy_coef: float = 0.0
-    ) -> "LossInputs":
-        assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
-        shared = {name: getattr(batch, name) for name in cls.__slots__ if hasattr(batch, name)}
-        return cls(logprobs=logprobs, entropies=entropies, entropy_coef=entropy_coef, **shared)
-
-    def silenced(self) -> "LossInputs":
-        """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in anything."""
-        silent: dict[str, Any] = {}
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if isinstance(value, Tensor) and name not in ("sampled", "lengths"):
-                silent[name] = torch.where(self.sampled, value, 0.0)
-        return replace(self, **silent)
-
-
 class LossResult(NamedTuple):
     """The loss (a scalar with its gradient), the metrics of these tokens, and the loss without its entropy bonus."""
 
@@ -104,44 +61,54 @@ class LossResult(NamedTuple):
     without_bonus: float
 
 
-def policy_loss(inputs: LossInputs, objective: Objective) -> LossResult:
+def policy_loss(
+    batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective, entropy_coef: float = 0.0
+) -> LossResult:
     """loss = Σ_t w_t (keep_t · ρ_t · surrogate_t + β KL_t) - coef Σ_t w^H_t H_t.
 
     keep is the product of the off-policy and the entropy filter, ρ the engine/trainer mismatch weight; neither
     touches the KL term. Denominators (inside the weights) count filtered tokens too.
+
+    Args:
+        batch: rollouts with advantages and weights; without `old_logprobs` (on-policy) the ratio is 1, its gradient
+            alive.
+        logprobs: [N] under the policy, with their gradient.
+        entropies: [N] under the policy, or None where nothing needs them.
+        objective: the loss as values.
+        entropy_coef: weight of the entropy bonus; 0 leaves it out.
     """
-    inputs = inputs.silenced()
-    old = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-    log_ratio = objective.ratio_level(inputs.logprobs, old, inputs.sampled, inputs.lengths)
-    rho = inputs.mismatch_weights
-    corrected: dict[str, Stat] = {}
-    if rho is None and inputs.engine_logprobs is not None and objective.correction is not None:
-        rho, corrected = objective.correction(old, inputs.engine_logprobs, inputs.sampled, inputs.lengths)
-    skipped = inputs.skipped_tokens, inputs.skipped_rows
-    x = SurrogateInputs(
-        log_ratio, inputs.logprobs, old, inputs.advantages, inputs.sampled, inputs.lengths, rho, *skipped
-    )
+    batch, sampled = batch.silenced(), batch.sampled
+    assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
+    logprobs = torch.where(sampled, logprobs, 0.0)
+    entropies = None if entropies is None else torch.where(sampled, entropies, 0.0)
+    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    log_ratio = objective.ratio_level(logprobs, old, sampled, batch.lengths)
+    rho, corrected = batch.mismatch_weights, dict[str, Stat]()
+    if rho is None and batch.engine_logprobs is not None and objective.correction is not None:
+        rho, corrected = objective.correction(old, batch.engine_logprobs, sampled, batch.lengths)
+    skipped = batch.skipped_tokens, batch.skipped_rows
+    x = SurrogateInputs(log_ratio, logprobs, old, batch.advantages, sampled, batch.lengths, rho, *skipped)
     token_loss = objective.surrogate(x)
     stats = {**corrected, **(objective.stats(x) if objective.stats else {})}
-    keep = _filters(inputs, objective, old)
+    keep = _filters(x, batch, entropies, objective)
     if keep is not None:
         token_loss = torch.where(keep, token_loss, 0.0)
-        stats["kept_token_fraction"] = _masked_mean(keep.to(token_loss), inputs.sampled)
+        stats["kept_token_fraction"] = _masked_mean(keep.to(token_loss), sampled)
     if rho is not None and not objective.mismatch_in_surrogate:
         token_loss = token_loss * rho
-    loss = _weighted(inputs.weights, token_loss)
+    loss = _weighted(batch.weights, token_loss)
     if objective.beta:
-        assert inputs.ref_logprobs is not None, "a KL term needs the reference's log-probs"
-        kl = objective.kl(inputs.logprobs, inputs.ref_logprobs)
+        assert batch.ref_logprobs is not None, "a KL term needs the reference's log-probs"
+        kl = objective.kl(logprobs, batch.ref_logprobs)
         if objective.correct_kl_bias:
-            kl = kl * (inputs.logprobs - old).exp()
-        loss = loss + objective.beta * _weighted(inputs.weights, kl)
-        stats["kl"] = _masked_mean(kl.detach(), inputs.sampled)
+            kl = kl * (logprobs - old).exp()
+        loss = loss + objective.beta * _weighted(batch.weights, kl)
+        stats["kl"] = _masked_mean(kl.detach(), sampled)
     without_bonus = loss.item()
-    if inputs.entropies is not None:
-        stats["entropy"] = _masked_mean(inputs.entropies.detach(), inputs.sampled)
-        if inputs.entropy_weights is not None:
-            loss = loss - inputs.entropy_coef * _weighted(inputs.entropy_weights, inputs.entropies)
+    if entropies is not None:
+        stats["entropy"] = _masked_mean(entropies.detach(), sampled)
+        if batch.entropy_weights is not None:
+            loss = loss - entropy_coef * _weighted(batch.entropy_weights, entropies)
     return LossResult(loss, stats, without_bonus)
 
 
@@ -150,16 +117,16 @@ def _weighted(weights: Tensor, values: Tensor) -> Tensor:
     return (weights * torch.where(weights != 0, values, 0.0)).sum()
 
 
-def _filters(inputs: LossInputs, objective: Objective, old_logprobs: Tensor) -> Tensor | None:
+def _filters(x: SurrogateInputs, batch: TrainBatch, entropies: Tensor | None, objective: Objective) -> Tensor | None:
     """Which tokens' surrogate counts, [N] bool, or None for all."""
     keep = None
     if objective.off_policy_threshold is not None:
-        behaviour = old_logprobs if inputs.engine_logprobs is None else inputs.engine_logprobs
-        masks, threshold = (inputs.sampled, inputs.lengths), objective.off_policy_threshold
-        keep = off_policy_keep(inputs.advantages, inputs.logprobs, behaviour, *masks, threshold)
-    if inputs.entropy_threshold is not None:
-        assert inputs.entropies is not None, "an entropy threshold needs entropies"
-        decisive = inputs.entropies.detach() >= inputs.entropy_threshold
+        behaviour = x.old_logprobs if batch.engine_logprobs is None else batch.engine_logprobs
+        threshold = objective.off_policy_threshold
+        keep = off_policy_keep(x.advantages, x.logprobs, behaviour, x.sampled, x.lengths, threshold)
+    if batch.entropy_threshold is not None:
+        assert entropies is not None, "an entropy threshold needs entropies"
+        decisive = entropies.detach() >= batch.entropy_threshold
         keep = decisive if keep is None else keep & decisive
     return keep
 

@@ -18,14 +18,15 @@ Example:
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from covey.core.media import Media, images_of
 from covey.core.transcript import Counts
 
 StepRewards = list[tuple[int, float]]
@@ -76,50 +77,6 @@ class FinishReason(StrEnum):
     """The tool-calling iterations were used up."""
     ERROR = "error"
     """Something outside the policy failed; the rollout carries what there was until then."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Media:
-    """The images in a span of a rollout's tokens (a prompt, or a tool result), from one call of the processor.
-
-    Example:
-        "<image>Hi" with an image that takes two tokens: `Media((image,), {"pixel_values": ...},
-        {"token_type_ids": [1, 1, 0, 0]}, start=0, length=4, short_ids=(7, 12, 13))`
-    """
-
-    # PIL images in the order of their placeholder tokens; empty where only training needs the rest
-    images: tuple[Any, ...]
-    tensors: dict[str, Tensor]  # inputs of the model's forward, as the processor returns them for a single sample
-    marks: dict[str, Tensor]  # per-token inputs of the model by name, [length], such as `token_type_ids`
-    start: int  # first token of the span, counted over the rollout's prompt and completion
-    length: int  # tokens of the span
-    # the span with each image as the single token of the chat template, which inference servers expand
-    short_ids: tuple[int, ...]
-
-    def state(self) -> dict[str, Any]:
-        """Everything that training needs, in plain containers and tensors; `Media(**state)` restores it."""
-        trained = replace(self, images=())
-        return {name: getattr(trained, name) for name in self.__slots__}
-
-
-def unexpanded(ids: Sequence[int], media: Iterable[Media]) -> list[int]:
-    """Tokens of a prompt (and its completion) for inference servers, each image a single token.
-
-    Example:
-        >>> unexpanded([5, 9, 9, 9, 6], [Media((), {}, {}, start=1, length=3, short_ids=(7,))])
-        [5, 7, 6]
-    """
-    short: list[int] = []
-    end = 0
-    for item in sorted(media, key=lambda item: item.start):
-        short += [*ids[end : item.start], *item.short_ids]
-        end = item.start + item.length
-    return [*short, *ids[end:]]
-
-
-def images_of(media: Iterable[Media]) -> list[Any]:
-    """PIL images in the order of their placeholder tokens."""
-    return [image for item in sorted(media, key=lambda item: item.start) for image in item.images]
 
 
 @dataclass(slots=True)
@@ -270,20 +227,9 @@ class ScoredRollouts:
         """Rewards and lengths, as other processes get them."""
         return Scores(self.rewards, self.steps, [len(rollout.completion_ids) for rollout in self.rollouts])
 
-    def __getitem__(self, index: int) -> "ScoredRollout":
-        cells = {name: values[index] for name, values in self.columns.items()}
-        return ScoredRollout(self.draws[index], self.rollouts[index], self.rewards[index], cells, self.steps[index])
-
-
-@dataclass(frozen=True)
-class ScoredRollout:
-    """One completion with all that belongs to it, as it travels between processes."""
-
-    draw: PromptSample
-    rollout: Rollout
-    rewards: Tensor
-    cells: dict[str, Any]
-    steps: dict[int, StepRewards]
+    def __getitem__(self, part: slice) -> "ScoredRollouts":
+        columns = {name: values[part] for name, values in self.columns.items()}
+        return ScoredRollouts(self.draws[part], self.rollouts[part], self.rewards[part], columns, self.steps[part])
 
 
 class RolloutSummary(NamedTuple):
@@ -311,74 +257,3 @@ class RankShard:
     micro_batches: int  # nominal micro-batches
     staleness: int  # optimizer steps by which the weights that sampled a token are older than the current ones, at most
     summaries: list[RolloutSummary]  # n
-
-
-# ---- metric values that carry their reduction: a mean is a sum and a count, divided once at the end ------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A weighted mean; NaN is left out."""
-
-    total: float
-    count: float
-    reduction: ClassVar[str] = "mean"
-
-    @classmethod
-    def of(cls, values: list[float]) -> "Mean":
-        numbers = [float(value) for value in values if not math.isnan(value)]
-        return cls(sum(numbers), len(numbers))
-
-    def merge(self, other: "Mean") -> "Mean":
-        return Mean(self.total + other.total, self.count + other.count)
-
-    def value(self) -> float:
-        return self.total / self.count if self.count else math.nan
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """A total over the window and the ranks."""
-
-    number: float
-    reduction: ClassVar[str] = "sum"
-
-    def merge(self, other: Self) -> Self:
-        return type(self)(self.number + other.number)
-
-    def value(self) -> float:
-        return self.number
-
-
-class Min(Sum):
-    """The smallest value; NaN is left out."""
-
-    __slots__ = ()
-    reduction: ClassVar[str] = "min"
-
-    def merge(self, other: Self) -> Self:
-        return type(self)(_extreme(min, self.number, other.number))
-
-
-class Max(Sum):
-    """The largest value; NaN is left out."""
-
-    __slots__ = ()
-    reduction: ClassVar[str] = "max"
-
-    def merge(self, other: Self) -> Self:
-        return type(self)(_extreme(max, self.number, other.number))
-
-
-Stat = Mean | Min | Max | Sum
-
-
-def _extreme(choose, a: float, b: float) -> float:
-    return choose((number for number in (a, b) if not math.isnan(number)), default=math.nan)
-
-
-def merge_all(into: dict[str, Stat], new: dict[str, Stat]) -> dict[str, Stat]:
-    """Merge `new` into `into`, name by name, in place; returns `into`."""
-    for name, stat in new.items():
-        into[name] = into[name].merge(stat) if name in into else stat  # type: ignore[arg-type]
-    return into

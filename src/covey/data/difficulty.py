@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.records import Mean, Stat
+from covey.core.stats import Mean, Stat
 
 NEWEST = 0.5
 """Weight of the newest group in a prompt's running means; high, because the policy changes between groups."""

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from covey.algorithms.credit import spread_of_rewards
 from covey.config.algebra import BatchAlgebra
-from covey.core.records import Mean, ScoredRollout, Scores, Stat
 from covey.core.records import ScoredRollouts as ScoredRollouts
+from covey.core.records import Scores
+from covey.core.stats import Mean, Stat
 from covey.data.difficulty import PromptHistory
 from covey.data.prompt_stream import PromptStream
 from covey.data.sampler import GenerationSampler, PromptDataset, Slot, rank_share, share_of, train_stream
@@ -157,11 +158,11 @@ class PromptChooser:
         group = self.algebra.num_generations
         places = [(number, place * group + sample) for number, place in kept for sample in range(group)]
         shares = [places[share_of(len(places), self.algebra, rank)] for rank in range(self.algebra.world_size)]
-        held: dict[Place, ScoredRollout] = {}
+        held: dict[Place, ScoredRollouts] = {}
         for number, (sampled, shared) in enumerate(zip(mine, rounds, strict=True)):
             share = share_of(len(shared.lengths), self.algebra, self.rank)
             for index, place in enumerate(range(share.start, share.stop)):
-                held[number, place] = sampled[index]
+                held[number, place] = sampled[index : index + 1]
         outgoing: list[Any] = [{place: held[place] for place in share if place in held} or None for share in shares]
         own, outgoing[self.rank] = outgoing[self.rank] or {}, None
         for received in self.exchange(outgoing):
@@ -189,17 +190,17 @@ def _signals(rounds: list[SamplingRound]) -> int:
     return sum(sum(one.has_signal) for one in rounds)
 
 
-def _joined(completions: list[ScoredRollout], groups: list[Place]) -> ScoredRollouts:
-    """Completions of several rounds as one share; equal `groups` belong together."""
+def _joined(completions: list[ScoredRollouts], groups: list[Place]) -> ScoredRollouts:
+    """Single completions of several rounds as one share; equal `groups` belong together."""
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    names = dict.fromkeys(name for one in completions for name in one.cells)
+    names = dict.fromkeys(name for one in completions for name in one.columns)
     pairs = zip(completions, groups, strict=True)
     return ScoredRollouts(
-        draws=[one.draw for one in completions],
-        rollouts=[replace(one.rollout, group=numbers[group]) for one, group in pairs],
-        rewards=torch.stack([one.rewards for one in completions]),
-        columns={name: [one.cells.get(name) for one in completions] for name in names},
-        steps=[one.steps for one in completions],
+        draws=[draw for one in completions for draw in one.draws],
+        rollouts=[replace(rollout, group=numbers[group]) for one, group in pairs for rollout in one.rollouts],
+        rewards=torch.cat([one.rewards for one in completions]),
+        columns={name: [cell for one in completions for cell in one.columns.get(name, [None])] for name in names},
+        steps=[steps for one in completions for steps in one.steps],
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.core.advantages import nanstd, weighted_total
-from covey.core.records import Max, Mean, Min, Stat, Sum, merge_all
+from covey.core.stats import Max, Mean, Min, Stat, Sum, merge_all
 
 ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("mean", "min", "max"))
 """Logged as 0 where a window has no value, so that the columns exist from the first log on."""

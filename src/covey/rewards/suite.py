@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.core.records import Mean, Rollout, Stat, StepRewards, Sum
+from covey.core.records import Rollout, StepRewards
+from covey.core.stats import Mean, Stat, Sum
 from covey.rewards.call import CallResult, RewardStream, collect_async, score, score_async
 from covey.rewards.contract import RewardError, RewardWarning
 from covey.rewards.functions import (

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.records import Completion, FinishReason, Media, Message, Rollout
+from covey.core.media import Media
+from covey.core.records import Completion, FinishReason, Message, Rollout
 from covey.rollout.prompts import LONGEST_TOKEN, Prompt, characters, is_conversational, prefill, row_images, sample_seed
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.vision import Encoded

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.records import Completion, Media
+from covey.core.media import Media
+from covey.core.records import Completion
 
 
 @dataclass

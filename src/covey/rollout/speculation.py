@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from covey.core.engine import SampleRequest
-from covey.core.records import Mean, Rollout, Stat
+from covey.core.records import Rollout
+from covey.core.stats import Mean, Stat
 
 DraftKey = tuple[int, int, int]  # prompt number (tells equal prompts apart), fingerprint (tells datasets apart), sample
 

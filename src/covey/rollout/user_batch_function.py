@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.records import Completion, FinishReason, Media, Rollout
+from covey.core.media import Media
+from covey.core.records import Completion, FinishReason, Rollout
 from covey.rollout.images import ImageError
 from covey.rollout.prompts import PromptCodec, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
@@ -110,6 +111,18 @@ class BatchFunction:
                 " in flight."
             )
         return current.complete(prompts, changes)
+
+    def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
+        """See `OnlineTrainer.generate_completions`."""
+        return [
+            {
+                "prompt_ids": prompt_ids,
+                "completion_ids": completion.token_ids,
+                "logprobs": completion.logprobs,
+                "text": self.codec.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            }
+            for prompt_ids, completion in self.complete(prompts, **changes)
+        ]
 
     async def __call__(self, prompts: Sequence[Any], images: Sequence[Sequence[Any]] = ()) -> list[Rollout]:
         """One rollout for each prompt, in their order."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from covey.core.records import Media
+from covey.core.media import Media
 from covey.rollout.images import ImageError, read_image
 
 CACHED_TEXTS = 64  # texts with images whose inputs are cached: the rollouts of a group share them

@@ -17,7 +17,8 @@ from typing import Any
 
 from covey.config.algebra import BatchAlgebra
 from covey.core.engine import SamplingParams, traits_of
-from covey.core.records import FinishReason, Media, Rollout
+from covey.core.media import Media
+from covey.core.records import FinishReason, Rollout
 from covey.data.dynamic_sampling import PromptChooser, PromptSource, prompt_source
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.environments.agent import OBJECTS

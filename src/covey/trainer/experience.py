@@ -11,7 +11,8 @@ from torch import Tensor
 from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, step_stats
 from covey.core.batch import TrainBatch, collate, segment_sum
 from covey.core.model import inference_mode_of
-from covey.core.records import Mean, RankShard, Rollout, Stat
+from covey.core.records import RankShard, Rollout
+from covey.core.stats import Mean, Stat
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
 from covey.policy.layouts import slowest

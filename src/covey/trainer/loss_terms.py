@@ -10,7 +10,7 @@ from torch import Tensor
 
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.records import Mean, Stat
+from covey.core.stats import Mean, Stat
 from covey.policy.moe import RouterLoads, experts_per_token, has_balancing_loss, load_balancing_loss
 from covey.trainer.experience import BehaviourScorer
 

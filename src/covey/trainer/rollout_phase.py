@@ -1,6 +1,6 @@
 """Rollouts of a generation: send weights, sample, reward, and select the groups to train on."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -15,7 +15,6 @@ from covey.data.sampler import MicroStep
 from covey.rewards import RewardSuite
 from covey.rollout.collector import Collector, PromptSample
 from covey.rollout.speculation import Speculation, reuse_stats
-from covey.rollout.user_batch_function import BatchFunction
 from covey.runtime.user_code import preserve_process_state
 from covey.trainer import rollout_reports as reports
 from covey.trainer.async_rollouts import AsyncRollouts, InFlightBatch
@@ -136,22 +135,6 @@ class RolloutPhase:
             return in_flight.listener or reports.RolloutListener()
         context = self.context
         return reports.RolloutListener(self.rewards.stream(context.loop.state, context.args.stream_rewards))
-
-    def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
-        """See `OnlineTrainer.generate_completions`."""
-        spec = self.collector.spec
-        if spec is None or not isinstance(spec.play, BatchFunction):
-            raise ValueError("`generate_completions` is there for a `rollout_func(prompts, trainer)`; there is none.")
-        decode = self.collector.codec.tokenizer.decode
-        return [
-            {
-                "prompt_ids": prompt_ids,
-                "completion_ids": completion.token_ids,
-                "logprobs": completion.logprobs,
-                "text": decode(completion.token_ids, skip_special_tokens=True),
-            }
-            for prompt_ids, completion in spec.play.complete(prompts, **changes)
-        ]
 
     @torch.no_grad()
     def launch(self, generation: int | None) -> None:

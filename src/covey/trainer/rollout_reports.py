@@ -11,18 +11,8 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
-from covey.core.records import (
-    FinishReason,
-    Max,
-    Mean,
-    RankShard,
-    Rollout,
-    RolloutSummary,
-    ScoredRollouts,
-    Scores,
-    Stat,
-    merge_all,
-)
+from covey.core.records import FinishReason, RankShard, Rollout, RolloutSummary, ScoredRollouts, Scores
+from covey.core.stats import Max, Mean, Stat, merge_all
 from covey.core.transcript import Counts, count, thumbnails
 from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
 from covey.rewards.call import RewardStream

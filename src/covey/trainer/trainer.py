@@ -4,7 +4,6 @@ The outer loop (epochs, optimizer, schedule, checkpoints) is Hugging Face's `Tra
 parts of a step are built from the config by `covey.trainer.build`.
 """
 
-import copy
 import functools
 import time
 import warnings
@@ -20,10 +19,10 @@ from covey.config.aliases import accepts_old_names
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
 from covey.core.engine import traits_of
-from covey.core.records import Max
+from covey.core.stats import Max
 from covey.data.sampler import MicroStep, train_loader
 from covey.policy.loading import load_processing_class
-from covey.policy.scoring import Unwrap
+from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
 from covey.trainer import build
 from covey.trainer.checkpoint import Checkpointer, Stateful, find_checkpoint, resume_from
@@ -138,7 +137,6 @@ class OnlineTrainer(Trainer):
         if vision is not None and self.sharding.weights:
             self.scorer.blank = build.blank_row(self.collector.codec)
         engine, sampling = self.collector.engine, build.sampling_params(args)
-        self.sampling = sampling
         context.algorithm = corrected(context.algorithm, args, traits_of(engine), sampling)
         speculation = build.build_speculation(args, train_dataset)
         self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
@@ -224,7 +222,10 @@ class OnlineTrainer(Trainer):
         Raises:
             ValueError: called at another time, or with a setting that does not exist.
         """
-        return self.rollouts.generate_completions(prompts, **changes)
+        play = self.collector.spec and self.collector.spec.play
+        if not isinstance(play, BatchFunction):
+            raise ValueError("`generate_completions` is there for a `rollout_func(prompts, trainer)`; there is none.")
+        return play.generate_completions(prompts, **changes)
 
     def train(
         self,
@@ -333,11 +334,7 @@ class OnlineTrainer(Trainer):
     @property
     def policy(self) -> Any:
         """The transformers (or PEFT) model inside its wrappers."""
-        return self._unwrap(self.model_wrapped)
-
-    @functools.cached_property
-    def _unwrap(self) -> Unwrap:
-        return Unwrap(self.accelerator)
+        return self.scorer.unwrap(self.model_wrapped)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         return self.evaluation.loader(self.eval_dataset, eval_dataset)
@@ -377,10 +374,6 @@ class OnlineTrainer(Trainer):
             self.control.should_training_stop = True
 
     hyperparameter_search = search.hyperparameter_search
-
-    def users_callbacks(self) -> list[Any]:
-        """Copies of the callbacks that the user gave, since some count."""
-        return [copy.copy(one) for one in self.callback_handler.callbacks if id(one) not in self.own_callbacks]
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)

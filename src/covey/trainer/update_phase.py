@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from covey.core.batch import TrainBatch, join
 from covey.core.losses import mean_over_update
-from covey.core.objective import LossInputs, policy_loss
+from covey.core.objective import policy_loss
 from covey.core.packing import balance_ranks, pass_tokens
-from covey.core.records import Mean, Stat
+from covey.core.stats import Mean, Stat
 from covey.policy.scoring import TokenScorer
 from covey.trainer.checks import FiniteCheck
 from covey.trainer.context import RunContext
@@ -103,7 +103,7 @@ class UpdatePhase:
             else:
                 scores = self.scorer(model, batch, entropy=wants_entropy)
         coef = 0.0 if self.entropy is None else self.entropy.effective
-        result = policy_loss(LossInputs.of(batch, *scores, coef), context.algorithm.objective)
+        result = policy_loss(batch, *scores, context.algorithm.objective, coef)
         # Weights assume a full accumulation window and sum over ranks; the optimizer sees a mean over ranks.
         full = context.args.gradient_accumulation_steps
         scale = full / self._window * context.collectives.size if training else 1.0

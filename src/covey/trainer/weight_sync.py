@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from covey.core.engine import RolloutEngine, WeightUpdate, traits_of
-from covey.core.records import Mean, Stat
+from covey.core.stats import Mean, Stat
 from covey.policy.adapters import has_adapter, why_not_alone
 from covey.policy.sharded_tensors import is_sharded
 from covey.policy.weights import weight_update

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 
-from covey.core.records import Media
+from covey.core.media import Media
 from covey.engines.servers.completions import sent_ids, sent_images
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient

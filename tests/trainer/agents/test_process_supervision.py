@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from covey.core.objective import LossInputs, policy_loss
+from covey.core.objective import policy_loss
 from covey.rewards import CharEnd, TurnEnd
 from tests.support import runs, tiny
 from tests.support.engines import CopyEngine
@@ -331,7 +331,7 @@ def test_each_token_is_moved_by_its_own_advantage(tmp_path, method):
     probe = Probe(tmp_path, method, [only_first])
     batch = probe.batch
     logprobs = torch.zeros(batch.num_tokens, requires_grad=True)
-    policy_loss(LossInputs.of(batch, logprobs, None), probe.trainer.context.algorithm.objective).loss.backward()
+    policy_loss(batch, logprobs, None, probe.trainer.context.algorithm.objective).loss.backward()
     first = torch.zeros(batch.num_tokens, dtype=torch.bool)
     first[batch.lengths.cumsum(0) - batch.lengths] = True
     assert logprobs.grad[first].any() and not logprobs.grad[~first].any()

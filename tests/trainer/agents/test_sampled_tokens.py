@@ -16,7 +16,7 @@ from covey.algorithms import grpo, rloo
 from covey.algorithms.credit import Scores, assign_credit
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, segment_sum
 from covey.core.engine import EngineTraits, SamplingParams
-from covey.core.objective import LossInputs, policy_loss
+from covey.core.objective import policy_loss
 from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS
@@ -133,8 +133,7 @@ class Step:
 
     def loss(self, batch: TrainBatch | None = None) -> torch.Tensor:
         batch = self.batch if batch is None else batch
-        inputs = LossInputs.of(batch, *self.scores(batch), self.config.entropy_coef)
-        return policy_loss(inputs, self.algorithm.objective).loss
+        return policy_loss(batch, *self.scores(batch), self.algorithm.objective, self.config.entropy_coef).loss
 
     def gradients(self, batch: TrainBatch | None = None) -> list[torch.Tensor]:
         return list(torch.autograd.grad(self.loss(batch), list(self.model.parameters())))

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from covey.core.batch import TOKEN_FIELDS, TrainBatch, collate, join
+from covey.core.media import Media
 from covey.core.packing import balance_ranks
-from covey.core.records import FinishReason, Media, Rollout
+from covey.core.records import FinishReason, Rollout
 from covey.trainer.distributed.collectives import Collectives, pack, unpack
 from covey.trainer.distributed.exchange import RolloutIndex, join_indexes, moves, pool
 from covey.trainer.microbatches import RolloutBuffer

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.records import unexpanded
+from covey.core.media import unexpanded
 from covey.engines.servers.errors import ServerRefused
 from tests.support import runs, tiny_vision
 from tests.support.servers.fake_vllm import FakeVllm, status

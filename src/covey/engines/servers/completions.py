@@ -7,7 +7,8 @@ from io import BytesIO
 from typing import Any
 
 from covey.core.engine import SampleRequest, SamplingParams
-from covey.core.records import Completion, FinishReason, images_of, unexpanded
+from covey.core.media import images_of, unexpanded
+from covey.core.records import Completion, FinishReason
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.protocols import SampledChunk
 

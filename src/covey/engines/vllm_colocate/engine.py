@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from covey.core.engine import EngineTraits, SampleRequest, TensorSpec, WeightUpdate
-from covey.core.records import Completion, FinishReason, images_of, unexpanded
+from covey.core.media import images_of, unexpanded
+from covey.core.records import Completion, FinishReason
 from covey.engines.vllm_colocate.process import is_running, repack_heads
 
 # Settings of vLLM's `SamplingParams` that follow from fields of the config, and may not be in its extras.

@@ -16,7 +16,8 @@ from itertools import islice
 from time import perf_counter
 from typing import Any
 
-from covey.core.records import Mean, Message, Rollout, Stat
+from covey.core.records import Message, Rollout
+from covey.core.stats import Mean, Stat
 from covey.rollout.tools.calls import AssistantTurn, MalformedCall, ToolCall
 from covey.rollout.tools.tool import Tool, WrongArgument
 from covey.runtime.deadlines import CallTimeout, run_in_thread

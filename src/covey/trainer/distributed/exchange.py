@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import UNREPORTED, TrainBatch, expand, join, segment_sum, token_index
-from covey.core.records import Media
+from covey.core.media import Media
 from covey.trainer.distributed.collectives import Collectives
 
 Moves = tuple[tuple[tuple[int, ...], ...], ...]

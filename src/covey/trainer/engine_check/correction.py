@@ -15,7 +15,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
-from covey.core.losses import MismatchCorrection, mismatch_weights
+from covey.core.mismatch import MismatchCorrection, mismatch_weights
 from covey.rollout.collector import Collector
 from covey.trainer.context import RunContext
 from covey.trainer.engine_check.parity import AUTOCAST, EngineCheck, tolerance

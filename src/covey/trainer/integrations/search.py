@@ -1,5 +1,6 @@
 """Hyperparameter search with optuna; every trial is a new trainer with changed settings and fresh weights."""
 
+import copy
 import inspect
 import os
 import statistics
@@ -154,7 +155,9 @@ class _Trials:
     def _run(self, trial: Any, changes: dict[str, Any], name: str) -> tuple[Any, bool]:
         """The objective of a trial, and True if it was pruned."""
         original = self._original
-        parts = {**original.made_of, "callbacks": original.users_callbacks()}
+        callbacks = original.callback_handler.callbacks  # copies of the user's, since some count
+        given = [copy.copy(callback) for callback in callbacks if id(callback) not in original.own_callbacks]
+        parts = {**original.made_of, "callbacks": given}
         if (make := parts.get("model_init")) is not None:
             parts["model_init"] = lambda: make_model(make, trial)
         try:
