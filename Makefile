@@ -12,6 +12,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 VLLM_BIN := .venv-vllm/bin
 SGLANG_BIN := .venv-sglang/bin
 DEEPSPEED_BIN := .venv-deepspeed/bin
+DOCS_BIN := .venv-docs/bin
 # What is tested beside verifiers: an environment that needs neither a hub nor a judge.
 WITH_verifiers := marble-v1
 ENVIRONMENT_TESTS := tests/real_environments tests/rollout/environments tests/examples/test_examples.py -k environment
@@ -20,7 +21,7 @@ SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sente
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed test-trackers lint package \
+.PHONY: demo test test-slow test-gpu test-vllm test-sglang test-environments test-deepspeed test-trackers lint package docs \
 	constraints bench bench-tools gpu clean
 
 .venv/torch.done:
@@ -135,6 +136,17 @@ test-deepspeed: .venv-deepspeed/covey.done
 test-trackers: .venv-trackers/covey.done
 	.venv-trackers/bin/python -m pytest tests/trainer/integrations/test_trackers.py tests/trainer/integrations/test_search.py
 
+# The packages of the extra `docs` alone: the site is built from the sources, and nothing of Covey is run for it.
+.venv-docs/docs.done: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS_BIN)/pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
+		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
+# The documentation as a site, in site/; any warning (a dead link, a page outside of the navigation) is an error.
+docs: .venv-docs/docs.done
+	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
+
 .venv/bench.done: .venv/dev.done
 	$(PIP) -c $(CONSTRAINTS) -e '.[dev,bench]'
 	touch $@
@@ -154,4 +166,4 @@ bench-tools: .venv/demo.done
 	$(BIN)/python -m benchmarks.tools
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-deepspeed .venv-trackers .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-deepspeed .venv-trackers .venv-docs site .pytest_cache .mypy_cache .ruff_cache

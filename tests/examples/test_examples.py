@@ -2,12 +2,14 @@
 
 import io
 import json
+import math
 import runpy
 import sys
 import tokenize
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import tiny
 
@@ -22,12 +24,18 @@ NEEDS = {
 """What an example needs beside Covey; `make test-environments` has all of it."""
 LONG_PROMPTS = {"environment_verifiers.py", "tools.py"}
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")
+WITHOUT_TRAINER = {"custom_loop.py"}
 ESSENTIAL = {
-    *("quickstart_grpo.py", "custom_loss.py", "environment.py", "lora.py", "rollout_func.py", "tools.py"),
+    *("quickstart_grpo.py", "custom_loss.py", "custom_advantage.py", "environment.py", "lora.py", "rollout_func.py"),
+    "tools.py",
     *("environment_openenv.py", "environment_verifiers.py"),
 }
 """What every run of the tests tries, one for each kind of argument, and what is installed in few places."""
-EACH = [pytest.param(name, marks=() if name in ESSENTIAL else pytest.mark.slow) for name in SCRIPTS]
+EACH = [
+    pytest.param(name, marks=() if name in ESSENTIAL else pytest.mark.slow)
+    for name in SCRIPTS
+    if name not in WITHOUT_TRAINER
+]
 
 
 def run(name, monkeypatch, *flags):
@@ -66,6 +74,20 @@ def test_an_adapter_is_trained_over_four_bits(tiny_folder, tmp_path, monkeypatch
     flags = ["--model", tiny_folder, "--max_steps", 2, "--output_dir", tmp_path, "--four_bits"]
     trainer = run("lora.py", monkeypatch, *flags)
     assert trainer.state.global_step == 2 and trainer.policy.get_base_model().is_quantized
+
+
+def test_a_loop_by_hand_changes_the_policy_as_its_rewards_say(tiny_folder, monkeypatch, tmp_path, capsys):
+    history = run("custom_loop.py", monkeypatch, "--model", tiny_folder, "--max_steps", 2, "--output_dir", tmp_path)
+    assert len(history) == 2 and all(entry["loss"] == entry["loss"] for entry in history)
+    assert capsys.readouterr().out.count("reward") == 2
+
+
+def test_an_advantage_of_ones_own_is_relative_to_the_median(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    above_median = runpy.run_path(str(EXAMPLES / "custom_advantage.py"))["above_median"]
+    rewards = torch.tensor([[[0.0], [0.0], [1.0]], [[1.0], [2.0], [math.nan]]])
+    # medians 0 and 1 (the lower one of two); a completion without a reward gets 0
+    assert above_median(rewards, torch.ones(1), None).tolist() == [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
 
 
 def test_a_loss_of_ones_own_takes_less_than_twenty_lines():

@@ -70,6 +70,11 @@ def test_every_page_is_in_the_index():
     assert not [name for name in pages if f"]({name})" not in index]
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    named = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
 # ---- Python ----------------------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ class OnlineTrainer(Trainer):
         rollout_func: plays rollouts in the place of the built-in loop: `async (row, engine) -> Rollout` for one, or
             `(prompts, trainer) -> dict` for a whole generation (`covey.rollout.user_functions`).
         environment_factory: makes the environments that rollouts act in, one for each: a class or a function without
-            arguments, or an adapter (`covey.environments`).
+            arguments, or an adapter (`covey.rollout.environments`).
         engine: samples in the place of the one that the config names (`covey.core.engine.RolloutEngine`).
         optimizer_cls_and_kwargs: class of the optimizer and its arguments, in the place of `args.optim`.
         model_init: makes the model, in the place of `model`; `hyperparameter_search` makes one for each trial with it.

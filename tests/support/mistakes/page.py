@@ -55,7 +55,7 @@ trainer is made. An error loses nothing: datasets are not consumed, checkpoints 
 error continues exactly from its last checkpoint (`trainer.train(resume_from_checkpoint=True)`).
 
 Warnings do not stop a run. Failures of inference servers during a run are
-[on the page about engines](engines.md#what-can-go-wrong-with-a-server-and-what-happens).
+[on the page about engines](server-faults.md#what-can-go-wrong-with-a-server-and-what-happens).
 """
 
 QUOTED = (

@@ -1,4 +1,4 @@
-"""Faults of an inference server and their outcomes: the rows of the table in docs/engines.md.
+"""Faults of an inference server and their outcomes: the rows of the table in docs/server-faults.md.
 
 To add a fault, append it to `FAULTS`, and a row with the same `what` to the table.
 """

@@ -1,6 +1,6 @@
 """Five steps on two processes end with the weights of five steps on one: every way, method, adapter and mishap.
 
-`-s` prints the table of docs/scale.md, a column for each way. Slow: what is fast is in test_sharded_runs.py and
+`-s` prints the table of docs/measured.md, a column for each way. Slow: what is fast is in test_sharded_runs.py and
 test_two_processes.py.
 """
 

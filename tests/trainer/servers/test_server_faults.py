@@ -1,6 +1,6 @@
 """Servers that are wrong, slow, dying or lying: every fault has one clear outcome, soon, and nothing is lost by it.
 
-The catalogue is in `server_faults`; docs/engines.md has a row for each.
+The catalogue is in `server_faults`; docs/server-faults.md has a row for each.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from tests.support.servers import server_faults
 from tests.support.servers.server_faults import CONFIG, ENDS, FAULTS, GOES_ON, START, WARNS, Scene
 
-PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
+PAGE = Path(__file__).parents[3] / "docs" / "server-faults.md"
 TITLE = "## What can go wrong with a server, and what happens"
 
 RESUMED = {
