@@ -11,6 +11,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,7 +141,7 @@ class Kit:
     def _run(self, job: Job, note: Callable[[dict[str, Any]], object]) -> str | None:
         """Run a job in a child process until its time is up; the last lines of its log if it failed."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        log = self.logs / f"{job.part}-{job.name}.log"
+        log = self.logs / re.sub(r"[^\w.-]+", "-", f"{job.part}-{job.name}.log")
         command = [sys.executable, "-m", "benchmarks.gpu", "--job", job.dumped()]
         with log.open("w") as errors:
             process = subprocess.Popen(

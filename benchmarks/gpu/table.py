@@ -50,12 +50,8 @@ def short(results: dict[str, Any]) -> str:
     steps = _of(results.get("records", []), "step")
     if not steps:
         return NOT_MEASURED
-    rows = [
-        [workload, *(figure(_ratio(by_name, *pair)) for pair in RATIOS.values())]
-        for workload, by_name in _by_workload(steps).items()
-    ]
     header = ["time of a step on a GPU, 1.5B, bf16", *RATIOS]
-    return "\n\n".join([table(header, rows), machine_line(results["machine"])])
+    return "\n\n".join([table(header, _ratios(steps)), machine_line(results["machine"])])
 
 
 RATIOS = {
@@ -93,11 +89,18 @@ def _ratio(by_name: dict[str, dict[str, Any]], above: str, below: str) -> float 
     return by_name[above]["seconds"] / by_name[below]["seconds"]
 
 
+def _ratios(records: Records) -> list[list[str]]:
+    """Rows of the workloads that both libraries have done."""
+    rows = []
+    for name, by_name in _by_workload(records).items():
+        ratios = [_ratio(by_name, *pair) for pair in RATIOS.values()]
+        if any(ratios):
+            rows.append([name, *map(figure, ratios)])
+    return rows
+
+
 def _step(records: Records) -> str:
-    ratios = [
-        [name, *(figure(_ratio(by_name, *pair)) for pair in RATIOS.values())]
-        for name, by_name in _by_workload(records).items()
-    ]
+    ratios = _ratios(records)
     header = ["seconds (medians)", "step", "generate", "score", "forward/backward", "optimizer", "other"]
     header += ["peak GiB", "reserved GiB", "MFU of passes", "MFU of step", "first step"]
     tables = []

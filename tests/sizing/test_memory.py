@@ -25,7 +25,7 @@ TINY = {
 
 
 def args(**settings):
-    return GRPOConfig(bf16=False, max_completion_length=8, num_generations=4, **settings)
+    return GRPOConfig(**{"bf16": False, "max_completion_length": 8, "num_generations": 4} | settings)
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**TINY), Qwen3Config(**TINY, head_dim=8, tie_word_embeddings=True)])
@@ -75,7 +75,7 @@ def test_every_part_by_hand():
         ({"attn_layout": "padded"}, 96, 1),  # 8 rows of 12
         ({"attn_layout": "padded", "max_tokens_per_micro_batch": 40}, 36, 3),
         ({"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}, 36, 3),
-        ({"per_device_train_batch_size": 800}, 1008, 8),  # 1024 tokens keep a CPU busy: 28 groups of 36, of 200
+        ({"per_device_train_batch_size": 800}, 900, 8),  # 1024 tokens keep a CPU busy, 28 groups of 36: 200 evenly in 8
     ],
 )
 def test_tokens_of_a_pass_and_passes_of_a_step(changes, tokens, passes):
@@ -314,3 +314,20 @@ def test_optimizers_keep_so_many_numbers(optim, states):
 @pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
 def test_bytes_are_readable(size, text):
     assert readable(size) == text
+
+
+@pytest.mark.parametrize(
+    ("peft", "checkpointing", "numbers"),
+    [(None, True, 7888), (None, False, 7888), ({"r": 2, "target_modules": ["q_proj"]}, False, 7888 + 2 * 2 * 32)],
+)
+def test_weights_that_autocast_copies(peft, checkpointing, numbers):
+    # trained ones for a whole micro-batch, frozen ones as long as the backward pass needs them
+    given = args(use_cpu=True, bf16=True, gradient_checkpointing=checkpointing)
+    m = estimate(LlamaConfig(**TINY), given, prompt_tokens=4, peft=peft)
+    assert m.casts == 2 * numbers
+
+
+def test_checkpointed_layers_copy_frozen_weights_in_turn():
+    given = args(use_cpu=True, bf16=True, gradient_checkpointing=True)
+    m = estimate(LlamaConfig(**TINY), given, prompt_tokens=4, peft={"r": 2, "target_modules": ["q_proj"]})
+    assert m.casts == 2 * (2 * 2 * 32 + 7888 // 2)

@@ -101,7 +101,9 @@ class MemoryEstimate:
     late_gradient: int = 0
     gaps: int = 0
     unpacked: int = 0  # the largest of the quantised weights, in the type of products
-    casts: int = 0  # weights in the type of products, as autocast caches them in a micro-batch
+    # Weights in the type of products: trained ones, which autocast keeps for a micro-batch, and frozen ones, which the
+    # backward pass needs; with checkpointing those of one layer.
+    casts: int = 0
     # Of sharded weights, the outermost unit and two layers whole, and the gradients of the first and of one layer.
     gathered: int = 0
     copy: int = 0  # of sharded weights, all of them while the built-in engine samples
@@ -212,7 +214,7 @@ def _estimate(
         late_gradient=late,
         gaps=_gaps(text, counts, precision, tokens, shown * images.patches, checkpointing) if device == "cpu" else 0,
         unpacked=counts.quantised.largest * computed,
-        casts=unquantised * computed if computed < stored and not sharded else 0,
+        casts=_cast_numbers(text, counts, precision, checkpointing) * computed,
         gathered=(outer + 2 * layer + (outer + layer) * whole) * computed,
         copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
         passes=passes,
@@ -243,6 +245,13 @@ def _room(estimated: MemoryEstimate, gpu_bytes: int) -> int:
 def available_gpu_bytes() -> int:
     """Bytes that this process has or can still get of the GPU; 0 without one."""
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
+
+def _cast_numbers(text: Any, counts: ModelSpec, precision: "Precision", checkpointing: bool) -> int:
+    frozen = counts.parameters - counts.quantised.numbers - counts.trainable
+    if precision.sharded or precision.computed >= precision.stored:
+        frozen = 0
+    return counts.trainable * precision.casts + (frozen // text.num_hidden_layers if checkpointing else frozen)
 
 
 def _packed_numbers(counts: ModelSpec, images: Images) -> int:
@@ -300,7 +309,10 @@ def tokens_of_passes(
         whole = prompt + (budget - prompt) // completion * completion
         total = -(-group // ((whole - prompt) // completion)) * whole * (rows // group or 1)
     tokens = budget // whole * whole
-    return tokens, -(-total // tokens)
+    passes = -(-total // tokens)
+    if padded or args.attn_layout == "padded":
+        return tokens, passes
+    return -(-total // (whole * passes)) * whole, passes  # packed ones are evened out
 
 
 def cache_bytes_per_token(text: Any, number: int) -> int:

@@ -1,11 +1,14 @@
 """Decoding steps captured once as a CUDA graph and replayed: one launch instead of a thousand.
 
 A graph needs tensors of fixed shapes and addresses, so sequences are computed in powers of two and over the cache's
-whole capacity; when either changes, or a prompt comes or goes, the step is captured again. Every capture is checked
-against an ordinary run of the same step.
+whole capacity. A capture costs as much as tens of steps: it is kept while a quarter of its sequences is left, and
+taken again when there are fewer or more, when the capacity changes, or when prompts come or are dropped. Every capture
+is checked against an ordinary run of the same step, the first one against a run with torch's attention.
 """
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 from covey.runtime.process_memory import is_out_of_memory
 
 LEAST_SEQUENCES = 8  # fewer sequences are computed as this many
+FEWEST_LEFT = 4  # a capture is kept until fewer than one in so many of its sequences are left
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 """Captures a function; returns a function that replays it, and the tensor that holds the result after a replay."""
@@ -33,22 +37,33 @@ class CaptureError(RuntimeError):
 
 
 class GraphStep:
-    """Decoding step of every sequence of a cache, by replaying a captured one."""
+    """Decoding step of every sequence of a cache, by replaying a captured one.
+
+    It lives as long as the engine, because what could not be fused is not tried again; each cache has captures of its own.
+    """
 
     def __init__(
-        self, cache: SharedPrefixCache, forward: Callable[[Tensor, Tensor, Any], Tensor], config: Any, capture: Capture
+        self, forward: Callable[[SharedPrefixCache, Tensor, Tensor, Any], Tensor], config: Any, capture: Capture
     ):
-        self.cache = cache
         self._forward = forward
         self._config = config
         self._capture = capture
+        self._fuses = True  # with fused kernels; until a capture with them was wrong
+        self._proven = False  # a capture was right
+        self.cache: SharedPrefixCache | None = None
+
+    def begin(self, cache: SharedPrefixCache | None) -> None:
+        """Decode the sequences of this cache; None: of none, and free what the last capture holds."""
+        self.cache = cache
         self._captured_for: tuple[Any, ...] | None = None
-        self._fuses = True  # attend by one kernel where it can; until a capture with it was wrong
+        self._replay: Callable[[], Any] | None = None
+        self._logits: Tensor | None = None
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens and positions [S] -> logits [S, V], valid until the next call; `CaptureError` if a replay differs."""
+        assert self.cache is not None, "begun"
         size = len(tokens)
-        key = self.cache.begin_fixed_step(max(LEAST_SEQUENCES, 1 << (size - 1).bit_length()), tokens.device)
+        key = self.cache.begin_fixed_step(self._computed(size), tokens.device)
         try:
             if key != self._captured_for:
                 self._tokens = torch.zeros(key[0], dtype=torch.int64, device=tokens.device)
@@ -56,41 +71,73 @@ class GraphStep:
             self._tokens[:size] = tokens
             self._positions[:size] = positions
             if key != self._captured_for:
-                self._capture_step(size)
+                self._capture_step(self.cache, size)
                 self._captured_for = key
-            self._replay()
-            return self._logits[:size]
+            return self._replayed(size)
         except RuntimeError as error:
             self.cache.end_fixed_steps()
             raise CaptureError(error) from error
 
-    def _capture_step(self, size: int) -> None:
-        self.cache.fused = False
-        expected = self._run()[:size].clone()
-        for fused in (True, False) if self._fuses else (False,):
-            self.cache.fused = fused
-            self._replay, self._logits = self._capture(self._run)
-            self._replay()
-            difference = (self._logits[:size] - expected).abs().max()
-            # One kernel rounds less often than torch's operations, and half precision alone moves logits by a tenth.
-            if difference <= (0.2 if self.cache.fused_layers else 0.02) * expected.abs().max():
-                return
-            self._fuses = False
-        raise RuntimeError(f"the replayed step's logits differ from an ordinary run's by {difference.item():.3g}")
+    def _computed(self, size: int) -> int:
+        """Number of sequences to compute for `size` of them: those of the last capture, unless too many are idle."""
+        needed = max(LEAST_SEQUENCES, 1 << (size - 1).bit_length())
+        captured = self._captured_for[0] if self._captured_for else 0
+        return captured if needed <= captured <= FEWEST_LEFT * needed else needed
 
-    def _run(self) -> Tensor:
-        masks = self.cache.masks(self._positions, self._config)
-        return self._forward(self._tokens[:, None], self._positions[:, None], masks)
+    def _capture_step(self, cache: SharedPrefixCache, size: int) -> None:
+        expected = None
+        if not self._proven:  # what has been right keeps its kernels
+            cache.fused = False
+            expected = self._run(cache)[:size].clone()
+        for fused in (True, False) if self._fuses else (False,):
+            cache.fused = fused
+            try:
+                ordinary = self._run(cache)[:size].clone()  # compiles kernels and sets libraries up before a capture
+                expected = ordinary if expected is None else expected
+                self._replay, self._logits = self._capture(partial(self._run, cache))
+                difference = (self._replayed(size) - expected).abs().max().item()
+            except RuntimeError as error:
+                if not fused or CaptureError(error).out_of_memory:
+                    raise
+                self._do_without_fusing(f"{type(error).__name__}: {error}")
+                continue
+            # Fused kernels round less often than torch's operations, and half precision alone moves logits by a tenth.
+            if difference <= (0.2 if fused else 0.02) * expected.abs().max().item():
+                self._proven = True
+                return
+            if fused:
+                self._do_without_fusing(f"logits differ by {difference:.3g}")
+        raise RuntimeError(f"the replayed step's logits differ from an ordinary run's by {difference:.3g}")
+
+    def _replayed(self, size: int) -> Tensor:
+        assert self._replay is not None and self._logits is not None, "captured"
+        self._replay()
+        return self._logits[:size]
+
+    def _do_without_fusing(self, reason: str) -> None:
+        self._fuses = False
+        warnings.warn(
+            f"decoding runs without fused kernels ({reason}). Samples are the same; decoding is slower.", stacklevel=2
+        )
+
+    def _run(self, cache: SharedPrefixCache) -> Tensor:
+        masks = cache.masks(self._positions, self._config)
+        return self._forward(cache, self._tokens[:, None], self._positions[:, None], masks)
 
 
 def capture_cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-    """Run `step` once on a side stream, as capturing requires, then capture it."""
+    """Capture `step`, which has been run before, on a side stream.
+
+    `torch.cuda.graph` would collect garbage and give all cached memory back to the device, each time.
+    """
+    graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = step()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = step()
     return graph.replay, result

@@ -10,7 +10,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from covey.core.records import Completion
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
 from covey.engines.native.inference_contexts import (
     attention_implementation,
-    fused_norms,
+    fused_operations,
     packed_linears,
     sampling_attention,
 )
@@ -40,6 +39,7 @@ from covey.engines.native.sampling import (
 from covey.engines.native.shared_prefix_cache import SHARED_PREFIX_ATTENTION, SharedPrefixCache
 from covey.runtime.process_memory import is_out_of_memory
 
+CAPTURED_TOKENS = 256  # most tokens of a completion for which there is room before any is sampled, with CUDA graphs
 PREFILL_TOKENS = 4096  # most (padded) tokens in one forward pass over prompts or drafts
 
 Item = TypeVar("Item")
@@ -130,13 +130,17 @@ class NativeEngine:
                 torch.no_grad(),
                 self._forward_context(),
                 packed_linears(model),
-                fused_norms(model),
                 attention_implementation(model, sampling_attention(model)),  # a packed layout's has no masks
             ):
                 yield
         finally:
             self._prefixes.layers.clear()
-            self._cache = self._graph_step = None  # the policy is about to change, and training needs the memory
+            self._drop_cache()  # the policy is about to change, and training needs the memory
+
+    def _drop_cache(self) -> None:
+        self._cache = None
+        if self._graph_step is not None:
+            self._graph_step.begin(None)
 
     @property
     def _device(self) -> torch.device:
@@ -156,7 +160,8 @@ class NativeEngine:
                     sequence.done.set_exception(error)
             for sequences in (self._running, self._admitted, self._waiting):
                 sequences.clear()
-            self._cache = self._batch = self._graph_step = None
+            self._batch = None
+            self._drop_cache()
             if not isinstance(error, Exception):
                 raise
 
@@ -303,7 +308,9 @@ class NativeEngine:
         cache = SharedPrefixCache(dtype, softcap)
         if self._use_graphs if self._use_graphs is not None else self._device.type == "cuda":
             config = model.config.get_text_config()
-            self._graph_step = GraphStep(cache, partial(self._run, cache), config, self._capture)
+            cache.least_capacity = min(CAPTURED_TOKENS, max(sequence.budget for sequence in self._waiting))
+            self._graph_step = self._graph_step or GraphStep(self._run, config, self._capture)
+            self._graph_step.begin(cache)
         return cache
 
     def _objection_to_sharing(self, dtype: torch.dtype, softcap: bool) -> str | None:
@@ -356,7 +363,8 @@ class NativeEngine:
 
     def _stop_capturing(self, error: CaptureError) -> None:
         """Decode without graphs: until the engine sleeps if memory was short, else for the rest of the run."""
-        self._graph_step = None
+        assert self._graph_step is not None, "it has failed"
+        self._graph_step.begin(None)
         if not error.out_of_memory:
             self._use_graphs = False
         warnings.warn(
@@ -371,7 +379,11 @@ class NativeEngine:
         """Forward pass over one token per sequence: [S, 1] -> [S, V]."""
         model = self._model()
         shared = isinstance(cache, SharedPrefixCache)
-        with attention_implementation(model, SHARED_PREFIX_ATTENTION) if shared else nullcontext():
+        fused = isinstance(cache, SharedPrefixCache) and cache.fused and self._device.type == "cuda"
+        with (
+            attention_implementation(model, SHARED_PREFIX_ATTENTION) if shared else nullcontext(),
+            fused_operations(model, compute_dtype(model)) if fused else nullcontext(),
+        ):
             output = model(
                 input_ids=tokens,
                 position_ids=positions,

@@ -1,8 +1,9 @@
 """Contexts in which a model samples: its attention implementation, packed CPU weights, processes in lockstep."""
 
-import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -84,49 +85,40 @@ def _packed_forward(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 @contextmanager
-def fused_norms(model: nn.Module) -> Iterator[None]:
-    """Compute the model's plain RMS norms on a GPU by torch's own operation: one kernel instead of six."""
-    patched: list[Any] = []
+def fused_operations(model: nn.Module, dtype: torch.dtype, backend: Any = "inductor") -> Iterator[None]:
+    """Compile the model's norms and rotary embeddings, with results in the `dtype` of matrix products.
+
+    Both are a dozen small operations in float32, whose launches cost more than their work when each sequence has one
+    token. The linear layers and the cache that read the results would round them to `dtype` themselves.
+    """
+    norms = [x for x in model.modules() if type(x).__name__.endswith("RMSNorm") and "forward" not in vars(x)]
+    homes: set[Any] = {sys.modules[type(x).__module__] for x in model.modules()}
+    rotaries = [(home, home.apply_rotary_pos_emb) for home in homes if hasattr(home, "apply_rotary_pos_emb")]
+    norm = _compiled(_normed, backend)
     try:
-        known: dict[tuple[type, torch.Size], bool] = {}
-        for module in model.modules():
-            weight = getattr(module, "weight", None)
-            if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not weight.is_cuda:
-                continue
-            if "forward" in vars(module) or type(weight) is not nn.Parameter:
-                continue
-            kind = (type(module), weight.shape)
-            if kind not in known:
-                known[kind] = _is_plain_norm(module)
-            if known[kind]:
-                patched.append(module)
-                module.forward = _norm_forward(module)
+        for module in norms:
+            module.forward = partial(norm, type(module).forward, dtype, module)
+        for home, rotary in rotaries:
+            home.apply_rotary_pos_emb = partial(_compiled(_rotated, backend), rotary, dtype)
         yield
     finally:
-        for module in patched:
+        for module in norms:
             del module.forward
+        for home, rotary in rotaries:
+            home.apply_rotary_pos_emb = rotary
 
 
-def _norm_forward(module: Any) -> Callable[[Tensor], Tensor]:
-    weight, eps = module.weight.detach(), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-
-    def forward(x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, weight.shape, weight, eps)
-
-    return forward
+@cache
+def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend, dynamic=True)
 
 
-def _is_plain_norm(module: Any) -> bool:
-    """True if the module is a function of one tensor, x / rms(x) * weight; Gemma's, say, adds 1 to the weight."""
-    if len(inspect.signature(module.forward).parameters) != 1:
-        return False
-    x = torch.linspace(-1, 2, 4 * len(module.weight), device=module.weight.device).view(4, -1)
-    with torch.no_grad(), torch.autocast("cuda", enabled=False):
-        try:
-            theirs, ours = module(x), _norm_forward(module)(x.to(module.weight.dtype))
-        except (TypeError, RuntimeError):
-            return False
-    return isinstance(theirs, Tensor) and torch.allclose(theirs.float(), ours.float(), rtol=1e-2, atol=1e-3)
+def _normed(norm: Callable[..., Tensor], dtype: torch.dtype, *inputs: Any) -> Tensor:
+    return norm(*inputs).to(dtype)
+
+
+def _rotated(rotary: Callable[..., Any], dtype: torch.dtype, *inputs: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return tuple(x.to(dtype) for x in rotary(*inputs, **kwargs))
 
 
 class Lockstep:

@@ -7,7 +7,7 @@ No model is patched: the attention function is registered with transformers and 
 argument `prefix_cache` of the model's forward pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,8 +46,9 @@ class SlotMap:
         size: int,
         least_slots: int,
         device: torch.device,
+        column: int = 0,
     ) -> "SlotMap":
-        """Slots of sequences in the groups `owners`, as tensors for `size` sequences.
+        """Slots of sequences in the groups `owners`, as tensors for `size` sequences; idle ones start in `column`.
 
         Owners [0, 1, 0] have two slots per group: table [0, 2 | 1, 0], order [0, 2, 1].
         """
@@ -66,7 +67,7 @@ class SlotMap:
             table=torch.tensor(table, device=device),
             order=torch.tensor(order, device=device),
             lengths=torch.tensor(lengths, device=device),
-            starts=torch.tensor(starts + [0] * (size - len(owners)), device=device),
+            starts=torch.tensor(starts + [column] * (size - len(owners)), device=device),
             slots=slots,
             width=width,
             aligned=order == list(range(len(table))),
@@ -75,7 +76,7 @@ class SlotMap:
 
     def accepts(self, other: "SlotMap") -> bool:
         """True when a recording made with this map stays valid for the contents of the other."""
-        own, others = ((x.slots, x.width, x.aligned, x.table.shape, x.order.shape) for x in (self, other))
+        own, others = ((x.slots, x.width, x.table.shape, x.order.shape) for x in (self, other))
         return own == others
 
     def copy_(self, other: "SlotMap") -> None:
@@ -104,6 +105,8 @@ class SharedPrefixCache(Cache):
         self._column = 0  # of the next token of every sequence
         self.capacity = 0
         self.sequence_capacity = 0
+        self.least_capacity = 0
+        """Tokens that there is room for from the beginning on."""
         self.attended = 0
         """Layers that have read the cache in the current step."""
         self._slot_map: SlotMap | None = None  # None: sequences have come or gone since
@@ -111,8 +114,6 @@ class SharedPrefixCache(Cache):
         self._fixed_column: Tensor | None = None
         self.fused = False
         """Attend by one kernel in steps of fixed shapes, where one is available and the layer is plain."""
-        self.fused_layers = 0
-        """Layers of the current run of a step that did."""
 
     def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
         """Take right-padded prompts (None when all are empty); handles are valid until sequences leave."""
@@ -170,7 +171,8 @@ class SharedPrefixCache(Cache):
         if not size:
             self._column = 0
         used = sorted(set(self._owners))
-        if len(used) < len(self._prompt_lengths):
+        # A captured step is bound to the stored prompts, so half of them may be idle then.
+        if len(used) < len(self._prompt_lengths) / (1 if self._fixed_column is None else 2):
             self._prompt_lengths = [self._prompt_lengths[group] for group in used]
             width = max(self._prompt_lengths, default=0)
             self._prompts = [(k[:, used, :width], v[:, used, :width]) for k, v in self._prompts]
@@ -183,7 +185,7 @@ class SharedPrefixCache(Cache):
 
     def _rebuild(self, tokens: int, size: int, shift: int) -> None:
         """Set capacities of at least these, with the contents `shift` columns further right."""
-        tokens = -(-tokens // GRANULE) * GRANULE
+        tokens = -(-max(tokens, self.least_capacity) // GRANULE) * GRANULE
         if (tokens, size, shift) == (self.capacity, self.sequence_capacity, 0):
             return
         first, column, used = self._first_column, self._column, len(self._owners)
@@ -240,9 +242,12 @@ class SharedPrefixCache(Cache):
         size = min(size, self.sequence_capacity)
         if self._slot_map is None or self._fixed_column is None:
             slots = 1 << (max(map(self._owners.count, set(self._owners))) - 1).bit_length()
-            slot_map = self._new_slot_map(device, size, slots)
-            if self._fixed_slot_map is not None and self._fixed_slot_map.accepts(slot_map):
-                self._fixed_slot_map.copy_(slot_map)
+            last = self._fixed_slot_map
+            if last is not None and len(last.table) == last.slots * len(self._prompt_lengths):
+                slots = max(slots, last.slots)  # as in the last capture
+            slot_map = replace(self._new_slot_map(device, size, slots), aligned=False)  # it may change
+            if last is not None and last.accepts(slot_map):
+                last.copy_(slot_map)
             else:
                 self._fixed_slot_map = slot_map
             self._slot_map = self._fixed_slot_map
@@ -262,7 +267,6 @@ class SharedPrefixCache(Cache):
         assert self._slot_map is not None, "a step has begun"
         slot_map = self._slot_map
         fixed = self._fixed_column is not None
-        self.fused_layers = 0
         self._windowed = bool(getattr(config, "sliding_window", None))
         self._everything_visible = slot_map.uniform and not fixed and not self._windowed
         columns = (0, self.capacity) if fixed else (self._visible_from, self._column)
@@ -278,7 +282,8 @@ class SharedPrefixCache(Cache):
 
     def _new_slot_map(self, device: torch.device, size: int, least_slots: int) -> SlotMap:
         width = self._prompts[0][0].shape[2] if self._prompts else 0
-        return SlotMap.of(self._owners, self._prompt_lengths, self._starts, width, size, least_slots, device)
+        of = self._owners, self._prompt_lengths, self._starts
+        return SlotMap.of(*of, width, size, least_slots, device, column=self._column - 1)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -325,7 +330,6 @@ class SharedPrefixCache(Cache):
             from covey.engines.native.decode_kernel import decode_attention
 
             assert self._fixed_column is not None, "steps have fixed shapes"
-            self.fused_layers += 1
             slot_map, prompt = self._slot_map, self._prompts[layer]
             out = decode_attention(
                 query.to(self._dtype),
