@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli import serving, vllm_serve
+from covey.cli import serving
 from covey.cli.main import main
 from covey.cli.serving import check_port, is_local
 from covey.cli.vllm_serve import VLLM, plan, runs_on_cpu
@@ -222,7 +222,7 @@ def test_a_vllm_without_the_routes_is_too_old(vllm_version, found: str, good: bo
 
 def test_the_oldest_vllm_is_the_one_that_the_extra_asks_for():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    oldest = ".".join(map(str, vllm_serve.OLDEST))
+    oldest = ".".join(map(str, VLLM.oldest))
     assert project["optional-dependencies"]["vllm"] == [f"vllm>={oldest}"]
 
 

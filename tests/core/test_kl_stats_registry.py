@@ -105,13 +105,3 @@ def test_a_name_is_given_once():
     with pytest.raises(ValueError, match="already registered"):
         shapes.register("circle", object())
     assert shapes["circle"] is circle
-
-
-def test_registering_as_a_decorator():
-    functions: Registry = Registry("function")
-
-    @functions.registering("double")
-    def double(x):
-        return 2 * x
-
-    assert functions["double"] is double

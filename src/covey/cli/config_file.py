@@ -32,8 +32,7 @@ RUN_KEYS = {
 }
 """Keys of a run file in addition to config fields."""
 
-_LISTS, _MAPPINGS = ("reward_funcs", "tools"), ("peft", "quantization")
-"""Keys that take several values."""
+_LISTS, _MAPPINGS = ("reward_funcs", "tools"), ("peft", "quantization")  # keys that take several values
 
 _OTHER_NAMES = {
     "model_name_or_path": "model",
@@ -67,7 +66,6 @@ class RunConfig:
         return ["model", "dataset"] if self.environment_factory else ["model", "dataset", "reward_funcs"]
 
     def require(self, *names: str) -> None:
-        """Raise `ValueError` for the first of the keys that is missing, with its description."""
         for name in names:
             if not getattr(self, name):
                 raise ValueError(
@@ -101,7 +99,6 @@ def load_run(
 
 
 def config_of(method: str) -> type[OnlineConfig]:
-    """The config class of a method."""
     from covey.config.grpo import GRPOConfig
     from covey.config.rloo import RLOOConfig
 
@@ -112,7 +109,6 @@ def config_of(method: str) -> type[OnlineConfig]:
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no run file {str(path)!r}.")
@@ -147,7 +143,6 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def flag_parser(config_class: type[OnlineConfig]) -> argparse.ArgumentParser:
-    """Parser of every flag of a run; flags that are not given are not in its result."""
     from transformers import HfArgumentParser
 
     class Parser(FlagParser, HfArgumentParser):

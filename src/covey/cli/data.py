@@ -48,7 +48,6 @@ def is_local(spec: str) -> bool:
 
 
 def _load_local(path: Path) -> Any:
-    """All splits of a file or folder, by name."""
     import datasets
 
     if not path.exists():
@@ -86,7 +85,6 @@ def _load_hub(spec: str) -> Any:
 
 
 def _pick(loaded: Any, split: str | None, spec: str) -> Any:
-    """One split of what was loaded; `split` may slice it."""
     import datasets
 
     splits = {"train": loaded} if isinstance(loaded, datasets.Dataset) else dict(loaded)
@@ -133,7 +131,6 @@ def load_evaluations(given: Any) -> Any:
 
 
 def evaluation_files(given: Any) -> list[str]:
-    """Files and hub ids of the evaluation sets."""
     return [
         entry["dataset"] if isinstance(entry, dict) and "dataset" in entry else str(entry)
         for entry in _sets(given).values()
@@ -141,12 +138,10 @@ def evaluation_files(given: Any) -> list[str]:
 
 
 def suite_settings(given: Any) -> dict[str, dict[str, Any]]:
-    """Settings of the suites among the evaluation sets, by name."""
     return {name: entry for name, entry in _sets(given).items() if isinstance(entry, dict)}
 
 
 def has_plain(given: Any) -> bool:
-    """True if an evaluation set is a plain dataset."""
     return len(suite_settings(given)) < len(_sets(given))
 
 

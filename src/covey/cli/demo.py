@@ -22,8 +22,7 @@ from covey.rollout.collector import PromptSample
 SYSTEM = "Answer with the number only."
 HELD_OUT_PROMPTS = 80
 SAMPLES_PER_PROMPT = 4
-SHOWN = 12
-"""Samples in the report."""
+SHOWN = 12  # samples in the report
 
 RESULTS = {
     "curves.png": "the curves",
@@ -35,7 +34,6 @@ RESULTS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo; returns the process's exit code."""
     parser = argparse.ArgumentParser(prog="covey demo", description=__doc__)
     parser.add_argument("--output_dir", default="runs/demo", help="Folder for the results.")
     parser.add_argument("--seed", type=int, default=0, help="Of the data split, the sampling and the training.")
@@ -122,7 +120,6 @@ def model_folder() -> Path:
 
 
 def sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and held-out rows, without common questions."""
     import reasoning_gym
 
     entries = reasoning_gym.create_dataset(
@@ -144,9 +141,7 @@ def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> d
     from covey.observability.report import Sample
     from covey.rewards import numeric_match_reward
 
-    prompts = [
-        PromptSample(row, number, sample) for number, row in enumerate(rows) for sample in range(SAMPLES_PER_PROMPT)
-    ]
+    prompts = [PromptSample(row, i, sample) for i, row in enumerate(rows) for sample in range(SAMPLES_PER_PROMPT)]
     rollouts = trainer.collector.collect(prompts, trainer.rollouts.params, ("demo", name))
     answers = [prompt.row["answer"] for prompt in prompts]
     correct = [bool(score) for score in numeric_match_reward([r.completion for r in rollouts], answer=answers)]
@@ -171,7 +166,6 @@ def clustered_interval(correct: list[bool], cluster: int, seed: int, resamples: 
 
 
 def write_results(output_dir: Path, trainer: Any, before: list[Any], after: list[Any], summary: dict[str, Any]) -> None:
-    """Write the curves, the report and finally `summary.json`."""
     from covey.observability.plots import plot_curves
     from covey.observability.report import write_report
     from covey.observability.timeline import plot_timeline
@@ -204,7 +198,6 @@ def _accuracy(summary: dict[str, Any], when: str) -> str:
 
 
 def print_result(summary: dict[str, Any], output_dir: Path) -> None:
-    """Print a table of the figures, and the paths of the results."""
     import rich
     from rich.table import Table
 

@@ -18,7 +18,6 @@ EXTRAS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the environment; returns the exit status."""
     argparse.ArgumentParser(prog="covey env", description=__doc__).parse_args(list(argv))
     facts = environment()
     width = max(map(len, facts)) + 1
@@ -28,7 +27,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Names and values of packages and hardware that a run depends on."""
     import torch
 
     from covey.config.hardware import multiplies_bf16
@@ -49,7 +47,6 @@ def environment() -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

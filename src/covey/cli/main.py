@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            warnings.showwarning = lambda message, *where: print(f"covey: warning: {message}", file=sys.stderr)
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks for it
             status = _run(arguments[0], arguments[1:])
             sys.stdout.flush()
@@ -64,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """Text of `covey -h`."""
     width = max(len(example) for example, _ in EXAMPLES)
     longest = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{longest}}  {purpose}" for name, (_, _, purpose) in COMMANDS.items())
@@ -81,14 +80,12 @@ def usage() -> str:
     )
 
 
-def _run(command: str, arguments: list[str]) -> int:
-    if command not in COMMANDS:
+def _run(name: str, arguments: list[str]) -> int:
+    if name not in COMMANDS:
         from covey.config.messages import closest
 
-        raise ValueError(
-            f"there is no command {command!r}; there are: {', '.join(COMMANDS)}.{closest(command, COMMANDS)}"
-        )
-    module, function, _ = COMMANDS[command]
+        raise ValueError(f"there is no command {name!r}; there are: {', '.join(COMMANDS)}.{closest(name, COMMANDS)}")
+    module, function, _ = COMMANDS[name]
     return getattr(import_module(module), function)(arguments)
 
 
@@ -100,11 +97,6 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
         if word == "--debug" and (index == 0 or index + 1 == len(arguments) or arguments[index + 1].startswith("-"))
     ]
     return [word for index, word in enumerate(arguments) if index not in alone], bool(alone)
-
-
-def _show_warning(message: Warning | str, *where: object) -> None:
-    """Show a warning as one line, without its place in the code."""
-    print(f"covey: warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

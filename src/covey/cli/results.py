@@ -10,12 +10,10 @@ from covey.observability.dashboard import duration
 from covey.observability.evaluations import all_sets, metrics_of, with_interval
 from covey.observability.report import Sample
 
-SHOWN = 8
-"""Pairs of completions in the report."""
+SHOWN = 8  # pairs of completions in the report
 
 
 def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> None:
-    """Write curves, timeline and report of a run that began at `since` (None: any), and print their paths."""
     from covey.observability.diagnostics import advice
     from covey.observability.plots import plot_curves
     from covey.observability.report import write_report
@@ -50,7 +48,6 @@ def write_results(trainer: Any, run: RunConfig, since: float | None = None) -> N
 
 
 def key_figures(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The most important numbers; the reward is a mean over the first and the last tenth of the logs."""
     rewards = [entry["reward"] for entry in history if "reward" in entry]
     figures: dict[str, Any] = {}
     if rewards:

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import yaml
 
-OWN = ("--model", "--host", "--port", "--api-key", "--dry-run")
-"""Flags of the command itself."""
+OWN = ("--model", "--host", "--port", "--api-key", "--dry-run")  # flags of the command itself
 
 Plan = tuple[list[str], dict[str, str], list[str]]
 """Command of a server, without secrets, as any user can read it; additions to its environment; messages."""
@@ -76,7 +75,6 @@ class Request:
         return any(re.fullmatch(rf"--(no-)?{name}([=.].*)?", flag) for flag in self.flags)
 
     def number(self, name: str, short: str, default: int) -> int:
-        """Value of the server's flag `--name` or `-short`."""
         words = [word for flag in self.flags for word in flag.split("=", 1)]
         for word, value in itertools.pairwise(words):
             if word in (f"--{name}", f"-{short}") and value.isdigit():

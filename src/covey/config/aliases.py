@@ -240,20 +240,18 @@ def accepts_old_names(init: Init) -> Init:
     return wrapped  # type: ignore[return-value]
 
 
-def resolve_arguments(trainer: Any, known: list[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_arguments(cls: Any, known: list[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments under the `known` names of a trainer's class; TypeError for unknown or double ones."""
     result = {name: value for name, value in keywords.items() if name in known}
     for old, value in keywords.items():
         if old in known:
             continue
         if old not in RENAMED:
-            raise TypeError(
-                f"{trainer.__name__} has no argument {old!r}{_argument_hint(old, known, trainer.config_class)}"
-            )
+            raise TypeError(f"{cls.__name__} has no argument {old!r}{_argument_hint(old, known, cls.config_class)}")
         new = RENAMED[old]
         if new in keywords:
-            raise TypeError(f"{old!r} is an old name of {new!r}, and {trainer.__name__} was given both; keep {new!r}.")
-        warn(f"{old!r} is called {new!r} in {trainer.__name__}.", FutureWarning)
+            raise TypeError(f"{old!r} is an old name of {new!r}, and {cls.__name__} was given both; keep {new!r}.")
+        warn(f"{old!r} is called {new!r} in {cls.__name__}.", FutureWarning)
         result[new] = value
     return result
 

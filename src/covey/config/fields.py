@@ -25,7 +25,6 @@ class Limits:
     advice: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError for a value of field `name` outside of the limits."""
         if self.choices:
             if value not in self.choices:
                 known = f"{', '.join(self.choices)}.{closest(value, self.choices)} {self.advice}".rstrip()

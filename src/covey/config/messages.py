@@ -32,7 +32,6 @@ def is_set(args: Any, name: str) -> bool:
 
 
 def ignored(args: Any, names: Iterable[str], because: str) -> None:
-    """Warn about each named field that was set although it does nothing."""
     for name in names:
         if is_set(args, name):
             value = "..." if name.endswith("_api_key") else repr(getattr(args, name))

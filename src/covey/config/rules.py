@@ -29,13 +29,11 @@ MAY_BE_NONE = frozenset(field.name for field in dataclasses.fields(TrainingArgum
 
 
 def check(args: "OnlineConfig") -> None:
-    """Run every rule on a config whose batch sizes are settled."""
     for rule in RULES:
         rule(args)
 
 
 def check_fields(args: "OnlineConfig") -> None:
-    """Check the kind and the limits of each field, numbers and words."""
     hints = get_type_hints(type(args))
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name, None)
@@ -60,7 +58,6 @@ def _check_number(name: str, value: object, kinds: set[object], limited: bool) -
 
 
 def check_batch_settings(args: "OnlineConfig") -> None:
-    """Check what the batch sizes are computed from."""
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs are visible to one process. Start one process per GPU "

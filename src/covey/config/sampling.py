@@ -9,8 +9,7 @@ from covey.config.messages import ignored, warn
 if TYPE_CHECKING:
     from covey.config.base import OnlineConfig
 
-LEAST_FLOOR = 0.01
-"""Below it, a dataset of solved prompts alone would be gone through a hundred times for one sample."""
+LEAST_FLOOR = 0.01  # below it, a dataset of solved prompts alone would be gone through a hundred times for one sample
 
 
 @dataclass

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from covey.core.stats import Mean, Stat
 
-NEWEST = 0.5
-"""Weight of the newest group in a prompt's running means; high, because the policy changes between groups."""
+NEWEST = 0.5  # weight of the newest group in a prompt's running means; high, because the policy changes between groups
 
 
 class PromptHistory:

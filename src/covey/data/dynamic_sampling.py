@@ -23,8 +23,7 @@ from covey.data.prompt_stream import PromptStream
 from covey.data.sampler import GenerationSampler, PromptDataset, Slot, rank_share, share_of, train_stream
 from covey.rollout.collector import PromptSample
 
-Place = tuple[int, int]
-"""(round of sampling, place in that round) of a group or of a completion."""
+Place = tuple[int, int]  # (round of sampling, place in that round) of a group or of a completion
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class SamplingRound:
 
     @property
     def processed_tokens(self) -> int:
-        """Prompt and completion tokens, each completion counting its prompt."""
         return sum(self.lengths) + sum(self.prompt_lengths)
 
 
@@ -66,14 +64,12 @@ class SignalFilter:
     weights: Tensor  # [F] of the reward functions
     mask_truncated: bool  # truncated completions are not learned from, so they carry no signal
 
-    def has_signal(
-        self, scores: Scores, group_size: int, lengths: Sequence[int], truncated: Sequence[bool]
-    ) -> list[bool]:
+    def has_signal(self, scores: Scores, group: int, lengths: Sequence[int], truncated: Sequence[bool]) -> list[bool]:
         """[P]: True where a completion that is learned from has an advantage other than 0."""
         learned = torch.tensor(lengths) > 0
         if self.mask_truncated:
             learned &= ~torch.tensor(truncated)
-        return (self.signal(scores, group_size) & learned).view(-1, group_size).any(1).tolist()
+        return (self.signal(scores, group) & learned).view(-1, group).any(1).tolist()
 
 
 def kept_groups(has_signal: Sequence[Sequence[bool]], count: int) -> list[Place]:
@@ -167,9 +163,7 @@ class PromptChooser:
         own, outgoing[self.rank] = outgoing[self.rank] or {}, None
         for received in self.exchange(outgoing):
             own.update(received or {})
-        return _joined(
-            [own[place] for place in shares[self.rank]], [(n, place // group) for n, place in shares[self.rank]]
-        )
+        return _joined([own[at] for at in shares[self.rank]], [(n, at // group) for n, at in shares[self.rank]])
 
     def _stats(self, rounds: list[SamplingRound]) -> dict[str, Stat]:
         stats: dict[str, Stat] = {}
@@ -220,7 +214,6 @@ class PromptSource:
 def prompt_source(
     dataset: Any, chooser: PromptChooser | None, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int
 ) -> PromptSource:
-    """The source of prompts of a training dataset."""
     if not hasattr(dataset, "__len__"):
         stream = enumerate(train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed).generations())
 

@@ -17,8 +17,7 @@ from covey.config.algebra import BatchAlgebra
 from covey.core.records import MicroStep as MicroStep
 from covey.rollout.collector import PromptSample
 
-Slot = tuple[int, int]
-"""(row of the dataset, which of its completions)."""
+Slot = tuple[int, int]  # (row of the dataset, which of its completions)
 
 
 @dataclass(eq=False)
@@ -44,7 +43,6 @@ class GenerationSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Micro-batches of one epoch."""
         return self.generations * self.algebra.micro_batches
 
     def __iter__(self) -> Iterator[tuple[int | None, list[Slot] | None]]:
@@ -54,7 +52,6 @@ class GenerationSampler:
             yield from ((None, None) for _ in range(self.algebra.micro_batches - 1))
 
     def slots(self, generation: int) -> list[Slot]:
-        """Slots of this process in any generation, also of an epoch to come."""
         epoch, place = divmod(generation, self.generations)
         if self._order[0] != epoch:
             self._order = epoch, self._shuffled(epoch)
@@ -69,7 +66,6 @@ class GenerationSampler:
 
 
 def check_enough(rows: int, algebra: BatchAlgebra) -> None:
-    """Raise ValueError for a training dataset that does not fill one generation."""
     if rows < algebra.prompts_per_generation:
         raise ValueError(
             f"the training dataset has {rows} prompt(s) but one generation draws {algebra.prompts_per_generation} "
@@ -151,6 +147,8 @@ class TrainingStream(RowStream):
             yield from (MicroStep() for _ in range(self.algebra.micro_batches - 1))
 
     def generations(self) -> Iterator[list[PromptSample] | None]:
+        while self.rows is None:
+            yield None  # the trainer chooses prompts when it samples
         for epoch in count():
             if hasattr(self.rows, "set_epoch"):
                 self.rows.set_epoch(epoch)  # which shuffles a stream again
@@ -160,14 +158,6 @@ class TrainingStream(RowStream):
                 if len(chunk) == self.algebra.prompts_per_generation:
                     yield self._share(chunk, self.algebra.num_generations)
             check_enough(prompts, self.algebra)  # else no epoch would ever have a step
-
-
-class UnreadStream(TrainingStream):
-    """The same steps without reading the data: the trainer chooses prompts when it samples."""
-
-    def generations(self) -> Iterator[None]:
-        while True:
-            yield None
 
 
 class _EpochLoader(DataLoader):
@@ -199,11 +189,8 @@ def train_loader(
                 " process that trains, because every worker would have to read all of it.",
                 stacklevel=2,
             )
-        stream = (
-            UnreadStream((), algebra, rank)
-            if choose_late
-            else train_stream(dataset, algebra, rank, shuffle=shuffle, seed=seed)
-        )
+        rows = None if choose_late else dataset
+        stream = train_stream(rows, algebra, rank, shuffle=shuffle, seed=seed)
         return _loader(stream, batch_size=None, seed=seed)
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed, with_slots=not choose_late)
     workers = 0 if choose_late else workers
@@ -213,13 +200,11 @@ def train_loader(
 
 
 def train_stream(dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: bool, seed: int) -> TrainingStream:
-    """Micro-steps over a dataset without a length, shuffled where it can be."""
     rows = dataset.shuffle(seed=seed) if shuffle and hasattr(dataset, "shuffle") else dataset
     return TrainingStream(rows, algebra, rank)
 
 
 def eval_loader(dataset: Any, algebra: BatchAlgebra, rank: int) -> DataLoader:
-    """Evaluation batches over a dataset with or without a length."""
     if not hasattr(dataset, "__len__"):
         return _loader(EvaluationStream(dataset, algebra, rank), batch_size=None, seed=0)
     rows, size = range(len(dataset)), algebra.prompts_per_eval_batch

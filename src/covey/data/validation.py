@@ -41,9 +41,7 @@ def check_prompts(dataset: Any, role: str, codec: PromptCodec) -> set[str]:
     """Encode the first and longest prompts, ValueError naming a bad row; returns the columns of the first rows."""
     first = first_rows(dataset)
     numbered = dict(enumerate(first[:LOOKED_AT]))
-    numbered |= {
-        number: dataset[number] for number in _longest(_prompts(dataset, first), codec) if number not in numbered
-    }
+    numbered |= {i: dataset[i] for i in _longest(_prompts(dataset, first), codec) if i not in numbered}
     for number, row in numbered.items():
         if row.get("prompt") is None:
             continue  # the environment gives it
@@ -82,7 +80,6 @@ def _longest(numbered: Iterator[tuple[int, Any]], codec: PromptCodec) -> list[in
 
 
 def _text_bytes(prompt: Any) -> int:
-    """UTF-8 bytes of a prompt's text, about the maximum of its tokens."""
     texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt or ()]
     return sum(len(text.encode(errors="replace")) for text in texts)
 
@@ -134,7 +131,6 @@ def _rename_hint(columns: list[Any]) -> str:
 
 
 def _kind(prompt: Any, number: int, role: str) -> str:
-    """Kind of a prompt, standard or conversational; raises for any other."""
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError(f"the prompt of row {number} of `{role}` is an empty string. Remove such rows.")
@@ -148,7 +144,6 @@ def _kind(prompt: Any, number: int, role: str) -> str:
 
 
 def _is_message(message: Any) -> bool:
-    """True for a role with content (text or parts) or tool calls."""
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)

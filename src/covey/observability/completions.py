@@ -37,14 +37,12 @@ FIXED_COLUMNS = (
 )
 """What Covey writes; a reward function or an extra of that name gets another column name."""
 
-MAX_REWARD_COLUMNS = 3
-"""With more reward functions than this, their values share one column of the table on a console."""
+MAX_REWARD_COLUMNS = 3  # with more reward functions than this, their values share one column of the table on a console
 
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS, CONVERSATION_CHARACTERS, ERROR_CHARACTERS = 200, 400, 600, 120
 """Shown in the table; a conversation has several messages or calls a tool."""
 
-INDENT = 2
-"""Columns before calls and results, also where their lines are wrapped."""
+INDENT = 2  # columns before calls and results, also where their lines are wrapped
 
 STYLES = {Kind.CALL: "cyan", Kind.RESULT: "dim", Kind.FAILURE: "red", Kind.GAP: "dim italic"}
 
@@ -168,7 +166,6 @@ class CompletionLog:
                 TRACKERS[name](module, self.sent_as, headers, cells, step)
 
     def _chosen(self, unique_prompts: bool) -> list[Row]:
-        """Stored rows, or the last one of each prompt."""
         return list({row["prompt"]: row for row in self.rows}.values()) if unique_prompts else list(self.rows)
 
 
@@ -271,13 +268,9 @@ def _to_mlflow(mlflow: Any, table: str, headers: list[str], cells: list[list[Any
         mlflow.log_table(columns, artifact_file=f"completions/{table}_{step:05d}.json")
 
 
-TRACKERS: dict[str, Callable[[Any, str, list[str], list[list[Any]], int], None]] = {
-    "wandb": _to_wandb,
-    "trackio": _to_trackio,
-    "swanlab": _to_swanlab,
-    "mlflow": _to_mlflow,
-}
-"""Trackers that take tables: the module, the table's name, headers, rows and step in, nothing out."""
+Send = Callable[[Any, str, list[str], list[list[Any]], int], None]  # module, table's name, headers, rows and step
+TRACKERS: dict[str, Send] = {"wandb": _to_wandb, "trackio": _to_trackio, "swanlab": _to_swanlab, "mlflow": _to_mlflow}
+"""Trackers that take tables."""
 
 
 def completion_table(rows: list[dict[str, Any]], reward_names: list[str], num: int | None = None) -> Any:
@@ -322,7 +315,6 @@ def _ending(row: Row) -> str:
 
 
 def _completion(row: Row, ending: Any) -> Any:
-    """A completion, or an excerpt of a conversation, as a renderable."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -338,7 +330,6 @@ def _completion(row: Row, ending: Any) -> Any:
 
 
 def _styled(entry: Entry) -> Any:
-    """An entry in its colour; in a message, only the role is bold."""
     from rich.text import Text
 
     if entry.kind is not Kind.MESSAGE:

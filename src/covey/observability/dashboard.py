@@ -35,25 +35,15 @@ FIGURES: dict[str, tuple[str, str]] = {
 }
 """Metrics shown, in this order: label and format."""
 
-ALWAYS_SHOWN = ("loss", "grad_norm")
-"""Metrics that are shown as nan or inf, too."""
+ALWAYS_SHOWN = ("loss", "grad_norm")  # metrics that are shown as nan or inf, too
 
-HISTORY = 60
-"""Points of the reward's sparkline."""
+HISTORY = 60  # points of the reward's sparkline
 
 SPARKS = "▁▂▃▄▅▆▇█"
-PHASE_COLOURS = {
-    "generate": "cyan",
-    "reward": "magenta",
-    "score": "yellow",
-    "train": "green",
-    "sync": "blue",
-    "wait": "red",
-}
+PHASES = {"generate": "cyan", "reward": "magenta", "score": "yellow", "train": "green", "sync": "blue", "wait": "red"}
 PHASE_BAR = 30
 
-Figures = list[tuple[str, str]]
-"""Labels and formatted values."""
+Figures = list[tuple[str, str]]  # labels and formatted values
 
 
 @dataclass
@@ -70,13 +60,11 @@ class Board:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated time to the last step."""
         if self.seconds_per_step is None or not self.max_steps:
             return None
         return max(self.max_steps - self.step, 0) * self.seconds_per_step
 
     def figures(self) -> Figures:
-        """Labels and formatted values of the latest logs."""
         speed = [] if self.tokens_per_second is None else [("tok/s", f"{self.tokens_per_second:,.0f}")]
         return readable(self.logs) + speed
 
@@ -108,7 +96,6 @@ class Board:
 
 
 def readable(logs: dict[str, float]) -> Figures:
-    """Labels and formatted values of the metrics in `FIGURES` that are there and finite, or `ALWAYS_SHOWN`."""
     return [
         (label, _without_minus_zero(form.format(logs[name])))
         for name, (label, form) in FIGURES.items()
@@ -141,13 +128,12 @@ def sparkline(values: list[float]) -> str:
 
 
 def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None) -> Text:
-    """A bar divided like the time, with a legend; phases in order of time spent."""
     total = sum(phases.values())
     bar, legend, end = Text.assemble(("time   ", "dim")), Text(), 0.0
     for name, seconds in sorted(phases.items(), key=lambda item: -item[1]):
         start, end = end, end + seconds
         cells = round(end / total * PHASE_BAR) - round(start / total * PHASE_BAR)
-        colour = PHASE_COLOURS.get(name, "white")
+        colour = PHASES.get(name, "white")
         bar.append("█" * cells, style=colour)
         legend.append("  ■ ", style=colour).append(f"{name} {seconds / total:.0%}")
         if overlapped := (overlaps or {}).get(name):
@@ -192,7 +178,6 @@ class ProgressDisplay(TrainerCallback):
         self._move_to(state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Show new values: of training, of an evaluation, or of the whole run at its end."""
         if not state.is_world_process_zero or not logs:
             return
         self._move_to(state)

@@ -8,11 +8,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-STREAK = 5
-"""Logs in a row that must agree before something is said."""
+STREAK = 5  # logs in a row that must agree before something is said
 
-FEWEST = 2
-"""Logs that must agree at the end of a run that has fewer than `STREAK`."""
+FEWEST = 2  # logs that must agree at the end of a run that has fewer than `STREAK`
 
 Log = dict[str, Any]
 
@@ -35,11 +33,6 @@ def advice(log_history: list[Log], args: Any, ended: bool = False) -> dict[str, 
             text = re.sub(r"\n +", " ", about(streak, args))
             found[name] = f"In the last {len(streak)} logs ({steps}) {text}"
     return found
-
-
-def _rewards_are_equal(log: Log, args: Any) -> bool:
-    refilled = log.get("dynamic_sampling/trained_signal", 0)  # groups that took the place of such groups
-    return log["frac_reward_zero_std"] == 1 and refilled == 0
 
 
 def _about_equal_rewards(logs: list[Log], args: Any) -> str:
@@ -90,20 +83,12 @@ def _parser(args: Any) -> str:
     return f"now {args.tool_parser!r}" if args.tool_parser else "now chosen by the chat template"
 
 
-def _most_tools_fail(log: Log, args: Any) -> bool:
-    return log.get("tools/failures/exception", 0) + log.get("tools/failures/timeout", 0) > 0.5
-
-
 def _about_failing_tools(logs: list[Log], args: Any) -> str:
     slow, raised = (sum(log.get(f"tools/failures/{kind}", 0) for log in logs) for kind in ("timeout", "exception"))
     what = f"took longer than tool_timeout={args.tool_timeout:g} s" if slow > raised else "raised an exception"
     return f"""more than half of the tool calls failed although they could be read: most of those {what}
     (tools/failures). That may be the tools' doing rather than the model's: read the errors in
     {args.output_dir}/completions/, and make such a call yourself."""
-
-
-def _budget_is_short(log: Log, args: Any) -> bool:
-    return log.get("rollouts/tool_budget", 0) > 0.5 and args.max_tool_calling_iterations is not None
 
 
 def _about_budget(logs: list[Log], args: Any) -> str:
@@ -128,7 +113,10 @@ def _about_slow_tools(logs: list[Log], args: Any) -> str:
 
 
 FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any], str]]] = {
-    "equal_rewards": (_rewards_are_equal, _about_equal_rewards),
+    "equal_rewards": (  # none of which was replaced by another group
+        lambda log, args: log["frac_reward_zero_std"] == 1 and log.get("dynamic_sampling/trained_signal", 0) == 0,
+        _about_equal_rewards,
+    ),
     "all_masked": (
         lambda log, args: bool(args.mask_truncated_completions) and log.get("completions/clipped_ratio") == 1,
         _about_masked,
@@ -136,8 +124,14 @@ FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any],
     "masked_by_mismatch": (_most_are_masked, _about_masked_by_mismatch),
     "no_calls": (lambda log, args: log.get("tools/call_frequency") == 0, _about_no_calls),
     "malformed_calls": (lambda log, args: log.get("tools/failures/malformed", 0) > 0.5, _about_malformed),
-    "failing_tools": (_most_tools_fail, _about_failing_tools),
-    "tool_budget": (_budget_is_short, _about_budget),
+    "failing_tools": (
+        lambda log, args: log.get("tools/failures/exception", 0) + log.get("tools/failures/timeout", 0) > 0.5,
+        _about_failing_tools,
+    ),
+    "tool_budget": (
+        lambda log, args: log.get("rollouts/tool_budget", 0) > 0.5 and args.max_tool_calling_iterations is not None,
+        _about_budget,
+    ),
     "slow_tools": (_tools_are_slow, _about_slow_tools),
 }
 """Name: what each of the logs must satisfy, and the sentence about those that do."""

@@ -22,12 +22,10 @@ def all_sets(log_history: list[dict[str, Any]]) -> list[str]:
 
 
 def prefix(name: str) -> str:
-    """Prefix of the metrics of a set: `eval_`, or `eval_easy_`."""
     return f"eval_{name}_" if name else "eval_"
 
 
 def metrics_of(name: str, log: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of a set, without its prefix."""
     return {key.removeprefix(prefix(name)): value for key, value in log.items() if key.startswith(prefix(name))}
 
 

@@ -153,6 +153,5 @@ _PATTERNS = {
 
 
 def meaning(name: str) -> str | None:
-    """Description of a metric, or None if it is a user's own."""
     name = name.removeprefix("eval_")
     return METRIC_MEANINGS.get(name) or next((text for key, text in _PATTERNS.items() if key.fullmatch(name)), None)

@@ -20,11 +20,9 @@ from covey.core.stats import Max, Mean, Min, Stat, Sum, merge_all
 ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("mean", "min", "max"))
 """Logged as 0 where a window has no value, so that the columns exist from the first log on."""
 
-Span = tuple[float, float]
-"""Begin and end, seconds on one clock."""
+Span = tuple[float, float]  # begin and end, seconds on one clock
 
-MAX_SPANS = 20_000
-"""Most recent spans kept of each lane."""
+MAX_SPANS = 20_000  # most recent spans kept of each lane
 
 TRAINER, ROLLOUTS = "trainer", "rollouts"
 """Lanes of the main thread's phases and of rollouts in flight. Every other lane is that of a reward function."""
@@ -123,7 +121,6 @@ def _length_stats(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str
 
 
 def _deviation(values_N: Tensor) -> float:
-    """Unbiased standard deviation of the scorable values; NaN if there are none."""
     return math.nan if bool(torch.isnan(values_N).all()) else nanstd(values_N, dim=0).item()
 
 
@@ -181,7 +178,6 @@ class Timeline:
         self._overlaps: dict[str, float] = {}
 
     def begin(self, now: float) -> None:
-        """Record that a rollout batch begins."""
         self._began.append(now)
 
     def add(self, lane: str, name: str, spans: Iterable[Span]) -> None:
@@ -216,7 +212,6 @@ class Timeline:
         return (self._began[0], max(ends)) if self._began and ends else None
 
     def spans(self, lane: str) -> list[tuple[str, Span]]:
-        """Names and spans of a lane, clipped to the window."""
         window = self.window()
         if window is None:
             return []

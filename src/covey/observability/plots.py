@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ Series = tuple[list[float], list[float]]
 INK, FAINT, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 COLOURS = ["#2563eb", "#e07a1f", "#15936b", "#9b4dca", "#c2344b", "#5b6b7d", "#8a6d1f"]
 
-COLUMNS = 2
-"""Plots side by side: readable where the picture is as wide as a page."""
+COLUMNS = 2  # plots side by side: readable where the picture is as wide as a page
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,7 @@ PANELS = (
 
 
 def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str = "Training") -> Path:
-    """Write a PNG of every curve that the logs hold (`Trainer.state.log_history`); its folder is created.
-
-    Raises:
-        ValueError: the logs hold nothing that could be drawn.
-    """
+    """Write a PNG of every curve in `Trainer.state.log_history`; ValueError if there is none."""
     panels = [panel for panel in _panels(log_history) if any(series(log_history, name)[1] for name in panel.curves)]
     timed = [entry for entry in log_history if any(key.startswith("phase/") for key in entry)]
     count = len(panels) + bool(timed)
@@ -100,7 +96,6 @@ def new_figure(width: float, height: float, title: str, fontsize: int) -> Any:
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Write a figure; its folder is created."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -108,7 +103,6 @@ def save(figure: Any, path: str | Path) -> Path:
 
 
 def strip(axis: Any, grid: str) -> None:
-    """Plain axes: a faint grid, no frame but the lower edge."""
     axis.grid(axis=grid, color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8, colors=FAINT, length=0)
@@ -118,7 +112,6 @@ def strip(axis: Any, grid: str) -> None:
 
 
 def series(log_history: list[dict[str, Any]], name: str) -> Series:
-    """Steps and finite values of a metric, in the order of the logs."""
     points = [
         (float(entry.get("step", index)), float(entry[name]))
         for index, entry in enumerate(log_history)
@@ -151,7 +144,7 @@ def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> N
     _style(axis, panel.title)
     _draw_band(axis, log_history, panel)
     drawn, last = 0, 0.0
-    for colour, (name, label) in zip(_cycle(len(panel.curves)), panel.curves.items(), strict=True):
+    for colour, (name, label) in zip(cycle(COLOURS), panel.curves.items(), strict=False):
         steps, values = series(log_history, name)
         if not values:
             continue
@@ -173,7 +166,6 @@ def _draw_panel(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> N
 
 
 def _draw_band(axis: Any, log_history: list[dict[str, Any]], panel: Panel) -> None:
-    """Shade from low to high, or the deviation to both sides of the first curve."""
     centre = next(iter(panel.curves))
     entries = [entry for entry in log_history if all(_finite(entry.get(name)) for name in (centre, *panel.band))]
     if not panel.band or not entries:
@@ -199,12 +191,10 @@ def _draw_phases(axis: Any, entries: list[dict[str, Any]]) -> None:
     widths[widths <= 0] = 1.0
     names = dict.fromkeys(key for entry in entries for key in entry if key.startswith(("phase/", "overlap/")))
     per_step = {name: np.array([entry.get(name, 0.0) for entry in entries]) / widths for name in names}
-    phases = sorted(
-        (name for name in names if name.startswith("phase/")), key=lambda name: -sum(per_step[name] * widths)
-    )
+    phases = sorted((one for one in names if one.startswith("phase/")), key=lambda name: -sum(per_step[name] * widths))
     base = np.zeros(len(steps))
     style = {"fontsize": 7.5, "frameon": False, "loc": "upper left", "labelcolor": INK, "columnspacing": 1}
-    for colour, name in zip(_cycle(len(phases)), phases, strict=True):
+    for colour, name in zip(cycle(COLOURS), phases, strict=False):
         label = name.removeprefix("phase/")
         axis.bar(steps - widths / 2, per_step[name], widths, base, color=colour, label=label, linewidth=0)
         base += per_step[name]
@@ -226,7 +216,3 @@ def _style(axis: Any, title: str) -> None:
     axis.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axis.margins(x=0.02)
     strip(axis, grid="y")
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[index % len(COLOURS)] for index in range(count)]

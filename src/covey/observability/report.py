@@ -14,8 +14,7 @@ from covey.observability.evaluations import all_sets, prefix
 from covey.observability.metric_docs import meaning
 from covey.observability.plots import series
 
-MAX_PROMPT, MAX_COMPLETION = 1200, 3000
-"""Characters shown of a prompt and of a completion."""
+MAX_PROMPT, MAX_COMPLETION = 1200, 3000  # characters shown of a prompt and of a completion
 
 HEADINGS = {"timeline": "The latest rollout batch over time"}
 """Above a figure, by its file's name; above any other stands Curves."""
@@ -87,7 +86,6 @@ def _figure(path: Path) -> str:
 
 
 def _samples(before: list[Sample], after: list[Sample]) -> str:
-    """Pairs of cards; the prompt stands above both where they share it."""
     if not before and not after:
         return ""
     rows = []
@@ -120,7 +118,6 @@ def _prompt(sample: Sample) -> str:
 
 
 def _completion(completion: Any) -> str:
-    """Text, or a conversation with its calls and results set off."""
     if not is_conversation(completion):
         return _long(completion, MAX_COMPLETION)
     shown = excerpt(entries(completion), MAX_COMPLETION)
@@ -170,7 +167,6 @@ def _settings(config: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """A number with four significant digits, anything else as text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e15):

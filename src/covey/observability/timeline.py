@@ -8,7 +8,6 @@ from covey.observability.plots import COLOURS, FAINT, INK, new_figure, save, str
 
 
 def plot_timeline(timeline: Timeline, path: str | Path, title: str = "The latest rollout batch") -> Path | None:
-    """Write a PNG of the latest rollout batch, lanes over seconds; None if nothing has been timed yet."""
     window = timeline.window()
     rewards = [lane for lane in timeline.lanes() if lane not in (TRAINER, ROLLOUTS) and timeline.spans(lane)]
     if window is None or not timeline.spans(TRAINER):
@@ -44,7 +43,6 @@ def _draw_spans(axis: Any, spans: list[tuple[str, Span]], by_name: bool) -> None
 
 
 def _draw_count(axis: Any, spans: list[Span]) -> None:
-    """Number of rollouts in flight over time."""
     changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     times, counts, now = [0.0], [0], 0
     for moment, change in changes:

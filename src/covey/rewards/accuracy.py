@@ -124,12 +124,10 @@ def reasoning_accuracy_reward(
     return [0.0 if final is None else reward for final, reward in zip(finals, rewards, strict=True)]
 
 
-def _accuracy(
-    texts: list[str], solution: list[str], log_extra: Callable[[str, list], None] | None
-) -> list[float | None]:
-    comparisons = verify_answers(texts, solution)
+def _accuracy(texts: list[str], gold: list[str], log_extra: Callable[[str, list], None] | None) -> list[float | None]:
+    comparisons = verify_answers(texts, gold)
     if log_extra is not None:
-        log_extra("solution", list(solution))
+        log_extra("solution", list(gold))
         log_extra("gold_parsed", [", ".join(comparison.gold) for comparison in comparisons])
         log_extra("answer_parsed", [", ".join(comparison.answer) for comparison in comparisons])
     return [comparison.reward for comparison in comparisons]

@@ -17,17 +17,10 @@ from typing import Any
 
 from covey.core.records import Rollout, StepRewards
 from covey.rewards.contract import MissingArgument, RewardError
-from covey.rewards.functions import FunctionReward, Log, RewardBatch, Unusable, Values
+from covey.rewards.functions import FunctionReward, Log, RewardBatch, Row, Unusable, Values
 from covey.rewards.models import ModelReward
 from covey.rewards.steps import total
-from covey.runtime.deadlines import (
-    CallTimeout,
-    Interrupt,
-    WorkerThread,
-    await_with_deadline,
-    call_with_deadline,
-    torch_settings,
-)
+from covey.runtime import deadlines
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import format_error
 
@@ -50,7 +43,6 @@ class CallResult:
 
     @classmethod
     def of(cls, returned: Values, log: Log) -> "CallResult":
-        """Result of a call that returned."""
         values: list[float] = []
         steps: list[StepRewards | None] = []
         failures, culprit, text = 0, 0, ""
@@ -73,11 +65,10 @@ class CallResult:
 
     @classmethod
     def timed_out(cls, size: int, seconds: float) -> "CallResult":
-        return cls([math.nan] * size, [None] * size, Log(size), seconds, timeouts=size, error=CallTimeout())
+        return cls([math.nan] * size, [None] * size, Log(size), seconds, timeouts=size, error=deadlines.CallTimeout())
 
     @classmethod
     def joined(cls, parts: "list[CallResult]") -> "CallResult":
-        """Result of several calls on consecutive parts of a batch; their seconds are added."""
         failed = next((number for number, part in enumerate(parts) if part.failures), None)
         before = sum(len(part.values) for part in parts[:failed]) if failed is not None else 0
         late = next((part.error for part in parts if part.timeouts), None)
@@ -116,10 +107,9 @@ class CallResult:
         )
 
     def describe_error(self, timeout: float) -> str:
-        """Reason why samples failed."""
         if self.error is None:
             return "it returned NaN; None is how to abstain"
-        if isinstance(self.error, CallTimeout):
+        if isinstance(self.error, deadlines.CallTimeout):
             return f"no answer within {timeout:g} s"
         return self.text
 
@@ -129,7 +119,7 @@ def score(
     batch: RewardBatch,
     trainer_state: Any,
     timeout: float,
-    call: Callable[[Callable[[], CallResult], float], CallResult] = call_with_deadline,
+    call: Callable[[Callable[[], CallResult], float], CallResult] = deadlines.call_with_deadline,
 ) -> CallResult:
     """Score with a sync function or a model. A function scores one batch at a time, whichever threads ask."""
 
@@ -139,7 +129,7 @@ def score(
         def run() -> CallResult:
             try:
                 return CallResult.of(function(samples, trainer_state, log), log)
-            except Interrupt:
+            except deadlines.Interrupt:
                 raise
             except BaseException as error:  # SystemExit too, as code that a completion holds may raise it
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
@@ -148,7 +138,7 @@ def score(
 
         try:
             return call(run, timeout - (time.monotonic() - start))
-        except CallTimeout:
+        except deadlines.CallTimeout:
             return CallResult.timed_out(len(samples), timeout)
 
     with function.turn if isinstance(function, FunctionReward) else nullcontext():
@@ -170,8 +160,8 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
 
     async def attempt(samples: RewardBatch) -> CallResult:
         try:
-            return await await_with_deadline(run(samples), timeout - (time.monotonic() - start))
-        except CallTimeout:
+            return await deadlines.await_with_deadline(run(samples), timeout - (time.monotonic() - start))
+        except deadlines.CallTimeout:
             return CallResult.timed_out(len(samples), timeout)
 
     whole = await attempt(batch)
@@ -179,44 +169,35 @@ async def score_async(function: FunctionReward, batch: RewardBatch, trainer_stat
     return whole.with_retries(list(parts), time.monotonic() - start)
 
 
-def collect_async(
-    loop: LoopThread, call: "Future[CallResult]", size: int, seconds: float, timeout: float
-) -> CallResult:
+def collect_async(loop: LoopThread, call: Future[CallResult], size: int, seconds: float, timeout: float) -> CallResult:
     """Result of `score_async` on another thread; that of a late call if a coroutine blocks the loop."""
     try:
         return loop.wait(call, max(seconds, 0.0) + LOOP_GRACE)
-    except CallTimeout:
+    except deadlines.CallTimeout:
         return CallResult.timed_out(size, timeout)
 
 
 def _samples_to_retry(whole: CallResult, batch: RewardBatch) -> list[RewardBatch]:
-    """The samples of a batch on which the call raised."""
     if isinstance(whole.error, MissingArgument):
         raise whole.error
     # A function that returned another number of rewards might return one for a single sample whatever that is.
-    if whole.error is None or isinstance(whole.error, CallTimeout | RewardError):
+    if whole.error is None or isinstance(whole.error, deadlines.CallTimeout | RewardError):
         return []
     return [batch.take([index]) for index in range(len(batch))]
 
 
 MAX_LATE_CALLS = 3  # after this many late calls an ordinary function is not called for the rest of the batch
+Functions = dict[int, FunctionReward]  # by their index among all
 Span = tuple[float, float]  # begin and end of a call (`time.perf_counter`)
 
 
 class RewardStream:
     """Scores the rollouts of one batch. A context manager: leaving it cancels calls that have not begun.
 
-    Functions by their index among all: `each` score single rollouts, `groups` complete groups.
+    Functions in `each` score single rollouts, those in `groups` complete groups.
     """
 
-    def __init__(
-        self,
-        each: dict[int, FunctionReward],
-        groups: dict[int, FunctionReward],
-        loop: LoopThread,
-        trainer_state: Any,
-        timeout: float,
-    ):
+    def __init__(self, each: Functions, groups: Functions, loop: LoopThread, trainer_state: Any, timeout: float):
         self._each, self._groups = tuple(each), tuple(groups)
         self._lanes: dict[int, _AsyncLane | _ThreadLane] = {
             index: _AsyncLane(function, loop, trainer_state, timeout)
@@ -238,15 +219,13 @@ class RewardStream:
     def __contains__(self, index: int) -> bool:
         return index in self._lanes
 
-    def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+    def on_rollouts(self, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
         self._score(self._each, start, rows, rollouts)
 
-    def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+    def on_group(self, start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
         self._score(self._groups, start, rows, rollouts)
 
-    def _score(
-        self, functions: tuple[int, ...], start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]
-    ) -> None:
+    def _score(self, functions: tuple[int, ...], start: int, rows: list[Row], rollouts: list[Rollout]) -> None:
         batch = RewardBatch(rows, rollouts)
         batch = batch.take(batch.scorable)
         if len(batch):
@@ -258,7 +237,6 @@ class RewardStream:
         return CallResult.joined([lane.result(pending[start]) for start in sorted(pending)])
 
     def spans(self) -> dict[int, list[Span]]:
-        """Begin and end of each call by function, in the order of the ends."""
         return {index: list(lane.spans) for index, lane in self._lanes.items()}
 
 
@@ -292,8 +270,9 @@ class _ThreadLane:
         self._function, self._state, self._timeout = function, trainer_state, timeout
         self._late = 0
         self.spans: list[Span] = []
-        self._calls = WorkerThread("covey-reward", torch_settings())  # those of the thread that makes this lane
-        self._worker = WorkerThread("covey-rewards")
+        settings = deadlines.torch_settings()  # those of the thread that makes this lane
+        self._calls = deadlines.WorkerThread("covey-reward", settings)
+        self._worker = deadlines.WorkerThread("covey-rewards")
         self._started = False
 
     def start(self, batch: RewardBatch) -> "Future[CallResult]":

@@ -54,10 +54,14 @@ def per_completion(function: F) -> F:
 
 
 def is_per_completion(function: Callable) -> bool:
-    """True if `function`, or the one that a `partial` wraps, is marked `per_completion`."""
-    while isinstance(function, functools.partial) and not getattr(function, _MARK, False):
+    return bool(_declared(function, _MARK))
+
+
+def _declared(function: Callable, name: str) -> Any:
+    """An attribute of a function, or of the one that a `partial` wraps."""
+    while isinstance(function, functools.partial) and not hasattr(function, name):
         function = function.func
-    return bool(getattr(function, _MARK, False))
+    return getattr(function, name, None)
 
 
 def answers(extract: Extract) -> Callable[[F], F]:
@@ -83,6 +87,4 @@ def answers(extract: Extract) -> Callable[[F], F]:
 
 
 def extract_of(function: Callable) -> Extract | None:
-    while isinstance(function, functools.partial) and not hasattr(function, "extract"):
-        function = function.func
-    return getattr(function, "extract", None)
+    return _declared(function, "extract")

@@ -24,6 +24,8 @@ RESERVED = frozenset({"prompts", "completions", "completions_ids", "trainer_stat
 
 NOT_FORWARDED = frozenset({"prompt", "completion", "completion_ids"})  # columns that the arguments above replace
 
+Row = dict[str, Any]  # of the dataset
+
 
 @dataclass(frozen=True)
 class RewardContext:
@@ -44,7 +46,7 @@ class RewardContext:
 class RewardBatch:
     """Samples to score. `rows[i]` is the dataset row of `rollouts[i]`, repeated for every completion of its group."""
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     rollouts: list[Rollout]
 
     def __len__(self) -> int:
@@ -86,8 +88,12 @@ class RewardBatch:
         return {**columns, **arguments, "completion_ids": completion_ids, "completions_ids": completion_ids}
 
 
+def arguments_with(columns: Iterable[str]) -> set[str]:
+    """Names of all arguments for a dataset with these columns."""
+    return {*columns} - NOT_FORWARDED | RESERVED | {"completion_ids"}
+
+
 def refuse_reserved(columns: Iterable[str]) -> None:
-    """Raise for a column that would hide an argument."""
     taken = sorted(RESERVED.intersection(columns))
     if taken:
         raise RewardError(
@@ -210,7 +216,6 @@ class FunctionReward:
         return arguments
 
     def require(self, available: Collection[str]) -> None:
-        """Raise for an argument without a default that is not available."""
         if missing := self._required.difference(available):
             raise MissingArgument(
                 f"reward function {self.name!r} asks for {', '.join(map(repr, sorted(missing)))}, which is neither"

@@ -94,7 +94,6 @@ class CosineScaledReward:
         ]
 
     def scale(self, correct: bool, length: int) -> float:
-        """Reward of an answer; short right answers earn most, short wrong ones lose most."""
         if correct:
             return cosine_scaled(length, self.max_len, at_zero=self.max_value_correct, at_max=self.min_value_correct)
         return cosine_scaled(length, self.max_len, at_zero=self.min_value_wrong, at_max=self.max_value_wrong)

@@ -13,19 +13,18 @@ from covey.rewards.text import completion_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Device = torch.device | str | None
+
 
 def is_reward_model(candidate: Any) -> bool:
-    """True for a transformers model, or a wrapper of one such as PEFT's."""
     return isinstance(candidate, nn.Module) and hasattr(candidate, "config")
 
 
 def model_name(model_id: str) -> str:
-    """Name of a model in metrics: the last part of its id or path."""
     return model_id.replace("\\", "/").rstrip("/").rpartition("/")[2] or model_id
 
 
 def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
-    """Load a classifier with one label from the hub or a folder."""
     from transformers import AutoModelForSequenceClassification
 
     try:
@@ -54,14 +53,7 @@ class ModelReward:
     without further special tokens and padded on the right. Samples are scored in micro-batches of similar length.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        processing_class: Any,
-        name: str,
-        batch_size: int = 8,
-        device: torch.device | str | None = None,
-    ):
+    def __init__(self, model: nn.Module, processing_class: Any, name: str, batch_size: int = 8, device: Device = None):
         self.name, self.batch_size = name, batch_size
         self.config: Any = model.config
         num_labels = getattr(self.config, "num_labels", None)
@@ -105,7 +97,6 @@ class ModelReward:
             ) from error
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> list[float | None]:
-        """Score a batch: one logit per sample."""
         texts = [
             self.text(row["prompt"], rollout.completion)
             for row, rollout in zip(batch.rows, batch.rollouts, strict=True)
@@ -119,7 +110,6 @@ class ModelReward:
         return rewards
 
     def text(self, prompt: Any, completion: Any) -> str:
-        """Input text of the model."""
         if isinstance(prompt, str):
             return prompt + completion_text(completion)
         if not self.tokenizer.chat_template:
@@ -135,7 +125,6 @@ class ModelReward:
 
     @torch.inference_mode()
     def score(self, texts: list[str]) -> list[float]:
-        """One forward pass."""
         inputs = self.tokenizer(
             texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt"
         ).to(next(self.model.parameters()).device)

@@ -61,7 +61,6 @@ def resolve_reward(text: str) -> Callable | str:
 
 
 def _refuse_factory(found: Callable, reference: str) -> None:
-    """Raise for a `get_...` function that makes a reward function."""
     if not (getattr(found, "__name__", "").startswith("get_") and inspect.isfunction(found)):
         return
     parameters = inspect.signature(found).parameters

@@ -187,7 +187,6 @@ class CharacterEnds:
         self._ends = _spelled_ends(tokenizer, token_ids, self.text)
 
     def token(self, characters: int) -> int:
-        """Index of the token that completes the first `characters` characters, 1 or more."""
         assert 0 < characters <= len(self.text), "checked by the caller"
         if self._ends is not None:
             return self._ends[characters - 1]

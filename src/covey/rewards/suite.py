@@ -19,16 +19,8 @@ from covey.core.records import Rollout, StepRewards
 from covey.core.stats import Mean, Stat, Sum
 from covey.rewards.call import CallResult, RewardStream, collect_async, score, score_async
 from covey.rewards.contract import RewardError, RewardWarning
-from covey.rewards.functions import (
-    NOT_FORWARDED,
-    RESERVED,
-    FunctionReward,
-    Log,
-    RewardBatch,
-    RewardContext,
-    function_name,
-)
-from covey.rewards.models import ModelReward, is_reward_model, load_reward_model, model_name
+from covey.rewards.functions import FunctionReward, Log, RewardBatch, RewardContext, Row, arguments_with, function_name
+from covey.rewards.models import Device, ModelReward, is_reward_model, load_reward_model, model_name
 from covey.rewards.steps import StepEndError, resolve
 from covey.runtime.loop_thread import LoopThread
 
@@ -94,7 +86,7 @@ class RewardSuite:
         model_init_kwargs: dict[str, Any] | None = None,
         timeout: float = 300.0,
         batch_size: int = 8,
-        device: torch.device | str | None = None,
+        device: Device = None,
         tokenizer: Any = None,
     ):
         given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
@@ -108,10 +100,8 @@ class RewardSuite:
         self.names = unique_names([_name(candidate) for candidate in given])
         self.weights = _weights(weights, len(given))
         self.functions = [
-            _adapt(candidate, tokenizer, name, model_init_kwargs or {}, batch_size, device)
-            for candidate, tokenizer, name in zip(
-                given, _aligned(processing_classes, len(given)), self.names, strict=True
-            )
+            _adapt(one, tokenizer, name, model_init_kwargs or {}, batch_size, device)
+            for one, tokenizer, name in zip(given, _aligned(processing_classes, len(given)), self.names, strict=True)
         ]
         self._tokenizer = tokenizer
         self._loop = LoopThread("covey-async-rewards")
@@ -128,7 +118,7 @@ class RewardSuite:
 
     def __call__(
         self,
-        rows: list[dict[str, Any]],
+        rows: list[Row],
         rollouts: list[Rollout],
         context: RewardContext,
         streamed: RewardStream | None = None,
@@ -169,7 +159,7 @@ class RewardSuite:
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise, before anything is sampled, for arguments that neither the trainer nor the dataset has."""
-        available = {*columns} - NOT_FORWARDED | RESERVED | {"completion_ids"}
+        available = arguments_with(columns)
         for function in self.functions:
             if isinstance(function, FunctionReward):
                 function.require(available)
@@ -199,25 +189,18 @@ class RewardSuite:
         return ordered
 
     def _resolve_steps(
-        self,
-        index: int,
-        result: CallResult,
-        batch: RewardBatch,
-        scorable: list[int],
-        steps: list[dict[int, StepRewards]],
+        self, index: int, call: CallResult, batch: RewardBatch, scorable: list[int], steps: list[dict[int, StepRewards]]
     ) -> CallResult:
-        """Find the tokens that a function's steps end with and add them to `steps`."""
         unusable: dict[int, str] = {}
-        for sample, rewarded in enumerate(result.steps):
+        for sample, rewarded in enumerate(call.steps):
             if rewarded is not None:
                 try:
                     steps[scorable[sample]][index] = resolve(rewarded, batch.rollouts[sample], self._tokenizer)
                 except StepEndError as error:
                     unusable[sample] = f"it ended a step at {error}"
-        return result.without(unusable) if unusable else result
+        return call.without(unusable) if unusable else call
 
     def _check_failures(self, index: int, result: CallResult, batch: RewardBatch) -> None:
-        """Stop the run if a function fails on all samples; warn once if it fails on some."""
         name, size = self.names[index], len(batch)
         reason = result.describe_error(self.timeout).rstrip(".") if result.failures + result.timeouts else ""
         if result.failures + result.timeouts < size:
@@ -300,14 +283,8 @@ def _aligned(processing_classes: Any, count: int) -> list[Any]:
 
 
 def _adapt(
-    candidate: Any,
-    tokenizer: Any,
-    name: str,
-    model_init_kwargs: dict[str, Any],
-    batch_size: int,
-    device: torch.device | str | None,
+    candidate: Any, tokenizer: Any, name: str, model_init_kwargs: dict[str, Any], batch_size: int, device: Device
 ) -> FunctionReward | ModelReward:
-    """Adapter for one entry of `reward_funcs`."""
     if isinstance(candidate, str):
         candidate = load_reward_model(candidate, model_init_kwargs)
         device = None if "device_map" in model_init_kwargs else device

@@ -39,18 +39,11 @@ def content_text(content: Any) -> str:
 
 
 def describe_sample(prompt: Any, completion: Any) -> str:
-    """Prompt and completion on two indented lines, shortened in the middle.
-
-    Example:
-        >>> print(describe_sample("2+2=", [{"role": "assistant", "content": "4"}]))
-          prompt:     '2+2='
-          completion: '4'
-    """
+    """Prompt and completion on two indented lines, shortened in the middle."""
     return f"  prompt:     {_shorten(_on_one_line(prompt))!r}\n  completion: {_shorten(_on_one_line(completion))!r}"
 
 
 def _on_one_line(text_or_messages: Any) -> str:
-    """Plain text as it is, several messages with their roles."""
     if not is_messages(text_or_messages):
         return as_text(text_or_messages)
     shown = entries(text_or_messages)

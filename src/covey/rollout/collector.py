@@ -114,7 +114,6 @@ class Collector:
     async def _complete(
         self, group: SampleGroup, params: SamplingParams, key: tuple[int | str, ...], reuse: Speculation | None
     ) -> list[Rollout]:
-        """Rollouts that are one completion each."""
         row, prompt = group.rows[0], group.samples[0].prompt
         try:
             encoded = self.codec.read_row(row)
@@ -150,7 +149,6 @@ class Collector:
         key: tuple[int | str, ...],
         callbacks: RolloutCallbacks | None,
     ) -> list[list[Rollout]]:
-        """All rollouts at once by a user's function, one list for each group."""
         samples = [sample for group in groups[:1] for sample in group.samples[:1]]
         first = [number for sample in samples for number in (sample.prompt, sample.sample)]  # differs by process
         prompts, images = [], []
@@ -181,7 +179,6 @@ class Collector:
         return [rollouts[group.number] for group in groups]
 
     def _unreadable(self, group: SampleGroup, error: ValueError) -> list[Rollout]:
-        """Failed rollouts of a row that cannot be encoded: the other rows go on."""
         text = f"row {group.samples[0].prompt} of the dataset: {error}"
         return [replace(failed_rollout(self.codec, row, text), group=group.number) for row in group.rows]
 

@@ -239,7 +239,6 @@ class Episode:
         return Reply.of(completion, self.engine.tokenizer)
 
     def _request(self, limit: int) -> SampleRequest:
-        """The request for the next turn of at most `limit` tokens."""
         engine, ids = self.engine, self.prompt_ids + self.completion_ids
         vision = engine.templates.codec.vision
         if engine.expands_images and vision is not None and vision.has_stray_placeholder(ids, self.media):
@@ -253,7 +252,6 @@ class Episode:
         return SampleRequest(ids, 1, params, [seed], shared=len(self.prompt_ids), media=self.media)
 
     def _append_turn(self, completion: Completion) -> None:
-        """Append sampled tokens, to the open turn if there is one."""
         continues, self._open = self._open, False
         if not continues:
             self._turn_start = len(self.completion_ids)

@@ -155,7 +155,6 @@ def _is_image_part(part: Mapping[str, Any]) -> bool:
 
 
 def _source(part: Mapping[str, Any]) -> Any:
-    """The image that a part names, or None."""
     source = next((part[key] for key in SOURCES if part.get(key) is not None), None)
     if isinstance(source, Mapping) and "url" in source:  # {"type": "image_url", "image_url": {"url": ...}}
         return source["url"]

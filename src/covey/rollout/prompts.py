@@ -63,7 +63,6 @@ class PromptCodec:
         return self.read(row.get("prompt"), row.get("chat_template_kwargs"), images=row_images(row))
 
     def encode(self, prompt: Prompt | None, row_kwargs: dict[str, Any] | None = None) -> list[int]:
-        """Tokens of a prompt, as `read` finds them."""
         return self.read(prompt, row_kwargs).ids
 
     def read(

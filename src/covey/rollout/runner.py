@@ -97,7 +97,6 @@ class GroupRunner:
     barrier: SubmissionBarrier = field(default_factory=SubmissionBarrier)
 
     async def play_group(self, group: SampleGroup) -> list[Rollout]:
-        """The rollouts of one prompt, in the order of their samples, failed ones among them."""
         coalescer = RequestCoalescer(self.engine)
 
         async def play(begin: int, samples: list[PromptSample]) -> list[Rollout]:

@@ -50,7 +50,6 @@ class Speculation:
         return self._drafts.get(key)
 
     def put(self, key: DraftKey, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """Store a completion in place of the one before it."""
         if (old := self._drafts.pop(key, None)) is not None:
             self.num_tokens -= len(old.token_ids)
         if self.lenience is not None and logprobs is None:
@@ -73,7 +72,6 @@ class Speculation:
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Replace all drafts by those of `state_dict`."""
         self._drafts.clear()
         self.num_tokens = 0
         lengths = state["lengths"].tolist()
@@ -102,7 +100,6 @@ class Speculation:
         )
 
     def remember(self, prompts: Sequence[int], samples: Sequence[int], rollouts: Sequence[Rollout]) -> None:
-        """Store finished rollouts as drafts, each with its prompt's number and its index in the group."""
         for prompt, sample, rollout in zip(prompts, samples, rollouts, strict=True):
             key = prompt, fingerprint(rollout.prompt_ids), sample
             self.put(key, rollout.completion_ids, rollout.logprobs)

@@ -55,7 +55,6 @@ class ToolAgent:
                 return
 
     def _read(self, episode: Episode, reply: Reply) -> AssistantTurn:
-        """Parse the turn, and replace the episode's last message by the parsed one."""
         first = len(episode.messages) == 1 and is_conversational(episode.prompt)
         begun = prefill(episode.prompt) if first else ""
         turn = read_turn(episode.engine.tokenizer, reply.token_ids, self.parser, episode.tools, begun)
@@ -64,7 +63,6 @@ class ToolAgent:
 
 
 def as_message(turn: AssistantTurn, text: str) -> Message:
-    """A parsed turn as the message for chat templates and reward functions."""
     message: Message = {"role": "assistant", "content": text if turn.malformed else turn.content}
     if turn.calls:
         message["tool_calls"] = [

@@ -34,10 +34,8 @@ class _Sampler:
 
     def complete(self, prompts: Sequence[Any], changes: dict[str, Any]) -> list[tuple[list[int], Completion]]:
         known = {one.name for one in fields(SamplingParams)}
-        if unknown := sorted(set(changes) - known):
-            raise RolloutError(
-                f"no such sampling setting: {', '.join(unknown)}. There are: {', '.join(sorted(known))}."
-            )
+        if wrong := sorted(set(changes) - known):
+            raise RolloutError(f"no such sampling setting: {', '.join(wrong)}. There are: {', '.join(sorted(known))}.")
         params, call = replace(self.params, **changes), self.calls
         self.calls += 1
         encoded = [self._encode(prompt) for prompt in prompts]
@@ -125,8 +123,6 @@ class BatchFunction:
         ]
 
     async def __call__(self, prompts: Sequence[Any], images: Sequence[Sequence[Any]] = ()) -> list[Rollout]:
-        """One rollout for each prompt, in their order."""
-
         def run() -> list[Rollout]:
             shared = {id(image): image for shown in images for image in shown}
             own_prompts = copy.deepcopy(list(prompts), shared)
@@ -195,7 +191,6 @@ class BatchFunction:
 
 
 def _find_media(vision: Vision, rollout: Rollout, own: Any, of_row: Sequence[Any], number: int) -> tuple[Media, ...]:
-    """Media of a rollout: the images that were returned with it, or else those of its row, if any."""
     ids = rollout.prompt_ids + rollout.completion_ids
     written = [True] * len(rollout.prompt_ids) + [not flag for flag in rollout.sampled]
     if own is None and vision.placeholders.isdisjoint(id_ for id_, other in zip(ids, written, strict=True) if other):

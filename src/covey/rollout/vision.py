@@ -47,7 +47,6 @@ class Vision:
         self._cache: dict[tuple[Any, ...], Encoded] = {}
 
     def encode(self, text: str, images: Sequence[Any], start: int = 0, **tokenizing: Any) -> Encoded:
-        """Tokens of a text with images."""
         if not images:
             ids = list(self.processor.tokenizer(text, **tokenizing)["input_ids"])
             if not self.placeholders.isdisjoint(ids):
@@ -67,11 +66,9 @@ class Vision:
         found: list[Media] = []
         at = 0
         for number, image in enumerate(images):
-            own_ids, alone = self._alone(read_image(image, f"image {number}"))
-            n = len(own_ids)
-            starts = (
-                i for i in range(at, len(ids) - n + 1) if ids[i] == own_ids[0] and list(ids[i : i + n]) == own_ids
-            )
+            own, alone = self._alone(read_image(image, f"image {number}"))
+            n = len(own)
+            starts = (i for i in range(at, len(ids) - n + 1) if ids[i] == own[0] and list(ids[i : i + n]) == own)
             start = next((i for i in starts if all(written[i : i + n])), None)
             if start is None:
                 raise ImageError(

@@ -195,7 +195,6 @@ class WorkerThread:
         self._busy = False
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
-        """Schedule `function()`. Raises RuntimeError if no thread could be started."""
         future: Future[T] = Future()
         self._jobs.put((future, function))
         if self._thread is None:

@@ -12,7 +12,6 @@ FORMS = "'path/to/file.py:name', 'module:name' or 'module.name'"
 
 
 def is_reference(text: str) -> bool:
-    """True for text in one of the forms."""
     source, colon, attribute = text.rpartition(":")
     if colon:
         return source.endswith(".py") or (_is_dotted(source) and attribute.isidentifier())
@@ -58,7 +57,6 @@ def _import(module: str, what: str, forms: str) -> Any:
 
 @functools.cache
 def _load_file(path: Path) -> Any:
-    """Run a file once as a module."""
     name = path.stem if path.stem not in sys.modules else f"covey_file_{path.stem}"  # never replace a module
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"

@@ -47,7 +47,6 @@ class LoopThread:
         return self._current is not None and threading.current_thread() is self._current.thread
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Schedule a coroutine, from any thread."""
         try:
             current = self._ensure_running()
             future = asyncio.run_coroutine_threadsafe(work, current.loop)
@@ -149,7 +148,6 @@ class _RunningLoop:
             self._fail_unfinished()
 
     def ping(self) -> "Future[None]":
-        """Future that the loop settles in its next iteration."""
         answer: Future[None] = Future()
         try:
             self.loop.call_soon_threadsafe(settle, answer)

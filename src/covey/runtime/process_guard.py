@@ -76,7 +76,6 @@ def _start(command: list[str], linux: bool) -> int:
 
 
 def _reap() -> dict[int, int]:
-    """Wait statuses of children that have ended, by their ids."""
     ended: dict[int, int] = {}
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:

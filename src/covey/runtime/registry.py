@@ -1,7 +1,6 @@
-"""Dictionary of named values that users extend with a decorator."""
+"""Dictionary of named values that users extend."""
 
 import difflib
-from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,10 +19,6 @@ class Registry(dict[str, T]):
             raise ValueError(f"{self.kind} {name!r} is already registered; choose another name.")
         self[name] = value
         return value
-
-    def registering(self, name: str) -> Callable[[T], T]:
-        """`register` as a decorator: `@SHAPES.registering("square")`."""
-        return lambda value: self.register(name, value)
 
     def __missing__(self, name: str) -> T:
         close = difflib.get_close_matches(str(name), self, n=1)

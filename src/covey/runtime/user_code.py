@@ -69,7 +69,6 @@ def _shortened(text: str, length: int) -> str:
 
 
 def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that `functools.partial` wraps, if it does."""
     while isinstance(function, functools.partial):
         function = function.func
     return function

@@ -70,7 +70,6 @@ def isolate(folder: str) -> list:
 
 
 def protect_files(folder: str) -> bool:
-    """Make everything but `folder` read-only for this process and its children."""
     path = folder.encode()
     libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
     if libc.mount(path, path, None, MS_BIND, None) != 0:
@@ -98,7 +97,6 @@ def die_with_parent() -> None:
 
 
 def watch(limits: dict) -> None:
-    """Run the code, end it at a limit, and end whatever it leaves behind."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     if linux:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here instead of getting away
@@ -132,7 +130,6 @@ def wait_for_a_child() -> None:
 
 
 def reap(child: int):
-    """Collect the dead; the status of the code's own process if it is among them."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -217,7 +214,6 @@ def execute(limits: dict) -> None:
 
 
 def set_limit(kind: int, soft: int, hard: int = -1) -> None:
-    """Lower a limit; one that is lower already stays."""
     ceiling = resource.getrlimit(kind)[1]
     hard = soft if hard < 0 else hard
     if ceiling != resource.RLIM_INFINITY:

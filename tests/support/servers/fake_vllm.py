@@ -37,9 +37,8 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parents[3]))  # it is also a program of its own
 
 from covey.engines.servers.vllm.launch import BACKEND
-from covey.engines.servers.weights.api import in_thread
 from covey.engines.servers.weights.buckets import unpack
-from covey.engines.servers.weights.channels import boot_id, join
+from covey.engines.servers.weights.channels import boot_id, in_thread, join
 from tests.support import tiny_vision
 
 Fault = Callable[[web.Request, Callable[[web.Request], Awaitable[web.StreamResponse]]], Awaitable[web.StreamResponse]]

@@ -45,7 +45,6 @@ and rewards are there. The exit status is 2 if the run would not start.
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns its exit status."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2
@@ -111,7 +110,6 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 
 def evaluation(run: ExplainedRun) -> list[str]:
-    """Completions of evaluation batches and suites."""
     if not run.samples_eval_dataset and not run.suites:
         return ["None: no eval_dataset is given, and nothing is split off the training data."]
     a, lines = run.algebra, []

@@ -40,11 +40,9 @@ def memory(run: ExplainedRun) -> Iterator[str]:
 
 
 def _sharding(run: ExplainedRun) -> str:
-    spread = run.cluster.spread if run.cluster else ShardCounts()
-    parts = [name for name in ("weights", "gradients", "optimizer") if getattr(spread, name) > 1]
-    return (
-        f"{', '.join(parts)} sharded over {spread.processes} processes ({spread.name})" if parts else "nothing sharded"
-    )
+    over = run.cluster.spread if run.cluster else ShardCounts()
+    parts = [name for name in ("weights", "gradients", "optimizer") if getattr(over, name) > 1]
+    return f"{', '.join(parts)} sharded over {over.processes} processes ({over.name})" if parts else "nothing sharded"
 
 
 def _largest_part(m: MemoryEstimate, checkpointing: bool) -> str:
@@ -68,7 +66,6 @@ def _largest_part(m: MemoryEstimate, checkpointing: bool) -> str:
 
 
 def _colocated_vllm(run: ExplainedRun, memory: MemoryEstimate, engine: EngineMemory) -> Iterator[str]:
-    """vLLM's share of the memory, its derivation, and vLLM's sleep."""
     args = run.args
     if run.gpu is None and args.device.type == "cpu":
         cache = cpu_cache_bytes(engine, psutil.virtual_memory().available)

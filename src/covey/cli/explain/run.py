@@ -39,7 +39,6 @@ class Cluster:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of this machine's first GPU, if it has one."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
@@ -131,7 +130,6 @@ def _quantization(run: RunConfig, config: Any) -> Any:
 
 
 def images_of_prompt(model: str, config: Any, number: int, size: tuple[int, int]) -> Images:
-    """Tokens, patches and pixels of a prompt's images; `ValueError` if the model's processor cannot be used."""
     from transformers import AutoProcessor
 
     try:
@@ -142,7 +140,6 @@ def images_of_prompt(model: str, config: Any, number: int, size: tuple[int, int]
 
 
 def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -> Images:
-    """Tokens, patches and pixels of white images of that size, by the model's own processor."""
     from PIL import Image
 
     from covey.core.model import placeholder_ids

@@ -9,13 +9,11 @@ from covey.config.objective import BUILT_IN, CLIPPED
 
 
 def count(number: int, noun: str) -> str:
-    """A number and its noun: "1 process", "2,000 processes"."""
     plural = noun + ("es" if noun.endswith(("s", "ch")) else "s")
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def batches(run: ExplainedRun) -> Iterator[str]:
-    """Sizes of rollout batches and updates, and the choice of prompts."""
     a, args, updates = run.algebra, run.args, run.algebra.updates_per_generation
     yield f"""Batch sizes count completions, not prompts. One rollout batch:
     {count(a.prompts_per_generation, "prompt")}, {a.num_generations} completions each, {a.generation_batch_size}
@@ -54,7 +52,6 @@ def batches(run: ExplainedRun) -> Iterator[str]:
 
 
 def _epochs(run: ExplainedRun) -> Iterator[str]:
-    """Rollout batches and updates of an epoch and of the run."""
     a, args, updates = run.algebra, run.args, run.algebra.updates_per_generation
     prompts = (run.start.rows if run.start else None) or 0
     if prompts >= a.prompts_per_generation:
@@ -81,7 +78,6 @@ def _epochs(run: ExplainedRun) -> Iterator[str]:
 
 
 def policy(run: ExplainedRun) -> Iterator[str]:
-    """Difference between the policies that sample and train, and its effects."""
     a, args = run.algebra, run.args
     steps = f"""(gradient_accumulation_steps={a.gradient_accumulation_steps}, steps_per_generation *
     num_iterations={a.micro_batches})"""
@@ -135,7 +131,6 @@ def _clipping(run: ExplainedRun) -> str:
 
 
 def _mismatch(run: ExplainedRun) -> str:
-    """Correction by the ratio of trainer to engine probability."""
     args, mode = run.args, run.args.resolved_mismatch_mode
     low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
     bounds = " or ".join(f"{name} {bound}" for name, bound in (("below", low), ("above", high)) if bound is not None)
@@ -152,7 +147,6 @@ def _mismatch(run: ExplainedRun) -> str:
 
 
 def _staleness(run: ExplainedRun) -> Iterator[str]:
-    """Async rollouts: age of the weights, overlap, correction."""
     args, updates = run.args, run.algebra.updates_per_generation
     yield f"""Async rollouts (max_staleness={args.max_staleness}): the weights that sample are up to
     {count(args.max_staleness, "optimizer step")} older than those that training on a rollout batch begins with."""
@@ -176,7 +170,6 @@ def _staleness(run: ExplainedRun) -> Iterator[str]:
 
 
 def loss(run: ExplainedRun) -> Iterator[str]:
-    """Values of the loss to expect, and the terms in it."""
     a, args = run.algebra, run.args
     yield _values_of_loss(run)
     yield "So a loss that stays around 0 and does not fall is normal here; `reward` is what should rise."
@@ -230,7 +223,6 @@ def _values_of_loss(run: ExplainedRun) -> str:
 
 
 def tokens(run: ExplainedRun) -> Iterator[str]:
-    """Bounds on sampled and trained tokens, and reuse of earlier completions."""
     a, args, length = run.algebra, run.args, run.args.max_completion_length
     if length is None:
         yield "max_completion_length is unset: completions run until the model's context is full, so there is no bound."
@@ -255,7 +247,6 @@ def tokens(run: ExplainedRun) -> Iterator[str]:
 
 
 def sampling(run: ExplainedRun) -> Iterator[str]:
-    """Servers that sample, their load, weights and failures."""
     if run.args.use_sglang:
         yield from _sglang(run)
     elif run.args.use_vllm and run.args.vllm_mode == "server":

@@ -25,7 +25,6 @@ class Start:
     unchecked: list[str] = field(default_factory=list)  # parts that only a start can check
 
     def lines(self) -> list[str]:
-        """The findings as lines."""
         lines = [f"will fail: {problem}" for problem in self.problems]
         if self.rows is not None and not self.problems:
             lines = [f"The dataset was read: {self.rows:,} prompt(s)."]
@@ -48,16 +47,13 @@ class Start:
 
 
 def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
-    """Check every part of a run."""
     start = Start(missing=[name for name in run.needed if not getattr(run, name)])
     _check_data(run, algebra, start)
     for name in run.reward_funcs:
         with start.reporting(f"reward {name!r}"):
-            (found,) = rewards([name])
-            if isinstance(found, str) and not Path(found).is_dir():
-                start.unchecked.append(
-                    f"reward {found!r}, which names no function and so is a reward model from the hub"
-                )
+            (one,) = rewards([name])
+            if isinstance(one, str) and not Path(one).is_dir():
+                start.unchecked.append(f"reward {one!r}, which names no function and so is a reward model from the hub")
     references: list[tuple[str, Any]] = [("tool", tool) for tool in run.tools]
     references += [("rollout_func", run.rollout_func), ("environment_factory", run.environment_factory)]
     for kind, reference in references:
@@ -79,7 +75,6 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
 
 
 def _check_data(run: RunConfig, algebra: BatchAlgebra, start: Start) -> None:
-    """Load and count local data."""
     evaluations = [*evaluation_files(run.eval_dataset)] if run.eval_dataset else []
     far = [spec for spec in [run.dataset, *evaluations] if spec and not is_local(spec)]
     start.unchecked += [f"dataset {spec!r}, which is no file or folder here and so comes from the hub" for spec in far]

@@ -130,7 +130,6 @@ def common_settings(params: SamplingParams, ends: frozenset[int]) -> dict[str, A
 
 
 def refuse_reserved(extra: dict[str, Any], reserved: frozenset[str]) -> None:
-    """Refuse settings that requests decide themselves, with a ValueError."""
     if taken := sorted(reserved & extra.keys()):
         raise ValueError(
             f"generation_kwargs={dict.fromkeys(taken, '...')} would break how completions are asked for: leave out"
@@ -143,7 +142,6 @@ def sent_ids(request: SampleRequest) -> list[int]:
 
 
 def sent_images(request: SampleRequest) -> list[str]:
-    """Images as data URLs with PNG, in the order of their tokens."""
     urls = []
     for image in images_of(request.media):
         data = BytesIO()

@@ -226,7 +226,6 @@ class RemoteEngine:
                 await step()
 
     def close(self) -> None:
-        """Release connections, groups and the thread; completions in flight are lost."""
         if self._thread.running:
             try:
                 servers = [member.server for member in self._pool.members]

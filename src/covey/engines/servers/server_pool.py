@@ -12,6 +12,7 @@ from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerFacts
 
 T = TypeVar("T")
+Request = Callable[[ServerClient, float], Awaitable[None]]  # to a server, within the seconds
 
 ATTEMPTS = 3  # unusable answers to one request before it fails
 LATE = 2  # missed deadlines of one request before it fails: a server that is too slow will be so the next time as well
@@ -50,7 +51,7 @@ class ServerPool:
     """Spreads requests over servers."""
 
     members: list[PoolMember]
-    check_alive: Callable[[ServerClient, float], Awaitable[None]]  # `ServerError` without an answer within the seconds
+    check_alive: Request  # `ServerError` without an answer
     readmit: Callable[[PoolMember], Awaitable[bool]]  # True if a server that was left out may take part again
     concurrency: int  # most completions in flight at a server; a larger request has a server to itself
     timeout: float  # seconds to wait for a server when none is left
@@ -129,7 +130,6 @@ class ServerPool:
             await self._wait(patience)
 
     def none_left(self, doing: str, waited: float) -> NoServerLeft:
-        """Error for when no server can be used."""
         return NoServerLeft(
             f"cannot {doing}: none of {len(self.members)} inference servers can be used, and none came back within"
             f" {waited:g} seconds. Start one again at its address and resume from the last checkpoint, or wait longer"
@@ -190,15 +190,9 @@ class ServerPool:
                 self.leave_out(member, error)
                 self.recall([member])
 
-    async def each(
-        self,
-        members: list[PoolMember],
-        do: Callable[[ServerClient, float], Awaitable[None]],
-        seconds: float | None = None,
-    ) -> list[PoolMember]:
+    async def each(self, members: list[PoolMember], do: Request, seconds: float = QUICK_SECONDS) -> list[PoolMember]:
         """Members that succeed at a request to all at once; others are left out, and a `ServerRefused` is raised."""
-        deadline = QUICK_SECONDS if seconds is None else seconds
-        results = await asyncio.gather(*(do(member.server, deadline) for member in members), return_exceptions=True)
+        results = await asyncio.gather(*(do(member.server, seconds) for member in members), return_exceptions=True)
         for member, error in zip(members, results, strict=True):
             if isinstance(error, ServerError) and not isinstance(error, ServerRefused):
                 self.leave_out(member, error)

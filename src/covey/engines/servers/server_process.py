@@ -25,32 +25,17 @@ class LaunchFailed(RuntimeError):
 
 
 class ServerProcess:
-    """An inference server that runs within `with`, or from `start` until `stop`; all its processes end with it.
-
-    Args:
-        command: program and arguments; keep secrets out of it, any user of the machine can read it.
-        ready: URL that answers 200 when the server can sample, or a function that returns True then.
-        log_path: file for its output; folders are created, an older file is replaced.
-        deadline: seconds until it must be ready.
-        env: variables on top of this process's own; the place for an API key.
-        name: for messages.
-
-    Example:
-        >>> port = free_port()
-        >>> command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
-        >>> with ServerProcess(command, f"http://127.0.0.1:{port}/", log_path="server.log", deadline=30):
-        ...     pass  # it answers here
-    """
+    """An inference server that runs within `with`, or from `start` until `stop`; all its processes end with it."""
 
     def __init__(
         self,
-        command: Sequence[str],
-        ready: str | Callable[[], bool],
+        command: Sequence[str],  # without secrets: any user of the machine can read it
+        ready: str | Callable[[], bool],  # URL that answers 200 when the server can sample, or a function
         *,
-        log_path: str | Path,
-        deadline: float,
-        env: Mapping[str, str] | None = None,
-        name: str = "the server",
+        log_path: str | Path,  # for its output; folders are created, an older file is replaced
+        deadline: float,  # seconds until it must be ready
+        env: Mapping[str, str] | None = None,  # on top of this process's own; the place for an API key
+        name: str = "the server",  # for messages
     ):
         self.command, self.ready, self.name = list(command), ready, name
         self.log_path, self.deadline, self.env = Path(log_path), deadline, dict(env or {})
@@ -80,7 +65,6 @@ class ServerProcess:
         return self
 
     def stop(self) -> None:
-        """End the server and its processes, and wait for that; may be called at any time."""
         self._stop()
 
     @property
@@ -122,7 +106,6 @@ class ServerProcess:
 
 
 def answers(url: str, seconds: float = 2.0) -> bool:
-    """True if a GET of `url` is answered with a status of 200."""
     try:
         with _DIRECT.open(url, timeout=seconds) as answer:
             return answer.status == 200

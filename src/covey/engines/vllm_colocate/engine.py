@@ -114,12 +114,7 @@ class VllmColocateEngine:
         self._fall_asleep()
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample.
-
-        Raises:
-            ValueError: settings that vLLM does not support, or a prompt that fills the context.
-            RuntimeError: no weights were loaded, sampling failed, or vLLM expands images to other tokens.
-        """
+        """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample."""
         settings = self._settings(request)
         loop = asyncio.get_running_loop()
         waiting = []
@@ -254,7 +249,6 @@ class VllmColocateEngine:
         pending.done.set_result(Completion(tokens, logprobs, finish, versions=versions))
 
     def _leave(self, failed: bool = False) -> None:
-        """Stop stepping once no other process needs this one; unfinished completions fail."""
         self._leaving = True
         if self._group.size > 1 and not self._group.broken:
             if failed:
@@ -267,7 +261,6 @@ class VllmColocateEngine:
             self._fail_pending(RuntimeError("the engine was put to sleep before this completion was finished."))
 
     def _fail_pending(self, error: BaseException) -> None:
-        """Fail pending completions and abort their requests in vLLM."""
         for pending in self._waiting.values():
             if not pending.done.done():
                 pending.done.set_exception(error)
@@ -279,7 +272,6 @@ class VllmColocateEngine:
             self._vllm.abort_request(unfinished, internal=True)
 
     def load_weights(self, update: WeightUpdate) -> None:
-        """Load a version of the policy's weights and reset the caches of older ones."""
         if self._vllm.has_unfinished_requests():
             raise RuntimeError(f"weights of version {update.version} came while vLLM was sampling with older ones.")
         self._has_weights = self._discarded = False

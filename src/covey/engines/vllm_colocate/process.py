@@ -80,13 +80,11 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
 
 
 def stop_vllm() -> None:
-    """Stop the vLLM of this process, if there is one, and release its memory."""
     if _running is not None:
         _running()
 
 
 def is_running(engine: Any) -> bool:
-    """True for the vLLM of this process, False for one that another has replaced."""
     found = _running.peek() if _running is not None else None
     return found is not None and found[0] is engine
 

@@ -6,18 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
-from covey.rollout.environments.interface import (
-    EnvironmentFailed,
-    Reward,
-    accepted,
-    as_messages,
-    checked_observation,
-    checked_reward,
-    checked_step,
-    initial_prompt,
-    required,
-    tool_methods,
-)
+from covey.rollout.environments import interface
 from covey.rollout.environments.pool import EnvironmentPool, Lease, unchanged
 from covey.rollout.episode import Episode, EpisodeEngine
 from covey.rollout.tool_agent import ToolAgent
@@ -45,12 +34,14 @@ class EnvironmentAgent(ABC):
             lease = await self.pool.acquire()
         try:
             where = f"{lease.kind}.reset"
-            opening = await lease.call("reset", checked_observation, **accepted(lease.environment.reset, row))
-            prompt = initial_prompt(engine.row.get("prompt"), opening, where)
+            opening = await lease.call(
+                "reset", interface.checked_observation, **interface.accepted(lease.environment.reset, row)
+            )
+            prompt = interface.initial_prompt(engine.row.get("prompt"), opening, where)
             episode = engine.begin(prompt, tools=self.schemas)
             reward = await self._play(lease, episode)
             if hasattr(lease.environment, "get_reward"):
-                reward = await lease.call("get_reward", checked_reward)
+                reward = await lease.call("get_reward", interface.checked_reward)
             extras: dict[str, Any] = {REWARD: reward} if self.gives_reward else {}
             if self.pool.limit is None:
                 extras[OBJECTS] = lease.environment
@@ -71,7 +62,7 @@ class EnvironmentAgent(ABC):
         self.pool.close()
 
     @abstractmethod
-    async def _play(self, lease: Lease, episode: Episode) -> Reward:
+    async def _play(self, lease: Lease, episode: Episode) -> interface.Reward:
         """Play from the prompt to the end; returns rewards of turns, where the environment gives them."""
 
 
@@ -87,8 +78,8 @@ class ToolEnvironmentAgent(EnvironmentAgent):
         tools: Sequence[Callable[..., Any] | Tool] = (),
         max_iterations: int | None = None,
     ):
-        super().__init__(pool, gives_reward, required(example.reset))
-        self._methods = [Tool.of(method) for method in tool_methods(example)]
+        super().__init__(pool, gives_reward, interface.required(example.reset))
+        self._methods = [Tool.of(method) for method in interface.tool_methods(example)]
         self._others = [Tool.of(tool) for tool in tools]
         self.toolbox = Toolbox([*self._methods, *self._others], timeout=pool.seconds)
         self.schemas = self.toolbox.schemas
@@ -101,10 +92,8 @@ class ToolEnvironmentAgent(EnvironmentAgent):
 class EnvironmentToolbox(Toolbox):
     """The methods of one environment, as described for another of its kind, and further tools."""
 
-    def __init__(self, lease: Lease, methods: Sequence[Tool], others: Sequence[Tool], pool: EnvironmentPool):
-        super().__init__(
-            [*(self._bound(lease, tool) for tool in methods), *others], timeout=pool.seconds, loop=pool.loop
-        )
+    def __init__(self, lease: Lease, methods: Sequence[Tool], more: Sequence[Tool], pool: EnvironmentPool):
+        super().__init__([*(self._bound(lease, tool) for tool in methods), *more], timeout=pool.seconds, loop=pool.loop)
         self._lease, self._methods = lease, methods
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
@@ -114,7 +103,7 @@ class EnvironmentToolbox(Toolbox):
         for late in (result.name for result in results if result.failure is Failure.TIMEOUT and result.name in methods):
             self._lease.caller.lose(f"{self._lease.kind}.{late}")  # the caller's own deadline may be a moment later
         if self._lease.caller.lost is not None:
-            raise EnvironmentFailed(self._lease.caller.lost)
+            raise interface.EnvironmentFailed(self._lease.caller.lost)
         return results
 
     def _bound(self, lease: Lease, tool: Tool) -> Tool:
@@ -145,13 +134,13 @@ class TextEnvironmentAgent(EnvironmentAgent):
         self.max_turns = max_turns
         self._turn_end = turn_end  # makes the end of turn k, as reward functions name it; None: rewards are added up
 
-    async def _play(self, lease: Lease, episode: Episode) -> Reward:
+    async def _play(self, lease: Lease, episode: Episode) -> interface.Reward:
         rewards: list[float | None] = []
         while True:
             reply = await episode.sample()
             if not reply.token_ids:  # no room for a turn, so there is no action
                 break
-            step = await lease.call("step", checked_step, reply.text)
+            step = await lease.call("step", interface.checked_step, reply.text)
             rewards.append(step.reward)
             if reply.finish is not FinishReason.STOP:
                 break
@@ -161,7 +150,7 @@ class TextEnvironmentAgent(EnvironmentAgent):
             if step.done or last:
                 break
             assert step.observation is not None, "checked"
-            if not episode.write(as_messages(step.observation)):
+            if not episode.write(interface.as_messages(step.observation)):
                 break
         if self._turn_end is not None:
             return [(self._turn_end(turn), reward) for turn, reward in enumerate(rewards)]

@@ -63,7 +63,6 @@ class ChatSession:
         return self._response
 
     def _extend_episode(self, messages: list[Message], tools: list[dict[str, Any]]) -> Episode:
-        """The episode with the messages that the program has added."""
         if self.episode is None:
             self.episode = self.engine.begin(messages, tools=tools)
             return self.episode

@@ -114,7 +114,6 @@ class GymText:
 
 
 def _parse_words(actions: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Parser to the action whose word comes last in a text; words are whole, in any case."""
     if not actions:
         raise ValueError("`actions` is empty; give a word for each action, such as {'left': 0, 'right': 1}.")
     known = {name.lower(): action for name, action in actions.items()}

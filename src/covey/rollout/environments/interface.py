@@ -32,7 +32,6 @@ class EnvironmentFailed(Exception):
 
 
 def instructed(adapter: Any) -> list[Message]:
-    """The prompt of an adapter's rows: its `system` message, if any, and its `instructions`."""
     system = [] if adapter.system is None else [{"role": "system", "content": adapter.system}]
     return [*system, {"role": "user", "content": adapter.instructions}]
 
@@ -52,7 +51,6 @@ def tool_methods(environment: Any) -> list[Callable[..., Any]]:
 
 
 def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a row that a function takes as keyword arguments."""
     parameters = _parameters(function)
     if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return row
@@ -61,7 +59,6 @@ def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any
 
 
 def required(function: Callable[..., Any]) -> list[str]:
-    """The columns that a function has no defaults for."""
     parameters = _parameters(function) or ()
     return [one.name for one in parameters if one.default is one.empty and _by_name(one)]
 
@@ -140,7 +137,7 @@ def checked_reward(value: Any, where: str) -> Reward:
     return checked_number(value, where)
 
 
-def checked_number(value: Any, where: str) -> float | None:
+def checked_number(value: Any, name: str) -> float | None:
     """A finite number, of Python, numpy or torch, or None."""
     if value is None:
         return None
@@ -148,9 +145,7 @@ def checked_number(value: Any, where: str) -> float | None:
     if not isinstance(number, numbers.Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         number = value.item()
     if not isinstance(number, numbers.Real) or not math.isfinite(number):
-        raise EnvironmentFailed(
-            f"{where} returned the reward {format_value(value)}; it must be a finite number or None"
-        )
+        raise EnvironmentFailed(f"{name} returned the reward {format_value(value)}; it must be a finite number or None")
     return float(number)
 
 

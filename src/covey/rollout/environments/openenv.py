@@ -46,7 +46,6 @@ class OpenEnvironment:
     max_environments: int | None = None
 
     def __call__(self) -> "OpenEnvText":
-        """A new session; it is opened by the first `reset`."""
         action, field = self.action, str(self.action)
         parse = action if callable(action) else lambda text: {field: text}
         if isinstance(self.client, str):
@@ -107,14 +106,7 @@ class OpenEnvText:
 
 
 def shown(observation: Any) -> str:
-    """An observation's fields as JSON; the text itself where there is one field and it is text.
-
-    Example:
-        >>> shown({"echoed_message": "hi", "message_length": 2, "done": False, "reward": 0.2})
-        '{"echoed_message": "hi", "message_length": 2}'
-        >>> shown({"text": "You are in a cave.", "metadata": {}})
-        'You are in a cave.'
-    """
+    """An observation's fields as JSON; the text itself where there is one field and it is text."""
     fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
     if not isinstance(fields, dict):
         return str(fields)

@@ -106,7 +106,6 @@ class Caller:
 
 
 def unchanged(value: T) -> T:
-    """The value itself, for calls whose result is not looked at."""
     return value
 
 
@@ -261,7 +260,6 @@ class _Environments:
             warnings.warn(message, EnvironmentWarning, stacklevel=3)
 
     async def _close(self, lease: Lease) -> None:
-        """Close an environment; an error is noted."""
         close = getattr(lease.environment, "close", None)
         try:
             if callable(close):

@@ -90,7 +90,6 @@ class VerifiersEnvironment:
         return _rollout(session, await service.run(task, session))
 
     def close(self) -> None:
-        """End the environment's servers; they start again when needed."""
         service, self._service = self._service, None
         if service is not None and not service.end():
             warnings.warn("a verifiers environment did not end in time.", EnvironmentWarning, stacklevel=2)
@@ -125,7 +124,6 @@ class _Service:
         self._task = loop.create_task(self._serve())
 
     async def run(self, task: Any, session: ChatSession) -> Any:
-        """Play an episode; its model is the session."""
         import verifiers.v1 as vf
 
         names: list[str] = []
@@ -169,7 +167,6 @@ class _Service:
 
 
 def _row(task: Any, number: int) -> dict[str, Any]:
-    """A task as a row; one whose conversation the environment opens has no prompt of its own."""
     from covey.rollout.environments.verifiers_harness import conversation
 
     if task.data.prompt is None:
@@ -178,7 +175,6 @@ def _row(task: Any, number: int) -> dict[str, Any]:
 
 
 def _rollout(session: ChatSession, played: Any) -> Rollout:
-    """An episode of verifiers as a rollout."""
     if session.refused is not None:
         raise EnvironmentFailed(session.refused)
     errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]

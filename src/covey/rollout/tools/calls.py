@@ -39,7 +39,6 @@ class AssistantTurn:
 
     @property
     def asks(self) -> bool:
-        """True where tools have to answer, if only with an error."""
         return bool(self.calls or self.malformed)
 
 
@@ -72,9 +71,8 @@ def read_call(value: Any) -> ToolCall | str:
         arguments = {}
     if not isinstance(arguments, dict):
         return f"the arguments of {name} must be a JSON object with a value for each name, not {_type(arguments)}"
-    return ToolCall(
-        name, arguments, call_id=call_id if isinstance(call_id, str) and _CALL_ID.fullmatch(call_id) else None
-    )
+    known = isinstance(call_id, str) and _CALL_ID.fullmatch(call_id)
+    return ToolCall(name, arguments, call_id=call_id if known else None)
 
 
 def decode_json(text: str) -> Any:

@@ -63,11 +63,7 @@ def parser_for(chat_template: str | dict[str, str] | None) -> str:
 
 
 def read_turn(
-    tokenizer: Any,
-    token_ids: Sequence[int],
-    parser: ToolParser,
-    tools: Sequence[dict[str, Any]] = (),
-    prefill: str = "",
+    tokenizer: Any, token_ids: list[int], parser: ToolParser, tools: Sequence[dict[str, Any]] = (), prefill: str = ""
 ) -> AssistantTurn:
     """Decode a sampled turn and parse it; `tools` give the types of arguments where the notation does not."""
     turn = _read_response_template(tokenizer, token_ids, prefill) if parser is TOOL_PARSERS["json"] else None

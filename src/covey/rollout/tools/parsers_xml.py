@@ -3,16 +3,7 @@
 import re
 from bisect import bisect_left
 
-from covey.rollout.tools.calls import (
-    AssistantTurn,
-    Finder,
-    MalformedCall,
-    Part,
-    Span,
-    ToolCall,
-    answer_start,
-    turn_without,
-)
+from covey.rollout.tools import calls
 from covey.rollout.tools.tool import from_text
 
 _CALL = re.compile(r"<tool_call>|<function=")
@@ -24,23 +15,23 @@ _CALL_END = re.compile(r"\s*+(?:</function>(?:\s*+</tool_call>)?|</tool_call>|(?
 _RESUME = re.compile(r"</tool_call>|</function>(?:\s*+</tool_call>)?|(?=<tool_call>|<function=)")
 
 
-def parse_qwen3_coder(text: str) -> AssistantTurn:
+def parse_qwen3_coder(text: str) -> calls.AssistantTurn:
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, once for each call.
 
     A value ends at the `</parameter>` that a further tag follows, so that it may hold the tag itself. The tags around
     `<function=...>` and its end may be missing. A line break at either end of a value is layout.
     """
-    spans: list[Span] = []
+    spans: list[calls.Span] = []
     ends = [(end.start(), end.end()) for end in _VALUE_END.finditer(text)]
-    found = _CALL.search(text, answer_start(text))
+    found = _CALL.search(text, calls.answer_start(text))
     while found:
         stop, part = _read_qwen3_coder(text, found.start(), ends)
         spans.append((found.start(), stop, [part]))
         found = _CALL.search(text, stop)
-    return turn_without(text, spans)
+    return calls.turn_without(text, spans)
 
 
-def _read_qwen3_coder(text: str, start: int, ends: list[tuple[int, int]]) -> tuple[int, Part]:
+def _read_qwen3_coder(text: str, start: int, ends: list[tuple[int, int]]) -> tuple[int, calls.Part]:
     """End and content of the call at `start`; `ends` are the positions where a value may end."""
     head = _FUNCTION.match(text, start)
     if head is None or not head[1].strip():
@@ -62,17 +53,17 @@ def _read_qwen3_coder(text: str, start: int, ends: list[tuple[int, int]]) -> tup
     return end.end(), _untyped_call(head[1].strip(), texts)
 
 
-def _untyped_call(name: str, texts: dict[str, str]) -> ToolCall:
-    return ToolCall(name, {key: from_text(value, {}) for key, value in texts.items()}, texts)
+def _untyped_call(name: str, texts: dict[str, str]) -> calls.ToolCall:
+    return calls.ToolCall(name, {key: from_text(value, {}) for key, value in texts.items()}, texts)
 
 
 def _malformed(
     text: str, start: int, read: int, reason: str, resume: re.Pattern[str] = _RESUME
-) -> tuple[int, MalformedCall]:
+) -> tuple[int, calls.MalformedCall]:
     """A call that cannot be read beyond `read`: it extends to a tag behind which other calls may be read."""
     after = resume.search(text, read)
     stop = after.end() if after else len(text)
-    return stop, MalformedCall(text[start:stop], reason)
+    return stop, calls.MalformedCall(text[start:stop], reason)
 
 
 GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -82,20 +73,19 @@ _GLM_END = re.compile(r"\s*+(?:</tool_call>|(?=<tool_call>)|\Z)")
 _GLM_RESUME = re.compile(r"</tool_call>|(?=<tool_call>)")
 
 
-def parse_glm(text: str) -> AssistantTurn:
+def parse_glm(text: str) -> calls.AssistantTurn:
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>` (GLM 4.5 on), once a call."""
-    spans: list[Span] = []
-    openings, value_ends = Finder(text, "<tool_call>"), Finder(text, "</arg_value>")
-    start = openings(answer_start(text))
+    spans: list[calls.Span] = []
+    openings, value_ends = calls.Finder(text, "<tool_call>"), calls.Finder(text, "</arg_value>")
+    start = openings(calls.answer_start(text))
     while start < len(text):
         stop, part = _read_glm(text, start, value_ends)
         spans.append((start, stop, [part]))
         start = openings(stop)
-    return turn_without(text, spans)
+    return calls.turn_without(text, spans)
 
 
-def _read_glm(text: str, start: int, value_ends: Finder) -> tuple[int, Part]:
-    """End and content of the call at `start`."""
+def _read_glm(text: str, start: int, value_ends: calls.Finder) -> tuple[int, calls.Part]:
     head = _GLM_NAME.match(text, start)
     if head is None:
         read = start + len("<tool_call>")

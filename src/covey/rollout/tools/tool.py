@@ -30,7 +30,6 @@ class Tool:
     enums: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a schema that is not of a function of this name."""
         function = self.schema.get("function") if isinstance(self.schema, dict) else None
         if not isinstance(function, dict) or function.get("name") != self.name:
             wanted = (
@@ -64,7 +63,6 @@ class Tool:
         return cls(name, schema, function, enums)
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A call's arguments, checked, as the function gets them."""
         parameters = self.schema["function"].get("parameters") or {}
         closed = {"properties": {}, "additionalProperties": False, **parameters}
         missing = [name for name in parameters.get("required", ()) if name not in given]
@@ -84,7 +82,6 @@ def _name(function: Any) -> str:
 
 
 def _described(function: Any) -> Callable[..., Any]:
-    """The function with the type hints and docstring of a callable."""
     if isinstance(function, functools.partial):
         return _unbound(function)
     if inspect.isfunction(function) or inspect.ismethod(function):
@@ -232,10 +229,6 @@ def from_text(text: str, schema: dict[str, Any]) -> Any:
 
     It is the JSON value that it reads as (also Python's True, False and None), if the schema allows that or allows no
     string either. Everything else stays text, which `checked` refuses where a string is not allowed.
-
-    Example:
-        >>> from_text("5", {"type": "integer"}), from_text("5", {"type": "string"}), from_text("5", {})
-        (5, '5', 5)
     """
     types = _types(schema)
     if types == {"string"}:

@@ -79,25 +79,16 @@ def call_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
 class Toolbox:
     """Tools by name, called under a deadline.
 
-    Args:
-        tools: functions, methods, callable objects or `Tool`s; ordinary ones run on a thread each, so those that keep
-            state must bear being called from several at once.
-        timeout: seconds that one call may take (`tool_timeout`).
-        max_result_chars: characters of a result that the policy is shown.
-        max_parallel_calls: calls of one turn that are executed; the rest are answered with an error.
-        loop: runs async tools; one of the toolbox's own by default.
-
-    Raises:
-        ValueError: a tool without a usable schema, two of the same name, or a limit that is not positive.
+    Ordinary functions run on a thread each, so those that keep state must bear being called from several at once.
     """
 
     def __init__(
         self,
         tools: Sequence[Callable[..., Any] | Tool],
-        timeout: float = 60.0,
-        max_result_chars: int = 20_000,
-        max_parallel_calls: int = 32,
-        loop: LoopThread | None = None,
+        timeout: float = 60.0,  # seconds that one call may take (`tool_timeout`)
+        max_result_chars: int = 20_000,  # that the policy is shown
+        max_parallel_calls: int = 32,  # of one turn; the rest are answered with an error
+        loop: LoopThread | None = None,  # for async tools; None: one of its own
     ):
         limits = {"timeout": timeout, "max_result_chars": max_result_chars, "max_parallel_calls": max_parallel_calls}
         for name, limit in limits.items():
@@ -208,7 +199,6 @@ def content_of(result: Any, limit: int) -> Content:
 
 
 def parts_of(result: Any, limit: int) -> list[dict[str, Any]] | None:
-    """An image, or a list that holds images or parts, as parts; None for anything else."""
     if isinstance(result, list | tuple):
         first = list(islice(result, MAX_PARTS))
         return [_part(item, limit) for item in first] if any(_is_image(one) or _is_part(one) for one in first) else None
@@ -261,7 +251,6 @@ def _plain(result: Any) -> Any:
 
 
 def _shown(value: Any, above: tuple[int, ...] = ()) -> Iterator[str]:
-    """Pieces of `str(value)`."""
     kind = type(value)
     if kind is not dict and kind not in BRACKETS:
         yield str.__str__(repr(value) if above else str(value))

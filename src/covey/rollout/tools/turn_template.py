@@ -22,26 +22,15 @@ CACHED_TEMPLATES = 256  # rows may bring arguments, and with them templates, of 
 
 
 class TurnTemplate:
-    """The tokenizer's chat template for conversations with tools.
-
-    Args:
-        end_ids: tokens that end a turn, in addition to the tokenizer's end of sequence (`<end_of_turn>`, `<|eom_id|>`).
-        unstable: "raise" refuses templates that are not prefix-stable; "keep" accepts them: earlier turns then stay as
-            they were sampled, also where the template would have rendered them differently.
-
-    Attributes:
-        result_role: the role under which results are rendered: "tool", or "user" where the template has no such role.
-        shows_tools: True if the template tells the policy about the tools. If not, the prompt must.
-        reasons: why the template is not prefix-stable; empty if it is.
-    """
+    """The tokenizer's chat template for conversations with tools; `reasons` is empty if it is prefix-stable."""
 
     def __init__(
         self,
         tokenizer: Any,
         tools: Sequence[dict[str, Any]] = (),
-        end_ids: Iterable[int] = (),
+        end_ids: Iterable[int] = (),  # that end a turn, in addition to the tokenizer's end of sequence
         chat_template_kwargs: dict[str, Any] | None = None,
-        unstable: str = "raise",
+        unstable: str = "raise",  # refuse a template that is not prefix-stable; "keep": turns stay as they were sampled
         vision: Vision | None = None,
     ):
         if unstable not in ("raise", "keep"):
@@ -142,7 +131,6 @@ class TurnTemplate:
     def _after_turn(
         self, before: Sequence[Message], results: Sequence[Message], turn: Message | None = None, answer: bool = True
     ) -> str:
-        """The text that follows the end of an assistant's turn between `before` and `results`."""
         turn = turn or self._turn(results)
         alone, whole = self._render([*before, turn], False), self._render([*before, turn, *results], answer)
         begin, _, cut = self._end_of_turn(alone)
@@ -163,7 +151,6 @@ class TurnTemplate:
         return begin, marked, cut
 
     def _turn(self, results: Sequence[Message], thought: str = "", number: str = "") -> Message:
-        """A placeholder for the policy's turn, with a call for each result."""
         message: Message = {"role": "assistant", "content": thought + _TEXT + number}
         if self._calls == "none" or self.result_role != "tool":
             return message
@@ -215,7 +202,6 @@ class TurnTemplate:
         return ids[1:]
 
     def _find_result_format(self) -> tuple[str, str]:
-        """The role and the form of calls with which the template renders results."""
         reason = "it leaves them out"
         for role, calls in [*(("tool", calls) for calls in _CALLS), ("user", "none")]:
             self.result_role, self._calls = role, calls
@@ -280,7 +266,6 @@ class TurnTemplates:
         self._cache: dict[str, TurnTemplate] = {}  # least recently used first
 
     def of(self, tools: Sequence[dict[str, Any]], row_kwargs: dict[str, Any] | None) -> TurnTemplate:
-        """The template with these tools and arguments."""
         kwargs = self.codec.template_kwargs(row_kwargs)
         key = json.dumps([list(tools), kwargs], sort_keys=True, default=repr)
         template = self._cache.pop(key, None)
@@ -298,7 +283,6 @@ def _result(number: str = "") -> Message:
 
 
 def _user_parts(results: Sequence[Message]) -> list[dict[str, Any]]:
-    """Results with images as the parts of one message, those of tools between fences."""
     parts: list[dict[str, Any]] = []
     for result in results:
         content = as_parts(result["content"])

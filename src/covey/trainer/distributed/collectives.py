@@ -38,13 +38,7 @@ class CollectiveError(RuntimeError):
 
 
 class Collectives:
-    """Exchanges between the processes of a run. With one process every call returns at once.
-
-    Example:
-        >>> alone = Collectives(rank=0, size=1, seconds=1800.0, step=lambda: 12)
-        >>> alone.gather("mine", "gather the rewards")
-        ['mine']
-    """
+    """Exchanges between the processes of a run. With one process every call returns at once."""
 
     def __init__(self, rank: int, size: int, seconds: float, step: Callable[[], int]):
         self.rank, self.size, self.seconds = rank, size, seconds

@@ -80,7 +80,6 @@ class RolloutIndex:
         )
 
     def state(self) -> dict[str, Any]:
-        """Tensors and numbers, from which `RolloutIndex(**state)` makes an equal index."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -88,7 +87,6 @@ PER_ROLLOUT = ("owners", "rows", "lengths", "sampled_lengths", "has_signal", "we
 
 
 def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None = None) -> RolloutIndex:
-    """Concatenate indexes, rollouts in order; equal prompts are counted once."""
     lengths: dict[tuple[int, ...], int] = {}
     for index in indexes:
         for key, length in zip(index.prompt_keys.tolist(), index.prompt_lengths.tolist(), strict=True):

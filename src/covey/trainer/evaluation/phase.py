@@ -64,7 +64,6 @@ class EvaluationPhase:
         self.completions = None
 
     def run(self, dataloader: Any, prefix: str, on_batch: Callable[[], None]) -> EvalLoopOutput:
-        """Sample and score every prompt of a dataset. Collective."""
         context, model = self.context, self.context.loop.model
         was_training = model.training
         model.eval()
@@ -133,7 +132,7 @@ class EvaluationPhase:
                 rewards.append(scores)
                 lengths += columns["length"]
                 truncated += columns["truncated"]
-                self._write_down(log, grades, scores, columns)
+                self._record(log, grades, scores, columns)
             on_batch()
         stats = generation_stats(
             lengths=lengths,
@@ -148,9 +147,7 @@ class EvaluationPhase:
         context.metrics.add(stats, "eval")
         return len(lengths), tally.metrics()
 
-    def _write_down(
-        self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]
-    ) -> None:
+    def _record(self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]) -> None:
         if not log.enabled or not grades:
             return
         logged = as_logged(columns)

@@ -175,9 +175,7 @@ class Grader:
             return None
         return value >= self.threshold
 
-    def answers(
-        self, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]], scored: bool
-    ) -> list[str | None]:
+    def answers(self, completions: list[Any], columns: Mapping[str, Sequence[Any]], scored: bool) -> list[str | None]:
         """The vote of each completion, as text, so that processes agree on equality; None if the function raises.
 
         Where some completion was `scored`, a column must have been logged; a function that failed on all logs nothing.
@@ -219,7 +217,6 @@ class Scoreboard:
             self._prompts.setdefault(completion.prompt, []).append(completion)
 
     def metrics(self) -> dict[str, float]:
-        """Estimates by name, each with the ends of its interval, and the number of prompts."""
         found: dict[str, float] = {"prompts": len(self._prompts)}
         groups = self._prompts.values()
         rewards = [[one.reward for one in group if not math.isnan(one.reward)] for group in groups]
@@ -238,7 +235,6 @@ class Scoreboard:
         return found
 
     def _share(self, name: str, k: int, values: list[float]) -> dict[str, float]:
-        """An estimate from its values for the prompts with at least k graded completions."""
         if not values:
             return {}
         low, high = interval_of_share(values, self._completions // k)

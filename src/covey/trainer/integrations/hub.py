@@ -130,7 +130,6 @@ class PushCompletions(TrainerCallback):
             self._settle()
 
     def _settle(self) -> None:
-        """Wait for the last upload, and warn if it failed."""
         if self._under_way is None:
             return
         error = self._under_way.exception()

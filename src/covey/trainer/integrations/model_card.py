@@ -64,7 +64,6 @@ class CardFacts:
 
 
 def model_card(facts: CardFacts) -> str:
-    """The card as Markdown, headed by the metadata that the hub reads."""
     from huggingface_hub import ModelCard, ModelCardData
 
     task = "image-text-to-text" if facts.sees_images else "text-generation"
@@ -105,13 +104,10 @@ def shown_settings(facts: CardFacts) -> dict[str, Any]:
         if name in facts.defaults and value != facts.defaults[name]
         if not (name in PRIVATE or name.startswith(PRIVATE_STARTS) or name.endswith(PRIVATE_ENDS))
     ]
-    return {
-        name: facts.config[name] for name in dict.fromkeys([*SHOWN, *changed]) if facts.config.get(name) is not None
-    }
+    return {key: facts.config[key] for key in dict.fromkeys([*SHOWN, *changed]) if facts.config.get(key) is not None}
 
 
 def _results(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The first and the last training reward, and the last evaluation of each dataset: (metric, value)."""
     rewards = [(entry["step"], entry["reward"]) for entry in history if "reward" in entry and "step" in entry]
     ends = dict.fromkeys([rewards[0], rewards[-1]]) if rewards else {}
     results = [(f"training reward, step {step}", f"{reward:.4g}") for step, reward in ends]

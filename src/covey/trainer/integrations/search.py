@@ -125,7 +125,6 @@ class _Trials:
         self._caught = caught  # types of errors that end a trial and not the search
 
     def tell(self, *message: Any) -> None:
-        """Send a decision of the first process to the others."""
         self._original.collectives.gather(message, "begin a trial")
 
     def lead(self, trial: Any, changes: dict[str, Any]) -> Any:
@@ -211,7 +210,6 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
 
 
 def mean_reward(metrics: dict[str, float]) -> float:
-    """The reward of an evaluation; the mean over its datasets."""
     from covey.observability.evaluations import evaluation_sets, prefix
 
     names = (f"{prefix(name)}reward" for name in evaluation_sets(metrics))

@@ -16,15 +16,7 @@ import torch
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import Completion, FinishReason
-from covey.engines.servers.completions import (
-    BEFORE_TEMPERATURE,
-    STOPS,
-    check_expanded,
-    common_settings,
-    refuse_reserved,
-    sent_ids,
-    sent_images,
-)
+from covey.engines.servers import completions
 from covey.engines.servers.errors import BadAnswer, ServerRefused, advised, same_vocabulary
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ADAPTER_PREFIX, SampledChunk, ServerFacts, SettingNames
@@ -66,7 +58,7 @@ class SglangApi:
         self._extra = dict(extra or {})
         self._vocab_size = vocab_size
         self._released: dict[str, list[str]] = {}
-        refuse_reserved(self._extra, RESERVED)
+        completions.refuse_reserved(self._extra, RESERVED)
 
     async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
         """Read the server's properties, and resume it if it was left paused; see `ServerApi.probe`."""
@@ -94,7 +86,9 @@ class SglangApi:
         _, warm = await self._token(server, last // 2, 2.0, likeliest, deadline)
         if abs(warm - cold) <= 1e-4 and cold <= -1e-3:  # a token that is certain is so at any temperature
             hint = "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1."
-            raise ServerRefused(server.url, f"sample at temperature {self._temperature:g}", BEFORE_TEMPERATURE, hint)
+            raise ServerRefused(
+                server.url, f"sample at temperature {self._temperature:g}", completions.BEFORE_TEMPERATURE, hint
+            )
 
     async def _token(
         self, server: ServerClient, after: int, temperature: float, scored: int, deadline: float
@@ -119,19 +113,19 @@ class SglangApi:
     ) -> list[SampledChunk]:
         """Sample `request.n` completions in one request; those that another token than `ends` ended are unfinished."""
         body: dict[str, Any] = {
-            "input_ids": [sent_ids(request)] * request.n,
+            "input_ids": [completions.sent_ids(request)] * request.n,
             "sampling_params": [sampling_params(request.params, seed, ends) for seed in request.seeds],
             "return_logprob": True,
         }
         if model.startswith(ADAPTER_PREFIX):
             body["lora_path"] = [model] * request.n
         if request.media:
-            body["image_data"] = [sent_images(request)] * request.n
+            body["image_data"] = [completions.sent_images(request)] * request.n
         answer = await server.call("POST", "/generate", "generate", deadline, body)
         chunks = completions_of(server, answer, request.n, "generate")
         if request.media:
-            check_expanded(server.url, request, answer[0]["meta_info"].get("prompt_tokens"))
-        if any(name in request.params.extra for name in STOPS):
+            completions.check_expanded(server.url, request, answer[0]["meta_info"].get("prompt_tokens"))
+        if any(name in request.params.extra for name in completions.STOPS):
             return chunks
         # The server adds the end tokens of the model's own files to `ends`; ignoring those would ignore `ends` too.
         return [replace(chunk, unfinished=_ends_elsewhere(chunk, ends)) for chunk in chunks]
@@ -185,7 +179,7 @@ def sampling_params(params: SamplingParams, seed: int, ends: frozenset[int]) -> 
         "max_new_tokens": params.max_tokens,
         "sampling_seed": seed if seed < 1 << 63 else seed - (1 << 64),
         "top_k": params.top_k or -1,
-        **common_settings(params, ends),
+        **completions.common_settings(params, ends),
         "skip_special_tokens": False,
         **params.extra,
     }
@@ -246,12 +240,10 @@ async def model_info(server: ServerClient, deadline: float) -> dict[str, Any]:
 
 
 async def server_info(server: ServerClient, deadline: float) -> dict[str, Any]:
-    """Options that a server was started with."""
     return await _either(server, "/server_info", "/get_server_info", deadline)
 
 
 async def _either(server: ServerClient, path: str, older: str, deadline: float) -> dict[str, Any]:
-    """Answer of a path, or of its name in older releases."""
     doing, hint = "read its properties", "Is it SGLang's own server (`covey sglang-serve`) that listens there?"
     try:
         answer = await server.call("GET", path, doing, deadline)

@@ -29,20 +29,9 @@ from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import ServerError, ServerRefused, advised
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang.api import model_info, read_version, server_info, write_version
-from covey.engines.servers.weights.api import (
-    BucketTransfer,
-    Channel,
-    Deadline,
-    WeightApi,
-    WeightEndpoint,
-    in_thread,
-    is_local,
-    listen_for,
-    meet,
-    together,
-)
+from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket, Packer
-from covey.engines.servers.weights.channels import nccl_that_raises, open_store
+from covey.engines.servers.weights.channels import Channel, in_thread, nccl_that_raises, open_store
 
 INLINE_BYTES = 32 * 2**20  # bound of the numbers in one HTTP request; as text they are a third larger
 CLEANUP_SECONDS = 5.0  # for a server to close what a failed update left open
@@ -50,7 +39,7 @@ SHARED_MEMORY = "/dev/shm"  # shared memory on Linux; containers often get 64 MB
 AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
 
 
-class SglangWeightApi(WeightApi):
+class SglangWeightApi(api.WeightApi):
     """Requests of SGLang servers about weights; they join the trainer at `port` and the next ones (0: free ports)."""
 
     name = "sglang"
@@ -68,13 +57,13 @@ class SglangWeightApi(WeightApi):
         self._offsets: dict[str, int] = {}  # of the port, by URL
         self._group_names: dict[str, str] = {}  # by URL
 
-    async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
+    async def probe(self, server: ServerClient, until: api.Deadline) -> api.WeightEndpoint:
         model = await model_info(server, until.left(server))
         info = await server_info(server, until.left(server))
         processes, start_id = int(info.get("tp_size") or 1), str(info.get("startup_time") or "")
-        return WeightEndpoint(server, processes, start_id, is_local(server), obstacles_of(info), model)
+        return api.WeightEndpoint(server, processes, start_id, api.is_local(server), obstacles_of(info), model)
 
-    async def load_folder(self, endpoint: WeightEndpoint, folder: Path, version: int, until: Deadline) -> None:
+    async def load_folder(self, endpoint: api.WeightEndpoint, folder: Path, version: int, until: api.Deadline) -> None:
         server, doing = endpoint.server, f"{until.doing} from {folder}"
         body: dict[str, Any] = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
         body["weight_version"] = str(version)
@@ -85,7 +74,7 @@ class SglangWeightApi(WeightApi):
     write_version = staticmethod(write_version)
 
     def packer(
-        self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[WeightEndpoint]
+        self, update: WeightUpdate, method: str, bucket_bytes: int, endpoints: Sequence[api.WeightEndpoint]
     ) -> Packer:
         """Dense buckets for a group; for "tensor", buckets in shared memory where all servers can open it."""
         if method == "group":
@@ -99,7 +88,9 @@ class SglangWeightApi(WeightApi):
             return Packer(update, bucket_bytes, cpu, allocate=shared_buffer)
         return Packer(update, min(bucket_bytes, INLINE_BYTES), cpu)
 
-    async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
+    async def join_group(
+        self, endpoint: api.WeightEndpoint, method: str, on_gpu: bool, until: api.Deadline
+    ) -> Channel | None:
         if method != "group":
             return None
         server, doing = endpoint.server, "join a group for weights"
@@ -107,7 +98,7 @@ class SglangWeightApi(WeightApi):
         hint = "Choose a free port with sglang_group_port; runs on one machine need one for each server."
         backend = "nccl" if self._device.type == "cuda" else "gloo"
 
-        group = listen_for(
+        group = api.listen_for(
             server, port, hint, lambda address: SglangGroup(address, 1 + endpoint.processes, backend, port)
         )
         self._group_names[server.url] = group.name
@@ -124,13 +115,13 @@ class SglangWeightApi(WeightApi):
             await server.ask("/init_weights_update_group", doing, seconds, body)
 
         try:
-            await meet(server, doing, until, f"{group.address}, port {group.port}", ask, group.join)
+            await api.meet(server, doing, until, f"{group.address}, port {group.port}", ask, group.join)
         except BaseException:
             group.close()
             raise
         return group
 
-    async def begin(self, endpoint: WeightEndpoint, until: Deadline) -> None:
+    async def begin(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
         try:
             await self._post("/begin_weight_update", endpoint, until)
         except ServerRefused as error:
@@ -140,7 +131,11 @@ class SglangWeightApi(WeightApi):
             await self._post("/begin_weight_update", endpoint, until)
 
     async def push(
-        self, endpoint: WeightEndpoint, channel: Channel | None, transfer: BucketTransfer, until: Deadline
+        self,
+        endpoint: api.WeightEndpoint,
+        channel: Channel | None,
+        transfer: api.BucketTransfer,
+        until: api.Deadline,
     ) -> None:
         server, bucket, doing = endpoint.server, transfer.bucket, transfer.doing
         body: dict[str, Any] = {"flush_cache": False}
@@ -163,30 +158,29 @@ class SglangWeightApi(WeightApi):
         }
         data = bucket.data[: sum(spec.nbytes for spec in specs)]
         request = server.ask("/update_weights_from_distributed", doing, seconds, body)
-        await together(server, doing, request, partial(channel.send, data, seconds))
+        await api.together(server, doing, request, partial(channel.send, data, seconds))
 
-    async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
+    async def end(self, endpoint: api.WeightEndpoint, version: int, until: api.Deadline) -> None:
         await self._post("/end_weight_update", endpoint, until)
 
-    async def abandon(self, endpoint: WeightEndpoint) -> None:
+    async def abandon(self, endpoint: api.WeightEndpoint) -> None:
         if (name := self._group_names.pop(endpoint.server.url, None)) is not None:
             await self._try("/destroy_weights_update_group", endpoint, {"group_name": name})
         await self._try("/end_weight_update", endpoint, {})
 
-    async def _post(self, path: str, endpoint: WeightEndpoint, until: Deadline) -> None:
+    async def _post(self, path: str, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
         await endpoint.server.ask(path, until.doing, until.left(endpoint.server), {})
 
-    async def _try(self, path: str, endpoint: WeightEndpoint, body: dict[str, Any]) -> None:
+    async def _try(self, path: str, endpoint: api.WeightEndpoint, body: dict[str, Any]) -> None:
         with suppress(ServerError):
             await endpoint.server.ask(path, "clean up", CLEANUP_SECONDS, body)
 
-    async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
+    async def has_base(self, endpoint: api.WeightEndpoint, model: str | None, until: api.Deadline) -> bool:
         """Tell whether the server was started with `model`; its version shows whether an earlier run used it."""
         found = endpoint.details
         return found["model_path"] == model and str(found.get("weight_version")) == AS_STARTED
 
     def encode_adapter(self, bucket: Bucket) -> tuple[str, dict[str, str]]:
-        """Text of all tensors, and their checksums by name."""
         tensors = dict(own_copies(bucket.tensors().items()))
         checksums = {
             name: hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -195,32 +189,25 @@ class SglangWeightApi(WeightApi):
         return inline(tensors), checksums
 
     async def load_adapter(
-        self,
-        endpoint: WeightEndpoint,
-        name: str,
-        config: dict[str, Any],
-        source: tuple[str, dict[str, str]],
-        channel: Channel | None,
-        until: Deadline,
+        self, endpoint: api.WeightEndpoint, adapter: api.AdapterTransfer, until: api.Deadline
     ) -> None:
-        server, doing, (text, checksums) = endpoint.server, f"load the adapter {name}", source
+        server, name, (text, checksums) = endpoint.server, adapter.name, adapter.source
         await self._try("/unload_lora_adapter", endpoint, {"lora_name": name})  # an earlier attempt may have loaded it
         body = {
             "lora_name": name,
-            "config_dict": config,
+            "config_dict": adapter.config,
             "expected_checksums": checksums,
             "serialized_named_tensors": [text] * endpoint.processes,
         }
         with advised(self.adapter_hint):
-            await server.ask("/load_lora_adapter_from_tensors", doing, until.left(server), body)
+            await server.ask("/load_lora_adapter_from_tensors", f"load the adapter {name}", until.left(server), body)
 
-    async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
+    async def unload_adapter(self, endpoint: api.WeightEndpoint, name: str, until: api.Deadline) -> None:
         server = endpoint.server
         await server.ask("/unload_lora_adapter", f"unload {name}", until.left(server), {"lora_name": name})
 
 
 def obstacles_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """Transfer methods that a server does not support, with the reason."""
     if int(info.get("dp_size") or 1) > 1:
         return dict.fromkeys(("group", "tensor"), "replicas (--dp-size) take weights from files alone")
     if int(info.get("pp_size") or 1) > 1:
@@ -274,7 +261,6 @@ class SglangGroup:
         work.wait()
 
     def close(self) -> None:
-        """Leave in any state; members that still wait get an error."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(Exception):

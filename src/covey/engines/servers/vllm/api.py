@@ -14,14 +14,7 @@ import torch
 
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason
-from covey.engines.servers.completions import (
-    BEFORE_TEMPERATURE,
-    check_expanded,
-    common_settings,
-    refuse_reserved,
-    sent_ids,
-    sent_images,
-)
+from covey.engines.servers import completions
 from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, ServerRefused, advised, same_vocabulary
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import SampledChunk, ServerFacts, SettingNames
@@ -82,7 +75,7 @@ class VllmApi:
         self._temperature = temperature
         self._extra = dict(extra or {})
         self._vocab_size = vocab_size
-        refuse_reserved(self._extra, RESERVED)
+        completions.refuse_reserved(self._extra, RESERVED)
 
     async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
         """Read the server's properties; check its release and the way it was started. See `ServerApi.probe`."""
@@ -97,7 +90,7 @@ class VllmApi:
         answer = await self._switch(server, "/is_paused", "ask whether it is paused", deadline, method="GET")
         if isinstance(answer, dict) and answer.get("is_paused"):
             with contextlib.suppress(ServerError):  # no update is open, or it reports what is missing
-                await self._switch(server, "/finish_weight_update", "end an update", deadline, body={})
+                await server.call("POST", "/finish_weight_update", "end an update", deadline, {})
             await self.resume(server, deadline)
         name = str(model["id"])
         after_cut = await reports_after_cut(server, name, self._vocab_size, self._temperature, deadline)
@@ -117,7 +110,7 @@ class VllmApi:
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
     ) -> list[SampledChunk]:
         """Sample `request.n` completions; completion i has the seed of the first plus i, as vLLM counts."""
-        refuse_reserved(request.params.extra, RESERVED)
+        completions.refuse_reserved(request.params.extra, RESERVED)
         if request.media:
             hint = f"Images are sent to {IMAGE_ROUTE}: start vLLM with --enable-scale-out, 0.32 or later."
             with advised(hint, "HTTP 404", "--enable-scale-out"):
@@ -125,7 +118,7 @@ class VllmApi:
                 answer = await server.ask(IMAGE_ROUTE, "sample with images", deadline, body)
             chunks = completions_of(server, answer)
             prompt = answer.get("prompt_token_ids")
-            check_expanded(server.url, request, None if prompt is None else len(prompt))
+            completions.check_expanded(server.url, request, None if prompt is None else len(prompt))
             return chunks
         body = {"model": model, "prompt": request.prompt_ids, "return_token_ids": True, "add_special_tokens": False}
         body |= sampling_settings(request, ends)
@@ -151,17 +144,10 @@ class VllmApi:
             await self._switch(server, "/wake_up", "wake it", deadline)
 
     async def _switch(
-        self,
-        server: ServerClient,
-        path: str,
-        doing: str,
-        deadline: float,
-        query: dict[str, str] | None = None,
-        method: str = "POST",
-        body: Any = None,
+        self, server: ServerClient, path: str, doing: str, deadline: float, query: Any = None, method: str = "POST"
     ) -> Any:
         with advised(DEV_MODE, "HTTP 404", message=f"it has no route {path}"):
-            return await server.call(method, path, doing, deadline, body, query)
+            return await server.call(method, path, doing, deadline, query=query)
 
 
 def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str, Any]:
@@ -174,7 +160,7 @@ def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str,
         "top_k": params.top_k,
         "ignore_eos": True,  # the model's own; `stop_token_ids` decide
         "logprobs": 0,
-        **common_settings(params, ends),
+        **completions.common_settings(params, ends),
         **params.extra,
     }
 
@@ -213,8 +199,8 @@ def image_request(request: SampleRequest, model: str, ends: frozenset[int]) -> d
     settings = sampling_settings(request, ends)
     return {
         "model": model,
-        "token_ids": sent_ids(request),
-        "content_parts": [{"type": "image_url", "url": url} for url in sent_images(request)],
+        "token_ids": completions.sent_ids(request),
+        "content_parts": [{"type": "image_url", "url": url} for url in completions.sent_images(request)],
         "return_token_ids": True,
         "sampling_params": {"detokenize": any(name in settings for name in TEXT), **settings},
     }
@@ -248,7 +234,6 @@ async def read_world_size(server: ServerClient, deadline: float, doing: str = "a
 
 
 async def read_model(server: ServerClient, deadline: float) -> dict[str, Any]:
-    """Description of the base model."""
     doing = "ask for its model"
     answer = await server.call("GET", "/v1/models", doing, deadline)
     models = answer.get("data") if isinstance(answer, dict) else None
@@ -306,7 +291,7 @@ async def reports_after_cut(
         raise ServerRefused(server.url, doing, f"it reports logits ({reported[0]:.3g}), no log-probs", hint)
     after_cut = reported[0] > -1e-6
     if not after_cut and temperature != 1.0:
-        raise ServerRefused(server.url, f"sample at temperature {temperature:g}", BEFORE_TEMPERATURE, hint)
+        raise ServerRefused(server.url, f"sample at temperature {temperature:g}", completions.BEFORE_TEMPERATURE, hint)
     return after_cut
 
 
@@ -320,13 +305,11 @@ def refuse_chunked_prefill(server: ServerClient, config: dict[str, Any]) -> None
 
 
 def as_dtype(name: Any) -> torch.dtype | None:
-    """Type of the name "torch.bfloat16" or "bfloat16"."""
     found = getattr(torch, str(name).removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
 
 
 def get_path(record: Any, *path: str) -> Any:
-    """Value at `path` in nested dictionaries, or None."""
     for name in path:
         record = record.get(name) if isinstance(record, dict) else None
     return record

@@ -18,17 +18,9 @@ LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # opens the routes
 ADAPTERS = 3  # adapter versions that a server keeps: the current one, and those of requests still in flight
 AS_STARTED = "default"  # weight version that a server reports until a trainer sends weights
 MIDDLEWARE = f"{__name__}.RequireKey"  # value of `--middleware`
+WEIGHT_FLAGS = {"worker-extension-cls": WORKER, "weight-transfer-config": f'{{"backend": "{BACKEND}"}}'}
+LORA_FLAGS = {"max-loras": str(ADAPTERS), "max-cpu-loras": str(ADAPTERS)}  # these go with --enable-lora
 OPEN_PATHS = frozenset({"/health", "/ping"})  # for load balancers, which have no key; they report only that it is up
-
-
-def weight_flags() -> list[str]:
-    """Options of `vllm serve` for weights."""
-    return ["--worker-extension-cls", WORKER, "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
-
-
-def lora_flags() -> list[str]:
-    """Options of `vllm serve` that go with its --enable-lora."""
-    return ["--max-loras", str(ADAPTERS), "--max-cpu-loras", str(ADAPTERS)]
 
 
 class RequireKey:

@@ -1,8 +1,4 @@
-"""Requests of vLLM servers about weights. Transfer methods:
-
-- `group`: buckets over gloo or NCCL, into vLLM's own weight transfer;
-- `ipc`: the same with CUDA memory that a server on the same GPU opens in place; on request only;
-- `disk`: safetensors in a folder that both see; the only method of a `vllm serve` without Covey's worker extension.
+"""Requests of vLLM servers about weights.
 
 An adapter is a folder that the server loads, or that one on another machine writes itself, from bytes of the group.
 """
@@ -21,26 +17,19 @@ from covey.engines.servers.errors import RETRIED, BadAnswer, DeadlineExceeded, S
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.api import read_version, read_world_size, write_version
 from covey.engines.servers.vllm.launch import ADAPTERS, AS_STARTED, BACKEND
-from covey.engines.servers.weights.api import (
-    BucketTransfer,
-    Deadline,
-    WeightApi,
-    WeightEndpoint,
-    is_local,
-    listen_for,
-    meet,
-    together,
-)
+from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket
 from covey.engines.servers.weights.channels import Channel, Group, Ipc, boot_id, shared_store
 
 log = logging.getLogger(__name__)
 
 
-class VllmWeightApi(WeightApi):
+class VllmWeightApi(api.WeightApi):
     """Requests of vLLM servers about weights; servers join the trainer's group at `port` here, 0: any free one."""
 
     name = "vllm"
+    # Buckets over gloo or NCCL into vLLM's own weight transfer; the same with CUDA memory that a server on the same GPU
+    # opens in place; files, the only method of a `vllm serve` without Covey's worker extension.
     methods = ("group", "ipc", "disk")
     automatic = ("group", "disk")
     folder_setting = "vllm_weight_folder"
@@ -55,7 +44,7 @@ class VllmWeightApi(WeightApi):
         self._stores: dict[str, Any] = {}  # by address of this machine
         self._groups = 0
 
-    async def probe(self, server: ServerClient, until: Deadline) -> WeightEndpoint:
+    async def probe(self, server: ServerClient, until: api.Deadline) -> api.WeightEndpoint:
         doing = "find out how it takes weights"
         with advised(self.method_hint, message="its routes for weights are closed ({})", doing="take weights"):
             processes = await read_world_size(server, until.left(server), doing)
@@ -68,7 +57,7 @@ class VllmWeightApi(WeightApi):
             facts = {}
         return endpoint_of(server, processes, facts)
 
-    async def load_folder(self, endpoint: WeightEndpoint, folder: Path, version: int, until: Deadline) -> None:
+    async def load_folder(self, endpoint: api.WeightEndpoint, folder: Path, version: int, until: api.Deadline) -> None:
         """Make the server read its weights from `folder`, with checksums where it has Covey's worker extension."""
         server, doing = endpoint.server, f"{until.doing} from {folder}"
         if endpoint.details:
@@ -81,7 +70,7 @@ class VllmWeightApi(WeightApi):
     read_version = staticmethod(read_version)
     write_version = staticmethod(write_version)
 
-    async def join_group(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel:
+    async def join_group(self, endpoint: api.WeightEndpoint, method: str, on_gpu: bool, until: api.Deadline) -> Channel:
         server, facts, address, store, kind = endpoint.server, endpoint.details, "", None, method
         if method == "group":
             kind = "gloo"
@@ -89,7 +78,7 @@ class VllmWeightApi(WeightApi):
                 mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
                 kind = "gloo" if facts["gpu"] == mine else "nccl"
             hint = "Choose a free port with vllm_group_port; runs on one machine need one each."
-            address, store = listen_for(server, self._port, hint, self._listen)
+            address, store = api.listen_for(server, self._port, hint, self._listen)
         self._groups += 1
         name, world_size = f"{self._run}/{self._groups}", 1 + endpoint.processes
         doing, port = f"join a {kind} group for weights", 0 if store is None else store.port
@@ -102,14 +91,14 @@ class VllmWeightApi(WeightApi):
         def join(seconds: float) -> Channel:
             return Ipc() if store is None else Group(kind, store, name, 0, world_size, address, seconds)
 
-        return await meet(server, doing, until, f"{address}, port {port}", ask, join)
+        return await api.meet(server, doing, until, f"{address}, port {port}", ask, join)
 
     def _listen(self, address: str) -> tuple[str, Any]:
         if address not in self._stores:
             self._stores[address] = shared_store(address, self._port, seconds=60.0)
         return address, self._stores[address]
 
-    async def begin(self, endpoint: WeightEndpoint, until: Deadline) -> None:
+    async def begin(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
         server = endpoint.server
         for attempt in range(3):
             try:
@@ -124,22 +113,22 @@ class VllmWeightApi(WeightApi):
                 await self._finish(server, {}, until)
 
     async def push(
-        self, endpoint: WeightEndpoint, channel: Channel | None, transfer: BucketTransfer, until: Deadline
+        self, endpoint: api.WeightEndpoint, channel: Channel | None, transfer: api.BucketTransfer, until: api.Deadline
     ) -> None:
         assert isinstance(channel, Group | Ipc), "`join_group` made it"
         server, data, seconds = endpoint.server, transfer.bucket.data, until.left(endpoint.server)
         piece = {"version": transfer.version, "number": transfer.number, "count": transfer.count, "seconds": seconds}
         body = {"update_info": {**piece, "manifest": transfer.bucket.manifest(), "note": channel.note(data)}}
         request = server.call("POST", "/update_weights", transfer.doing, seconds, body)
-        await together(server, transfer.doing, request, partial(channel.send, data, seconds))
+        await api.together(server, transfer.doing, request, partial(channel.send, data, seconds))
 
-    async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
+    async def end(self, endpoint: api.WeightEndpoint, version: int, until: api.Deadline) -> None:
         await self._finish(endpoint.server, {"weight_version": str(version)}, until)
 
-    async def _finish(self, server: ServerClient, body: dict[str, str], until: Deadline) -> None:
+    async def _finish(self, server: ServerClient, body: dict[str, str], until: api.Deadline) -> None:
         await server.call("POST", "/finish_weight_update", until.doing, until.left(server), body)
 
-    async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
+    async def has_base(self, endpoint: api.WeightEndpoint, model: str | None, until: api.Deadline) -> bool:
         """Tell whether the server was started with `model` and has been sent no weights since."""
         server = endpoint.server
         if await read_version(server, until.left(server)) != AS_STARTED:
@@ -149,22 +138,16 @@ class VllmWeightApi(WeightApi):
         return model in {name for listed in models for name in (listed.get("root"), listed.get("id"))}
 
     async def load_adapter(
-        self,
-        endpoint: WeightEndpoint,
-        name: str,
-        config: dict[str, Any],
-        source: Path | Bucket,
-        channel: Channel | None,
-        until: Deadline,
+        self, endpoint: api.WeightEndpoint, adapter: api.AdapterTransfer, until: api.Deadline
     ) -> None:
-        server = endpoint.server
+        server, name, source, channel = endpoint.server, adapter.name, adapter.source, adapter.channel
         if isinstance(source, Bucket):
             assert isinstance(channel, Group), "the sender connects before it sends bytes"
             seconds = until.left(server)
-            kwargs = {"name": name, "config": json.dumps(config), "seconds": seconds}
+            kwargs = {"name": name, "config": json.dumps(adapter.config), "seconds": seconds}
             kwargs |= {"manifest": source.manifest(), "note": channel.note(source.data)}
             request = call_workers(server, "covey_take_adapter", until.doing, seconds, **kwargs)
-            answers, _ = await together(server, until.doing, request, partial(channel.send, source.data, seconds))
+            answers, _ = await api.together(server, until.doing, request, partial(channel.send, source.data, seconds))
             source = answers[0]["folder"]
         doing, body = f"load the adapter {name}", {"lora_name": name, "lora_path": str(source)}
         try:
@@ -175,7 +158,7 @@ class VllmWeightApi(WeightApi):
             if "already been loaded" not in error.message:  # by an earlier attempt; a name has one content
                 raise type(error)(server.url, doing, error.message, self.adapter_hint) from error
 
-    async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
+    async def unload_adapter(self, endpoint: api.WeightEndpoint, name: str, until: api.Deadline) -> None:
         """Drop an adapter, and the folder that the server wrote for it."""
         server, doing, body = endpoint.server, f"unload {name}", {"lora_name": name}
         await server.call("POST", "/v1/unload_lora_adapter", doing, until.left(server), body)
@@ -187,7 +170,6 @@ class VllmWeightApi(WeightApi):
 
 
 async def call_workers(server: ServerClient, method: str, doing: str, deadline: float, **kwargs: Any) -> list[Any]:
-    """Results of a method of all workers."""
     answer = await server.ask("/collective_rpc", doing, deadline, {"method": method, "kwargs": kwargs})
     results = answer.get("results")
     if not isinstance(results, list) or not results:
@@ -195,7 +177,7 @@ async def call_workers(server: ServerClient, method: str, doing: str, deadline: 
     return results
 
 
-def endpoint_of(server: ServerClient, processes: int, facts: dict[str, Any]) -> WeightEndpoint:
+def endpoint_of(server: ServerClient, processes: int, facts: dict[str, Any]) -> api.WeightEndpoint:
     """Endpoint from the facts of a worker (`CoveyWorker.covey_facts`); empty without Covey's worker extension."""
     obstacles = {}
     if facts.get("backend") != BACKEND:
@@ -205,5 +187,5 @@ def endpoint_of(server: ServerClient, processes: int, facts: dict[str, Any]) -> 
         obstacles["ipc"] = f"it runs on {facts['device']}, and only memory of a GPU can be shared"
     if facts and facts["max_lora_rank"] is None:
         obstacles["adapter"] = "it was started without adapters"
-    near = facts["boot"] is not None and facts["boot"] == boot_id() if facts else is_local(server)
-    return WeightEndpoint(server, processes, facts.get("born", ""), near, obstacles, facts)
+    near = facts["boot"] is not None and facts["boot"] == boot_id() if facts else api.is_local(server)
+    return api.WeightEndpoint(server, processes, facts.get("born", ""), near, obstacles, facts)

@@ -60,7 +60,6 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
     expected: tuple[int, int] | None = None  # version and number of the next bucket; None between updates
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
-        """Connect to a trainer, instead of an earlier one."""
         self.shutdown()
         where = self.parallel_config
         rank = 1 + where.data_parallel_index * where.world_size + where.rank
@@ -87,7 +86,6 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
         self.expected = (update_info.version, -1 if done else number + 1)
 
     def take(self, manifest: dict[str, Any], note: dict[str, Any], seconds: float) -> list[tuple[str, torch.Tensor]]:
-        """Receive and check the tensors of a bucket."""
         if self.channel is None:
             raise RuntimeError("no trainer is connected: call /init_weight_transfer_engine first")
         return unpack(manifest, self.channel.receive(int(manifest["nbytes"]), self.device, note, seconds))
@@ -117,7 +115,6 @@ class CoveyWorker:
     device: Any
 
     def covey_facts(self) -> dict[str, Any]:
-        """Properties by which a trainer chooses the transfer method."""
         transfer, lora = self.vllm_config.weight_transfer_config, self.vllm_config.lora_config
         gpu = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else None
         return {
@@ -132,9 +129,7 @@ class CoveyWorker:
     def covey_load_folder(self, folder: str) -> dict[str, Any]:
         """Load a folder of safetensors, after all its tensors were compared with its manifest."""
         with set_current_vllm_config(self.vllm_config):
-            read_folder(
-                Path(folder), consume=lambda tensors: self.model_runner.reload_weights(weights_iterator=tensors)
-            )
+            read_folder(Path(folder), consume=lambda named: self.model_runner.reload_weights(weights_iterator=named))
             repack_heads(self.model_runner.get_model())
         return {"loaded": folder}
 

@@ -16,8 +16,7 @@ from covey.core.engine import WeightUpdate
 from covey.engines.servers.errors import DeadlineExceeded, GroupNotJoined, ServerError, ServerRefused, ServerUnreachable
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.weights.buckets import Bucket, Packer
-from covey.engines.servers.weights.channels import Channel, own_address
-from covey.runtime.deadlines import WorkerThread, torch_settings
+from covey.engines.servers.weights.channels import Channel, in_thread, own_address
 
 ERROR_SECONDS = 5.0  # for a server to report why it left a transfer
 JOIN_SECONDS = 60.0  # for a server to join a group, lest a firewall that drops packets uses up all the time
@@ -66,6 +65,16 @@ class BucketTransfer:
     count: int
     version: int
     doing: str
+
+
+@dataclass(frozen=True)
+class AdapterTransfer:
+    """A version of an adapter: its `config`, and its weights in a folder or as `encode_adapter` made them."""
+
+    name: str
+    config: dict[str, Any]
+    source: Any
+    channel: Channel | None = None  # for bytes that no request carries
 
 
 class WeightApi(ABC):
@@ -138,16 +147,8 @@ class WeightApi(ABC):
         """Form of an adapter's bytes that `load_adapter` takes; computed once for all servers, in a thread."""
         return bucket
 
-    async def load_adapter(
-        self,
-        endpoint: WeightEndpoint,
-        name: str,
-        config: dict[str, Any],
-        source: Any,
-        channel: Channel | None,
-        until: Deadline,
-    ) -> None:
-        """Load an adapter under `name` from `source`, a folder or the result of `encode_adapter`."""
+    async def load_adapter(self, endpoint: WeightEndpoint, adapter: AdapterTransfer, until: Deadline) -> None:
+        """Load an adapter under its name."""
         raise NotImplementedError(f"{self.name} takes no adapters, and one was sent")
 
     async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
@@ -160,7 +161,6 @@ class WeightApi(ABC):
 
 
 def is_local(server: ServerClient) -> bool:
-    """Tell whether the URL is certainly one of this machine."""
     return urlsplit(server.url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
@@ -226,18 +226,3 @@ def _first_line(error: BaseException) -> str:
     """First line of a message, without the source file that torch puts before it."""
     line = str(error).strip().partition("\n")[0]
     return line.split("] ", 1)[-1].split(" This is typically", 1)[0]
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread of its own, with this thread's current GPU (torch keeps one for each thread)."""
-    worker = WorkerThread("covey-weights", torch_settings())
-    future = worker.submit(work)
-    worker.close()
-    return await asyncio.wrap_future(future)
-
-
-async def all_of(awaitables: Any) -> None:
-    """Wait for all to end, then raise the first error."""
-    for result in await asyncio.gather(*awaitables, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result

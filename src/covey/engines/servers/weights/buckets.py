@@ -32,7 +32,6 @@ class Bucket:
     data: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors by name, as views of the buffer."""
         return {entry.spec.name: _view(self.data, entry.offset, entry.spec) for entry in self.entries}
 
     def __str__(self) -> str:
@@ -89,7 +88,6 @@ def unpack(manifest: dict[str, Any], data: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def check(name: str, tensor: Tensor, expected: int) -> None:
-    """Refuse a tensor that changed in transit."""
     found = checksum(tensor)
     if found != expected:
         raise ValueError(f"{name!r} changed on its way: its checksum is {found:08x}, its manifest says {expected:08x}")
@@ -159,7 +157,6 @@ class Packer:
 
 
 def planned(specs: Iterable[TensorSpec], bucket_bytes: int, *, dense: bool = False) -> list[list[TensorSpec]]:
-    """Consecutive tensors of each bucket."""
     plan: list[list[TensorSpec]] = []
     used = 0
     for spec in specs:

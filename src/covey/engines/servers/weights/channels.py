@@ -3,21 +3,26 @@
 Groups do not touch torch's global process group of either end, and every operation on them has a deadline.
 """
 
+import asyncio
 import base64
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from covey.runtime.deadlines import WorkerThread, torch_settings
+
+T = TypeVar("T")
 
 CHANNELS = ("gloo", "nccl", "ipc")
 
@@ -65,7 +70,6 @@ class Group:
         return data.to(device)
 
     def close(self) -> None:
-        """Leave; members that still wait get an error."""
         group, self._group = self._group, None
         if group is not None and self._backend == "nccl":
             group.abort()
@@ -206,3 +210,18 @@ def boot_id() -> str | None:
     """Id that processes under the same running kernel share; None where the system has none."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text().strip() if file.is_file() else None
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a daemon thread of its own, with this thread's current GPU (torch keeps one for each thread)."""
+    worker = WorkerThread("covey-weights", torch_settings())
+    future = worker.submit(work)
+    worker.close()
+    return await asyncio.wrap_future(future)
+
+
+async def all_of(awaitables: Any) -> None:
+    """Wait for all to end, then raise the first error."""
+    for result in await asyncio.gather(*awaitables, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -50,7 +50,6 @@ class ServerWeights:
 
     @property
     def holders(self) -> list[str]:
-        """URLs of the servers that hold the current version."""
         return [member.url for member in self.pool.members if member.up and member.version == self.version]
 
     async def load(self, update: WeightUpdate, device: int | None) -> None:
@@ -166,7 +165,6 @@ class ServerWeights:
             await asyncio.wait([sending, watching], timeout=GRACE_SECONDS)
 
     async def _leave_out_failed(self, members: list[PoolMember], error: ServerError) -> bool:
-        """Leave out the members that caused `error`; True if there are any."""
         healthy = [member for member in members if not member.last_error]
         for member in await self.pool.each(healthy, self.api.check_alive):
             if member.url == error.url and isinstance(error, RETRIED) and not isinstance(error, GroupNotJoined):
