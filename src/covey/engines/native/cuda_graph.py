@@ -39,7 +39,7 @@ class CaptureError(RuntimeError):
 class GraphStep:
     """Decoding step of every sequence of a cache, by replaying a captured one.
 
-    It lives as long as the engine, because what could not be fused is not tried again; each cache has captures of its own.
+    It lives as long as the engine, because what could not be fused is not tried again; each cache has its own captures.
     """
 
     def __init__(
