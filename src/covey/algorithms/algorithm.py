@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from covey.core.credit import CreditMix, Steps
-from covey.core.losses import RatioLevel, Surrogate, SurrogateStats, Weighting, mean_over_update
+from covey.core.losses import RatioLevel, Surrogate, SurrogateInputs, SurrogateStats, Weighting, mean_over_update
 from covey.core.objective import Objective
 from covey.runtime.registry import Registry
 
@@ -93,8 +94,35 @@ def register_loss(
         `surrogate`.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is taken. In training, at the first pass: it returns no token losses [N] with a gradient.
     """
-    row = LossType(lambda config: surrogate, weighting, zero_without_advantage=zero_without_advantage)
+    row = LossType(
+        lambda config: _checked_once(name, surrogate), weighting, zero_without_advantage=zero_without_advantage
+    )
     LOSS_TYPES.register(name, row)
     return surrogate
+
+
+def _checked_once(name: str, surrogate: Surrogate) -> Surrogate:
+    """The surrogate; its first result with a gradient is checked."""
+    checked = False
+
+    def checking(x: SurrogateInputs) -> Tensor:
+        nonlocal checked
+        losses = surrogate(x)
+        if not checked and torch.is_grad_enabled() and x.logprobs.requires_grad:
+            checked = True
+            given = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+            if not isinstance(losses, Tensor) or losses.shape != x.logprobs.shape:
+                raise ValueError(
+                    f"loss_type={name!r} returned {given}; it must return the loss of each token, shape"
+                    f" {list(x.logprobs.shape)}. The trainer averages them itself."
+                )
+            if not losses.requires_grad:
+                raise ValueError(
+                    f"loss_type={name!r} returned losses without a gradient, so nothing would be trained. Compute them"
+                    " from x.ratio, x.log_ratio or x.logprobs, without `detach` or `torch.no_grad`."
+                )
+        return losses
+
+    return checking

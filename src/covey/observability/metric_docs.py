@@ -99,6 +99,8 @@ METRIC_MEANINGS: dict[str, str] = {
     "per_completion, or stream_rewards.",
     "passes/count": "Forward and backward passes per optimizer step in one process. Unlike gradient_accumulation_steps "
     "it follows from the tokens there are to train on.",
+    "updates/skipped_nonfinite": "Optimizer steps between two logs that were not taken, because a loss or the gradient "
+    "was NaN or infinite; the third in a row ends the run. Logged only where there were any.",
     "passes/tokens": "Mean number of tokens in such a pass, prompts included; max_tokens_per_micro_batch bounds it.",
     "passes/skipped_rollouts": "Share of rollouts that were not run because their advantage, and so their gradient, is "
     "0.",
@@ -150,6 +152,16 @@ _PATTERNS = {
     re.compile(re.escape(key).replace(r"\{name\}", r"(\d+)" if "@" in key else "(.+)")): text
     for key, text in METRIC_MEANINGS.items()
 }
+
+
+OPEN_TO_USERS = ("environment/",)
+"""Beginnings of names that rewards and environments log themselves."""
+
+
+def is_taken(name: str) -> bool:
+    """True for a name that the trainer or Hugging Face's loop logs itself."""
+    own = meaning(name) is not None or name in ("loss", "grad_norm", "learning_rate", "epoch", "step")
+    return own and not name.startswith(OPEN_TO_USERS)
 
 
 def meaning(name: str) -> str | None:

@@ -1,13 +1,15 @@
 """Checks of datasets, optimizer and metrics before training, and of loss, gradients and weights during it."""
 
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from covey.config.base import OnlineConfig
+from covey.core.stats import Sum
 from covey.data.sampler import check_enough
 from covey.data.validation import check_dataset, check_prompts, first_rows
 from covey.rewards import RewardSuite
@@ -18,6 +20,7 @@ from covey.trainer.context import RunContext
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
 
 MOST_NAMED = 3  # parameters that a message names
+MOST_IN_A_ROW = 3  # steps that are not finite; the last of them ends the run
 MOST_SKIPPED = 30  # steps that float16's loss scaling may skip in a row; each halves the scale, which starts at 2^16
 
 
@@ -125,37 +128,70 @@ class NotFiniteError(FloatingPointError):
 
 
 class FiniteCheck:
-    """Stops a run at a loss, a gradient norm or weights that are not finite."""
+    """Skips steps whose loss or gradient is not finite; stops a run at the third in a row, and at such weights."""
 
-    def __init__(self, context: RunContext):
+    def __init__(self, context: RunContext, rewards: Callable[[], str] = lambda: "unknown"):
         self._context = context
+        self._rewards = rewards  # of the newest generation, for messages
         self._skipped_in_a_row = 0
+        self._skipped_step = -1
+        self._passes: list[str] = []  # those of this step whose loss is not finite
 
-    def check_loss(self, loss: float) -> None:
-        if not math.isfinite(loss) and not self.scales_loss:
+    def check_loss(self, loss: float, number: int) -> float:
+        """A factor for the loss of a pass: NaN for one that is not finite, so that no process takes the step."""
+        if self.scales_loss:
+            return 1.0
+        if not_finite(self._context.loop.policy.named_parameters()):
             raise self._stopped(f"the loss is {loss}", [])
+        self._passes.append(f"{number} (loss {loss})")
+        return math.nan
 
     def check_norm(self, norm: Any) -> None:
-        """Stop at a gradient norm that is not finite; every process has the same norm, so all stop together."""
+        """Skip the step if the norm is not finite; every process has the same norm, so all decide alike."""
         value = 0.0 if norm is None else float(norm.item() if isinstance(norm, Tensor) else norm)
         if math.isfinite(value):
             self._skipped_in_a_row = 0
             return
+        if self._skipped_step == self._context.step:  # asked again after clipping
+            return
         self._skipped_in_a_row += 1
         if not self.scales_loss:
-            gradients = ((name, weight.grad) for name, weight in self._context.loop.policy.named_parameters())
-            raise self._stopped(f"the norm of the gradient is {value}", not_finite(gradients))
+            self._skip(f"the norm of the gradient is {value}")
+            return
         if self._skipped_in_a_row > MOST_SKIPPED:
             raise self._stopped(
                 f"the gradient was not finite in {self._skipped_in_a_row} steps in a row, at any loss scale of float16",
                 [],
             )
 
-    def check_weights(self) -> None:
-        """Stop if a trained weight is not finite, so that it is not saved over good ones. Collective."""
+    def _skip(self, what: str) -> None:
+        """Drop the gradients, so that the optimizer changes neither weights nor moments."""
+        named = list(self._context.loop.policy.named_parameters())
+        gradients = not_finite((name, weight.grad) for name, weight in named)
+        spoilt = bool(not_finite(named)) or self._context.sharding.deepspeed  # whose gradients are out of reach
+        if spoilt or self._skipped_in_a_row >= MOST_IN_A_ROW:
+            again = f" in {self._skipped_in_a_row} steps in a row" if self._skipped_in_a_row > 1 else ""
+            raise self._stopped(what + again, gradients)
+        for _, weight in named:
+            weight.grad = None
+        self._skipped_step = self._context.step
+        if self._context.accelerator.is_main_process:
+            self._context.metrics.add({"updates/skipped_nonfinite": Sum(1.0)}, "train")
+        passes = f"; passes that are not: {', '.join(self._passes)}" if self._passes else ""
+        self._passes.clear()
+        warnings.warn(
+            f"step {self._context.step + 1}: {what}, so the step is not taken and all weights stay as they are."
+            f" Gradients that are not finite: {listed(gradients)}{passes}. Rewards of the step: {self._rewards()}."
+            f" The run ends after {MOST_IN_A_ROW} such steps in a row. {CAUSES}",
+            stacklevel=2,
+        )
+
+    def check_weights(self, together: bool = True) -> None:
+        """Stop if a trained weight is not finite, so that it is not saved over good ones. Collective if `together`."""
         named = self._context.loop.policy.named_parameters()
         found = not_finite((name, weight) for name, weight in named if weight.requires_grad)
-        everyone = self._context.collectives.gather(found, "check that the weights are finite")
+        gather = self._context.collectives.gather
+        everyone = gather(found, "check that the weights are finite") if together else [found]
         if names := sorted({name for share in everyone for name in share}):
             raise NotFiniteError(
                 f"step {self._context.step}: weights are NaN or infinite, so they are not saved: {listed(names)}."
@@ -173,6 +209,8 @@ class FiniteCheck:
         weights = not_finite(self._context.loop.policy.named_parameters())
         details = f" Gradients that are not finite: {listed(gradients)}." if gradients else ""
         details += f" Weights that are not finite: {listed(weights)}." if weights else " All weights are still finite."
+        args, dtype = self._context.args, self._context.loop.policy.dtype
+        details += f" This run has learning_rate={args.learning_rate:g}, loss_type={args.loss_type!r} and {dtype}."
         return NotFiniteError(
             f"step {self._context.step + 1}: {what}, so the run ends before its weights are spoilt or saved."
             f"{details} {CAUSES} {self._where_to_resume()}"

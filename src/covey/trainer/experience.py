@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.credit import Credit, UnreadSettings, assign_credit, step_stats
+from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, collate, segment_sum
 from covey.core.model import inference_mode_of
-from covey.core.records import RankShard, Rollout
+from covey.core.records import RankShard, Rollout, Scores
 from covey.core.stats import Mean, Stat
 from covey.observability.completions import CompletionLog
 from covey.observability.metrics import generation_stats
@@ -158,6 +159,7 @@ class CreditAssigner:
 
     def __post_init__(self) -> None:
         self.num_tokens = 0  # prompt and completion tokens that were processed in training
+        self._newest: Scores | None = None
 
     def assign(
         self, batch: TrainBatch, rollouts: RolloutBatch, kl: Tensor | None, log: CompletionLog | None
@@ -174,6 +176,7 @@ class CreditAssigner:
                 " from an earlier step."
             )
         self.unread.look(everyone.scores)
+        self._newest = everyone.scores
         credit = assign_credit(
             context.algorithm, self.rewards.weights, everyone.scores, context.group_size, everyone.kl
         )
@@ -191,6 +194,14 @@ class CreditAssigner:
         )
         self._log(everyone, credit, rollouts, log)
         return batch
+
+    def describe_rewards(self) -> str:
+        """Mean and range of the newest generation's total rewards, for messages."""
+        if self._newest is None:
+            return "none yet"
+        totals = weighted_total(self._newest.rewards.double(), self.rewards.weights.double())
+        known = totals[~totals.isnan()]
+        return f"mean {known.mean():.3g}, from {known.min():.3g} to {known.max():.3g}" if len(known) else "none"
 
     def gather(self, rollouts: RolloutBatch, batch: TrainBatch, kl: Tensor | None) -> GlobalBatch:
         """Rewards and lengths of all processes' rollouts. Collective."""

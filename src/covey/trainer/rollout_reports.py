@@ -14,8 +14,10 @@ from covey.core.batch import TrainBatch
 from covey.core.records import FinishReason, RankShard, Rollout, RolloutSummary, ScoredRollouts, Scores
 from covey.core.stats import Max, Mean, Stat, merge_all
 from covey.core.transcript import Counts, count, thumbnails
+from covey.observability.metric_docs import is_taken
 from covey.observability.metrics import ROLLOUTS, Span, Timeline, covered
 from covey.rewards.call import RewardStream
+from covey.rewards.contract import RewardError
 from covey.rewards.functions import RewardContext
 from covey.rollout.collector import RolloutSpec
 from covey.rollout.environments.agent import TextEnvironmentAgent
@@ -41,6 +43,11 @@ class RewardLog:
         self.columns[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
+        if is_taken(name):
+            raise RewardError(
+                f"log_metric({name!r}, ...): the trainer logs a metric of this name itself. Choose another, such as"
+                f" 'my/{name}'."
+            )
         merge_all(self.metrics, {name: Mean(float(value), 1.0)})
 
     def context(self, trainer_state: Any) -> RewardContext:

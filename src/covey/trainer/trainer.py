@@ -150,7 +150,7 @@ class OnlineTrainer(Trainer):
         chooser = build.build_chooser(context, train_dataset, self.rewards.weights)
         sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
         self.rollouts = RolloutPhase(context, self.collector, sampling, self.rewards, sync, speculation, chooser)
-        self.finite = FiniteCheck(context)
+        self.finite = FiniteCheck(context, self.credit.describe_rewards)
         self.updates = UpdatePhase(
             context,
             self.scorer,
@@ -398,6 +398,8 @@ class OnlineTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it, however its weights are sharded. Collective."""
+        if not _internal_call:
+            self.finite.check_weights(together=False)
         with self.balance.config_as_loaded(self.policy):
             if not self.sharding.weights:
                 super().save_model(output_dir, _internal_call)

@@ -50,7 +50,7 @@ class UpdatePhase:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self.micro_steps, self._planned_passes, self._seconds = 0, 0, 0.0
+        self.micro_steps, self._planned_passes, self._passes, self._seconds = 0, 0, 0, 0.0
         self._loss_stats: dict[str, Stat] = {}
         self._step_entropy = Mean(0.0, 0.0)
         self._parts_of_step: list[PartOfStep] = []
@@ -108,7 +108,7 @@ class UpdatePhase:
         full = context.args.gradient_accumulation_steps
         scale = full / self._window * context.collectives.size if training else 1.0
         if training and not math.isfinite(result.without_bonus):
-            self.finite.check_loss(result.without_bonus)
+            scale *= self.finite.check_loss(result.without_bonus, self._passes)
         if isinstance(aux, Tensor):  # with a count of 0; end_micro_step counts the optimizer steps
             result.stats["aux_loss"] = Mean(aux.item() * scale, 0.0)
         if self.entropy is not None and training:
@@ -152,6 +152,7 @@ class UpdatePhase:
             model = model.module  # no collective in a backward pass: processes need not run equally many
         loss = torch.zeros((), device=context.device)
         for number, batch in enumerate(micro_batches, 1):
+            self._passes += 1
             last = number == len(micro_batches)
             with sharding.around_pass(context.accelerator, model, last) if sharding.gradients else nullcontext():
                 loss = loss + self.runner.run(batch, backward)

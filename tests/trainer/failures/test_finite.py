@@ -1,11 +1,15 @@
 """Numbers that are not finite end a run before they reach the weights or a checkpoint."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
+from covey.algorithms import LOSS_TYPES, register_loss
+from covey.rewards.contract import RewardError
 from covey.trainer import checks
 from covey.trainer.checks import NotFiniteError, check_model, is_finite
 from tests.support import runs, tiny
@@ -53,20 +57,47 @@ def spoil_gradient(trainer, step, value=math.nan):
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tmp_path, max_grad_norm, value):
+def test_the_third_such_gradient_in_a_row_ends_the_run(tmp_path, max_grad_norm, value):
     settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 5}
-    trainer = spoil_gradient(runs.trainer(tmp_path, max_grad_norm=max_grad_norm, **settings), 3, value)
-    with pytest.raises(NotFiniteError) as caught:
+    trainer = spoil_gradient(runs.trainer(tmp_path, max_grad_norm=max_grad_norm, **settings), 2, value)
+    with pytest.raises(NotFiniteError) as caught, pytest.warns(UserWarning, match="the step is not taken") as skipped:
         trainer.train()
     message = str(caught.value)
-    assert f"step 3: the norm of the gradient is {value}, so the run ends" in message
+    assert f"step 4: the norm of the gradient is {value} in 3 steps in a row, so the run ends" in message
     assert "Gradients that are not finite: model.norm.weight. All weights are still finite." in message
-    assert "checkpoint-2, is kept: resume from it" in message
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert "learning_rate=0.01, loss_type='dapo' and torch.float32" in message
+    assert "checkpoint-3, is kept: resume from it" in message
+    assert [str(one.message)[:8] for one in skipped if "is not taken" in str(one.message)] == ["step 2: ", "step 3: "]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     assert all(torch.isfinite(weight).all() for weight in runs.weights(trainer))
     trainer = runs.trainer(tmp_path, max_grad_norm=max_grad_norm, **settings)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 5
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
+def test_a_skipped_step_changes_nothing_and_is_counted(tmp_path, optim):
+    """With momentum and weight decay a step with a gradient of 0 would still move the weights."""
+    trainer = runs.trainer(tmp_path, max_steps=4, optim=optim, weight_decay=0.1, max_grad_norm=0.0)
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            seen.append(runs.weights(trainer))
+
+    trainer.add_callback(Watch())
+
+    def spoil(parameter):
+        if trainer.state.global_step == 1:
+            parameter.grad.view(-1)[0] = math.nan
+
+    trainer.model.model.norm.weight.register_post_accumulate_grad_hook(spoil)
+    with pytest.warns(UserWarning, match=r"step 2: .*the step is not taken.*Rewards of the step: mean [\d.]+, from"):
+        trainer.train()
+    changed = [any(not torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen)]
+    assert changed == [False, True, True]
+    assert runs.history(trainer, "updates/skipped_nonfinite") == [1.0]
+    assert math.isnan(runs.history(trainer, "grad_norm")[1])
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
@@ -128,7 +159,7 @@ class Scaler:
 def test_float16_may_skip_some_steps_but_not_all(tmp_path, monkeypatch):
     trainer = runs.trainer(tmp_path)
     monkeypatch.setattr(trainer.accelerator, "scaler", Scaler())
-    trainer.finite.check_loss(math.inf)
+    assert trainer.finite.check_loss(math.inf, 1) == 1.0
     for _ in range(checks.MOST_SKIPPED):
         trainer.finite.check_norm(torch.tensor(math.inf))
     trainer.finite.check_norm(torch.tensor(1.0))  # counted in a row
@@ -143,3 +174,40 @@ def test_a_model_that_holds_nan_is_refused(tmp_path):
     model.lm_head.weight.data[3, 2] = math.nan
     with pytest.raises(ValueError, match=r"NaN or infinite: .*Nothing but NaN can be trained from them"):
         runs.trainer(tmp_path, parts={"model": model})
+
+
+def test_a_final_model_is_not_written_over_with_nan(tmp_path):
+    trainer = runs.trainer(tmp_path)
+    trainer.save_model()
+    before = (tmp_path / "model.safetensors").read_bytes()
+    trainer.model.lm_head.weight.data[0, 0] = math.nan
+    with pytest.raises(NotFiniteError, match="so they are not saved"):
+        trainer.save_model()
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+LOSSES = {
+    "averaged": (lambda x: (-x.ratio * x.advantages).mean(), r"returned shape \[\]; it must return the loss of each"),
+    "a column": (lambda x: (-x.ratio * x.advantages)[:, None], r"returned shape \[\d+, 1\]"),
+    "a float": (lambda x: 0.0, "returned a float"),
+    "detached": (lambda x: -x.ratio.detach() * x.advantages, "without a gradient, so nothing would be trained"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_custom_loss_of_the_wrong_kind_is_refused(tmp_path, name):
+    surrogate, says = LOSSES[name]
+    LOSS_TYPES.pop("wrong", None)
+    register_loss("wrong", surrogate)
+    with pytest.raises(ValueError, match=rf"loss_type='wrong' {says}|loss_type='wrong' returned losses {says}"):
+        runs.trainer(tmp_path, loss_type="wrong").train()
+
+
+@pytest.mark.parametrize("name", ["reward", "loss", "grad_norm", "completions/mean_length", "rewards/mine/mean"])
+def test_a_reward_cannot_log_a_metric_of_the_trainers_own(tmp_path, name):
+    def mine(completions, log_metric, **kwargs):
+        log_metric(name, 1.0)
+        return [float(len(text)) for text in completions]
+
+    with pytest.raises(RewardError, match=rf"log_metric\('{name}', \.\.\.\): the trainer logs .* such as 'my/{name}'"):
+        runs.trainer(tmp_path, parts={"reward_funcs": mine}).train()

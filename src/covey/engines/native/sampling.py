@@ -4,6 +4,7 @@ A sample depends on its row's logits, seed and step alone, never on the other ro
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -233,7 +234,17 @@ class SequenceState:
     def resolve(self) -> None:
         """Set the result of a finished sequence's future, unless its caller was cancelled."""
         assert self.finish is not None, "only a finished sequence has a result"
-        if not self.done.done():
+        if self.done.done():
+            return
+        if not math.isfinite(sum(self.logprobs)):
+            self.done.set_exception(
+                FloatingPointError(
+                    "the model's logits are NaN or infinite, so nothing can be sampled from it. Its weights have"
+                    " diverged or its activations overflow: use bf16=True or float32 instead of float16, and begin"
+                    " from an earlier checkpoint with a lower learning rate."
+                )
+            )
+        else:
             self.done.set_result(Completion(self.token_ids, self.logprobs, self.finish, self.entropies, self.reused))
 
 

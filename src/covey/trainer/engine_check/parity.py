@@ -221,7 +221,7 @@ class EngineCheck:
 
     def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
         """Look at a generation; `fresh` [R] are the rollouts of the current weights (None: all). Collective."""
-        self._warn_of_gaps(batch)
+        self._check_reported(batch)
         if not self._left:
             return
         comparable = batch if fresh is None else batch.select(fresh)
@@ -270,13 +270,18 @@ class EngineCheck:
             f" {likely_cause(comparison)} {advice}"
         )
 
-    def _warn_of_gaps(self, batch: TrainBatch) -> None:
-        """Say once that there is nothing to correct the loss with."""
-        if not self.corrected or self._warned or not batch.sampled.any():
+    def _check_reported(self, batch: TrainBatch) -> None:
+        """Refuse infinite log-probs; say once that there is nothing to correct the loss with."""
+        if not self.corrected or not batch.sampled.any():
             return
         reported = batch.engine_logprobs
-        missing = batch.sampled if reported is None else batch.sampled & ~reported.isfinite()
-        if missing.any():
+        if reported is not None and (infinite := int((batch.sampled & reported.isinf()).sum())):
+            raise ValueError(
+                f"the engine's log-probs are not usable: {infinite} of {int(batch.sampled.sum())} are infinite. Look at"
+                " the engine's own log: its weights may be damaged, or it overflows in float16."
+            )
+        missing = batch.sampled if reported is None else batch.sampled & reported.isnan()
+        if missing.any() and not self._warned:
             self._warned = True
             warnings.warn(
                 f"the engine reported no log-probs for {int(missing.sum())} of {int(batch.sampled.sum())} tokens: they"
