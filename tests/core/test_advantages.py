@@ -76,6 +76,13 @@ def test_leave_one_out_normalised_divides_by_the_batch_deviation():
     assert loo_normalized(table(SIMPLE)).tolist() == approx([[-a, a], [0, 0]])
 
 
+def test_one_right_completion_gets_an_ordinary_advantage():
+    # A = 1 - 0 and 0 - 1/3; the deviation of [1, -1/3, -1/3, -1/3] is sqrt((1 + 3/9) / 3) = 2/3
+    assert loo_normalized(table([[1, 0, 0, 0]]))[0].tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-3)
+    # 0.95 seven times has a deviation of 0, whatever its rounding: A = -0.95 / 0.384
+    assert loo_normalized(table([[0, *[0.95] * 7]]))[0, 0].item() == pytest.approx(-2.474, abs=1e-3)
+
+
 def test_normalize_then_sum_gives_each_objective_the_same_say():
     """One reward in hundreds, one in units, opposed in the second group.
 

@@ -70,6 +70,12 @@ def test_every_page_is_in_the_index():
     assert not [name for name in pages if f"]({name})" not in index]
 
 
+def test_tests_that_forbid_bugs_exist():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "bugs.md").read_text())
+    assert len(named) >= 12
+    assert not [name for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
+
+
 def test_every_page_is_in_the_navigation_of_the_site():
     named = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
