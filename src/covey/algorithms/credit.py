@@ -88,23 +88,23 @@ def signal(algorithm: Algorithm, weights_F: Tensor, scores: Scores, group_size: 
     return assign_credit(algorithm, weights_F, scores, group_size).has_signal()
 
 
+@dataclass
 class UnreadSettings:
-    """Warns about settings of process rewards in a run whose reward functions reward no steps."""
+    """Settings of process rewards that the user gave; a warning, if no reward function rewards steps."""
 
-    def __init__(self, settings: dict[str, Any]):
-        self._settings = settings
-        self._patience = GENERATIONS_WITHOUT_STEPS
+    settings: dict[str, Any]
+    patience: int = GENERATIONS_WITHOUT_STEPS
 
     def look(self, scores: Scores) -> None:
         """Count a rollout batch; after a few without steps, warn once."""
-        if not self._settings:
+        if not self.settings:
             return
         if scores.process_functions:
-            self._settings = {}
+            self.settings = {}
             return
-        self._patience -= 1
-        if self._patience == 0:
-            given = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
+        self.patience -= 1
+        if self.patience == 0:
+            given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
             warnings.warn(
                 f"{given}: has had no effect in {GENERATIONS_WITHOUT_STEPS} generations, in which no reward function"
                 " rewarded steps. Return (end, reward) pairs for a completion, or leave it unset.",

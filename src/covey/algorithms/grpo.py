@@ -101,23 +101,23 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
     )
 
 
-def algorithm(config: Any) -> Algorithm:
-    """GRPO as `config` (a `GRPOConfig`) sets it."""
+def method(name: str, config: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: bool = False) -> Algorithm:
+    """A method by its advantages, which take the config first; all else is the config's."""
     return Algorithm(
-        name="GRPO",
-        advantages=partial(_advantages, config),
-        step_advantages=partial(_step_advantages, config),
-        mix=credit_mix(config),
-        objective=objective(config),
+        name=name,
+        advantages=partial(advantages, config),
+        step_advantages=partial(step_advantages, config),
+        mix=CreditMix(config.process_weight, config.outcome_weight, config.step_discount),
+        objective=objective(config, kl_in_reward=kl_in_reward),
         weighting=LOSS_TYPES[config.loss_type].weighting,
-        kl_in_reward=False,
+        kl_in_reward=kl_in_reward,
         beta=config.beta,
     )
 
 
-def credit_mix(config: Any) -> CreditMix:
-    """Weights of the credit of steps and of outcomes."""
-    return CreditMix(config.process_weight, config.outcome_weight, config.step_discount)
+def algorithm(config: Any) -> Algorithm:
+    """GRPO as `config` (a `GRPOConfig`) sets it."""
+    return method("GRPO", config, _advantages, _step_advantages)
 
 
 def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from covey.algorithms.algorithm import LOSS_TYPES, Algorithm, LossType
-from covey.algorithms.grpo import EPSILONS, clip_fractions, credit_mix, objective, with_epsilons
+from covey.algorithms.grpo import EPSILONS, clip_fractions, method, with_epsilons
 from covey.core.advantages import leave_one_out, weighted_total
 from covey.core.credit import Steps, steps_leave_one_out, steps_weighted
 from covey.core.losses import clip, mean_per_sequence, sequence_sum_level
@@ -25,16 +25,7 @@ LOSS_TYPES.register(
 
 def algorithm(config: Any) -> Algorithm:
     """RLOO as `config` (an `RLOOConfig`) sets it."""
-    return Algorithm(
-        name="RLOO",
-        advantages=partial(_advantages, config),
-        step_advantages=partial(_step_advantages, config),
-        mix=credit_mix(config),
-        objective=objective(config, kl_in_reward=True),
-        weighting=LOSS_TYPES[config.loss_type].weighting,
-        kl_in_reward=True,
-        beta=config.beta,
-    )
+    return method("RLOO", config, _advantages, _step_advantages, kl_in_reward=True)
 
 
 def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tensor | None) -> Tensor:

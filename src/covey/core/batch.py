@@ -118,22 +118,6 @@ class TrainBatch:
             values[name] = change(value) if isinstance(value, Tensor) else value
         return values
 
-    def without_signal_dropped(self) -> "TrainBatch":
-        """Drop the rollouts whose advantages are all 0; metrics still count them.
-
-        In a batch without any signal the shortest rollout stays: optimizers with momentum need a gradient, also one of
-        zeros.
-        """
-        assert self.advantages is not None, "credit comes before the loss"
-        has_signal = segment_sum((self.advantages != 0).long() * self.sampled, self.lengths) > 0
-        rows = has_signal.nonzero()[:, 0]
-        trained = self.select(rows if len(rows) else self.lengths.argmin()[None]) if len(self) else self
-        return replace(
-            trained,
-            skipped_tokens=int(self.sampled.sum() - trained.sampled.sum()),
-            skipped_rows=int((self.sampled_lengths > 0).sum() - (trained.sampled_lengths > 0).sum()),
-        )
-
     def silenced(self) -> "TrainBatch":
         """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in the loss."""
         per_token = self._each(TOKEN_FIELDS[2:], lambda values: torch.where(self.sampled, values, 0.0))

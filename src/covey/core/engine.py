@@ -73,17 +73,26 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings. Filters apply in this order: repetition penalty, temperature, top-k, top-p, min-p."""
+    """Sampling settings. Filters apply in this order: repetition penalty, temperature, top-k, top-p, min-p.
 
-    max_tokens: int  # maximum tokens to sample
-    temperature: float = 1.0  # divides the logits; 0 is greedy
-    top_k: int = 0  # keep the k most probable tokens; 0 keeps all
-    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this; 1 keeps all
-    # keep tokens at least this times as probable as the most probable one; None or 0 keeps all
+    Attributes:
+        max_tokens: most tokens to sample.
+        temperature: divides the logits; 0 is greedy.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        min_p: keep tokens at least this times as probable as the most probable one; None or 0 keeps all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens already seen (CTRL, arXiv
+            1909.05858); 1 changes nothing.
+        extra: further settings, passed through to engines that know them.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
     min_p: float | None = None
-    # divide positive and multiply negative logits of tokens already seen (CTRL, arXiv 1909.05858); 1 changes nothing
     repetition_penalty: float = 1.0
-    extra: dict[str, Any] = field(default_factory=dict)  # further settings passed through to engines that know them
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def truncates(self) -> bool:
@@ -93,31 +102,38 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """`n` completions of one prompt."""
+    """`n` completions of one prompt.
 
-    prompt_ids: list[int]  # the tokens to continue
-    n: int  # number of completions; the prompt is computed once for all of them
-    params: SamplingParams  # sampling settings
-    # one 64-bit seed per completion. The same seed, prompt and weights give the same completion, whatever else is
-    # sampled
+    Attributes:
+        prompt_ids: tokens to continue.
+        n: number of completions; the prompt is computed once for all of them.
+        params: sampling settings.
+        seeds: one 64-bit seed per completion. The same seed, prompt and weights give the same completion, whatever
+            else is sampled.
+        media: images among `prompt_ids`, for engines of vision-language models; `covey.core.media.unexpanded` gives
+            the tokens in the form that inference servers accept.
+        drafts: one per seed, or None: tokens that the completion may begin with, such as the last completion of the
+            same prompt. Engines that verify drafts compute all their positions in one parallel forward pass and decode
+            only from the first token they reject; others may ignore them. A draft does not change which completions
+            are possible: see `draft_lenience`.
+        draft_logprobs: log-probability of each draft token under the policy that wrote it, at the sampling
+            temperature, one list per draft (None where the draft is None); lenient acceptance alone needs them.
+        draft_lenience: None accepts exactly: the completion is, token by token, the one this seed would have given
+            without the draft. A number l accepts token i with probability min(1, l * p_now / p_then) (SPEC-RL, arXiv
+            2509.23232): more is reused, and the reused part stays off-policy.
+        shared: number of first tokens of `prompt_ids` that other requests begin with too, as all turns of a
+            conversation begin with its prompt; 0 if unknown. Engines may cache their computation while they are awake.
+            It changes no completion.
+    """
+
+    prompt_ids: list[int]
+    n: int
+    params: SamplingParams
     seeds: list[int]
-    # images among `prompt_ids`, for engines of vision-language models. `covey.core.media.unexpanded` gives the tokens
-    # in the form that inference servers accept.
     media: tuple[Media, ...] = ()
-    # one per seed, or None: tokens this completion may begin with, such as the last completion of the same prompt.
-    # Engines that verify drafts compute all their positions in one parallel forward pass and decode only from the first
-    # token they reject; engines that do not may ignore them. A draft does not change which completions are possible:
-    # see `draft_lenience`.
     drafts: list[list[int] | None] | None = None
-    # log-probability of each draft token under the policy that wrote it, at the sampling temperature, one list per
-    # draft (None where the draft is None). Needed by lenient acceptance alone.
     draft_logprobs: list[list[float] | None] | None = None
-    # None accepts exactly: the completion is, token by token, the one this seed would have given without the draft. A
-    # number l accepts token i with probability min(1, l * p_now / p_then) (SPEC-RL, arXiv 2509.23232): more is reused,
-    # and the reused part stays off-policy.
     draft_lenience: float | None = None
-    # number of first tokens of `prompt_ids` that other requests begin with too, as all turns of a conversation begin
-    # with its prompt; 0 if unknown. Engines may cache their computation while they are awake. It changes no completion.
     shared: int = 0
 
     def token_budget(self, max_context: int | None) -> int:
@@ -132,20 +148,25 @@ class EngineTraits:
 
     An engine declares them in an attribute `traits`; one without it is treated as an external engine that reports
     `Completion.logprobs` as documented there.
+
+    Attributes:
+        shares_policy: it samples with the trainer's own weights and precision, so the two agree up to rounding.
+        reports_after_cut: its log-probs are those after top-k, top-p, min-p, penalties and grammars. Where a request
+            uses any of these, they belong to another distribution than the one that the trainer scores.
+        dtype: number format it computes in, if known; a narrow one gets a larger tolerance.
+        updates_in_flight: `load_weights` may be called during requests; `Completion.versions` gives the weights that
+            each later token was sampled with. Otherwise an update waits until no request is in flight.
+        takes_adapters: it can sample from an adapter that is sent without its base model; otherwise weights are sent
+            merged.
+        expands_images: each image is sent as a single token, which the engine expands.
     """
 
-    # it samples with the trainer's own weights and precision, so the two agree up to rounding
     shares_policy: bool = False
-    # its log-probs are those after top-k, top-p, min-p, penalties and grammars. Where a request uses any of these, they
-    # belong to another distribution than the one that the trainer scores.
     reports_after_cut: bool = False
-    dtype: torch.dtype | None = None  # number format it computes in, if known; a narrow one gets a larger tolerance
-    # `load_weights` may be called during requests; `Completion.versions` gives the weights that each later token was
-    # sampled with. Otherwise an update waits until no request is in flight.
+    dtype: torch.dtype | None = None
     updates_in_flight: bool = False
-    # it can sample from an adapter that is sent without its base model; otherwise weights are sent merged
     takes_adapters: bool = False
-    expands_images: bool = False  # each image is sent as a single token, which the engine expands
+    expands_images: bool = False
 
 
 def traits_of(engine: Any) -> EngineTraits:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 UNLIMITED = 2**31  # `max_completion_length=None`: only the model's context ends a completion
 
 
-def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Any:
+def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> OnlineConfig:
     """The config, or its defaults with an output folder named after the model."""
     if args is None:
         loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -365,12 +365,12 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     args = trainer.args
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    if "swanlab" in args.report_to:
+    if "swanlab" in (args.report_to or ()):
         trainer.callback_handler.callbacks.insert(0, OpensSwanLab())  # before transformers' own
     trainer.add_callback(LogEnds())
     if (repo := args.log_completions_hub_repo) and trainer.is_world_process_zero():
         trainer.add_callback(PushCompletions(repo, trainer.completions.folder, args.hub_token, args.hub_private_repo))
-    trainer.add_callback(ProgressDisplay(plain=args.disable_tqdm))
+    trainer.add_callback(ProgressDisplay(plain=bool(args.disable_tqdm)))
     trainer.add_callback(Advice())
     if trainer.reference is not None and args.sync_ref_model:
         trainer.add_callback(FollowPolicy(trainer.reference, trainer.context))

@@ -71,7 +71,7 @@ class OnlineTrainer(Trainer):
     config_class: ClassVar[type[OnlineConfig]]
     make_algorithm: ClassVar[Any]  # config -> `covey.algorithms.Algorithm`
 
-    args: Any
+    args: OnlineConfig
     model: Any
     eval_dataset: Any
     made_of: dict[str, Any]  # the constructor's arguments, by name
@@ -404,7 +404,7 @@ class OnlineTrainer(Trainer):
             if not self.sharding.weights:
                 super().save_model(output_dir, _internal_call)
                 return
-            self.checkpoints.save_sharded_model(output_dir or self.args.output_dir, self.processing_class)
+            self.checkpoints.save_sharded_model(output_dir or self.args.output_dir or ".", self.processing_class)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

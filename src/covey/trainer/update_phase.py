@@ -130,7 +130,11 @@ class UpdatePhase:
             return loss
 
         self.behaviour.settle_layout(batch)
-        kept = batch if self._needs_every_rollout else batch.without_signal_dropped()
+        kept = batch
+        if len(batch) and not self._needs_every_rollout:
+            index = RolloutIndex.of(batch).without_signal_dropped()
+            kept = batch.select(index.rows.to(batch.lengths.device))
+            kept.skipped_tokens, kept.skipped_rows = index.skipped_tokens, index.skipped_rows
         parts = self.runner.plan(kept, self.context.micro_batch_rows)
         parts += self.runner.idle(batch, len(parts))
         if self.balance is not None:
@@ -193,12 +197,10 @@ class UpdatePhase:
             mine.skipped_tokens, mine.skipped_rows = index.skipped_tokens, index.skipped_rows
         planned = self.runner.plan(mine, rows, at_least=most)
         self._planned_passes += len(planned)
-        tokens, run, skipped = 0, 0, mine.skipped_rows
-        for one in planned:
-            tokens += pass_tokens(one, range(len(one)), self.scorer.layout)
-            run += len(one)
+        tokens = [pass_tokens(one, range(len(one)), self.scorer.layout) for one in planned]
+        run, skipped = sum(map(len, planned)), mine.skipped_rows
         stats: dict[str, Stat] = {
-            "passes/tokens": Mean(float(tokens), float(len(planned))),
+            "passes/tokens": Mean(float(sum(tokens)), float(len(planned))),
             "passes/skipped_rollouts": Mean(float(skipped), float(run + skipped)),
         }
         context.metrics.add(stats, "train")

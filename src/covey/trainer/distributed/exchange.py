@@ -70,7 +70,10 @@ class RolloutIndex:
         )
 
     def without_signal_dropped(self) -> "RolloutIndex":
-        """As `TrainBatch.without_signal_dropped`, for the rollouts of all processes."""
+        """Drop the rollouts whose advantages are all 0; metrics still count them.
+
+        Without any signal the shortest rollout stays: optimizers with momentum need a gradient, also one of zeros.
+        """
         signal = self.has_signal.nonzero()[:, 0]
         left = self.select(signal if len(signal) else self.lengths.argmin()[None])
         return replace(

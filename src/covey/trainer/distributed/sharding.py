@@ -5,12 +5,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from covey.config.base import OnlineConfig
 from covey.config.hardware import by_fsdp
 from covey.policy.sharded_tensors import reshard
+
+if TYPE_CHECKING:
+    from covey.trainer.trainer import OnlineTrainer
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,12 @@ def sharding_of(accelerator: Any) -> Sharding:
     return Sharding()
 
 
-def weights_sharded_by(args: Any) -> str:
+def weights_sharded_by(args: OnlineConfig) -> str:
     """Library that will shard weights, as far as is known before there is an accelerator; "" for none."""
     return "ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP2" if by_fsdp() or args.fsdp else ""
 
 
-def shard_on_cpu(trainer: Any) -> None:
+def shard_on_cpu(trainer: "OnlineTrainer") -> None:
     """Enable FSDP2 on CPU processes, where accelerate accepts its settings but does not shard."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -108,14 +112,14 @@ def prepare_frozen(accelerator: Any, model: Any) -> Any:
     return engine.module.eval()
 
 
-def ready_to_evaluate(trainer: Any) -> None:
+def ready_to_evaluate(trainer: "OnlineTrainer") -> None:
     """Shard and place the policy for an evaluation before any training."""
     if trainer.sharding.gradients and not trainer.accelerator._models and not trainer.evaluates_alone:
         trainer.evaluates_alone = True
         prepare_frozen(trainer.accelerator, trainer.model)  # in place
 
 
-def ready_to_train(trainer: Any) -> None:
+def ready_to_train(trainer: "OnlineTrainer") -> None:
     if trainer.sharding.weights:
         reshard(trainer.policy)  # an optimizer must hold shards
     if trainer.evaluates_alone and trainer.sharding.deepspeed and trainer.sharding.weights:

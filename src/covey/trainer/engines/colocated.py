@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from covey.config.base import OnlineConfig
 from covey.engines.vllm_colocate.engine import ModelGroup, VllmColocateEngine
 from covey.engines.vllm_colocate.process import start_vllm
 from covey.policy.adapters import active_adapter, base_model, has_adapter, why_not_alone
@@ -27,7 +28,12 @@ CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def build_colocated(
-    args: Any, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], vision: Vision | None = None
+    args: OnlineConfig,
+    model: Any,
+    tokenizer: Any,
+    accelerator: Any,
+    policy: Callable[[], Any],
+    vision: Vision | None = None,
 ) -> VllmColocateEngine:
     """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images."""
     size, processes = args.vllm_tensor_parallel_size, accelerator.num_processes
@@ -47,7 +53,7 @@ def build_colocated(
         **engine_arguments(args, model, folder.name, accelerator),
         **memory_arguments(args, model, accelerator.device),
         **adapter_arguments(args, model),
-        **(args.vllm_engine_kwargs or {}),
+        **(args.vllm_engine_kwargs or {}),  # type: ignore[dict-item] # a config parses JSON
         "enable_sleep_mode": sleeping,
     }
     make_room = offload.make_room(
@@ -69,7 +75,7 @@ def build_colocated(
     return engine
 
 
-def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> dict[str, Any]:
+def engine_arguments(args: OnlineConfig, model: Any, folder: str, accelerator: Any) -> dict[str, Any]:
     """Arguments of `vllm.EngineArgs`, except for memory and adapters."""
     path = getattr(base_model(model).config, "_name_or_path", "")
     on_cpu = accelerator.device.type == "cpu"
@@ -93,7 +99,7 @@ def engine_arguments(args: Any, model: Any, folder: str, accelerator: Any) -> di
     }
 
 
-def adapter_arguments(args: Any, model: Any) -> dict[str, Any]:
+def adapter_arguments(args: OnlineConfig, model: Any) -> dict[str, Any]:
     """Settings for an adapter that is sent without the base weights, if configured and possible."""
     if not has_adapter(model) or args.vllm_lora_sync == "merged" or why_not_alone(model) is not None:
         return {}
@@ -104,7 +110,7 @@ def adapter_arguments(args: Any, model: Any) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
 
 
-def memory_arguments(args: Any, model: Any, device: torch.device) -> dict[str, Any]:
+def memory_arguments(args: OnlineConfig, model: Any, device: torch.device) -> dict[str, Any]:
     """Memory of vLLM: a share of a GPU, or a cache of fixed size on a CPU."""
     if device.type == "cpu":
         if os.environ.get(CPU_CACHE):
@@ -119,13 +125,13 @@ def memory_arguments(args: Any, model: Any, device: torch.device) -> dict[str, A
     return {"gpu_memory_utilization": share}
 
 
-def plan(args: Any, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.EngineMemory]:
+def plan(args: OnlineConfig, model: Any) -> tuple[memory.MemoryEstimate, vllm_memory.EngineMemory]:
     """Memory of the run as `covey explain` estimates it, with the parameters of the loaded model."""
     estimate = memory.estimate_of(args, model)
     return estimate, vllm_memory.engine_memory(estimate, base_model(model).config, args)
 
 
-def sleeps(args: Any, device: torch.device) -> bool:
+def sleeps(args: OnlineConfig, device: torch.device) -> bool:
     """True if vLLM sleeps between generations; warns about settings without effect on a CPU."""
     if device.type == "cpu":
         for name in ("vllm_enable_sleep_mode", "offload_model", "offload_optimizer"):

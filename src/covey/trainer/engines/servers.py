@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from covey.config.base import OnlineConfig
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ServerApi
@@ -24,7 +25,7 @@ from covey.policy.adapters import active_adapter, adapter_config, has_adapter, u
 from covey.policy.loading import end_token_ids
 
 
-def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
+def vllm_servers(args: OnlineConfig, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
     """Engine that samples from vLLM servers, which are probed here so that a wrong one fails early."""
     api_key = args.vllm_server_api_key or os.environ.get("VLLM_API_KEY") or None
     sender = WeightSender(
@@ -47,7 +48,9 @@ def vllm_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, contex
     )
 
 
-def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, context: int | None) -> RemoteEngine:
+def sglang_servers(
+    args: OnlineConfig, model: Any, tokenizer: Any, accelerator: Any, context: int | None
+) -> RemoteEngine:
     """Engine that samples from SGLang servers: those that are named, or one that is started here."""
     api = SglangApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model))
     sender = WeightSender(
@@ -82,7 +85,7 @@ def sglang_servers(args: Any, model: Any, tokenizer: Any, accelerator: Any, cont
     return engine
 
 
-def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> tuple[str, ServerProcess]:
+def start_sglang(args: OnlineConfig, model: Any, accelerator: Any, api_key: str) -> tuple[str, ServerProcess]:
     """Start an SGLang server on `sglang_device` and wait until it is up; it ends with this process."""
     if accelerator.num_processes > 1:
         raise ValueError(
@@ -95,8 +98,9 @@ def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> tuple
             f"sglang_device={args.sglang_device!r} starts a server that loads the model by its name, and this one was"
             " made in memory: save it, and train the folder. Or give the address of a server as sglang_base_url."
         )
+    assert args.sglang_device is not None, "checked with the config"
     port = free_port()
-    flags = dict(args.sglang_server_args or {})
+    flags = dict(args.sglang_server_args or {})  # type: ignore[arg-type] # a config parses JSON
     if has_adapter(model) and args.vllm_lora_sync != "merged" and why_not_alone(model) is None:
         rank = adapter_config(unwrapped(model), active_adapter(unwrapped(model)))["r"]
         flags = {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": "all", **flags}
@@ -104,7 +108,7 @@ def start_sglang(args: Any, model: Any, accelerator: Any, api_key: str) -> tuple
     process = ServerProcess(
         command,
         f"http://127.0.0.1:{port}/health",
-        log_path=Path(args.output_dir) / "sglang-server.log",
+        log_path=Path(args.output_dir or ".") / "sglang-server.log",
         deadline=args.sglang_server_timeout,
         env={**environment, launch.KEY: api_key},
         name="the SGLang server",
@@ -139,21 +143,21 @@ def remote_engine(
     )
 
 
-def generation_extras(args: Any) -> dict[str, Any]:
+def generation_extras(args: OnlineConfig) -> dict[str, Any]:
     """Settings of requests in addition to those that every engine knows."""
-    extra, regex = dict(args.generation_kwargs or {}), args.vllm_structured_outputs_regex
-    if regex is not None and args.use_sglang:
-        name, shape = "regex", regex
-    elif regex is not None and args.use_vllm and args.vllm_mode == "server":
-        name, shape = "structured_outputs", {"regex": regex}
-    else:
-        return extra
-    if name in extra:
+    extra = dict(args.generation_kwargs or {})  # type: ignore[arg-type] # a config parses JSON
+    shape: dict[str, Any] = {}
+    if (regex := args.vllm_structured_outputs_regex) is not None:
+        if args.use_sglang:
+            shape = {"regex": regex}
+        elif args.use_vllm and args.vllm_mode == "server":
+            shape = {"structured_outputs": {"regex": regex}}
+    if both := extra.keys() & shape:
         raise ValueError(
-            f"generation_kwargs[{name!r}] and vllm_structured_outputs_regex are both set: one of the two shapes"
+            f"generation_kwargs[{both.pop()!r}] and vllm_structured_outputs_regex are both set: one of the two shapes"
             " completions. Leave the other out."
         )
-    return {**extra, name: shape}
+    return extra | shape
 
 
 def vocabulary_of(model: Any) -> int:

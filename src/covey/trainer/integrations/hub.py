@@ -70,7 +70,7 @@ def create_model_card(
         license=license,
         tags=_listed(tags),
     )
-    folder = Path(self.args.output_dir)
+    folder = Path(self.args.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
 

@@ -160,7 +160,7 @@ class _Trials:
         if (make := parts.get("model_init")) is not None:
             parts["model_init"] = lambda: make_model(make, trial)
         try:
-            folder = os.path.join(original.args.output_dir, name)
+            folder = os.path.join(original.args.output_dir or ".", name)
             trainer: Any = type(original)(
                 **{**parts, "args": original.args.with_changes(**{"output_dir": folder, **changes})}
             )
