@@ -129,9 +129,8 @@ def sapo(x: SurrogateInputs, *, temperature_pos: float, temperature_neg: float) 
 
 def vespo_phi(x: SurrogateInputs, *, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float) -> Tensor:
     """φ(w) = exp(λ + k log w - λ w) of the sequence's importance weight w, constant, [N] (VESPO, arXiv 2602.10693)."""
-    log_w = segment_sum(
-        torch.where(x.sampled, (x.logprobs - x.old_logprobs).detach().clamp(-20.0, 20.0), 0.0), x.lengths
-    )
+    log_ratio = (x.logprobs - x.old_logprobs).detach().clamp(-20.0, 20.0)
+    log_w = segment_sum(torch.where(x.sampled, log_ratio, 0.0), x.lengths)
     floor = torch.tensor(1e-8).log().item()
     if x.mismatch_weights is not None:
         log_rho = x.mismatch_weights.clamp(min=1e-8).log().clamp(min=floor, max=20.0)

@@ -81,9 +81,8 @@ def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.devi
     """
     items = [item for media in rows for item in media]
     names = dict.fromkeys(name for item in items for name in item.tensors)
-    inputs = {
-        name: _stacked([item.tensors[name] for item in items if name in item.tensors]).to(device) for name in names
-    }
+    tensors = {name: [item.tensors[name] for item in items if name in item.tensors] for name in names}
+    inputs = {name: _stacked(parts).to(device) for name, parts in tensors.items()}
     for name in dict.fromkeys(name for item in items for name in item.marks):
         marks = torch.zeros(len(rows), width, dtype=torch.long)
         for row, media in enumerate(rows):

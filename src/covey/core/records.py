@@ -147,7 +147,6 @@ class Rollout:
 
     @property
     def images(self) -> list[Any]:
-        """The images of `media`, in the order of the tokens that stand for them."""
         return images_of(self.media)
 
     def asked(self, row: dict[str, Any]) -> Any:
@@ -161,12 +160,10 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens that the policy sampled."""
         return sum(self.sampled)
 
     @property
     def num_turns(self) -> int:
-        """Number of turns of the policy."""
         return max(len(self.turn_ends), int(any(self.sampled)))
 
 

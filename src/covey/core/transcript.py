@@ -90,9 +90,8 @@ def content_text(content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        return "".join(
-            str(part["text"]) if isinstance(part, dict) and "text" in part else f"<{_type(part)}>" for part in content
-        )
+        known = [part["text"] if isinstance(part, dict) and "text" in part else f"<{_type(part)}>" for part in content]
+        return "".join(map(str, known))
     return str(content)
 
 

@@ -136,9 +136,7 @@ def build_vision(processing_class: Any, model: Any) -> Vision | None:
     return Vision(processing_class, placeholder_ids(model.config)) if is_processor(processing_class) else None
 
 
-def build_scorer(
-    args: OnlineConfig, tokenizer: Any, accelerator: Accelerator, vision: Vision | None = None
-) -> TokenScorer:
+def build_scorer(args: OnlineConfig, tokenizer: Any, accelerator: Accelerator, vision: Vision | None) -> TokenScorer:
     if vision is not None and args.attn_layout not in ("auto", "padded"):
         raise ValueError(
             f"attn_layout={args.attn_layout!r} does not suit images, whose tokens have positions of their own and may"
@@ -241,9 +239,8 @@ def build_speculation(args: OnlineConfig, train_dataset: Any) -> Speculation | N
             " dataset that has a length.",
             stacklevel=2,
         )
-    return Speculation(
-        args.speculative_max_tokens, lenience=args.speculative_lenience if args.speculative_reuse == "lenient" else None
-    )
+    lenience = args.speculative_lenience if args.speculative_reuse == "lenient" else None
+    return Speculation(args.speculative_max_tokens, lenience=lenience)
 
 
 def sampling_params(args: OnlineConfig) -> SamplingParams:
@@ -266,10 +263,9 @@ def sampling_params(args: OnlineConfig) -> SamplingParams:
 
 def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
     """The reward functions behind one call, that of the environments among them."""
-    args, spec = context.args, collector.spec
-    functions, weights, processing_classes = reward_sources(
-        reward_funcs, args.reward_weights, processing_classes, spec and spec.play
-    )
+    args, player = context.args, collector.spec and collector.spec.play
+    sources = reward_sources(reward_funcs, args.reward_weights, processing_classes, player)
+    functions, weights, processing_classes = sources
     if functions is None:
         raise ValueError(
             "`reward_funcs` is missing: give at least one reward function, reward model or list of them. Environments"
@@ -296,7 +292,6 @@ def build_rewards(context: RunContext, collector: Collector, reward_funcs: Any, 
 
 
 def unread_settings(args: OnlineConfig) -> UnreadSettings:
-    """Settings of step rewards that the user gave, for a warning if no steps are rewarded."""
     names = ("process_weight", "step_discount", "step_baseline")
     return UnreadSettings({name: getattr(args, name) for name in names if is_set(args, name)})
 

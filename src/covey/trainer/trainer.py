@@ -169,9 +169,8 @@ class OnlineTrainer(Trainer):
             loss_of=self.updates.loss_of,
             prompts_required=prompts_required,
         )
-        parts: dict[str, Stateful] = {
-            name: getattr(self, name) for name in ("updates", "rollouts", "behaviour", "credit", "metrics")
-        }
+        stateful = ("updates", "rollouts", "behaviour", "credit", "metrics")
+        parts: dict[str, Stateful] = {name: getattr(self, name) for name in stateful}
         self.checkpoints = Checkpointer(context, parts, before_saving=self.finite.check_weights)
         build.add_callbacks(self, callbacks or ())
 
