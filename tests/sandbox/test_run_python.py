@@ -1,7 +1,9 @@
 """Sandboxed code: what it prints comes back, and what it does by accident stops at a limit."""
 
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -83,10 +85,20 @@ def test_installed_packages_import_and_the_environment_is_hidden(monkeypatch):
     assert result.stdout == "3 False\n"
 
 
-@pytest.mark.parametrize("limit", [{"timeout": 0}, {"timeout": float("nan")}, {"memory": -1}])
-def test_limits_are_positive(limit):
-    with pytest.raises(ValueError, match="of run_python must be greater than 0"):
+@pytest.mark.parametrize(
+    "limit",
+    [
+        *({"timeout": value} for value in (0, float("nan"), float("inf"), 1e12, "5")),
+        *({"memory": value} for value in (-1, float("inf"))),
+    ],
+)
+def test_limits_are_positive_numbers(limit):
+    with pytest.raises(ValueError, match="of run_python must be greater than 0 and at most 1e"):
         run_python("", **limit)
+
+
+def test_a_limit_may_be_years():
+    assert run_python("print(1)", timeout=1e9).stdout == "1\n"
 
 
 @pytest.mark.parametrize(
@@ -233,6 +245,55 @@ def test_files_outside_of_its_directory_cannot_be_changed(tmp_path):
         assert run_python(f"import os, shutil\n{change}").exit_code == 1
     assert kept.read_text() == "safe"
     assert run_python(f"print(open({str(kept)!r}).read())").stdout == "safe\n"
+
+
+DEEP = "import os\nfor i in range(3000): os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)\nprint('deep')"
+
+
+@either
+def test_a_folder_of_any_depth_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert run_python(DEEP).stdout == "deep\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+CALLER = """
+import sys
+from covey.sandbox import LocalSandbox
+LocalSandbox(namespaces=sys.argv[2] == "True").run(sys.argv[1], timeout=60, memory=1 << 30, stdin="")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("namespaces", [True, False])
+@pytest.mark.parametrize("away", [False, True])
+def test_the_program_ends_with_a_caller_that_is_killed(namespaces, away):
+    mark = f"covey-orphan-{os.getpid()}-{namespaces}-{away}"
+    code = BACKGROUND.format(mark=mark, away=away, noisy=False) + "import time; time.sleep(60)"
+    caller = subprocess.Popen([sys.executable, "-c", CALLER, code, str(namespaces)])
+    until = time.monotonic() + 30
+    while len(alive(mark)) < 2:  # the caller, whose command line holds the code, and what that has started
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    caller.kill()
+    caller.wait()
+    until = time.monotonic() + 5
+    while alive(mark):
+        assert time.monotonic() < until, "it is still there"
+        time.sleep(0.02)
+
+
+def test_folders_of_killed_callers_are_removed_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name, hours in ((f"{gone.pid}-old", 2), (f"{gone.pid}-new", 0), (f"{os.getpid()}-ours", 2), ("other-old", 2)):
+        (tmp_path / f"covey-sandbox-{name}").mkdir()
+        os.utime(tmp_path / f"covey-sandbox-{name}", (time.time() - 3600 * hours,) * 2)
+    sandbox._remove_abandoned.cache_clear()
+    run_python("")
+    left = sorted(path.name.removeprefix("covey-sandbox-") for path in tmp_path.iterdir())
+    assert left == sorted([f"{gone.pid}-new", f"{os.getpid()}-ours", "other-old"])
 
 
 @either

@@ -40,6 +40,7 @@ _OTHER_NAMES = {
     "dataset_train_split": "dataset_split",
     "peft_config": "peft",
     "quantization_config": "quantization",
+    "resume": "resume_from_checkpoint",
 }
 
 

@@ -10,15 +10,18 @@ network, files outside the temporary directory can be read and not written, and 
 `SandboxResult.guards` says which of these held.
 """
 
+import contextlib
+import functools
+import itertools
 import json
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,7 +83,7 @@ def run_python(code: str, timeout: float = 10.0, memory: int = 512 * MIB, stdin:
         stdin: what it can read.
 
     Raises:
-        ValueError: a limit that is not positive, or code that is no text.
+        ValueError: a limit out of range, or code that is no text.
         RuntimeError: no child process could be started.
 
     Example:
@@ -90,9 +93,9 @@ def run_python(code: str, timeout: float = 10.0, memory: int = 512 * MIB, stdin:
     for name, text in {"code": code, "stdin": stdin}.items():
         if not isinstance(text, str):
             raise ValueError(f"{name} of run_python must be text, got {type(text).__name__}: {text!r:.80}.")
-    for name, limit in {"timeout": timeout, "memory": memory}.items():
-        if not limit > 0:
-            raise ValueError(f"{name}={limit!r} of run_python must be greater than 0.")
+    for name, limit, most in (("timeout", timeout, 1e9), ("memory", memory, 1e18)):
+        if not isinstance(limit, (int, float)) or not 0 < limit <= most:
+            raise ValueError(f"{name}={limit!r} of run_python must be greater than 0 and at most {most:g}.")
     return _sandbox.run(code, timeout=timeout, memory=memory, stdin=stdin)
 
 
@@ -105,6 +108,7 @@ def use_sandbox(sandbox: Sandbox | None) -> None:
 _CHILD = Path(__file__).with_name("child.py")
 _GRACE = 10.0  # seconds in which the child starts and ends, on a busy machine
 _CHUNK = 1 << 16
+_PREFIX = "covey-sandbox-"
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,8 @@ class LocalSandbox:
 
     def run(self, code: str, *, timeout: float, memory: int, stdin: str) -> SandboxResult:
         """See `run_python`."""
-        folder = tempfile.mkdtemp(prefix="covey-sandbox-")
+        _remove_abandoned()
+        folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
         try:
             with tempfile.TemporaryFile() as given:
                 given.write(stdin.encode("utf-8", "surrogatepass"))
@@ -135,7 +140,7 @@ class LocalSandbox:
                 Path(folder, "main.py").write_bytes(code.encode("utf-8", "surrogatepass"))
                 return self._run(folder, timeout, memory, given.fileno())
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
 
     def _run(self, folder: str, timeout: float, memory: int, stdin: int) -> SandboxResult:
         report, reports = os.pipe()
@@ -147,6 +152,7 @@ class LocalSandbox:
             "max_processes": self.max_processes,
             "namespaces": self.namespaces,
             "report": reports,
+            "caller": os.getpid(),
         }
         started = time.monotonic()
         try:
@@ -199,12 +205,42 @@ class LocalSandbox:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return list(kept.values()), True
-                for key, _ in selector.select(left):
+                for key, _ in selector.select(min(left, 3600.0)):
                     data = os.read(key.fd, _CHUNK)
                     if not data:
                         selector.unregister(key.fd)
                     kept[key.fd] += data[: max(0, self.max_output + 1 - len(kept[key.fd]))]
         return list(kept.values()), False
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder however deep it is: what lies in its folders moves up, so no path gets too long."""
+    mark, number = uuid.uuid4().hex, itertools.count()
+    with contextlib.suppress(OSError):
+        while entries := list(os.scandir(folder)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for name in os.listdir(entry.path):
+                    os.rename(os.path.join(entry.path, name), os.path.join(folder, f"{mark}-{next(number)}"))
+                os.rmdir(entry.path)
+        os.rmdir(folder)
+
+
+@functools.cache
+def _remove_abandoned() -> None:
+    """Remove, once in a process, folders of processes that were killed an hour ago or earlier."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        with contextlib.suppress(OSError, ValueError):
+            owner = int(path.name.removeprefix(_PREFIX).partition("-")[0])
+            if time.time() - path.stat().st_mtime < 3600 or path.stat().st_uid != os.getuid():
+                continue
+            try:
+                os.kill(owner, 0)
+            except ProcessLookupError:
+                _remove(str(path))
 
 
 def _environment(folder: str) -> dict[str, str]:

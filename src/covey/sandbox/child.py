@@ -20,6 +20,7 @@ CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1  # the numbers of every Linux port
+AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 POLL_SECONDS = 0.02
 LIMITS_OF_FILES_AND_CORES = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_CORE: 0}
 
@@ -31,11 +32,17 @@ def main() -> None:
     limits = json.loads(sys.argv[1])
     guards = isolate(limits["folder"]) if linux and limits["namespaces"] else []
     say(limits, guards=guards)
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    die_with_parent(signal.SIGTERM)
     watcher = os.fork()
     if watcher == 0:
         die_with_parent()
         watch(limits)
         os._exit(0)
+    if os.getppid() != limits["caller"]:  # it ended before the kernel knew
+        os.kill(os.getpid(), signal.SIGTERM)
+    while signal.sigwait(AWAITED) == signal.SIGTERM:  # the caller is gone
+        os.kill(watcher, signal.SIGTERM)
     os.waitpid(watcher, 0)
 
 
@@ -88,16 +95,15 @@ def set_read_only(path: bytes, flags: int, on: bool) -> int:
     return libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, ctypes.sizeof(attributes))
 
 
-def die_with_parent() -> None:
+def die_with_parent(number: int = signal.SIGKILL) -> None:
     if linux:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 # --- watching ----------------------------------------------------------------------------------------------------
 
 
 def watch(limits: dict) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     if linux:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here instead of getting away
     started = time.monotonic()
@@ -141,7 +147,7 @@ def reap(child: int):
 
 def reached(limits: dict, elapsed: float):
     """The limit that was reached, or None."""
-    if elapsed > limits["timeout"]:
+    if elapsed > limits["timeout"] or signal.SIGTERM in signal.sigpending():
         return "time"
     running = descendants(limits["max_processes"])
     if len(running) > limits["max_processes"]:
@@ -197,7 +203,7 @@ def execute(limits: dict) -> None:
     try:
         die_with_parent()
         os.setpgid(0, 0)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
         os.close(limits["report"])
         seconds = math.ceil(limits["timeout"])
         set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)

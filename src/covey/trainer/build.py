@@ -66,10 +66,12 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Onl
             f"`args` must be a {config_class.__name__}, got {type(args).__name__}: {trainer} has options that no other"
             f" config holds. Make one with {config_class.__name__}(output_dir=..., ...)."
         )
-    folder = args.output_dir or "."
-    if os.path.exists(folder) and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+    folder = os.path.abspath(args.output_dir or ".")
+    while not os.path.lexists(folder):  # it is made below one that is there
+        folder = os.path.dirname(folder)
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         raise ValueError(
-            f"output_dir={folder!r} is not a folder that can be written to, so checkpoints and completions"
+            f"output_dir={args.output_dir!r} is not a folder that can be written to, so checkpoints and completions"
             " would be lost. Choose another."
         )
     check_trackers(args.report_to)
@@ -369,6 +371,7 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
     trainer.add_callback(Advice())
     if trainer.reference is not None and args.sync_ref_model:
         trainer.add_callback(FollowPolicy(trainer.reference, trainer.context))
+    trainer.add_callback(trainer.stop)
     known = {id(callback) for callback in given} | {callback for callback in given if isinstance(callback, type)}
     callbacks = trainer.callback_handler.callbacks
     trainer.own_callbacks = frozenset(id(c) for c in callbacks if id(c) not in known and type(c) not in known)

@@ -13,10 +13,12 @@ import torch
 
 from covey.policy.adapters import has_adapter
 from covey.policy.saving import load_renamed, save_sharded, saves_other_names
+from covey.runtime.files import MANIFEST, damage, flush, naming_disk_errors, seal
 from covey.trainer.context import RunContext
 
 STATE_FILE = "covey_state_{rank}.pt"
 STAGING = ".saving"
+AUTO = "auto"
 NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"})  # a resumed run may change these
 
 
@@ -41,25 +43,65 @@ class Checkpointer:
         self.delayed_pushes: list[str] = []  # folders that were to be uploaded meanwhile
 
     def save(self, run_dir: str, write: Callable[[], None]) -> str:
-        """Write a checkpoint and move it into place. Collective."""
-        self.before_saving()
+        """Write a checkpoint and move it into place. Collective.
+
+        Raises:
+            OSError: the disk takes no more; earlier checkpoints are as they were.
+        """
         args, collectives = self.context.args, self.context.collectives
-        name = f"checkpoint-{self.context.step}"
-        staged, final = os.path.join(self.staging_dir(run_dir), name), os.path.join(run_dir, name)
+        name, staging = f"checkpoint-{self.context.step}", self.staging_dir(run_dir)
+        staged, final = os.path.join(staging, name), os.path.join(run_dir, name)
+        if args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed while it saved
+        self.before_saving()  # collective: nobody writes before that
         self.staging, self.delayed_pushes = True, []
         try:
-            write()
-            if not args.save_only_model:
-                state = {"batches": self._binding_sizes(), "method": self.method_state()}
-                torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
+            with naming_disk_errors(name, run_dir, "Earlier checkpoints are whole: make room and resume."):
+                write()
+                if not args.save_only_model:
+                    state = {"batches": self._binding_sizes(), "method": self.method_state()}
+                    torch.save(state, os.path.join(staged, STATE_FILE.format(rank=args.process_index)))
+                collectives.meet(f"publish {name}")
+                if args.should_save:
+                    self._publish(staged, final)
+        except OSError:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
         finally:
             self.staging = False
-        collectives.meet(f"publish {name}")
-        if args.should_save:
-            self._publish(staged, final)
         collectives.meet(f"go on after {name}")
         self._place_best(final)
         return final
+
+    def find(self, wanted: str | bool, output_dir: str) -> str | None:
+        """The checkpoint to resume from, compared with its manifest; None if "auto" finds none. Collective.
+
+        Raises:
+            ValueError: there is no such checkpoint, or it is damaged.
+        """
+        named = [str(path) for path in numbered_checkpoints(output_dir) if is_checkpoint(path)]
+        own = self.context.collectives.gather(named, "list the checkpoints")[0]
+        if wanted == AUTO and not own:
+            return None
+        first = own[-1] if wanted == AUTO else find_checkpoint(wanted, output_dir)
+        if (problem := self._damage(first)) is None:
+            return first
+        good = next((folder for folder in reversed(own) if folder != first and self._damage(folder) is None), None)
+        damaged = f"the checkpoint {first!r} is damaged: {problem}"
+        if good is None:
+            raise ValueError(f"{damaged}. {output_dir!r} holds no other that is whole: start from the beginning.")
+        if wanted != AUTO:
+            raise ValueError(
+                f"{damaged}. Resume from {good!r}, the last one that is whole; resume_from_checkpoint={AUTO!r} takes it"
+                " by itself."
+            )
+        warnings.warn(f"{damaged}, so the run goes on from {good!r}, the last one that is whole.", stacklevel=3)
+        return good
+
+    def _damage(self, folder: str) -> str | None:
+        mine = damage(Path(folder)) if self.context.args.should_save else None
+        everyone = self.context.collectives.gather(mine, f"verify {folder}")
+        return next((problem for problem in everyone if problem is not None), None)
 
     def staging_dir(self, run_dir: str) -> str:
         return os.path.join(run_dir, STAGING)
@@ -126,17 +168,24 @@ class Checkpointer:
             state.best_model_checkpoint = folder if there else None
 
     def _publish(self, staged: str, final: str) -> None:
-        """Put a finished checkpoint in its place and delete those beyond `save_total_limit`."""
+        """Put a finished checkpoint in its place and delete those beyond `save_total_limit`.
+
+        A folder that is to go is renamed first: one that is half deleted must not look like a checkpoint.
+        """
         state = self.context.loop.state
         if state.best_global_step:
             self._place_best(final)
             state.save_to_json(os.path.join(staged, "trainer_state.json"))
-        shutil.rmtree(final, ignore_errors=True)
+        run_dir, staging = Path(final).parent, Path(staged).parent
+        seal(Path(staged))
+        if os.path.exists(final):
+            os.rename(final, staging / "replaced")
         os.rename(staged, final)
-        shutil.rmtree(os.path.dirname(staged), ignore_errors=True)
+        flush(run_dir)
         keep = [final, state.best_model_checkpoint]
-        for old in superfluous_checkpoints(os.path.dirname(final), self.context.args.save_total_limit, keep):
-            shutil.rmtree(old, ignore_errors=True)
+        for old in superfluous_checkpoints(str(run_dir), self.context.args.save_total_limit, keep):
+            os.rename(old, staging / old.name)
+        shutil.rmtree(staging, ignore_errors=True)
 
     def _binding_sizes(self) -> dict[str, int]:
         return {name: value for name, value in asdict(self.context.algebra).items() if name not in NOT_BINDING}
@@ -172,30 +221,33 @@ def numbered_checkpoints(run_dir: str) -> list[Path]:
 
 
 def resume_from(setting: str | bool | None) -> str | bool | None:
-    """The checkpoint to resume from: a folder, True for the latest one ("true", "last"), or None."""
+    """The checkpoint to resume from: a folder, True for the latest one ("true", "last"), "auto", or None."""
     text = str(setting or "")
     if text.lower() in ("", "false", "no"):
         return None
     if text.lower() in ("true", "yes", "last", "latest"):
         return True
+    if text.lower() == AUTO:
+        return AUTO
     if not Path(text).is_dir():
         raise FileNotFoundError(
-            f"there is no checkpoint {text!r} to resume from; name its folder, or write `true` for the latest one."
+            f"there is no checkpoint {text!r} to resume from; name its folder, or write `true` for the latest one, or"
+            " `auto` for the latest one that is whole, if there is any."
         )
     return text
 
 
 def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
-    own = [path for path in numbered_checkpoints(output_dir) if _is_checkpoint(path)]
+    own = [path for path in numbered_checkpoints(output_dir) if is_checkpoint(path)]
     if wanted is True:
         if own:
             return str(own[-1])
         raise ValueError(
             f"resume_from_checkpoint=True, but output_dir={output_dir!r} holds no checkpoint. Give the folder of one,"
-            " or leave it out to start from the beginning."
+            " or leave it out to start from the beginning; 'auto' does either."
         )
     folder = str(wanted)
-    if not _is_checkpoint(Path(folder)):
+    if not is_checkpoint(Path(folder)):
         known = f"output_dir holds {', '.join(map(str, own))}" if own else "output_dir holds none either"
         raise ValueError(
             f"resume_from_checkpoint={folder!r} is not a checkpoint: there is no trainer_state.json in it; {known}."
@@ -204,8 +256,8 @@ def find_checkpoint(wanted: str | bool, output_dir: str) -> str:
     return folder
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / "trainer_state.json").is_file()
+def is_checkpoint(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("trainer_state.json", MANIFEST))
 
 
 def _check_kind(checkpoint: str, adapter: bool) -> None:

@@ -8,6 +8,8 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,9 +26,11 @@ from covey.data.sampler import MicroStep, train_loader
 from covey.policy.loading import load_processing_class
 from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import tokenizer_of
+from covey.runtime.files import locked
 from covey.trainer import build
-from covey.trainer.checkpoint import Checkpointer, Stateful, find_checkpoint, resume_from
+from covey.trainer.checkpoint import Checkpointer, Stateful, resume_from
 from covey.trainer.checks import FiniteCheck, check_datasets, check_fit
+from covey.trainer.distributed.interruption import StopAtStep
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.engine_check.correction import build_engine_check, corrected
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
@@ -172,6 +176,7 @@ class OnlineTrainer(Trainer):
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics")
         parts: dict[str, Stateful] = {name: getattr(self, name) for name in stateful}
         self.checkpoints = Checkpointer(context, parts, before_saving=self.finite.check_weights)
+        self.stop = StopAtStep(self.collectives.gather, enabled=args.save_strategy != "no")
         build.add_callbacks(self, callbacks or ())
 
     def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
@@ -235,25 +240,27 @@ class OnlineTrainer(Trainer):
         """Train, from the start or from a checkpoint; nothing is left over from an earlier, interrupted call.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the last one in `output_dir`; None: what the
-                config says.
+            resume_from_checkpoint: a checkpoint's folder, True for the last one in `output_dir`, or "auto" for the
+                last one that is whole, if there is any; None: what the config says.
             trial: of a hyperparameter search.
             ignore_keys_for_eval: without effect, as evaluation returns no model outputs.
 
         Raises:
-            ValueError: there is no such checkpoint, or it is of a run with another model or other batch sizes.
+            ValueError: there is no such checkpoint, it is damaged or of a run with another model or other batch sizes;
+                or another run works in `output_dir`.
         """
         ready_to_train(self)
         self.updates.reset()
         self.rollouts.cancel()
-        with self.collectives.ending_all():
+        own = locked(Path(self.args.output_dir or ".")) if self.args.should_save and trial is None else nullcontext()
+        with self.stop.listening(), self.collectives.ending_all(), own:
             try:
                 if (optimizer := recommending_optimizer(self.optimizer)) is not None:
                     optimizer.train()  # of an earlier call
                 if resume_from_checkpoint is None and trial is None:
                     resume_from_checkpoint = resume_from(self.args.resume_from_checkpoint)
                 if resume_from_checkpoint:
-                    resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir or ".")
+                    resume_from_checkpoint = self.checkpoints.find(resume_from_checkpoint, self.args.output_dir or ".")
                 result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
                 self.finite.check_weights()
                 optimizer = recommending_optimizer(self.optimizer)

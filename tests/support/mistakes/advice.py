@@ -467,8 +467,18 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
     },
     "Resuming": {
+        "Started a run in the output_dir of one that is running": (
+            "A lock that is left by a run that was killed does not count: the system frees it with the process."
+        ),
+        "Saved a checkpoint on a full disk": (
+            'Make room, or give `save_total_limit`; `resume_from_checkpoint="auto"` goes on from the last checkpoint.'
+        ),
         "Resumed from a folder that is no checkpoint": (
             "Take one of those that the message lists, or True for the last one."
+        ),
+        "Resumed from a checkpoint that is damaged": (
+            'Resume from the one that the message names; `resume_from_checkpoint="auto"` takes it by itself. Where'
+            " files were changed on purpose, delete `covey_manifest.json` in the checkpoint, and nothing is compared."
         ),
         "Resumed a run that has no checkpoint yet": "Start from the beginning, or correct `output_dir`.",
         "Resumed with other batch sizes or another number of processes": "",

@@ -102,6 +102,8 @@ def shown(message: str, bench: Bench) -> str:
     message = re.sub(r"(127\.0\.0\.1(?::|', )|port )\d{4,5}", r"\g<1>8000", message)
     message = re.sub(r"0x[0-9a-f]{6,}", "0x…", message)
     message = re.sub(r"(covey-|checksum is |manifest says )[0-9a-f]{8}", r"\g<1>…", message)
+    message = re.sub(r"process \d+ on \S+, since [\d: -]+", "process 4711 on …, since …", message)
+    message = re.sub(r"bytes instead of [\d,]+", "bytes instead of …", message)
     for pattern in QUOTED:
         message = re.sub(pattern, "…", message, flags=re.DOTALL)
     return message

@@ -1,11 +1,16 @@
 """Mistakes in configs, in run files and when resuming."""
 
+import errno
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 from peft import LoraConfig
 
 from covey.cli.config_file import load_run
+from covey.runtime.files import seal
 from covey.trainer.checkpoint import STATE_FILE
 from tests.support import tiny
 from tests.support.mistakes.cases import CONFIG, TRAINING, Mistake
@@ -247,12 +252,61 @@ def of_two_processes(bench):
     state = torch.load(path, weights_only=True)
     state["batches"]["world_size"] = 2
     torch.save(state, path)
+    seal(Path(checkpoint))
     return checkpoint
+
+
+def damaged(bench, **settings):
+    """A checkpoint whose optimizer was cut off, as by a full disk."""
+    checkpoint = bench.checkpoint(**settings)
+    last = os.path.join(os.path.dirname(checkpoint), f"checkpoint-{settings.get('max_steps', 1)}")
+    os.truncate(os.path.join(last, "optimizer.pt"), 100)
+    return last
+
+
+HOLDS = (
+    "import sys, time; from pathlib import Path; from covey.runtime.files import locked\n"
+    "with locked(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+)
+
+
+def beside_another(bench):
+    """A run in a folder that another process works in."""
+    bench.output_dir.mkdir()
+    command = [sys.executable, "-c", HOLDS, str(bench.output_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            bench.train()
+        finally:
+            other.kill()
+
+
+def on_a_full_disk(bench):
+    def save_pretrained(folder, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = tiny.model()
+    model.save_pretrained = save_pretrained
+    bench.train({"save_strategy": "steps", "save_steps": 1}, model=model)
 
 
 DOES_NOT_FIT = "its buffered completions and its place in the data do not fit this run"
 
 RESUMING = [
+    Mistake(
+        "Started a run in the output_dir of one that is running",
+        beside_another,
+        (r"in use by process \d+ on \S+, since", "Choose another output_dir, or end that run first"),
+        TRAINING,
+    ),
+    Mistake(
+        "Saved a checkpoint on a full disk",
+        on_a_full_disk,
+        (r"checkpoint-1 could not be written into \S+: the disk is full", "Earlier checkpoints are whole"),
+        TRAINING,
+        OSError,
+    ),
     Mistake(
         "Resumed from a folder that is no checkpoint",
         lambda b: b.resume("./no/such/checkpoint"),
@@ -268,6 +322,25 @@ RESUMING = [
             "Give the folder of a checkpoint",
         ),
         TRAINING,
+    ),
+    Mistake(
+        "Resumed from a checkpoint that is damaged",
+        lambda b: b.resume(damaged(b, max_steps=2)),
+        (r"checkpoint-2' is damaged: optimizer\.pt has 100 bytes instead of", r"Resume from \S+checkpoint-1'"),
+        TRAINING,
+    ),
+    Mistake(
+        "Resumed from a checkpoint that is damaged",
+        lambda b: b.resume(damaged(b)),
+        (r"checkpoint-1' is damaged: optimizer\.pt has 100 bytes", "holds no other that is whole: start from the"),
+        TRAINING,
+    ),
+    Mistake(
+        "Resumed from a checkpoint that is damaged",
+        lambda b: b.resume("auto", {"max_steps": 3}) if damaged(b, max_steps=2) else None,
+        (r"checkpoint-2' is damaged: .*so the run goes on from \S+checkpoint-1'",),
+        TRAINING,
+        UserWarning,
     ),
     Mistake(
         "Resumed a run that has no checkpoint yet",

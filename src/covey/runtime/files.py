@@ -1,0 +1,149 @@
+"""Folders that survive crashes: manifests with checksums, files flushed to the disk, and locks."""
+
+import errno
+import json
+import os
+import socket
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "covey_manifest.json"
+LOCK = ".covey_lock"
+BLOCK = 1 << 26  # bytes of a file that share a checksum; threads read different blocks
+PIECE = 1 << 20
+CAUSES = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+}
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of a folder's files, and flush all of it to the disk."""
+    (folder / MANIFEST).write_text(json.dumps(contents(folder), indent=1))
+    for path in [*folder.rglob("*"), folder]:
+        flush(path)
+
+
+def damage(folder: Path) -> str | None:
+    """The first difference between a folder and its manifest; None if there is none, or no manifest."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    try:
+        known: dict[str, Any] = dict(json.loads((folder / MANIFEST).read_text()))
+    except (ValueError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    found = contents(folder)
+    for name, file in known.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name]["bytes"] != file["bytes"]:
+            return f"{name} has {found[name]['bytes']:,} bytes instead of {file['bytes']:,}"
+        if found[name] != file:
+            return f"the content of {name} is not what was written (its checksum differs)"
+    return None
+
+
+def contents(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size, and CRC-32 of each block, of every file but the manifest, by its name."""
+    found = {}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # zlib and reading let other threads run
+        for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
+            size = path.stat().st_size
+            sums = list(pool.map(partial(_checksum, path), range(0, size, BLOCK)))
+            found[path.relative_to(folder).as_posix()] = {"bytes": size, "crc32": sums}
+    return found
+
+
+def _checksum(path: Path, start: int) -> int:
+    value = 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        for _ in range(BLOCK // PIECE):
+            value = zlib.crc32(file.read(PIECE), value)
+    return value
+
+
+def flush(path: Path) -> None:
+    """Have a file's content, or a folder's list of names, on the disk."""
+    if os.name == "posix":
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+@contextmanager
+def naming_disk_errors(what: str, folder: str, advice: str) -> Iterator[None]:
+    """Raise an `OSError` that names folder and reason where an error is due to a disk that takes no more.
+
+    Libraries report that in many ways, so a mebibyte is written after any error that does not name it.
+    """
+    try:
+        yield
+    except Exception as error:
+        named = [number for number in CAUSES if os.strerror(number) in str(error)]
+        number = named[0] if named else _error_of_writing(Path(folder, f".covey_probe_{os.getpid()}"))
+        if number is None:
+            raise
+        cause = CAUSES.get(number, os.strerror(number))
+        raise OSError(f"{what} could not be written into {folder!r}: {cause}. {advice}") from error
+
+
+def _error_of_writing(path: Path) -> int | None:
+    try:
+        path.write_bytes(bytes(PIECE))
+        flush(path)
+    except OSError as error:
+        return error.errno
+    finally:
+        with suppress(OSError):
+            path.unlink()
+    return None
+
+
+class FolderInUseError(ValueError):
+    """Another process works in a folder."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which the kernel releases when this process ends in whatever way.
+
+    Forked processes do not inherit it. Where the file system knows no locks, nothing is held.
+
+    Raises:
+        FolderInUseError: another process, perhaps of another machine, holds it.
+    """
+    path = folder / LOCK
+    try:
+        import fcntl
+
+        file = path.open("a+")
+    except (ImportError, OSError):
+        yield
+        return
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise FolderInUseError(
+                    f"output_dir={str(folder)!r} is in use by {path.read_text() or 'another process'}, and two runs"
+                    " would overwrite each other's checkpoints. Choose another output_dir, or end that run first."
+                ) from None
+        with suppress(OSError):  # a full disk
+            os.truncate(file.fileno(), 0)
+            note = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            os.write(file.fileno(), note.encode())
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,59 @@
+"""The benchmark of kills: runs of it that are killed end as an undisturbed one, and it sees what differs."""
+
+import json
+from collections import Counter
+
+import pytest
+from benchmarks.kills import Launch, differences, outcome, trained_on, undisturbed
+
+MODE = "off-policy"
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"), MODE)
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "signal", "status"),
+    [
+        ("sampling", 3, "SIGKILL", -9),
+        ("optimizer", 4, "SIGKILL", -9),
+        ("checkpoint: optimizer, half a file", 2, "SIGKILL", -9),
+        ("checkpoint: manifest, half a file", 2, "SIGKILL", -9),
+        ("rotation", 3, "SIGKILL", -9),
+        ("backward", 5, "SIGTERM", 143),
+    ],
+)
+def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path, known, place, number, signal, status):
+    assert Launch(tmp_path, MODE, (place, str(number), signal)).end() == [status]
+    assert (tmp_path / "place.0").read_bytes().rstrip(b"\0").decode() == (place if status < 0 else "end")
+    assert Launch(tmp_path, MODE).end() == [0], (tmp_path / "output.0").read_text()[-3000:]
+    assert differences(known["outcome"], outcome(tmp_path, 1)) == []
+
+
+def test_places_are_entered_as_often_as_there_is_something_to_do(known):
+    places = known["places"]
+    # Eight steps of one micro-batch; a generation is sampled for four of them, and a checkpoint saved every two.
+    assert (places["optimizer"], places["sampling"], places["checkpoint: manifest"]) == (8, 2, 4)
+
+
+def test_a_difference_is_seen(known):
+    found = known["outcome"]
+    logs = [{**found["logs"][0], "loss": 0.5}, *found["logs"][1:]]
+    assert differences(found, {**found, "logs": logs, "weights": ["other"]}) == ["weights", "logs"]
+
+
+def lines(*records):
+    return [json.dumps(record) for record in records]
+
+
+def test_what_is_trained_on_again_counts_once():
+    begun = lines({"resumed": 0}, {"step": 0, "pairs": ["a", "a"]}, {"step": 1, "pairs": ["b"]})
+    again = lines({"resumed": 1}, {"step": 1, "pairs": ["b", "c"]})
+    assert trained_on([*begun, '{"step": 1, "pa', *again]) == (Counter({"0: a": 2, "1: b": 1, "1: c": 1}), 0)
+
+
+def test_other_pairs_when_trained_again_are_counted():
+    begun = lines({"resumed": 0}, {"step": 0, "pairs": ["a", "b"]})
+    assert trained_on([*begun, *lines({"resumed": 0}, {"step": 0, "pairs": ["a", "c"]})])[1] == 1

@@ -1,0 +1,133 @@
+"""Folders whose files are known by checksums, flushed to the disk, and locked by one process."""
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from covey.runtime import files
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a.bin").write_bytes(b"123456789")
+    (tmp_path / "inner" / "b.bin").write_bytes(bytes(1000))
+    files.seal(tmp_path)
+    return tmp_path
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_manifest_holds_sizes_and_checksums(folder):
+    known = json.loads((folder / files.MANIFEST).read_text())
+    assert known["a.bin"] == {"bytes": 9, "crc32": [0xCBF43926]}  # the check value of CRC-32
+    assert list(known) == ["a.bin", "inner/b.bin"]
+    assert files.damage(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("harm", "found"),
+    [
+        (lambda f: (f / "a.bin").write_bytes(b"1234"), "a.bin has 4 bytes instead of 9"),
+        (lambda f: (f / "a.bin").unlink(), "a.bin is missing"),
+        (lambda f: flip(f / "inner" / "b.bin"), "the content of inner/b.bin is not what was written"),
+        (lambda f: (f / files.MANIFEST).write_text('{"files'), f"{files.MANIFEST} cannot be read"),
+    ],
+    ids=["truncated", "missing", "one bit", "manifest"],
+)
+def test_damage_is_found_and_named(folder, harm, found):
+    harm(folder)
+    assert found in files.damage(folder)
+
+
+def test_more_files_and_no_manifest_are_no_damage(folder):
+    (folder / "README.md").write_text("more")
+    assert files.damage(folder) is None
+    (folder / files.MANIFEST).unlink()
+    flip(folder / "a.bin")
+    assert files.damage(folder) is None
+
+
+def test_a_file_of_several_blocks_has_a_checksum_for_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK", 1 << 20)
+    (tmp_path / "large").write_bytes(os.urandom((5 << 19) + 3))
+    files.seal(tmp_path)
+    assert len(json.loads((tmp_path / files.MANIFEST).read_text())["large"]["crc32"]) == 3
+    assert files.damage(tmp_path) is None
+    flip(tmp_path / "large")
+    assert "large" in files.damage(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_is_named_with_what_was_written(tmp_path):
+    with (
+        pytest.raises(
+            OSError, match=r"the model could not be written into '.*': the disk is full\. Make room\."
+        ) as said,
+        files.naming_disk_errors("the model", str(tmp_path), "Make room."),
+        open("/dev/full", "w") as full,
+    ):
+        full.write("x")
+    assert said.value.__cause__.errno == errno.ENOSPC
+
+
+def test_an_error_that_names_no_disk_is_checked_by_writing(tmp_path, monkeypatch):
+    def fails():
+        with files.naming_disk_errors("checkpoint-4", str(tmp_path), "Make room."):
+            raise RuntimeError("unexpected pos 40704 vs 40596")
+
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        fails()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(files, "_error_of_writing", lambda folder: errno.EDQUOT)
+    with pytest.raises(OSError, match=r"checkpoint-4 could not be written into .*: the disk quota is used up"):
+        fails()
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from covey.runtime.files import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def holder(folder):
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX locks")
+def test_a_locked_folder_is_refused_until_its_process_is_gone(tmp_path):
+    with holder(tmp_path) as other:
+        refused = pytest.raises(files.FolderInUseError, match=f"in use by process {other.pid} on .*another output_dir")
+        with refused, files.locked(tmp_path):
+            pass
+    assert (tmp_path / files.LOCK).exists()  # it was killed
+    with files.locked(tmp_path):
+        assert (tmp_path / files.LOCK).read_text().startswith(f"process {os.getpid()} on ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_locked(tmp_path):
+    with files.locked(tmp_path / "nowhere"):
+        pass

@@ -1,0 +1,208 @@
+"""Checkpoints that are damaged are found before they are loaded, and what interrupts a run costs nothing."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from covey.runtime.files import MANIFEST
+from tests.support import runs
+
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of three steps, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("saved")
+    straight = runs.trainer(folder, **SAVING, max_steps=3)
+    straight.train()
+    return folder, runs.weights(straight)
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    """A copy of it whose last checkpoint is step 2's."""
+    shutil.copytree(saved[0], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-3")
+    return tmp_path / "run"
+
+
+def resume(folder, wanted, **changes):
+    resumed = runs.trainer(folder, **{"max_steps": 3, **changes})
+    resumed.train(resume_from_checkpoint=wanted)
+    return resumed
+
+
+def same(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+
+
+FILES = (
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "covey_state_0.pt",
+    "trainer_state.json",
+    "config.json",
+)
+HARMS = {"missing": Path.unlink, "empty": lambda path: path.write_bytes(b""), "half": cut, "flipped": flip}
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [(name, harm) for name in (*FILES, MANIFEST) for harm in HARMS if (name, harm) != (MANIFEST, "missing")],
+)
+def test_a_damaged_file_is_named_and_another_offered(run, name, harm):
+    HARMS[harm](run / "checkpoint-2" / name)
+    with pytest.raises(ValueError, match=r"checkpoint-2' is damaged: .*Resume from '.*checkpoint-1'") as said:
+        resume(run, True)
+    assert name in str(said.value)
+
+
+def test_auto_takes_the_last_whole_checkpoint_and_goes_on(run, saved):
+    flip(run / "checkpoint-2" / "optimizer.pt")
+    with pytest.warns(UserWarning, match=r"checkpoint-2' is damaged: .*goes on from '.*checkpoint-1'"):
+        resumed = resume(run, "auto", **SAVING)
+    assert resumed._initial_global_step == 1
+    assert same(runs.weights(resumed), saved[1])
+
+
+def test_auto_begins_where_nothing_is_saved_yet(tmp_path, saved):
+    begun = resume(tmp_path, None, resume_from_checkpoint="auto", **SAVING)
+    assert same(runs.weights(begun), saved[1])
+
+
+def test_auto_does_not_begin_over_damaged_checkpoints(run):
+    for step in (1, 2):
+        cut(run / f"checkpoint-{step}" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"checkpoint-2' is damaged: .* holds no other that is whole"):
+        resume(run, "auto")
+
+
+def test_a_checkpoint_of_before_manifests_resumes(run, saved):
+    (run / "checkpoint-2" / MANIFEST).unlink()
+    assert same(runs.weights(resume(run, True)), saved[1])
+
+
+def test_files_of_a_killed_save_are_not_published(tmp_path):
+    stale = tmp_path / ".saving" / "checkpoint-1"
+    stale.mkdir(parents=True)
+    for name in ("adapter_config.json", "optimizer.pt"):
+        (stale / name).write_text("")
+    runs.trainer(tmp_path, **SAVING, max_steps=1, save_only_model=True).train()
+    names = os.listdir(tmp_path / "checkpoint-1")
+    assert MANIFEST in names and not {"adapter_config.json", "optimizer.pt"} & set(names)
+
+
+def test_a_checkpoint_that_is_being_deleted_looks_like_none(tmp_path, monkeypatch):
+    seen = []
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: (seen.append(os.listdir(tmp_path)), remove(path, **how)))
+    runs.trainer(tmp_path, **SAVING, max_steps=3, save_total_limit=1).train()
+    found = [sorted(name for name in names if name.startswith("checkpoint")) for names in seen]
+    # Folders are deleted before and after each of three saves; the older checkpoint has its name no more.
+    assert found == [[], ["checkpoint-1"], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-2"], ["checkpoint-3"]]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_costs_nothing(small_disk, tmp_path, saved):
+    filling = small_disk / "else.bin"
+    filling.write_bytes(bytes(900_000))  # room for one checkpoint
+    with pytest.raises(OSError, match=r"checkpoint-2 could not be written into .*: the disk is full\. Earlier"):
+        runs.trainer(small_disk / "run", **SAVING, max_steps=3, log_completions=False).train()
+    assert sorted(path.name for path in (small_disk / "run").glob("*")) == ["checkpoint-1", "completions"]
+    filling.unlink()
+    shutil.copytree(small_disk / "run", tmp_path / "run")
+    assert same(runs.weights(resume(tmp_path / "run", "auto")), saved[1])
+
+
+def test_a_read_only_disk_is_said_before_training(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(ValueError, match=r"output_dir='.*run' is not a folder that can be written to"):
+        runs.trainer(small_disk / "some" / "run", **SAVING)
+
+
+class Signals:
+    """Sends signals from the reward of the second step."""
+
+    def __init__(self, *numbers, seconds=0.0):
+        self.__name__, self.numbers, self.seconds, self.calls = "signals", numbers, seconds, 0
+
+    def __call__(self, completion_ids, **kwargs):
+        self.calls += 1
+        if self.calls == 2:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+                time.sleep(0.01)
+            time.sleep(self.seconds)
+        return runs.longer(completion_ids)
+
+
+@pytest.mark.parametrize(
+    ("number", "ends", "status"), [(signal.SIGTERM, SystemExit, 143), (signal.SIGINT, KeyboardInterrupt, None)]
+)
+def test_a_signal_saves_the_step_and_ends_the_run(tmp_path, saved, number, ends, status, capfd):
+    before = signal.getsignal(number)
+    asked = runs.trainer(tmp_path, parts={"reward_funcs": Signals(number)}, max_steps=3, save_strategy="epoch")
+    with pytest.raises(ends) as ended:
+        asked.train()
+    assert status is None or ended.value.code == status
+    assert signal.getsignal(number) == before
+    assert "saving a checkpoint after this step and ending, in at most 25 s" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert same(runs.weights(resume(tmp_path, "auto")), saved[1])
+
+
+def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
+    asked = runs.trainer(tmp_path, parts={"reward_funcs": Signals(2, 2, seconds=60)}, **SAVING, max_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        asked.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_step_that_takes_too_long_ends_at_the_deadline(tmp_path):
+    asked = runs.trainer(tmp_path, parts={"reward_funcs": Signals(15, seconds=60)}, **SAVING, max_steps=3)
+    asked.stop.seconds = 0.5
+    began = time.monotonic()
+    with pytest.raises(SystemExit):
+        asked.train()
+    assert time.monotonic() - began < 20
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path):
+    code = "import sys, time; from pathlib import Path; from covey.runtime.files import locked\n"
+    code += "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"in use by process {other.pid}"):
+            runs.trainer(tmp_path).train()
+        other.kill()
+    runs.trainer(tmp_path).train()
