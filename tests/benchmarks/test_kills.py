@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from benchmarks.kills import Launch, differences, outcome, trained_on, undisturbed
+from benchmarks.kills import Launch, differences, now_in, outcome, trained_on, undisturbed
 
 MODE = "off-policy"
 
@@ -17,7 +17,7 @@ def known(tmp_path_factory):
 @pytest.mark.parametrize(
     ("place", "number", "signal", "status"),
     [
-        ("sampling", 3, "SIGKILL", -9),
+        ("sampling", 2, "SIGKILL", -9),
         ("optimizer", 4, "SIGKILL", -9),
         ("checkpoint: optimizer, half a file", 2, "SIGKILL", -9),
         ("checkpoint: manifest, half a file", 2, "SIGKILL", -9),
@@ -27,14 +27,14 @@ def known(tmp_path_factory):
 )
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path, known, place, number, signal, status):
     assert Launch(tmp_path, MODE, (place, str(number), signal)).end() == [status]
-    assert (tmp_path / "place.0").read_bytes().rstrip(b"\0").decode() == (place if status < 0 else "end")
+    assert now_in(tmp_path, 0) == (place if status < 0 else "between")
     assert Launch(tmp_path, MODE).end() == [0], (tmp_path / "output.0").read_text()[-3000:]
     assert differences(known["outcome"], outcome(tmp_path, 1)) == []
 
 
 def test_places_are_entered_as_often_as_there_is_something_to_do(known):
     places = known["places"]
-    # Eight steps of one micro-batch; a generation is sampled for four of them, and a checkpoint saved every two.
+    # Eight steps of one micro-batch; a generation is sampled for every four, and a checkpoint saved every two.
     assert (places["optimizer"], places["sampling"], places["checkpoint: manifest"]) == (8, 2, 4)
 
 
