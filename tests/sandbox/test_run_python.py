@@ -238,6 +238,39 @@ def test_there_is_no_network():
 
 
 @guarded("files")
+def test_what_is_read_only_cannot_be_mounted_again(tmp_path):
+    kept = tmp_path / "kept"
+    code = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nread_only = (ctypes.c_uint64 * 4)(0, 1, 0, 0)\n"
+        "print(libc.mount(b'none', b'/', None, 0x20 | 0x1000, None), libc.syscall(442, -100, b'/', 0x8000, read_only, 32))\n"
+        f"open({str(kept)!r}, 'w')"
+    )
+    result = run_python(code)
+    assert (result.stdout, result.exit_code, kept.exists()) == ("-1 -1\n", 1, False)
+
+
+WITHOUT = LocalSandbox(namespaces=False).run("", timeout=10, memory=512 * MIB, stdin="").guards
+
+
+@pytest.mark.skipif("files" not in WITHOUT, reason="this kernel has no Landlock")
+@either
+def test_keys_of_other_processes_cannot_be_read():
+    result = run_python(f"print(len(open('/proc/{os.getpid()}/environ').read()))")
+    assert (result.stdout, "PermissionError" in result.stderr) == ("", True)
+
+
+@pytest.mark.skipif("files" not in WITHOUT, reason="this kernel has no Landlock")
+@either
+def test_files_of_its_own_can_be_made_moved_and_cut():
+    code = (
+        "import os\nos.makedirs('a/b')\nopen('a/b/f', 'w').write('long')\nos.rename('a/b/f', 'f')\n"
+        "os.symlink('f', 'g')\nopen('g', 'w').write('x')\nopen('/dev/null', 'w').write('y')\nprint(open('f').read())"
+    )
+    assert run_python(code).stdout == "x\n"
+
+
+@pytest.mark.skipif("files" not in WITHOUT, reason="this kernel has no Landlock")
+@either
 def test_files_outside_of_its_directory_cannot_be_changed(tmp_path):
     kept = tmp_path / "kept"
     kept.write_text("safe")

@@ -12,6 +12,7 @@ import math
 import os
 import resource
 import signal
+import struct
 import sys
 import time
 
@@ -20,6 +21,8 @@ CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1  # the numbers of every Linux port
+SYS_LANDLOCK, PR_SET_NO_NEW_PRIVS, PR_SET_SECUREBITS = 444, 38, 28
+WRITE_FILE, WRITING, MOVING, TRUNCATING = 0x2, 0x1FF2, 0x2000, 0x4000
 AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 POLL_SECONDS = 0.02
 LIMITS_OF_FILES_AND_CORES = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_CORE: 0}
@@ -31,6 +34,8 @@ linux = sys.platform == "linux"
 def main() -> None:
     limits = json.loads(sys.argv[1])
     guards = isolate(limits["folder"]) if linux and limits["namespaces"] else []
+    if "files" not in guards and linux and restrict(limits["folder"]):
+        guards.append("files")
     say(limits, guards=guards)
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     die_with_parent(signal.SIGTERM)
@@ -93,6 +98,21 @@ def protect_files(folder: str) -> bool:
 def set_read_only(path: bytes, flags: int, on: bool) -> int:
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY if on else 0, 0 if on else MOUNT_ATTR_RDONLY, 0, 0)
     return libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, ctypes.sizeof(attributes))
+
+
+def restrict(folder: str) -> bool:
+    """Refuse writing outside of `folder` and looking into other processes (`/proc/PID/environ`), by Landlock."""
+    version = libc.syscall(SYS_LANDLOCK, None, 0, 1)
+    rights = ctypes.c_uint64(WRITING | (MOVING if version > 1 else 0) | (TRUNCATING if version > 2 else 0))
+    rules = libc.syscall(SYS_LANDLOCK, ctypes.byref(rights), 8, 0) if version > 0 else -1
+    if rules < 0:
+        return False
+    for path, allowed in ((folder, rights.value), ("/dev", WRITE_FILE)):
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        libc.syscall(SYS_LANDLOCK + 1, rules, 1, struct.pack("=Qi", allowed, place), 0)
+        os.close(place)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return libc.syscall(SYS_LANDLOCK + 2, rules, 0) == 0
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -205,6 +225,8 @@ def execute(limits: dict) -> None:
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
         os.close(limits["report"])
+        if linux:  # root keeps no capabilities: it could remount and look into other processes
+            libc.prctl(PR_SET_SECUREBITS, 1, 0, 0, 0)
         seconds = math.ceil(limits["timeout"])
         set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)
         set_limit(resource.RLIMIT_FSIZE, limits["max_file"])
