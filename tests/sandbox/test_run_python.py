@@ -242,7 +242,8 @@ def test_what_is_read_only_cannot_be_mounted_again(tmp_path):
     kept = tmp_path / "kept"
     code = (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nread_only = (ctypes.c_uint64 * 4)(0, 1, 0, 0)\n"
-        "print(libc.mount(b'none', b'/', None, 0x20 | 0x1000, None), libc.syscall(442, -100, b'/', 0x8000, read_only, 32))\n"
+        "remounted = libc.mount(b'none', b'/', None, 0x20 | 0x1000, None)\n"
+        "print(remounted, libc.syscall(442, -100, b'/', 0x8000, read_only, 32))\n"
         f"open({str(kept)!r}, 'w')"
     )
     result = run_python(code)

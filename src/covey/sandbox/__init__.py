@@ -6,7 +6,8 @@ it and install it with `use_sandbox`, and every `run_python` uses it.
 
 Code runs in a child process with a temporary directory as its home and without the environment's variables (where keys
 are). On Linux a process in between (`child.py`) holds the limits. Where the kernel allows namespaces there is no
-network, files outside the temporary directory can be read and not written, and no process survives;
+network, files outside the temporary directory can be read and not written (without namespaces too, where the kernel has
+Landlock), and no process survives;
 `SandboxResult.guards` says which of these held.
 """
 
@@ -119,7 +120,7 @@ class LocalSandbox:
         max_output: maximum bytes of stdout and of stderr; the rest is discarded.
         max_file: maximum bytes of a file that the code writes.
         max_processes: maximum number of simultaneous processes, including its own.
-        namespaces: enter namespaces where the kernel allows it; without them none of the `guards` holds.
+        namespaces: enter namespaces where the kernel allows it; without them at most the guard "files" holds.
         python: the interpreter, with its packages.
     """
 
