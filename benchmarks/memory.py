@@ -27,19 +27,20 @@ from typing import Any, NamedTuple
 from benchmarks import vision_model
 from benchmarks.worker import peak_memory, reset_peak_memory
 
+RECOMPUTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 LORA = {"r": 16, "target_modules": "all-linear"}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 IMAGES = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 32}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "full": {"gradient_checkpointing": False},
-    "full, checkpointed layers": {"gradient_checkpointing": True},
+    "full, checkpointed layers": RECOMPUTING,
     "full, a reference, several passes": {
         "gradient_checkpointing": False,
         "beta": 0.04,
         "per_device_train_batch_size": 16,
     },
     "LoRA": {"gradient_checkpointing": False, "peft": LORA},
-    "LoRA, checkpointed layers": {"gradient_checkpointing": True, "peft": LORA, "beta": 0.04},
+    "LoRA, checkpointed layers": {**RECOMPUTING, "peft": LORA, "beta": 0.04},
     "RLOO, padded rows": {
         "method": "rloo",
         "num_generations": 4,
@@ -48,7 +49,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "LoRA over 4 bits": {"gradient_checkpointing": False, "peft": LORA, "quantization": NF4},
     "LoRA over 4 bits, nested, checkpointed layers": {
-        "gradient_checkpointing": True,
+        **RECOMPUTING,
         "peft": {**LORA, "r": 64},
         "quantization": {**NF4, "bnb_4bit_use_double_quant": True},
     },
@@ -61,7 +62,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "peft": {"r": 64, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens"]},
     },
     "long completions, two iterations": {
-        "gradient_checkpointing": True,
+        **RECOMPUTING,
         "num_generations": 4,
         "max_completion_length": 160,
         "num_iterations": 2,
@@ -261,12 +262,12 @@ def _predicted(args: Any, model: str, what: Parts) -> dict[str, Any]:
 
     from covey.cli.explain.run import images_of_prompt
     from covey.cli.train import quantisation
-    from covey.sizing.memory import Images, available_gpu_bytes, estimate
+    from covey.sizing.memory import Images, available_bytes, estimate
 
     config = AutoConfig.from_pretrained(model)
     images = images_of_prompt(model, config, what.images, IMAGE_SIZE) if what.images else Images()
     given = {"peft": what.peft, "quantization": quantisation(what.quantization), "images": images}
-    given["gpu_bytes"] = available_gpu_bytes()
+    given["device_bytes"] = available_bytes(args)
     m = estimate(config, args, prompt_tokens=PROMPT_TOKENS, **given)
     return {**asdict(m), "training": m.training, "sampling": m.sampling, "peak": m.peak}
 

@@ -73,11 +73,11 @@ def _adapter(peft: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _predicted(args: Any, shape: str, workload: Workload, peft: Any, dtype: Any, device: str) -> dict[str, Any]:
-    from covey.sizing.memory import available_gpu_bytes, estimate
+    from covey.sizing.memory import available_bytes, estimate
 
     args = copy.copy(args)
     args.model_init_kwargs = {"dtype": dtype}  # the trainer was given a model
-    given = {"peft": peft, "device": device, "gpu_bytes": available_gpu_bytes()}
+    given = {"peft": peft, "device": device, "device_bytes": available_bytes(args)}
     m = estimate(models.config(shape), args, prompt_tokens=workload.prompt_tokens, **given)
     return {**asdict(m), "training": m.training, "sampling": m.sampling, "peak": m.peak}
 

@@ -392,3 +392,16 @@ def test_images_are_counted_by_the_processor_of_the_model(run_file, capsys, tmp_
     text = words(capsys.readouterr().out)
     assert "A prompt has 2 image(s) of 512 x 512 pixels (--images, --image_size)" in text and "32 patches for" in text
     assert re.search(r"encoder\s+[1-9]", text)
+
+
+def test_layers_that_keep_their_activations_are_counted(run_file, capsys, monkeypatch):
+    for available, sentence in (
+        (0, "All 2 layers recompute their activations in a micro-batch of"),
+        (80_000_000, "The last 1 of 2 layers keep their activations in a micro-batch of"),
+        (2**40, "All 2 layers keep their activations in a micro-batch of"),
+    ):
+        monkeypatch.setattr("covey.cli.explain.run.available_memory", lambda available=available: available)
+        assert main([run_file, "--use_cpu", "true", "--bf16", "false"]) == 0
+        assert sentence in words(capsys.readouterr().out)
+    assert main([run_file, "--gradient_checkpointing", "false"]) == 0
+    assert "their activations" not in words(capsys.readouterr().out)

@@ -10,6 +10,7 @@ from covey.runtime.process_memory import (
     M_MMAP_THRESHOLD,
     M_TRIM_THRESHOLD,
     _configure,
+    available_memory,
     is_out_of_memory,
 )
 
@@ -78,3 +79,31 @@ def test_out_of_memory_errors_are_recognised(error):
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("out of memory"), KeyError("key")])
 def test_other_errors_are_not_out_of_memory(error):
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        ("0::/user/job", "user/job", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/user/job", "user", ("memory.max", "memory.current", "inactive_file")),  # a group above sets the limit
+        ("0::/user/job", "", ("memory.max", "memory.current", "inactive_file")),  # a container sees its own as the root
+        ("5:memory:/job", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+)
+def test_a_control_group_limits_what_is_available(tmp_path, line, folder, files):
+    group, (limit, usage, reclaimable) = tmp_path / "mount" / folder, files
+    (tmp_path / "mount" / "user" / "job").mkdir(parents=True)
+    group.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "self").write_text(f"4:cpu:/other\n{line}\n")
+    (group / limit).write_text("10000000\n")
+    (group / usage).write_text("7000000\n")
+    (group / "memory.stat").write_text(f"anon 12\n{reclaimable} 500000\n")
+    assert available_memory(tmp_path / "self", tmp_path / "mount") == 3_500_000
+    (group / limit).write_text("max\n")
+    assert available_memory(tmp_path / "self", tmp_path / "mount") > 3_500_000
+    (group / limit).write_text("1000\n")  # set after more was in use
+    assert available_memory(tmp_path / "self", tmp_path / "mount") == 0
+
+
+def test_without_control_groups_the_machine_is_the_limit(tmp_path):
+    assert available_memory(tmp_path / "none", tmp_path) > 2**20

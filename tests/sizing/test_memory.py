@@ -150,9 +150,9 @@ def test_passes_grow_with_the_memory_of_a_gpu():
     # 64 rollouts in groups of a prompt of 4 and 4 completions of 8: 16 * 36 = 576 tokens; 8 padded rollouts are 96.
     batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "gradient_checkpointing": False}
 
-    def planned(gpu_bytes, **changes):
+    def planned(device_bytes, **changes):
         return estimate(
-            LlamaConfig(**TINY), args(**batch, **changes), prompt_tokens=4, device="cuda", gpu_bytes=gpu_bytes
+            LlamaConfig(**TINY), args(**batch, **changes), prompt_tokens=4, device="cuda", device_bytes=device_bytes
         )
 
     small, large = planned(2**20), planned(2**34)

@@ -23,7 +23,8 @@ class TrainingDefaults:
     """Train in bfloat16 mixed precision. Unset: wherever the hardware multiplies bfloat16 (a CUDA GPU since Ampere, a
     CPU with AMX or AVX512-BF16) and float32 elsewhere."""
     gradient_checkpointing: bool | None = True
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    """Let layers recompute their activations in the backward pass where memory has no room to keep them: less memory,
+    up to a third more compute, the same result. With gradient_checkpointing_kwargs every layer does."""
     logging_steps: float = 10
     """Log every this many optimizer updates; a number below 1 is a share of all updates."""
     logging_nan_inf_filter: bool = False

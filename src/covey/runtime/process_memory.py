@@ -1,9 +1,12 @@
-"""Memory of the process: errors that mean it ran out, and the C library's reuse of freed blocks."""
+"""Memory of the process: what it can get, errors that mean it ran out, and the C library's reuse of freed blocks."""
 
 import ctypes
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import torch
 
 OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
@@ -12,6 +15,31 @@ OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate mem
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 HEAP_BLOCK_BYTES = (1 << 30, 1 << 25)  # larger blocks do not come from the heap; some versions accept only the second
 HEAP_BYTES = (1 << 31) - 1
+
+
+CGROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By the controllers that /proc/self/cgroup names (none: version 2): files of limit and usage, and the line of
+memory.stat with what can be reclaimed."""
+
+
+def available_memory(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be allocated without swapping: of the machine, or what the process's control groups leave."""
+    free: int = psutil.virtual_memory().available
+    text = groups.read_text() if groups.is_file() else ""
+    for kind, path in re.findall(r"^\d+:(memory|):/(.*)$", text, re.MULTILINE):
+        limit, usage, reclaimable = CGROUP_FILES[kind]
+        root = mount / kind
+        for group in (root / path, *(root / path).parents):  # a container may see its own group as the root
+            try:
+                most, used = int((group / limit).read_text()), int((group / usage).read_text())
+                unused = re.search(rf"^{reclaimable} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                free = min(free, most - used + int(unused[1] if unused else 0))
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+    return max(free, 0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ are formulas for Llama-like decoders with fused attention and for encoders of im
 fragmentation, reward models.
 """
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from covey.engines.native.inference_contexts import MOST_ROWS
 from covey.policy.adapters import base_model, has_adapter
 from covey.policy.lm_head.linear import TILE_BYTES
 from covey.policy.loading import sees_images
+from covey.runtime.process_memory import available_memory
+from covey.sizing.activations import ActivationRoom, may_keep
 from covey.sizing.model_spec import (
     DecoderWidths,
     ModelSpec,
@@ -31,8 +34,8 @@ ASSUMED_PROMPT_TOKENS = 256
 LOGIT_COPIES = 2
 """Tiles of float32 numbers that the head holds at once: logits and probabilities."""
 
-FILLED = 0.8
-"""Share of a GPU's memory up to which micro-batches are made larger than the user's batch size asks for."""
+FILLED = {"cpu": 0.5, "cuda": 0.8}
+"""Share of the memory that a process can get, up to which micro-batches grow and layers keep their activations."""
 
 SHARDED = {
     "multi_gpu": (False, False, False),
@@ -83,8 +86,8 @@ class MemoryEstimate:
     reference: int  # a second copy if there is a KL penalty; 0 with adapters, which are switched off
     gradients: int  # one number per trainable parameter of the shard
     optimizer: int  # `optimizer_states(optim)` numbers per trainable parameter of the shard
-    # Saved for the backward pass, T * L * ((2Q + 2K + 4I) * c + H * h), with h in `layer_bytes`; with checkpointing one
-    # layer of that and H numbers at each border. And the temporaries of a layer on the way back, T * (3I * c + 8H).
+    # Saved for the backward pass, T * L * ((2Q + 2K + 4I) * c + H * h), with h in `layer_bytes`; of layers that
+    # recompute one, and H numbers at each border. And the temporaries of a layer on the way back, T * (3I * c + 8H).
     activations: int
     # `LOGIT_COPIES` tiles of min(T, logprob_chunk_size) * vocabulary float32 numbers, at most `TILE_BYTES` each on a
     # plain linear head.
@@ -104,12 +107,18 @@ class MemoryEstimate:
     # Weights in the type of products: trained ones, which autocast keeps for a micro-batch, and frozen ones, which the
     # backward pass needs; with checkpointing those of one layer.
     casts: int = 0
+    # Of casts and activations, bytes that are not there at once: casts of layers that recompute end with the forward
+    # pass, and what they compute again comes after it.
+    apart: int = 0
     # Of sharded weights, the outermost unit and two layers whole, and the gradients of the first and of one layer.
     gathered: int = 0
     copy: int = 0  # of sharded weights, all of them while the built-in engine samples
     passes: int = 2  # micro-batches of an optimizer step; with several, gradients are there in addition to activations
     pass_tokens: int = 0  # T
     room: int = 0  # tokens of a micro-batch for which a GPU's memory suffices; 0 where that is not known
+    layers: int = 0  # L
+    kept_layers: int = 0  # those that keep their activations in a micro-batch of T tokens; the others recompute them
+    activation_room: ActivationRoom | None = None  # to decide it for other micro-batches; None: all layers or none
     completion_tokens: int = 0  # of the longest completion
     stored_bytes: int = 4  # s
     computed_bytes: int = 4  # c
@@ -118,7 +127,7 @@ class MemoryEstimate:
     def training(self) -> int:
         """Peak of a training step: at the start of the last backward pass, or with all gradients."""
         saved = self.activations + self.gaps + self.encoder + self.logits
-        backward = saved + self.casts + self.gathered + self.unpacked
+        backward = saved + self.casts - self.apart + self.gathered + self.unpacked
         height = max(backward + self.gradients * (self.passes > 1), self.gradients - self.head_gradient)
         return self.resident + self.head_gradient + self.late_gradient + height
 
@@ -147,7 +156,7 @@ def estimate(
     counts: ModelSpec | None = None,
     spread: ShardCounts | None = None,
     device: str | None = None,
-    gpu_bytes: int = 0,
+    device_bytes: int = 0,
 ) -> MemoryEstimate:
     """Estimate the memory of a run.
 
@@ -160,16 +169,37 @@ def estimate(
         counts: the model's parameters, if they are known; otherwise it is built to count them.
         spread: shards of the model; None: each process has all of it.
         device: "cpu" or "cuda"; None: this machine's.
-        gpu_bytes: memory of a GPU, up to which micro-batches grow; 0: unknown.
+        device_bytes: memory that the process can get, up to which micro-batches grow (on a GPU) and layers keep their
+            activations; 0: unknown.
     """
     spread, images, device = spread or ShardCounts(), images or Images(), device or args.device.type
     counts = counts or count_parameters(config, peft, quantization, args.frozen_parts())
     given = (config, args, prompt_tokens, images, peft is None, counts, spread, device)
-    found = _estimate(*given, room=0)
+    found = _estimate(*given)
     shared = args.use_vllm and args.vllm_mode == "colocate"  # vLLM takes what the trainer leaves
-    if device != "cuda" or not gpu_bytes or shared or sees_images(config) or spread.gradients > 1:
+    if device not in FILLED or not device_bytes or shared or sees_images(config) or spread.gradients > 1:
         return found
-    return _estimate(*given, room=_room(found, gpu_bytes))
+    fixed = found.resident + found.gradients + found.casts + LOGIT_COPIES * TILE_BYTES[device]
+    size = int(FILLED[device] * device_bytes) - fixed
+    per_token = found.activations // found.pass_tokens
+    room = max(0, size) // per_token // 1024 * 1024  # in thousands, so that runs on one machine agree
+    keeps = _activation_room(config, args, counts, peft is None, device, size, found) if may_keep(args) else None
+    return _estimate(*given, room=room if device == "cuda" else 0, keeps=keeps)
+
+
+def _activation_room(
+    config: Any, args: Any, counts: ModelSpec, whole: bool, device: str, size: int, found: MemoryEstimate
+) -> ActivationRoom:
+    """Room by which a micro-batch decides; on a CPU layers that keep at most double the memory of the run."""
+    text = config.get_text_config()
+    precision = _precision(config, args, counts, sharded=False, whole=whole)
+    size -= _cast_numbers(counts, precision, found.layers, found.layers) * precision.computed - found.casts
+    gap = precision.saved.passing * precision.computed if device == "cpu" else 0
+    recomputed = activation_bytes(text, precision, kept=0) + gap
+    kept = layer_bytes(text, precision) - text.hidden_size * precision.residual + gap
+    if device == "cpu":
+        size = min(size, found.peak + recomputed * found.pass_tokens)
+    return ActivationRoom(size, recomputed, kept, found.layers)
 
 
 def _estimate(
@@ -181,7 +211,8 @@ def _estimate(
     counts: ModelSpec,
     spread: ShardCounts,
     device: str,
-    room: int,
+    room: int = 0,
+    keeps: ActivationRoom | None = None,
 ) -> MemoryEstimate:
     """The estimate with micro-batches of up to `room` tokens; `whole`: all weights are trained, not an adapter."""
     text, vision = config.get_text_config(), sees_images(config)
@@ -196,14 +227,16 @@ def _estimate(
     weights = (unquantised * stored + counts.quantised.size + trainable * (updated - stored)) // spread.weights
     head, late = (0, 0) if sharded else _vocabulary_gradients(text, counts, updated, passes, whole, device)
     chunk = min(tokens, args.logprob_chunk_size) * text.vocab_size * 4
-    checkpointing = bool(args.gradient_checkpointing)
+    checkpointing, layers = bool(args.gradient_checkpointing), text.num_hidden_layers
+    kept = (keeps.kept(tokens) if keeps else 0) if checkpointing else layers
+    patches = shown * images.patches * (1 if checkpointing or counts.vision is None else counts.vision.layers)
     outer, layer = unit_parameters(config) if sharded else (0, 0)
     sampled = MemoryEstimate(
         weights=weights,
         reference=weights if args.beta and whole else 0,
         gradients=trainable * updated // spread.gradients,
         optimizer=int(trainable * updated * optimizer_states(str(args.optim))) // spread.optimizer,
-        activations=tokens * activation_bytes(text, precision, checkpointing),
+        activations=tokens * activation_bytes(text, precision, kept),
         logits=LOGIT_COPIES * min(chunk, TILE_BYTES.get(device, TILE_BYTES["cuda"])),
         kv_cache=_cached_tokens(args, prompt, completion, vision) * cache_bytes_per_token(text, computed),
         packed=4 * _packed_numbers(counts, images) if device == "cpu" and computed == 4 else 0,
@@ -212,14 +245,21 @@ def _estimate(
         encoder=encoder_bytes(counts.vision, precision, images, checkpointing, rows=rollouts, shown=shown),
         head_gradient=head,
         late_gradient=late,
-        gaps=_gaps(text, counts, precision, tokens, shown * images.patches, checkpointing) if device == "cpu" else 0,
+        gaps=_gaps(counts, precision, tokens * max(kept, 1), patches) if device == "cpu" else 0,
         unpacked=counts.quantised.largest * computed,
-        casts=_cast_numbers(text, counts, precision, checkpointing) * computed,
+        casts=_cast_numbers(counts, precision, kept, layers) * computed,
+        apart=min(
+            trainable * precision.casts * computed * (layers - max(kept, 1)) // layers,
+            tokens * (layer_temporaries(text, precision) + layer_bytes(text, precision) * (kept == 0)),
+        ),
         gathered=(outer + 2 * layer + (outer + layer) * whole) * computed,
         copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
         passes=passes,
         pass_tokens=tokens,
         room=room,
+        layers=layers,
+        kept_layers=kept,
+        activation_room=keeps,
         completion_tokens=completion,
         stored_bytes=stored,
         computed_bytes=computed,
@@ -232,26 +272,23 @@ def estimate_of(args: Any, model: Any) -> MemoryEstimate:
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     counts = ModelSpec(sum(p.numel() for p in model.parameters()), trainable, packed=0)
     adapter: dict[str, Any] | None = {} if has_adapter(model) else None
-    return estimate(base_model(model).config, args, peft=adapter, counts=counts, gpu_bytes=available_gpu_bytes())
+    loaded = sum(p.numel() * p.element_size() for p in model.parameters()) if args.device.type == "cpu" else 0
+    available = available_bytes(args) + loaded
+    return estimate(base_model(model).config, args, peft=adapter, counts=counts, device_bytes=available)
 
 
-def _room(estimated: MemoryEstimate, gpu_bytes: int) -> int:
-    """Tokens whose activations fit in addition to everything else; in thousands, so that runs on one machine agree."""
-    fixed = estimated.resident + estimated.gradients + estimated.casts + LOGIT_COPIES * TILE_BYTES["cuda"]
-    per_token = estimated.activations // estimated.pass_tokens
-    return max(0, int(FILLED * gpu_bytes) - fixed) // per_token // 1024 * 1024
-
-
-def available_gpu_bytes() -> int:
-    """Bytes that this process has or can still get of the GPU; 0 without one."""
+def available_bytes(args: Any) -> int:
+    """Bytes of its device that this process can get, on a CPU in addition to what it has; 0 if unknown."""
+    if args.device.type == "cpu":
+        return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
-def _cast_numbers(text: Any, counts: ModelSpec, precision: "Precision", checkpointing: bool) -> int:
+def _cast_numbers(counts: ModelSpec, precision: "Precision", kept: int, layers: int) -> int:
     frozen = counts.parameters - counts.quantised.numbers - counts.trainable
     if precision.sharded or precision.computed >= precision.stored:
         frozen = 0
-    return counts.trainable * precision.casts + (frozen // text.num_hidden_layers if checkpointing else frozen)
+    return counts.trainable * precision.casts + frozen * max(kept, 1) // layers
 
 
 def _packed_numbers(counts: ModelSpec, images: Images) -> int:
@@ -261,10 +298,11 @@ def _packed_numbers(counts: ModelSpec, images: Images) -> int:
     return counts.packed + (counts.vision.packed if few and counts.vision else 0)
 
 
-def _gaps(text: Any, counts: ModelSpec, precision: "Precision", tokens: int, patches: int, checkpointing: bool) -> int:
-    numbers = tokens * (1 if checkpointing else text.num_hidden_layers) * precision.saved.passing
+def _gaps(counts: ModelSpec, precision: "Precision", tokens: int, patches: int) -> int:
+    """Bytes between what layers save; tokens and patches count once for each layer that saves."""
+    numbers = tokens * precision.saved.passing
     if counts.vision is not None and counts.vision.channels:
-        numbers += patches * (1 if checkpointing else counts.vision.layers) * counts.vision.passing
+        numbers += patches * counts.vision.passing
     return numbers * precision.computed
 
 
@@ -358,14 +396,17 @@ def layer_bytes(text: Any, precision: Precision) -> int:
     return text.hidden_size * (saved.wide * norm + reading * c) + (queries + keys) * saved.heads * norm + wide * c
 
 
-def activation_bytes(text: Any, precision: Precision, checkpointing: bool) -> int:
-    """Bytes per token that a micro-batch saves, with the temporaries of a layer on the way back."""
+def activation_bytes(text: Any, precision: Precision, kept: int) -> int:
+    """Bytes per token that a micro-batch saves if `kept` layers do not recompute, with a layer's temporaries."""
     layers, hidden = text.num_hidden_layers, text.hidden_size
     last = 3 * hidden * 4  # of the last norm, and the input of the head
-    passing = 3 * DecoderWidths.of(text).inner * precision.computed + 2 * hidden * 4
     layer = layer_bytes(text, precision)
-    saved = layers * hidden * precision.residual + layer if checkpointing else layers * layer
-    return saved + last + passing
+    saved = max(kept, 1) * layer + (layers - kept) * hidden * precision.residual
+    return saved + last + layer_temporaries(text, precision)
+
+
+def layer_temporaries(text: Any, precision: Precision) -> int:
+    return 3 * DecoderWidths.of(text).inner * precision.computed + 2 * text.hidden_size * 4
 
 
 def encoder_bytes(

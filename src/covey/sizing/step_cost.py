@@ -72,7 +72,7 @@ def step_costs(
     """Costs of one optimizer step.
 
     A training pass multiplies three times what a forward pass does (forward, gradients of inputs, of weights), or twice
-    with frozen weights under an adapter; with checkpointed layers the layers' forward once more. Sharded weights are
+    with frozen weights under an adapter; of layers that recompute the forward once more. Sharded weights are
     received once for the forward pass and once for the backward, except those that stay in memory; gradients are
     received once in each pass, by reduce-scatter. Otherwise they are added up once a step.
     """
@@ -81,7 +81,8 @@ def step_costs(
     group = [length] * algebra.num_generations
     groups = algebra.completions_per_update / algebra.num_generations
     forward = int(groups * forward_flops(size, prompt_tokens, group))
-    recomputed = forward - int(groups * 2 * size.head * (1 + sum(tokens - 1 for tokens in group)))
+    in_layers = forward - int(groups * 2 * size.head * (1 + sum(tokens - 1 for tokens in group)))
+    recomputed = in_layers * (memory.layers - memory.kept_layers) // memory.layers
     scorings = bool(args.beta) + (not algebra.on_policy or (args.method == "rloo" and bool(args.beta)))
     received = received_by(spread, memory, unit_parameters(config))
     passes, fresh = memory.passes, 1 / algebra.num_iterations
@@ -90,7 +91,7 @@ def step_costs(
         sampled_tokens=int(algebra.completions_per_update * length * fresh),
         sampling_flops=int(forward * fresh),
         scoring_flops=int(scorings * forward * fresh),
-        training_flops=(2 if adapter else 3) * forward + recomputed * bool(args.gradient_checkpointing),
+        training_flops=(2 if adapter else 3) * forward + recomputed,
         passes=passes,
         gathered=received.gathered(passes, int(passes * scorings * fresh)),
         reduced=received.reduced(passes),

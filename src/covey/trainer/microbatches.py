@@ -1,13 +1,14 @@
 """Rollout buffer, token weights, and micro-batches of bounded size.
 
-When a micro-batch does not fit, the limit is halved, what the failed attempt left in the gradients is undone, and
-smaller parts follow: the gradient is the same.
+Layers keep their activations while the memory plan has room. When a micro-batch does not fit, half as many layers keep
+them, and if none does the limit is halved and smaller parts follow. What the failed attempt left in the gradients is
+undone: the gradient is the same.
 """
 
 import gc
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from covey.core.batch import TrainBatch, token_index
 from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
-from covey.core.model import name_of
+from covey.core.model import decoder_of, name_of
 from covey.core.packing import RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.policy.scoring import TokenScorer
 from covey.runtime.process_memory import is_out_of_memory
-from covey.sizing.memory import estimate_of
+from covey.sizing.activations import ActivationRoom, may_keep
+from covey.sizing.memory import MemoryEstimate, estimate_of
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes
 
@@ -39,13 +41,17 @@ class MicroBatchRunner:
     most: Callable[[int], int] | None = None
     repeats: bool = True  # a pass that ran out of memory may be run again in parts: no other process takes part
     room: int = 0  # tokens for which the device's memory suffices by the memory plan; 0: unknown
+    activations: ActivationRoom | None = None  # of layers that recompute for want of memory alone
+    layers: Callable[[], Sequence[nn.Module]] = tuple  # looks up the decoder's layers
 
     def __post_init__(self) -> None:
         self.limit: int | None = None  # most tokens of a pass, learned from running out of memory; in checkpoints
+        self.most_kept: int | None = None  # most layers that keep their activations, learned in the same way
 
     @classmethod
     def of(cls, context: RunContext, scorer: TokenScorer) -> "MicroBatchRunner":
         collectives, sharding = context.collectives, context.sharding
+        plan = None if sharding.gradients else _memory_plan(context)
         return cls(
             scorer,
             lambda: context.loop.policy.parameters(),
@@ -53,7 +59,9 @@ class MicroBatchRunner:
             context.args.max_tokens_per_micro_batch,
             most=(lambda mine: max(collectives.gather(mine, "count forward passes"))) if sharding.weights else None,
             repeats=not sharding.gradients,
-            room=_tokens_in_memory(context) if context.device.type == "cuda" and not sharding.gradients else 0,
+            room=plan.room if plan else 0,
+            activations=plan.activation_room if plan else None,
+            layers=lambda: getattr(decoder_of(context.loop.policy), "layers", ()),
         )
 
     def budget(self, batch: RolloutSizes, rows: int) -> int:
@@ -117,18 +125,34 @@ class MicroBatchRunner:
     def _attempt(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         random_state = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         before = [(parameter, _grad_state(parameter)) for parameter in self.parameters() if parameter.requires_grad]
+        keeping = self._keeping(part)
+        for layer in keeping:
+            layer.gradient_checkpointing = False
         try:
             return backward(part)
         except (RuntimeError, MemoryError) as error:
-            self._check_survivable(error, part)
+            if not (keeping and is_out_of_memory(error)):
+                self._check_survivable(error, part)
+        finally:
+            for layer in keeping:
+                layer.gradient_checkpointing = True
         # Here and not in the handler: the error holds the failed attempt's tensors.
-        self._shrink(part)
+        self._shrink(part, len(keeping))
         torch.set_rng_state(random_state[0])
         if random_state[1] is not None:
             torch.cuda.set_rng_state(random_state[1])
         # A backward pass adds once to each gradient, when what it adds is whole: such parameters have their share.
         with _set_aside([parameter for parameter, state in before if _grad_state(parameter) != state]):
             return self.run(part, backward)
+
+    def _keeping(self, part: TrainBatch) -> list[Any]:
+        """Layers that keep their activations in a pass, though they may recompute them: the last ones."""
+        if self.activations is None or self._padded_until_proven() == "padded" or not torch.is_grad_enabled():
+            return []
+        kept = self.activations.kept(pass_tokens(part, range(len(part)), self.scorer.layout))
+        layers = [layer for layer in self.layers() if getattr(layer, "gradient_checkpointing", False)]
+        most = len(layers) if self.most_kept is None else self.most_kept
+        return layers[max(0, len(layers) - min(kept, most)) :]
 
     def _cut(self, part: TrainBatch) -> list[Tensor]:
         """The rollouts of pieces that keep to the limit, the largest first; all in one if the part does."""
@@ -154,19 +178,24 @@ class MicroBatchRunner:
                 " gradient_checkpointing=True, a smaller max_completion_length, or use_peft/a smaller model."
             ) from error
 
-    def _shrink(self, part: TrainBatch) -> None:
-        """Halve the limit, with a warning the first time."""
+    def _shrink(self, part: TrainBatch, kept: int = 0) -> None:
+        """Let half of the `kept` layers keep their activations, or else halve the limit; warn the first time."""
         tokens = pass_tokens(part, range(len(part)), self._padded_until_proven())
-        first, known = self.limit is None, self.limit or tokens
-        self.limit = max(1, min(tokens // 2, known))  # never more than was learned before
+        if kept:
+            first, self.most_kept = self.most_kept is None, kept // 2
+            tried, now = f", in which {kept} layers kept their activations; it is repeated with", kept // 2
+            advice = "let all layers recompute with gradient_checkpointing_kwargs={'use_reentrant': False}"
+        else:
+            first, known = self.limit is None, self.limit or tokens
+            now = self.limit = max(1, min(tokens // 2, known))  # never more than was learned before
+            tried, advice = "; it is repeated in parts of at most", f"start with max_tokens_per_micro_batch={now}"
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if first:
             warnings.warn(
-                f"memory ran out in a pass over {tokens} tokens; it is repeated in parts of at most {self.limit}, and"
-                " so are later ones. Nothing is lost but time: to save it, start with"
-                f" max_tokens_per_micro_batch={self.limit}.",
+                f"memory ran out in a pass over {tokens} tokens{tried} {now}, and so are later ones. Nothing is lost"
+                f" but time: to save it, {advice}.",
                 stacklevel=3,
             )
 
@@ -184,17 +213,20 @@ def _with_skipped(whole: TrainBatch, parts: list[TrainBatch]) -> list[TrainBatch
     return parts
 
 
-def _tokens_in_memory(context: RunContext) -> int:
-    """Tokens of a micro-batch that fit into the GPU by the memory plan; 0 for decoders that it has no formula for."""
+def _memory_plan(context: RunContext) -> MemoryEstimate | None:
+    """The memory plan where it decides something; None for decoders that it has no formula for."""
+    if context.device.type != "cuda" and not may_keep(context.args):
+        return None
     try:
-        return estimate_of(context.args, context.loop.policy).room
-    except (AttributeError, ValueError) as error:
-        warnings.warn(
-            f"no memory plan for {name_of(context.loop.policy)} ({error}): micro-batches stay as small as"
-            " per_device_train_batch_size asks for. Set max_tokens_per_micro_batch to make them larger.",
-            stacklevel=3,
-        )
-        return 0
+        return estimate_of(context.args, context.loop.policy)
+    except (AttributeError, TypeError, ValueError) as error:
+        if context.device.type == "cuda":
+            warnings.warn(
+                f"no memory plan for {name_of(context.loop.policy)} ({error}): micro-batches stay as small as"
+                " per_device_train_batch_size asks for. Set max_tokens_per_micro_batch to make them larger.",
+                stacklevel=3,
+            )
+        return None
 
 
 def _grad_state(parameter: nn.Parameter) -> tuple[int, int]:

@@ -429,6 +429,9 @@ SECTIONS: dict[str, dict[str, str]] = {
             "Nothing: no result changes. Start with the `max_tokens_per_micro_batch` that the message names "
             "to save the time."
         ),
+        "Left layers their activations where memory does not suffice for them": (
+            "Nothing: no result changes. `gradient_checkpointing_kwargs={'use_reentrant': False}` saves the time."
+        ),
         "Sampled completions of which a single one does not fit into memory": (
             "`gradient_checkpointing=True`, a smaller `max_completion_length`, an adapter or a smaller model."
         ),

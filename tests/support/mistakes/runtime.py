@@ -30,13 +30,13 @@ def of_other_attention():
     return model
 
 
-def short_of_memory(bench, fits):
-    """Trains where only passes of `fits` rollouts fit into memory."""
-    trainer = bench.build()
-    compute = trainer.compute_loss
+def short_of_memory(bench, fits, recomputing=False):
+    """Trains where only passes of `fits` rollouts fit into memory; `recomputing`: if no layer keeps its activations."""
+    trainer = bench.build({"gradient_checkpointing": recomputing})
+    compute, layers = trainer.compute_loss, trainer.updates.runner.layers()
 
     def compute_loss(model, inputs, *args, **kwargs):
-        if len(inputs) > fits:
+        if len(inputs) > fits or (recomputing and not all(layer.gradient_checkpointing for layer in layers)):
             raise torch.OutOfMemoryError("injected")
         return compute(model, inputs, *args, **kwargs)
 
@@ -139,6 +139,17 @@ RUNTIME = [
         "Chose batch sizes for which memory does not suffice",
         lambda b: short_of_memory(b, fits=1),
         ("it is repeated in parts of at most", "Nothing is lost but time", "start with max_tokens_per_micro_batch="),
+        TRAINING,
+        UserWarning,
+    ),
+    Mistake(
+        "Left layers their activations where memory does not suffice for them",
+        lambda b: short_of_memory(b, fits=4, recomputing=True),
+        (
+            "in which 2 layers kept their activations; it is repeated with 1",
+            "Nothing is lost but time",
+            "let all layers",
+        ),
         TRAINING,
         UserWarning,
     ),

@@ -65,7 +65,8 @@ def test_layers_are_recomputed_as_asked_and_nothing_changes(tmp_path, folder, us
 
     layer.mlp.register_forward_pre_hook(count)  # recomputing stops within it, once nothing more is needed
     trainer.train()
-    assert calls["training"] > 0 and calls["recomputed"] == calls["training"]
+    # without settings of its own, recomputing is for want of memory alone
+    assert calls["training"] > 0 and calls["recomputed"] == (0 if reentrant is None else calls["training"])
     assert layer._gradient_checkpointing_func.keywords["use_reentrant"] is bool(reentrant)
     assert_same_run(trainer, usual, rtol=0, atol=1e-6)
 

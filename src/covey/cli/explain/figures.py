@@ -29,6 +29,8 @@ def memory(run: ExplainedRun) -> Iterator[str]:
         parts |= {"KV cache": m.kv_cache, "packed weights": m.packed}
     yield from (f"{name:<16}{readable(size):>12}" for name, size in parts.items())
     yield from run.model.notes
+    if args.gradient_checkpointing:
+        yield _recomputation(m)
     yield f"""Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak
     is about {readable(m.peak)}."""
     machine = run.cluster.machine if run.cluster else None
@@ -37,6 +39,16 @@ def memory(run: ExplainedRun) -> Iterator[str]:
     yield _largest_part(m, bool(args.gradient_checkpointing))
     if run.engine is not None:
         yield from _colocated_vllm(run, m, run.engine)
+
+
+def _recomputation(m: MemoryEstimate) -> str:
+    """Layers that keep their activations, and those that recompute them."""
+    passes = f"in a micro-batch of {m.pass_tokens:,} tokens (gradient_checkpointing=True)"
+    if not m.kept_layers:
+        return f"All {m.layers} layers recompute their activations {passes}."
+    most = f"The last {m.kept_layers} of {m.layers} layers" if m.kept_layers < m.layers else f"All {m.layers} layers"
+    others = "; for the others there is no room, and they recompute theirs" * (m.kept_layers < m.layers)
+    return f"{most} keep their activations {passes}{others}."
 
 
 def _sharding(run: ExplainedRun) -> str:

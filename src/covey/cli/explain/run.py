@@ -12,6 +12,7 @@ from covey.cli.train import quantisation
 from covey.config.algebra import BatchAlgebra
 from covey.config.base import OnlineConfig
 from covey.policy.loading import sees_images
+from covey.runtime.process_memory import available_memory
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, Images, MemoryEstimate, ShardCounts, estimate
 from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import EngineMemory, engine_memory
@@ -69,6 +70,9 @@ class ExplainedRun:
         if self.model.config is None:
             return None
         machine = self.cluster.machine if self.cluster else None
+        available = int(MACHINES[machine].memory) if machine else self.gpu or 0
+        if machine is None and self.args.device.type == "cpu":
+            available = available_memory() // self.algebra.world_size
         return estimate(
             self.model.config,
             self.args,
@@ -78,7 +82,7 @@ class ExplainedRun:
             quantization=self.model.quantization,
             spread=self.cluster.spread if self.cluster else None,
             device="cuda" if machine else None,
-            gpu_bytes=int(MACHINES[machine].memory) if machine else self.gpu or 0,
+            device_bytes=available,
         )
 
     @property
