@@ -4,8 +4,8 @@ import pytest
 from transformers import LlamaConfig
 
 from covey.config.grpo import GRPOConfig
-from covey.sizing.activations import ActivationRoom, may_keep
-from covey.sizing.memory import estimate
+from covey.core.packing import ActivationRoom
+from covey.sizing.memory import estimate, may_keep
 from tests.sizing.test_memory import TINY
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import PhiConfig, PhiForCausalLM
 
-from covey.sizing.activations import ActivationRoom
+from covey.core.packing import ActivationRoom
 from tests.support import mixtures, runs, tiny
 
 LAYERS = 4

@@ -4,6 +4,7 @@ Token weights are fixed before anything is cut, so every plan has the same gradi
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -27,6 +28,28 @@ class RolloutSizes(Protocol):
 
 Unit = list[int]
 """Rollouts of one group that stay together."""
+
+
+@dataclass(frozen=True)
+class ActivationRoom:
+    """Memory for the activations of a pass, and what its layers take of it.
+
+    The last layers are those that keep: the backward pass begins with them and frees theirs before it recomputes any.
+    """
+
+    size: int  # bytes for the activations of a pass
+    recomputed: int  # bytes per token where every layer recomputes
+    layer: int  # bytes per token of each layer that does not, in addition
+    layers: int
+
+    def kept(self, tokens: int) -> int:
+        """Layers that keep in a pass of so many tokens; the last one for nothing, as it is recomputed at once.
+
+        Example:
+            100 bytes for 2 tokens, 20 each in any case and 10 for a layer: 1 + (100 - 40) // 20 = 4 layers.
+        """
+        left = self.size - tokens * self.recomputed
+        return 0 if left < 0 else min(self.layers, 1 + left // max(tokens * self.layer, 1))
 
 
 def pass_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> int:

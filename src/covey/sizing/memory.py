@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from covey.core.packing import derived_budget
+from covey.core.packing import ActivationRoom, derived_budget
 from covey.engines.native.inference_contexts import MOST_ROWS
 from covey.policy.adapters import base_model, has_adapter
 from covey.policy.lm_head.linear import TILE_BYTES
 from covey.policy.loading import sees_images
 from covey.runtime.process_memory import available_memory
-from covey.sizing.activations import ActivationRoom, may_keep
 from covey.sizing.model_spec import (
     DecoderWidths,
     ModelSpec,
@@ -185,6 +184,13 @@ def estimate(
     room = max(0, size) // per_token // 1024 * 1024  # in thousands, so that runs on one machine agree
     keeps = _activation_room(config, args, counts, peft is None, device, size, found) if may_keep(args) else None
     return _estimate(*given, room=room if device == "cuda" else 0, keeps=keeps)
+
+
+def may_keep(args: Any) -> bool:
+    """True if layers recompute for want of memory alone; with `gradient_checkpointing_kwargs` every layer does."""
+    # Padded rows may be under an attention that keeps its weights, and compiled layers would be compiled again.
+    given = args.gradient_checkpointing_kwargs or getattr(args, "activation_checkpointing_kwargs", None)
+    return bool(args.gradient_checkpointing and not given and not args.torch_compile and args.attn_layout != "padded")
 
 
 def _activation_room(

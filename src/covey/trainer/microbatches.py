@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from covey.core.batch import TrainBatch, token_index
 from covey.core.losses import BatchCounts, Weighting, mean_over_update, token_weights
 from covey.core.model import decoder_of, name_of
-from covey.core.packing import RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
+from covey.core.packing import ActivationRoom, RolloutSizes, derived_budget, pack_micro_batches, pass_tokens
 from covey.policy.scoring import TokenScorer
 from covey.runtime.process_memory import is_out_of_memory
-from covey.sizing.activations import ActivationRoom, may_keep
-from covey.sizing.memory import MemoryEstimate, estimate_of
+from covey.sizing.memory import MemoryEstimate, estimate_of, may_keep
 from covey.trainer.context import RunContext
 from covey.trainer.distributed.exchange import OwnRollouts, RolloutIndex, join_indexes
 
