@@ -83,4 +83,6 @@ def drawn(match):
     """A formula as MathML."""
     latex = (match[1] or match[2]).strip()
     latex = re.sub(r"\\text\{([^{}]*)\}", lambda found: rf"\mathrm{{{found[1].replace(' ', '~')}}}", latex)
-    return convert(latex, display="block" if match[1] else "inline")
+    if match[1]:
+        return f'<div style="overflow-x: auto">{convert(latex, display="block")}</div>'
+    return convert(latex)
