@@ -133,8 +133,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         ),
         "Gave tools with prompts that are strings": "Write prompts as lists of messages.",
         "Gave tools with a chat template that changes earlier turns": (
-            'Change `tokenizer.chat_template`, or set `unstable_chat_template="keep"` '
-            "([agents](agents.md#conversations-as-tokens))."
+            'Change `tokenizer.chat_template`, or set `unstable_chat_template="keep"` ([agents](conversations.md)).'
         ),
         "Gave a rollout_func that is no function": "",
         "Wrote an async rollout function with other arguments": (
