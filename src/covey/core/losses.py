@@ -60,18 +60,6 @@ SHARED_GRADIENT = (sequence_level,)
 """Levels at which the gradient of one token's ratio goes through all tokens of its completion."""
 
 
-def off_policy_keep(
-    advantages: Tensor, logprobs: Tensor, behaviour_logprobs: Tensor, sampled: Tensor, lengths: Tensor, threshold: float
-) -> Tensor:
-    """Mask of the tokens to keep: all but those of punished sequences that have drifted too far off-policy.
-
-    keep_i = A_i >= 0 or mean_t(log π_behaviour - log π) <= threshold (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
-    NaN log-probs of the engine count as no drift. Returns bool [N].
-    """
-    drift = (behaviour_logprobs - logprobs.detach()).nan_to_num(0.0)
-    return (advantages >= 0) | (expand(masked_segment_mean(drift, sampled, lengths), lengths) <= threshold)
-
-
 # ---- surrogates: the loss of each token; those that are not trained get weight 0 later -------------------------------
 
 

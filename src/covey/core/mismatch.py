@@ -1,4 +1,4 @@
-"""Importance weights for samples of an engine whose probabilities differ from the trainer's."""
+"""Samples of another policy than the trained one: importance weights, and a filter of sequences that drifted."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from covey.core.batch import expand, segment_ids, segment_sum
+from covey.core.batch import expand, masked_segment_mean, segment_ids, segment_sum
 from covey.core.losses import MAX_LOG_RATIO
 from covey.core.stats import Max, Mean, Min, Stat
 
@@ -75,3 +75,15 @@ def _mismatch_stats(
         f"{prefix}/max": Max(seen.max().item()),
         f"{prefix}/outside": Mean(float(beyond.sum().item()), len(beyond)),
     }
+
+
+def off_policy_keep(
+    advantages: Tensor, logprobs: Tensor, behaviour_logprobs: Tensor, sampled: Tensor, lengths: Tensor, threshold: float
+) -> Tensor:
+    """Mask of the tokens to keep: all but those of punished sequences that have drifted too far off-policy.
+
+    keep_i = A_i >= 0 or mean_t(log π_behaviour - log π) <= threshold (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
+    NaN log-probs of the engine count as no drift. Returns bool [N].
+    """
+    drift = (behaviour_logprobs - logprobs.detach()).nan_to_num(0.0)
+    return (advantages >= 0) | (expand(masked_segment_mean(drift, sampled, lengths), lengths) <= threshold)

@@ -17,10 +17,9 @@ from covey.core.losses import (
     SurrogateInputs,
     SurrogateStats,
     k3,
-    off_policy_keep,
     token_level,
 )
-from covey.core.mismatch import MismatchCorrection
+from covey.core.mismatch import MismatchCorrection, off_policy_keep
 from covey.core.stats import Mean, Stat
 
 

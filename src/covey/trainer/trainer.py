@@ -20,7 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from covey.config.aliases import accepts_old_names
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch
-from covey.core.engine import traits_of
+from covey.core.engine import SamplingParams, traits_of
 from covey.core.stats import Max
 from covey.data.sampler import MicroStep, train_loader
 from covey.policy.loading import load_processing_class
@@ -140,19 +140,25 @@ class OnlineTrainer(Trainer):
         )
         if vision is not None and self.sharding.weights:
             self.scorer.blank = build.blank_row(self.collector.codec)
-        engine, sampling = self.collector.engine, build.sampling_params(args)
-        context.algorithm = corrected(context.algorithm, args, traits_of(engine), sampling)
-        speculation = build.build_speculation(args, train_dataset)
+        sampling = build.sampling_params(args)  # before reward models are loaded
         self.rewards = build.build_rewards(context, self.collector, reward_funcs, reward_processing_classes)
+        check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
+        self._build_step(sampling, prompts_required)
+        build.add_callbacks(self, callbacks or ())
+
+    def _build_step(self, sampling: SamplingParams, prompts_required: bool) -> None:
+        """The parts of a step, each with what it needs of the others."""
+        args, context, engine = self.args, self.context, self.collector.engine
         entropy = build.entropy_controller(args)
-        self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args))
+        context.algorithm = corrected(context.algorithm, args, traits_of(engine), sampling)
         runner = MicroBatchRunner.of(context, self.scorer)
-        self.completions = build.build_completions(args, self.is_world_process_zero())
         self.behaviour = BehaviourScorer(context, self.scorer, runner, self.reference)
         self.behaviour.engine_check = build_engine_check(context, self.collector, sampling, self.behaviour.rescore)
-        check_fit(context, self.collector, self.rewards, train_dataset, eval_dataset)
-        chooser = build.build_chooser(context, train_dataset, self.rewards.weights)
+        self.credit = CreditAssigner(context, self.rewards, entropy is not None, build.unread_settings(args))
+        self.completions = build.build_completions(args, self.is_world_process_zero())
         sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
+        speculation = build.build_speculation(args, self.train_dataset)
+        chooser = build.build_chooser(context, self.train_dataset, self.rewards.weights)
         self.rollouts = RolloutPhase(context, self.collector, sampling, self.rewards, sync, speculation, chooser)
         self.finite = FiniteCheck(context, self.credit.describe_rewards)
         self.updates = UpdatePhase(
@@ -177,7 +183,6 @@ class OnlineTrainer(Trainer):
         parts: dict[str, Stateful] = {name: getattr(self, name) for name in stateful}
         self.checkpoints = Checkpointer(context, parts, before_saving=self.finite.check_weights)
         self.stop = StopAtStep(self.collectives.gather, enabled=args.save_strategy != "no")
-        build.add_callbacks(self, callbacks or ())
 
     def training_step(self, model: Any, inputs: MicroStep, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
         """One micro-step of Hugging Face's loop: prompt samples (or nothing) in, gradients out."""
